@@ -1,0 +1,71 @@
+"""Owns which figures a report has, in which order, and the words around each.
+
+Pure: a study's snapshot in, figures with titles and captions out. Each figure has its own module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from reports.effects import effects_figure
+from reports.shapes import shape_figure
+from reports.throughput import throughput_figure
+from reports.timeline import timeline_figure
+from storage.definition import StudySnapshot
+
+
+@dataclass(frozen=True)
+class ReportFigure:
+    """A figure with its words."""
+
+    id: str
+    """Identifier of its element on the page."""
+    title: str
+    caption: str
+    figure: go.Figure
+
+
+_FIGURES: tuple[tuple[str, str, str, Callable[[StudySnapshot], go.Figure]], ...] = (
+    (
+        "throughput",
+        "Throughput against peak memory",
+        "Every trial. Up is faster, left needs less memory; whiskers are 95 % intervals. Trials "
+        "without a speed are in the lanes below, at the memory that they are known or predicted to "
+        "need; beyond 1.3 budgets they are drawn at 1.3, and a question mark means that no memory "
+        "figure is known.",
+        throughput_figure,
+    ),
+    (
+        "shapes",
+        "Micro-batch and sequence length",
+        "Best tokens/s of what fitted in each cell, whatever the other settings. ✕ OOM: every trial "
+        "there was out of memory, at least one of them for real; ✕ over budget: by prediction or by "
+        "comparison alone. A blank cell was not tried.",
+        shape_figure,
+    ),
+    (
+        "timeline",
+        "Course of the study",
+        "Above, the speeds as they were measured, with the best so far; below, when each trial ran, "
+        "in the lane of how it ended. Pauses of the study are cut out and marked.",
+        timeline_figure,
+    ),
+    (
+        "effects",
+        "Settings",
+        "Speed of what fitted, by the value of each dimension that was searched. Values were not "
+        "tried in equal company, so a difference of medians is a hint and not an effect.",
+        effects_figure,
+    ),
+)
+
+
+def all_figures(snapshot: StudySnapshot) -> tuple[ReportFigure, ...]:
+    """Return the figures that have something to show, in the order of the page."""
+    drawn = (
+        ReportFigure(id, title, caption, draw(snapshot)) for id, title, caption, draw in _FIGURES
+    )
+    return tuple(figure for figure in drawn if figure.figure.data)

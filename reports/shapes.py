@@ -1,0 +1,120 @@
+"""Owns the figure of micro-batch against sequence length: what fits, how fast, and what does not.
+
+Pure: a study's snapshot in, a plotly figure out. A cell has a speed, or says why not, or is blank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from reports import units
+from reports.marks import HOVER_TEMPLATE, hover
+from reports.measured import rankable
+from storage import ranking
+from storage.definition import StudySnapshot
+from storage.records import OUT_OF_MEMORY, TrialRecord, Verdict
+
+ROW_PIXELS = 30
+_REFUSED_COLOUR = "#c9cdd3"
+_TRIALS_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the trials of one micro-batch and sequence length came to."""
+
+    text: str
+    tokens_per_second: float | None
+    """The best that fitted; None where nothing did."""
+    hovertext: str
+
+
+def shape_figure(snapshot: StudySnapshot) -> go.Figure:
+    """Draw the best tokens/s of each micro-batch and sequence length that was tried."""
+    cells = cells_of(snapshot)
+    lengths = sorted({length for length, _ in cells})
+    batches = sorted({batch for _, batch in cells})
+    figure = go.Figure()
+    for has_speed in (True, False):
+        chosen = {
+            k: cell
+            for k, cell in cells.items()
+            if (cell.tokens_per_second is not None) is has_speed
+        }
+        if chosen:
+            _add_cells(figure, chosen, lengths=lengths, batches=batches, has_speed=has_speed)
+    figure.update_layout(
+        height=max(240, 100 + ROW_PIXELS * len(batches)),
+        margin={"l": 8, "r": 8, "t": 16, "b": 52},
+        xaxis=_axis("sequence length", lengths),
+        yaxis=_axis("micro-batch", batches),
+    )
+    return figure
+
+
+def cells_of(snapshot: StudySnapshot) -> dict[tuple[int, int], Cell]:
+    """Return the cell of each (sequence length, micro-batch) that a trial was at."""
+    trials: dict[tuple[int, int], list[TrialRecord]] = defaultdict(list)
+    for record in snapshot.records:
+        trials[record.config.seq_len, record.config.micro_batch_size].append(record)
+    return {place: _cell(records) for place, records in trials.items()}
+
+
+def _cell(records: Sequence[TrialRecord]) -> Cell:
+    best = ranking.winner(rankable(records))
+    if best is not None and best.measurement is not None:
+        rate = best.measurement.tokens_per_second
+        tried = f"best of {units.plural(len(records), 'trial')}"
+        return Cell(units.short_rate(rate), rate, f"{tried}<br>{hover(best)}")
+    verdicts = {record.verdict for record in records}
+    names = "<br>".join(f"trial {r.number}: {r.verdict.value}" for r in records[:_TRIALS_NAMED])
+    if verdicts <= OUT_OF_MEMORY:
+        text = "✕ OOM" if Verdict.OOM in verdicts else "✕ over budget"
+        return Cell(text, None, f"does not fit<br>{names}")
+    slow = Verdict.PRUNED_SLOW in verdicts
+    return Cell("slow" if slow else "no result", None, f"no full measurement<br>{names}")
+
+
+def _add_cells(
+    figure: go.Figure,
+    cells: Mapping[tuple[int, int], Cell],
+    *,
+    lengths: Sequence[int],
+    batches: Sequence[int],
+    has_speed: bool,
+) -> None:
+    rows = [[cells.get((length, batch)) for length in lengths] for batch in batches]
+    figure.add_heatmap(
+        x=[str(length) for length in lengths],
+        y=[str(batch) for batch in batches],
+        z=[[_level(cell, has_speed=has_speed) for cell in row] for row in rows],
+        text=[[cell.text if cell else "" for cell in row] for row in rows],
+        hovertext=[[cell.hovertext if cell else "" for cell in row] for row in rows],
+        texttemplate="%{text}",
+        hovertemplate=HOVER_TEMPLATE,
+        hoverongaps=False,
+        xgap=2,
+        ygap=2,
+        colorscale="Cividis" if has_speed else [[0, _REFUSED_COLOUR], [1, _REFUSED_COLOUR]],
+        showscale=False,
+    )
+
+
+def _level(cell: Cell | None, *, has_speed: bool) -> float | None:
+    if cell is None:
+        return None
+    return cell.tokens_per_second if has_speed else 1.0
+
+
+def _axis(title: str, values: Sequence[int]) -> dict[str, object]:
+    return {
+        "type": "category",
+        "title": {"text": title},
+        "showgrid": False,
+        "categoryorder": "array",
+        "categoryarray": [str(value) for value in values],
+    }

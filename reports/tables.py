@@ -1,0 +1,244 @@
+"""Owns the tables that people read: top configurations, capacity classes, verdicts, environment.
+
+Pure: a study's snapshot in, rows of finished text out. Knows nothing of terminals, HTML or figures; what it would take
+to go faster is in `advice`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reports import units
+from reports.advice import how_to_go_faster
+from reports.measured import rankable
+from search_spaces.config import TrialConfig
+from storage import ranking
+from storage.definition import StudySnapshot
+from storage.records import TrialRecord, Verdict
+
+VERDICT_LABELS: Mapping[Verdict, str] = {
+    Verdict.FITS: "fits",
+    Verdict.OOM: "ran out of memory",
+    Verdict.PREDICTED_OOM: "predicted not to fit",
+    Verdict.DOMINATED_OOM: "larger than one that ran out",
+    Verdict.PRUNED_SLOW: "stopped as too slow",
+    Verdict.DIVERGED: "diverged",
+    Verdict.INVALID: "invalid",
+    Verdict.INEFFECTIVE: "had no effect",
+    Verdict.TIMED_OUT: "timed out",
+    Verdict.CRASHED: "crashed",
+    Verdict.LOST: "lost",
+}
+"""What each verdict is called for people."""
+
+VERDICT_MEANINGS: Mapping[Verdict, str] = {
+    Verdict.FITS: "It trained within the budget and was measured.",
+    Verdict.OOM: "A real allocation failed while it trained.",
+    Verdict.PREDICTED_OOM: "Its predicted peak exceeds the budget by more than the margin; it was not launched.",
+    Verdict.DOMINATED_OOM: "It is at least as large in every dimension as one that ran out of memory; "
+    "it was not launched.",
+    Verdict.PRUNED_SLOW: "It fits, and was stopped once it could no longer be the fastest.",
+    Verdict.DIVERGED: "The loss was not finite, so its speed does not count.",
+    Verdict.INVALID: "A rule forbids it on this model or GPU; it was not launched.",
+    Verdict.INEFFECTIVE: "A setting did not take effect, so the run does not count as this configuration.",
+    Verdict.TIMED_OUT: "A phase outlasted its deadline and the worker was killed; it may be retried.",
+    Verdict.CRASHED: "The worker ended for a reason that is neither memory nor a rule; it may be retried.",
+    Verdict.LOST: "The driver ended while it ran, so nothing is known of it; it may be retried.",
+}
+"""One sentence on each verdict."""
+
+
+@dataclass(frozen=True)
+class ConfigurationRow:
+    """One measured configuration, as text; a dash where a number is not known."""
+
+    rank: int
+    number: int
+    changes: str
+    """Where it differs from the baseline, in words."""
+    tokens_per_second: str
+    interval: str
+    """95 % interval of the tokens/s."""
+    peak_allocated: str
+    peak_reserved: str
+    budget_share: str
+    """Peak allocated over the budget."""
+    step_time: str
+    trainable_parameters: str
+    flags: str
+    is_baseline: bool
+    is_tied: bool
+    """Whether it is the winner, or not distinguishable from it."""
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """The fastest configuration of one capacity class."""
+
+    lora_rank: str
+    target_modules: str
+    seq_len: str
+    number: int
+    changes: str
+    tokens_per_second: str
+    peak_allocated: str
+
+
+@dataclass(frozen=True)
+class VerdictRow:
+    """How many trials ended in one way."""
+
+    verdict: Verdict
+    label: str
+    count: int
+    meaning: str
+
+
+@dataclass(frozen=True)
+class FactRow:
+    """A name and what it is, for the environment and a configuration."""
+
+    name: str
+    value: str
+
+
+def top_configurations(snapshot: StudySnapshot, *, limit: int = 10) -> tuple[ConfigurationRow, ...]:
+    """Return the fastest configurations that fit, fastest first."""
+    records = rankable(snapshot.records)
+    baseline = snapshot.definition.space.baseline_config()
+    tied = ranking.tied(records)
+    return tuple(
+        _configuration_row(
+            record,
+            rank=rank,
+            changes=units.changes(record.config, baseline=baseline),
+            budget_bytes=snapshot.definition.target.budget_bytes,
+            is_tied=rank == 1 or record.number in tied,
+        )
+        for rank, record in enumerate(ranking.fitting(records)[:limit], start=1)
+    )
+
+
+def runners_up(snapshot: StudySnapshot, *, limit: int = 3) -> tuple[ConfigurationRow, ...]:
+    """Return the fastest configurations after the winner."""
+    return top_configurations(snapshot, limit=limit + 1)[1:]
+
+
+def class_rows(snapshot: StudySnapshot) -> tuple[ClassRow, ...]:
+    """Return the fastest trial per rank, target modules and length: speed among equals in capacity."""
+    baseline = snapshot.definition.space.baseline_config()
+    by_number = {record.number: record for record in snapshot.records}
+    return tuple(
+        _class_row(best, by_number[best.number], baseline=baseline)
+        for best in ranking.fastest_by_class(rankable(snapshot.records))
+    )
+
+
+def _class_row(best: ranking.ClassBest, record: TrialRecord, *, baseline: TrialConfig) -> ClassRow:
+    measured = record.measurement
+    return ClassRow(
+        lora_rank=str(best.lora_rank),
+        target_modules=units.targets(best.target_modules),
+        seq_len=units.count(best.seq_len),
+        number=best.number,
+        changes=units.changes(record.config, baseline=baseline),
+        tokens_per_second=units.rate(best.tokens_per_second)
+        + (" (stopped early)" if best.is_partial else ""),
+        peak_allocated=units.gib(measured.peak_allocated_bytes if measured else None),
+    )
+
+
+def verdict_rows(snapshot: StudySnapshot) -> tuple[VerdictRow, ...]:
+    """Return how many trials ended in each way that occurred, in the order of `Verdict`."""
+    counts = ranking.verdict_counts(snapshot.records)
+    return tuple(
+        VerdictRow(verdict, VERDICT_LABELS[verdict], counts[verdict], VERDICT_MEANINGS[verdict])
+        for verdict in Verdict
+        if counts[verdict]
+    )
+
+
+def configuration_rows(config: TrialConfig) -> tuple[FactRow, ...]:
+    """Return every key of a configuration with its value, as a space file writes them."""
+    return tuple(
+        FactRow(key, _plain(value)) for key, value in config.model_dump(mode="json").items()
+    )
+
+
+def environment_rows(snapshot: StudySnapshot) -> tuple[FactRow, ...]:
+    """Return what the study ran on and with: target first, then the fingerprint as it was stored."""
+    target, space = snapshot.definition.target, snapshot.definition.space
+    fixed = (
+        FactRow("model", str(snapshot.definition.model.get("name", units.DASH))),
+        FactRow("weights", space.weights),
+        FactRow("target GPU", target.gpu),
+        FactRow("memory budget", units.gib(target.budget_bytes)),
+        FactRow("measured on", target.emulated_on or target.gpu),
+        FactRow("search space", f"{space.name} (sampler {space.sampler}, seed {space.seed})"),
+        FactRow("driver time", units.duration(snapshot.wall_seconds)),
+    )
+    return fixed + tuple(
+        FactRow(name, _plain(value)) for name, value in _flat(snapshot.environment)
+    )
+
+
+def _configuration_row(
+    record: TrialRecord, *, rank: int, changes: str, budget_bytes: int, is_tied: bool
+) -> ConfigurationRow:
+    measured = record.measurement
+    assert measured is not None, "only measured trials are ranked"
+    return ConfigurationRow(
+        rank=rank,
+        number=record.number,
+        changes=changes,
+        tokens_per_second=units.rate(measured.tokens_per_second),
+        interval=units.rate_interval(ranking.speed_interval(measured)),
+        peak_allocated=units.gib(measured.peak_allocated_bytes),
+        peak_reserved=units.gib(measured.peak_reserved_bytes),
+        budget_share=units.percent(measured.peak_allocated_bytes / budget_bytes),
+        step_time=units.step_time(measured.step_seconds),
+        trainable_parameters=units.count(measured.trainable_parameters),
+        flags=", ".join(measured.flags),
+        is_baseline=record.is_baseline,
+        is_tied=is_tied,
+    )
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested mappings under their own names."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        else:
+            yield key.replace("_", " "), value
+
+
+def _plain(value: Any) -> str:
+    match value:
+        case None:
+            return units.DASH
+        case bool():
+            return "true" if value else "false"
+        case list() | tuple():
+            return ", ".join(_plain(item) for item in value)
+        case _:
+            return str(value)
+
+
+__all__ = [
+    "VERDICT_LABELS",
+    "VERDICT_MEANINGS",
+    "ClassRow",
+    "ConfigurationRow",
+    "FactRow",
+    "VerdictRow",
+    "class_rows",
+    "configuration_rows",
+    "environment_rows",
+    "how_to_go_faster",
+    "runners_up",
+    "top_configurations",
+    "verdict_rows",
+]

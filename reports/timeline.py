@@ -1,0 +1,171 @@
+"""Owns the figure of the study's course: when each trial ran, how it ended, and the best so far.
+
+Pure: a study's snapshot in, a plotly figure out. Long pauses between runs are cut out of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+
+import plotly.graph_objects as go
+
+from reports import units
+from reports.lanes import frame, lanes_of
+from reports.marks import FRONT_COLOUR, HOVER_TEMPLATE, MARKS, hover
+from reports.measured import measured_trials
+from reports.tables import VERDICT_LABELS
+from storage.definition import StudySnapshot
+from storage.records import TrialRecord, Verdict
+
+PAUSE_SECONDS = 120.0
+"""A longer silence between two trials is a pause of the study and is cut out."""
+_MINUTE = 60.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """One trial on the study's own clock, in seconds from its first trial, pauses cut out."""
+
+    record: TrialRecord
+    start: float
+    end: float
+    pause_before: float
+    """Seconds cut out just before it; 0 where it followed on."""
+
+
+def spans_of(snapshot: StudySnapshot) -> tuple[Span, ...]:
+    """Return the trials in the order they ran. One without a start time follows the one before it."""
+    spans: list[Span] = []
+    clock, previous_end = 0.0, None
+    for record in sorted(snapshot.records, key=_order):
+        started = _seconds(record.started_at)
+        silence = 0.0 if started is None or previous_end is None else started - previous_end
+        pause = silence if silence > PAUSE_SECONDS else 0.0
+        start = clock + max(silence - pause, 0.0)
+        wall = max(record.wall_seconds, 0.0) if units.is_known(record.wall_seconds) else 0.0
+        spans.append(Span(record, start, start + wall, pause))
+        clock = start + wall
+        previous_end = (previous_end or 0.0) + wall if started is None else started + wall
+    return tuple(spans)
+
+
+def timeline_figure(snapshot: StudySnapshot) -> go.Figure:
+    """Draw the measured speeds as they came with the best so far, and each trial's time in its lane."""
+    figure = go.Figure()
+    spans = spans_of(snapshot)
+    _add_best_so_far(figure, spans)
+    _add_speeds(figure, spans)
+    lanes = lanes_of(snapshot.records)
+    for lane, verdict in enumerate(lanes):
+        _add_lane(figure, [span for span in spans if span.record.verdict is verdict], lane=lane)
+    frame(figure, lanes=lanes, x_axis={"title": {"text": "minutes"}, "rangemode": "tozero"})
+    _add_pauses(figure, spans)
+    return figure
+
+
+def best_so_far(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    """Return (seconds, tokens/s) at every trial that fitted and was faster than all before it."""
+    steps: list[tuple[float, float]] = []
+    for span in spans:
+        for _, measured in measured_trials([span.record]):
+            is_better = not steps or measured.tokens_per_second > steps[-1][1]
+            if span.record.verdict is Verdict.FITS and is_better:
+                steps.append((span.end, measured.tokens_per_second))
+    return steps
+
+
+def _add_best_so_far(figure: go.Figure, spans: Sequence[Span]) -> None:
+    steps = best_so_far(spans)
+    if not steps:
+        return
+    # The line goes on to the end of the study: the last winner stayed the best.
+    steps.append((max(span.end for span in spans), steps[-1][1]))
+    figure.add_scatter(
+        name="best so far",
+        mode="lines",
+        x=[seconds / _MINUTE for seconds, _ in steps],
+        y=[rate for _, rate in steps],
+        line={"color": FRONT_COLOUR, "width": 2, "shape": "hv"},
+        hoverinfo="skip",
+    )
+
+
+def _add_speeds(figure: go.Figure, spans: Sequence[Span]) -> None:
+    for verdict in (Verdict.FITS, Verdict.PRUNED_SLOW):
+        points = [
+            (span, measured)
+            for span in spans
+            if span.record.verdict is verdict
+            for _, measured in measured_trials([span.record])
+        ]
+        if points:
+            figure.add_scatter(
+                name=VERDICT_LABELS[verdict],
+                mode="markers",
+                x=[span.end / _MINUTE for span, _ in points],
+                y=[measured.tokens_per_second for _, measured in points],
+                marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 8},
+                hovertext=[hover(span.record) for span, _ in points],
+                hovertemplate=HOVER_TEMPLATE,
+            )
+
+
+def _add_lane(figure: go.Figure, spans: Sequence[Span], *, lane: int) -> None:
+    colour = MARKS[spans[0].record.verdict].colour
+    figure.add_bar(
+        name=VERDICT_LABELS[spans[0].record.verdict],
+        yaxis="y2",
+        orientation="h",
+        base=[span.start / _MINUTE for span in spans],
+        x=[(span.end - span.start) / _MINUTE for span in spans],
+        y=[lane] * len(spans),
+        width=0.6,
+        # The outline keeps a trial visible that took no time, such as one that was never launched.
+        marker={"color": colour, "line": {"color": colour, "width": 1.5}},
+        hovertext=[_hover(span) for span in spans],
+        hovertemplate=HOVER_TEMPLATE,
+        showlegend=False,
+    )
+
+
+def _hover(span: Span) -> str:
+    began = f" from {escape(span.record.started_at)}" if span.record.started_at else ""
+    return f"{units.duration(span.end - span.start)}{began}<br>{hover(span.record)}"
+
+
+def _add_pauses(figure: go.Figure, spans: Sequence[Span]) -> None:
+    for span in spans:
+        if span.pause_before:
+            figure.add_vline(
+                x=span.start / _MINUTE, line={"dash": "dot", "width": 1, "color": "#8a8f98"}
+            )
+            figure.add_annotation(
+                x=span.start / _MINUTE,
+                y=0,
+                yref="paper",
+                yanchor="bottom",
+                xanchor="left",
+                textangle=-90,
+                showarrow=False,
+                text=f"paused {units.duration(span.pause_before)}",
+            )
+
+
+def _order(record: TrialRecord) -> tuple[float, int]:
+    """Trials without a start time keep their place by number, before those that have one."""
+    started = _seconds(record.started_at)
+    return (-1.0 if started is None else started, record.number)
+
+
+def _seconds(started_at: str | None) -> float | None:
+    """Return ISO 8601 text as seconds since the epoch, UTC where it names no zone; None if it is none."""
+    if started_at is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(started_at)
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,163 @@
+"""Owns how numbers and configurations are put into words, the same in the terminal and on the page.
+
+Knows nothing of studies or of where the words go; what is unknown or not finite reads as a dash.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+
+DASH = "–"
+
+
+def is_known(value: float | None) -> bool:
+    """Whether a number is there and finite."""
+    return value is not None and math.isfinite(value)
+
+
+def gib(count: float | None) -> str:
+    """Return bytes as GiB with two decimals: ``20.10 GiB``."""
+    return DASH if count is None or not is_known(count) else f"{count / GIB:.2f} GiB"
+
+
+def rate(tokens_per_second: float | None) -> str:
+    """Return tokens/s with thousands separators, and a decimal below one hundred: ``16,800``."""
+    if tokens_per_second is None or not is_known(tokens_per_second):
+        return DASH
+    return (
+        f"{tokens_per_second:,.0f}" if abs(tokens_per_second) >= 100 else f"{tokens_per_second:.1f}"
+    )
+
+
+def short_rate(tokens_per_second: float) -> str:
+    """Return tokens/s in few characters, for a cell of a figure: ``16.8k``."""
+    if abs(tokens_per_second) < 1000:
+        return rate(tokens_per_second)
+    return f"{tokens_per_second / 1000:.1f}k"
+
+
+def rate_interval(ends: tuple[float, float] | None) -> str:
+    """Return the ends of an interval of tokens/s: ``16,700–16,900``."""
+    return DASH if ends is None else f"{rate(ends[0])}–{rate(ends[1])}"
+
+
+def count(value: int | None) -> str:
+    """Return a count with thousands separators: ``13,631,488``."""
+    return DASH if value is None else f"{value:,}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as whole percent: ``93 %``."""
+    return DASH if share is None or not is_known(share) else f"{100 * share:.0f} %"
+
+
+def factor(ratio: float | None) -> str:
+    """Return a ratio with two decimals: ``2.09x``."""
+    return DASH if ratio is None or not is_known(ratio) else f"{ratio:.2f}x"
+
+
+def step_time(seconds: float | None) -> str:
+    """Return the seconds of a step with three significant digits: ``0.305 s``, ``12.4 ms``."""
+    if seconds is None or not is_known(seconds):
+        return DASH
+    return f"{seconds:#.3g} s" if seconds >= 0.1 else f"{1000 * seconds:#.3g} ms"
+
+
+def duration(seconds: float | None) -> str:
+    """Return how long something took in its two largest units: ``4 min 12 s``."""
+    if seconds is None or not is_known(seconds):
+        return DASH
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a count with its noun: ``1 trial``, ``1,000 trials``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+KEY_LABELS: Mapping[str, str] = {
+    "lora_rank": "LoRA rank",
+    "lora_alpha": "LoRA alpha",
+    "lora_dropout": "LoRA dropout",
+    "target_modules": "target modules",
+    "micro_batch_size": "micro-batch",
+    "seq_len": "sequence length",
+    "effective_batch_size": "effective batch",
+    "compute_dtype": "compute dtype",
+    "quantization": "quantization",
+    "double_quant": "double quantisation",
+    "checkpoint_fraction": "checkpointing",
+    "upcast_fp32": "fp32 upcast",
+    "kernels": "kernels",
+    "attention": "attention",
+    "optimizer": "optimizer",
+    "compile": "compile",
+}
+"""What each configuration key is called for people."""
+
+
+def _checkpointing(value: Any) -> str:
+    named = {0.0: "no checkpointing", 1.0: "full checkpointing"}
+    return named.get(float(value), f"{percent(float(value))} of layers checkpointed")
+
+
+def targets(value: str | Sequence[str]) -> str:
+    """Return the layers that get an adapter: ``q,k,v,o`` for ``attention``."""
+    named = {"qv": "q,v", "attention": "q,k,v,o", "all-linear": "all linear layers"}
+    return named.get(value, value) if isinstance(value, str) else ", ".join(value)
+
+
+_PHRASES: Mapping[str, Callable[[Any], str]] = {
+    "lora_rank": lambda value: f"rank {value}",
+    "lora_alpha": lambda value: "alpha 2 x rank" if value is None else f"alpha {value:g}",
+    "lora_dropout": lambda value: f"dropout {value:g}" if value else "no dropout",
+    "target_modules": lambda value: f"adapters on {targets(value)}",
+    "micro_batch_size": lambda value: f"micro-batch {value}",
+    "seq_len": lambda value: f"length {value}",
+    "effective_batch_size": lambda value: (
+        f"effective batch {value}" if value else "no accumulation"
+    ),
+    "compute_dtype": lambda value: f"{value} compute",
+    "quantization": lambda value: "16-bit base" if value == "none" else f"{value} base",
+    "double_quant": lambda value: "double quantisation" if value else "single quantisation",
+    "checkpoint_fraction": _checkpointing,
+    "upcast_fp32": lambda value: "fp32 upcast" if value else "no fp32 upcast",
+    "kernels": lambda value: {"hf": "standard", "liger": "Liger"}.get(value, value) + " kernels",
+    "attention": lambda value: f"{value} attention",
+    "optimizer": str,
+    "compile": lambda value: "compiled layers" if value else "not compiled",
+}
+_SHAPE_FIRST = ("micro_batch_size", "seq_len", "lora_rank", "target_modules")
+
+
+def phrase(key: str, value: Any) -> str:
+    """Return one setting in words: ``checkpoint_fraction`` of 0 is ``no checkpointing``."""
+    return _PHRASES[key](value)
+
+
+def short(value: Any) -> str:
+    """Return a setting's value in at most forty characters."""
+    text = ",".join(value) if isinstance(value, list | tuple) else str(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def shape(config: TrialConfig) -> str:
+    """Return the size of a configuration: ``10 x 512, rank 16``."""
+    return f"{config.micro_batch_size} x {config.seq_len}, rank {config.lora_rank}"
+
+
+def changes(config: TrialConfig, *, baseline: TrialConfig) -> str:
+    """Return in words where a configuration differs from the baseline, its shape first."""
+    differing = config.changes_from(baseline)
+    order = [*_SHAPE_FIRST, *(key for key in differing if key not in _SHAPE_FIRST)]
+    words = [phrase(key, differing[key]) for key in order if key in differing]
+    return ", ".join(words) if words else "as the baseline"

@@ -1,0 +1,157 @@
+"""Owns reading a file that a person wrote: YAML with the line of every key, and JSON, both strict.
+
+Knows nothing of what the keys mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from search_spaces.errors import EnvironmentFault, InputError
+
+BYTES_MAX = 16 * 1024 * 1024
+"""More than any space, model config or shard index; a bigger file was named by mistake."""
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A YAML mapping, and where each of its keys and list items stands."""
+
+    label: str
+    """The file as the person named it."""
+    values: dict[str, Any]
+    lines: Mapping[KeyPath, int]
+    """Line, from 1, by path of keys; ``('dimensions', 'seq_len', 0)`` is a list's first item."""
+
+    def where(self, *path: str | int) -> str:
+        """Return ``file: line n`` of the key, or of the nearest one around it."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.lines:
+                return f"{self.label}: line {self.lines[path[:end]]}"
+        return self.label
+
+
+def read_text(path: Path, *, label: str) -> str:
+    """Return the text of a file.
+
+    Raises:
+        InputError: there is no such file, it is a directory, too large, or not UTF-8.
+        EnvironmentFault: it is there and cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(BYTES_MAX + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(f"{label}: no such file") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{label}: is a directory, not a file") from error
+    except OSError as error:
+        raise EnvironmentFault(f"{label}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{label!r}: not a file name: {error}") from error
+    if len(data) > BYTES_MAX:
+        raise InputError(f"{label}: larger than {BYTES_MAX:,} bytes; is it the right file?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{label}: not UTF-8 text, byte {error.start} is wrong") from error
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """The safe loader without aliases: a few nested ones can stand for gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(
+                problem="aliases are not supported, write the value out", problem_mark=mark
+            )
+        return super().compose_node(parent, index)
+
+
+def parse_yaml(text: str, *, label: str) -> Document:
+    """Read a YAML mapping; tags that would build objects are errors, never executed.
+
+    Raises:
+        InputError: a syntax error, a key given twice, or something other than a mapping.
+    """
+    lines: dict[KeyPath, int] = {}
+    try:
+        loader = _StrictLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise InputError(f"{label}: the file is empty")
+        if not isinstance(node, yaml.MappingNode):
+            raise InputError(f"{label}: line {_line(node)}: expected 'key: value' lines")
+        _note_lines(node, (), label=label, lines=lines)
+        values = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        raise InputError(f"{label}: {_explain(error)}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"{label}: not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise InputError(f"{label}: nested too deeply") from error
+    return Document(label, values, lines)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _note_lines(node: yaml.Node, path: KeyPath, *, label: str, lines: dict[KeyPath, int]) -> None:
+    """Note the line of every key and list item below ``node``; refuse what is not a plain key."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[*path, index] = _line(item)
+            _note_lines(item, (*path, index), label=label, lines=lines)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*path, _key(key, label=label))
+            if here in lines:
+                raise InputError(
+                    f"{label}: line {_line(key)}: key '{key.value}' is given twice, "
+                    f"first on line {lines[here]}"
+                )
+            lines[here] = _line(key)
+            _note_lines(value, here, label=label, lines=lines)
+
+
+def _key(node: yaml.Node, *, label: str) -> str:
+    if node.tag != "tag:yaml.org,2002:str":
+        text = f", got {node.value!r}" if isinstance(node, yaml.ScalarNode) else ""
+        raise InputError(f"{label}: line {_line(node)}: a key must be text{text}")
+    return str(node.value)
+
+
+def _explain(error: yaml.MarkedYAMLError) -> str:
+    """Return line and problem of a YAML error in one line."""
+    mark = error.problem_mark or error.context_mark
+    where = f"line {mark.line + 1}: " if mark else ""
+    context = f" {error.context}" if error.context else ""
+    return f"{where}not valid YAML: {error.problem}{context}"
+
+
+def read_json(path: Path, *, label: str) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        InputError: not to be read, a syntax error, or something other than an object.
+    """
+    text = read_text(path, label=label)
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{label}: line {error.lineno}: not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{label}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{label}: expected a JSON object, got {type(values).__name__}")
+    return values

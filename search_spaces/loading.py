@@ -1,0 +1,215 @@
+"""Owns turning what a person names into a search space: a shipped preset, or a YAML file of theirs.
+
+Strict: every key and every declared value is checked when the file is read, and the message names file, line, key and
+value. Knows nothing of Optuna. Models by name are in `model_files`, weights in `checkpoints`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from search_spaces.checkpoints import check_weights
+from search_spaces.config import CONFIG_KEYS, explain_validation, parse_config
+from search_spaces.dimensions import read_dimension, read_value
+from search_spaces.documents import Document, parse_yaml, read_text
+from search_spaces.errors import InputError, did_you_mean
+from search_spaces.gpus import find_gpu
+from search_spaces.model_files import ModelSummary, load_model_spec, model_names
+from search_spaces.space import Dimension, SearchSpace, StepBudget
+
+SPACE_KEYS = (*SearchSpace.model_fields, "time_budget")
+STEP_KEYS = tuple(StepBudget.model_fields)
+
+
+@dataclass(frozen=True)
+class PresetSummary:
+    """One shipped space, for a list of them."""
+
+    name: str
+    description: str
+    gpu: str
+    model: str
+    combinations: int | None
+    """How many configurations it holds; None where a dimension is continuous."""
+
+
+def load_space(name_or_path: str) -> SearchSpace:
+    """Return the space of a shipped preset or of a YAML file.
+
+    Raises:
+        InputError: neither a preset nor a file, or a file that does not describe a space.
+        EnvironmentFault: the file is there and cannot be read.
+    """
+    presets = _presets()
+    if name_or_path in presets:
+        return parse_space(presets[name_or_path], label=f"{name_or_path}.yaml")
+    path = Path(name_or_path).expanduser()
+    if not _is_path(name_or_path, path):
+        raise InputError(
+            f"unknown preset '{name_or_path}'{did_you_mean(name_or_path, presets)} "
+            "(a preset, or the path of a YAML file)"
+        )
+    return parse_space(read_text(path, label=name_or_path), label=name_or_path)
+
+
+def _is_path(text: str, path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml") or "/" in text or path.exists()
+
+
+def preset_names() -> list[PresetSummary]:
+    """Return the shipped presets by name."""
+    return [
+        PresetSummary(name, space.description, space.gpu, space.model, space.size())
+        for name in sorted(_presets())
+        for space in [load_space(name)]
+    ]
+
+
+def _presets() -> dict[str, str]:
+    with as_file(files("search_spaces") / "presets") as directory:
+        paths = sorted(directory.glob("*.yaml"))
+        return {path.stem: path.read_text(encoding="utf-8") for path in paths}
+
+
+def parse_space(text: str, *, label: str) -> SearchSpace:
+    """Read a space from YAML.
+
+    Args:
+        text: the YAML.
+        label: the file as the person named it, for messages; its stem is the default name.
+
+    Raises:
+        InputError: an unknown key, a value that cannot be, or keys that contradict each other.
+    """
+    document = parse_yaml(text, label=label)
+    _check_keys(document, known=SPACE_KEYS)
+    values = {"name": Path(label).stem, **_without_empty(document)}
+    values["dimensions"] = _dimensions(document)
+    for section in ("fixed", "baseline"):
+        if section in values:
+            values[section] = _values(document, section)
+    if "steps" in values:
+        _check_keys(document, "steps", known=STEP_KEYS)
+    _take_time_budget(document, values)
+    _check_gpu(document, values)
+    try:
+        space = SearchSpace.model_validate(values)
+    except ValidationError as error:
+        path = error.errors()[0]["loc"]
+        raise InputError(f"{document.where(*path)}: {explain_validation(error)}") from error
+    _check_baseline(document, space)
+    return space
+
+
+def _without_empty(document: Document) -> dict[str, Any]:
+    """Return the document's values; a section with nothing under it is one that is not there."""
+    sections = ("dimensions", "fixed", "baseline", "steps")
+    return {k: v for k, v in document.values.items() if not (k in sections and v is None)}
+
+
+def _section(document: Document, section: str) -> dict[str, Any]:
+    value = document.values.get(section)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InputError(
+            f"{document.where(section)}: {section} must be a mapping of keys to values, got {value!r}"
+        )
+    return value
+
+
+def _check_keys(document: Document, *section: str, known: tuple[str, ...]) -> None:
+    values = _section(document, section[0]) if section else document.values
+    for key in values:
+        if key not in known:
+            where = document.where(*section, key)
+            inside = f" under {section[0]}" if section else ""
+            raise InputError(f"{where}: unknown key '{key}'{inside}{did_you_mean(key, known)}")
+
+
+def _dimensions(document: Document) -> dict[str, Dimension]:
+    _check_keys(document, "dimensions", known=CONFIG_KEYS)
+    fixed = _section(document, "fixed")
+    dimensions = {}
+    for key, value in _section(document, "dimensions").items():
+        if key in fixed:
+            raise InputError(
+                f"{document.where('fixed', key)}: '{key}' is fixed and also a dimension: keep one"
+            )
+        dimensions[key] = read_dimension(document, key, value)
+    if not dimensions:
+        raise InputError(
+            f"{document.where('dimensions')}: dimensions must name at least one key to search, "
+            "with its values"
+        )
+    return dimensions
+
+
+def _values(document: Document, section: str) -> dict[str, Any]:
+    """Return the section with each value as the configuration reads it."""
+    _check_keys(document, section, known=CONFIG_KEYS)
+    items = _section(document, section).items()
+    return {key: read_value(key, value, where=document.where(section, key)) for key, value in items}
+
+
+def _check_gpu(document: Document, values: dict[str, Any]) -> None:
+    gpu = values.get("gpu", "auto")
+    if isinstance(gpu, str) and gpu not in ("auto", "cpu"):
+        try:
+            find_gpu(gpu)
+        except InputError as error:
+            raise InputError(f"{document.where('gpu')}: gpu: {error}") from error
+
+
+def _check_baseline(document: Document, space: SearchSpace) -> None:
+    if space.baseline:
+        parse_config(space.baseline, where=f"{document.where('baseline')}: baseline")
+
+
+def _take_time_budget(document: Document, values: dict[str, Any]) -> None:
+    """Turn ``time_budget: 10m`` into seconds."""
+    if "time_budget" not in values:
+        return
+    where = document.where("time_budget")
+    if "time_budget_seconds" in values:
+        raise InputError(f"{where}: time_budget and time_budget_seconds are both given: keep one")
+    try:
+        values["time_budget_seconds"] = parse_duration(str(values.pop("time_budget")))
+    except InputError as error:
+        raise InputError(f"{where}: time_budget: {error}") from error
+
+
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds that ``10m``, ``90s``, ``1h30m`` or ``600`` stands for.
+
+    Raises:
+        InputError: it is none of these, or no time at all.
+    """
+    match = _DURATION.fullmatch(text.strip().lower().replace(" ", ""))
+    parts = match.groups() if match else ()
+    seconds = sum(float(part or 0) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
+    if not seconds > 0 or seconds == float("inf"):
+        raise InputError(f"a duration is written like 10m, 90s, 1h30m or 600, got {text!r}")
+    return seconds
+
+
+__all__ = [
+    "ModelSummary",
+    "PresetSummary",
+    "check_weights",
+    "load_model_spec",
+    "load_space",
+    "model_names",
+    "parse_duration",
+    "parse_space",
+    "preset_names",
+]

@@ -1,0 +1,146 @@
+"""Owns finding a model by name and checking its config before anything trusts it.
+
+A name is a shipped architecture, a directory with a ``config.json``, or a hub id. Weights are not loaded and remote
+code is never run: ``auto_map`` is dropped, so that nothing further down can pick it up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from search_spaces.documents import read_json
+from search_spaces.errors import InputError, did_you_mean
+from search_spaces.hub import fetch_config
+from search_spaces.linears import parameters
+from search_spaces.models import ModelSpec
+
+SIZE_MAX = 10**7
+"""No size of a decoder model reaches this; a larger one is a lie or a slip."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """One shipped architecture, for a list of them."""
+
+    name: str
+    parameters: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+
+
+def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -> ModelSpec:
+    """Return the model that ``name`` names.
+
+    Args:
+        name: a shipped architecture, a directory with a ``config.json``, or a hub id (``org/name``).
+        fetch: gets a hub id's ``config.json`` and returns its path.
+
+    Raises:
+        InputError: there is no such model, or its config is not one that can be used.
+        EnvironmentFault: the hub cannot be reached and its cache does not hold the model.
+    """
+    if name in _shipped():
+        return ModelSpec(name, "shipped", _shipped()[name])
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        label = str(Path(name) / "config.json")
+        config = _read_config(directory / "config.json", label=label)
+        return ModelSpec(name, "directory", config, directory.resolve())
+    if directory.exists():
+        raise InputError(f"model '{name}' is a file: name the directory that holds its config.json")
+    if _HUB_ID.fullmatch(name):
+        path = fetch(name)
+        return ModelSpec(name, "hub", _read_config(path, label=f"{name}/config.json"), path.parent)
+    if "/" in name or name.startswith((".", "~")):
+        raise InputError(f"model '{name}': no such directory")
+    raise InputError(
+        f"unknown model '{name}'{did_you_mean(name, _shipped())} (a shipped architecture, "
+        "a directory with a config.json, or a hub id like org/name)"
+    )
+
+
+def model_names() -> list[ModelSummary]:
+    """Return the shipped architectures by name, with what their configs say."""
+    return [_summary(load_model_spec(name)) for name in sorted(_shipped())]
+
+
+def _summary(spec: ModelSpec) -> ModelSummary:
+    count, positions = parameters(spec), spec.max_positions
+    assert count is not None and positions is not None, f"{spec.name}: not a complete architecture"
+    return ModelSummary(
+        spec.name, count, spec.hidden_layers, spec.hidden_size, spec.vocab_size, positions
+    )
+
+
+@cache
+def _shipped() -> dict[str, dict[str, Any]]:
+    with as_file(files("search_spaces") / "architectures") as directory:
+        paths = sorted(directory.glob("*.json"))
+        return {path.stem: _read_config(path, label=path.name) for path in paths}
+
+
+def _read_config(path: Path, *, label: str) -> dict[str, Any]:
+    if not path.exists():
+        raise InputError(f"{label}: no such file; a model's directory needs its config.json")
+    config = read_json(path, label=label)
+    _check_kind(config, label=label)
+    _check_sizes(config, label=label)
+    _check_shapes(config, label=label)
+    return {key: value for key, value in config.items() if key != "auto_map"}
+
+
+def _check_kind(config: dict[str, Any], *, label: str) -> None:
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise InputError(f"{label}: model_type must name the architecture, got {kind!r}")
+    if config.get("is_encoder_decoder"):
+        raise InputError(f"{label}: is_encoder_decoder is true; only decoder models can be trained")
+    if "num_hidden_layers" not in config and isinstance(config.get("text_config"), dict):
+        raise InputError(
+            f"{label}: model_type '{kind}' is a multimodal model (it has a text_config); "
+            "only text decoders can be trained"
+        )
+
+
+def _check_sizes(config: dict[str, Any], *, label: str) -> None:
+    for key in _REQUIRED:
+        if key not in config:
+            raise InputError(f"{label}: {key} is missing; model_type '{config['model_type']}'")
+    for key in (*_REQUIRED, *_OPTIONAL):
+        value = config.get(key)
+        if value is None and key in _OPTIONAL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= SIZE_MAX:
+            raise InputError(
+                f"{label}: {key} must be a whole number from 1 to {SIZE_MAX:,}, got {value!r}"
+            )
+
+
+def _check_shapes(config: dict[str, Any], *, label: str) -> None:
+    """Refuse sizes that contradict each other: the model could not be built, or not as it says."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if config.get("head_dim") is None and hidden % heads:
+        raise InputError(
+            f"{label}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
+            "and there is no head_dim"
+        )
+    keys = config.get("num_key_value_heads") or heads
+    if heads % keys:
+        raise InputError(
+            f"{label}: num_attention_heads {heads} is not a multiple of num_key_value_heads {keys}"
+        )
+    for key in ("rope_parameters", "rope_scaling", "quantization_config"):
+        if not isinstance(config.get(key), dict | None):
+            raise InputError(f"{label}: {key} must be an object or null, got {config[key]!r}")

@@ -1,0 +1,238 @@
+"""Owns what is forbidden before anything runs: rules between a configuration, a model and a card.
+
+Each rule is a small function with its reason. Knows nothing of memory: what does not fit is no
+rule's business. That one dtype should rule outside and inside (a model loaded in float16 under
+bfloat16 compute silently trains float16 adapters) needs no rule: a configuration has only one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import did_you_mean
+from search_spaces.linears import known_linear_modules, lora_parameters, resolve_targets
+from search_spaces.models import ModelSpec
+
+LIGER_MODEL_TYPES = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "exaone4",
+        "falcon_h1",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "gpt_oss",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "llama",
+        "llama4_text",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "nemotron",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    }
+)
+"""Text decoders that liger-kernel 0.8.5 patches with a fused loss (`MODEL_TYPE_TO_APPLY_LIGER_FN`)."""
+
+AMPERE = (8, 0)
+VOLTA = (7, 0)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A configuration that cannot be run as it says, and why."""
+
+    rule: str
+    """Name of the rule."""
+    reason: str
+    """One sentence for a person."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a configuration would run on."""
+
+    model: ModelSpec
+    device: Literal["cuda", "cpu"]
+    compute_capability: tuple[int, int] | None
+    """Of the card; None on a CPU, or where it is not known."""
+
+    def older_than(self, capability: tuple[int, int]) -> bool:
+        """Whether the card is known to be older than ``capability``."""
+        return self.compute_capability is not None and self.compute_capability < capability
+
+    @property
+    def capability(self) -> str:
+        """Compute capability as it is written: ``7.5``."""
+        return ".".join(map(str, self.compute_capability or ()))
+
+
+Rule = Callable[[TrialConfig, Setting], str | None]
+"""Returns why the configuration is forbidden, or None."""
+
+
+def violation(
+    config: TrialConfig,
+    *,
+    model: ModelSpec,
+    compute_capability: tuple[int, int] | None,
+    device: Literal["cuda", "cpu"],
+) -> Violation | None:
+    """Return the first rule that forbids ``config`` on this model and device, or None.
+
+    Args:
+        config: the candidate.
+        model: what would be trained.
+        compute_capability: of the card; None on a CPU, or where it is not known.
+        device: where it would run.
+    """
+    setting = Setting(model, device, compute_capability)
+    for name, rule in RULES.items():
+        reason = rule(config, setting)
+        if reason is not None:
+            return Violation(name, reason)
+    return None
+
+
+def _bf16(config: TrialConfig, setting: Setting) -> str | None:
+    if config.compute_dtype == "bf16" and setting.older_than(AMPERE):
+        return (
+            f"bf16 needs compute capability 8.0 (Ampere), this card has {setting.capability}: "
+            "use compute_dtype fp16"
+        )
+    return None
+
+
+def _fp16(config: TrialConfig, setting: Setting) -> str | None:
+    if config.compute_dtype == "fp16" and setting.device == "cpu":
+        return "fp16 training is not supported on a CPU: use compute_dtype bf16 or fp32"
+    return None
+
+
+def _triton(config: TrialConfig, setting: Setting) -> str | None:
+    if config.kernels == "hf":
+        return None
+    if setting.device == "cpu":
+        return f"kernels {config.kernels} are Triton kernels and need CUDA: use kernels hf"
+    if setting.older_than(VOLTA):
+        return f"Triton needs compute capability 7.0, this card has {setting.capability}"
+    return None
+
+
+def _liger_model(config: TrialConfig, setting: Setting) -> str | None:
+    if config.kernels != "hf" and setting.model.model_type not in LIGER_MODEL_TYPES:
+        return f"Liger has no kernels for model type '{setting.model.model_type}': use kernels hf"
+    return None
+
+
+def _compile(config: TrialConfig, setting: Setting) -> str | None:
+    if not config.compile:
+        return None
+    if setting.device == "cpu":
+        return "compile is not supported on a CPU: it needs a C++ compiler on the machine"
+    if setting.older_than(VOLTA):
+        return f"Triton needs compute capability 7.0, this card has {setting.capability}"
+    return None
+
+
+def _flash(config: TrialConfig, setting: Setting) -> str | None:
+    if config.attention != "flash_attention_2":
+        return None
+    if setting.device == "cpu":
+        return "FlashAttention-2 needs CUDA: use attention sdpa"
+    if setting.older_than(AMPERE):
+        return (
+            f"FlashAttention-2 needs compute capability 8.0 (Ampere), this card has "
+            f"{setting.capability}: use attention sdpa"
+        )
+    if config.compute_dtype == "fp32":
+        return "FlashAttention-2 has no fp32 kernels: use compute_dtype bf16 or attention sdpa"
+    return None
+
+
+def _paged(config: TrialConfig, setting: Setting) -> str | None:
+    if config.optimizer == "paged_adamw_8bit" and setting.device == "cpu":
+        return "a paged optimizer pages between CUDA and host memory: use adamw_8bit on a CPU"
+    return None
+
+
+def _positions(config: TrialConfig, setting: Setting) -> str | None:
+    positions = setting.model.max_positions
+    if positions is not None and config.seq_len > positions:
+        return (
+            f"seq_len {config.seq_len} is beyond the {positions} positions of "
+            f"{setting.model.name} (max_position_embeddings)"
+        )
+    return None
+
+
+def _loss(config: TrialConfig, _: Setting) -> str | None:
+    if config.seq_len < 2:
+        return "seq_len 1 has no next token to predict, so no token carries a loss"
+    return None
+
+
+def _targets(config: TrialConfig, setting: Setting) -> str | None:
+    known = known_linear_modules(setting.model)
+    if known is None:
+        return None
+    for name in resolve_targets(config, setting.model):
+        if name not in known:
+            kind = setting.model.model_type
+            return f"model type '{kind}' has no linear module '{name}'{did_you_mean(name, known)}"
+    return None
+
+
+RULES: dict[str, Rule] = {
+    "bf16-needs-ampere": _bf16,
+    "fp16-needs-cuda": _fp16,
+    "kernels-need-triton": _triton,
+    "kernels-need-liger-model": _liger_model,
+    "compile-needs-triton": _compile,
+    "flash-attention-2": _flash,
+    "paged-optimizer-needs-cuda": _paged,
+    "seq-len-beyond-positions": _positions,
+    "seq-len-without-loss": _loss,
+    "unknown-target-module": _targets,
+}
+"""Every rule by name, in the order they are asked."""
+
+
+def canonical(config: TrialConfig) -> TrialConfig:
+    """Return the configuration that trains the same way, with every default written out.
+
+    Two configurations with the same canonical form are one run: alpha left out is twice the rank, an
+    effective batch left out is one micro-batch, and without quantization there are no
+    quantisation constants that ``double_quant`` could quantise.
+    """
+    return config.model_copy(
+        update={
+            "lora_alpha": config.alpha,
+            "effective_batch_size": config.samples_per_step,
+            "double_quant": config.double_quant and config.quantization != "none",
+        }
+    )
+
+
+__all__ = [
+    "LIGER_MODEL_TYPES",
+    "RULES",
+    "Violation",
+    "canonical",
+    "known_linear_modules",
+    "lora_parameters",
+    "resolve_targets",
+    "violation",
+]

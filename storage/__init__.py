@@ -1,0 +1,1 @@
+"""What was observed: records of trials and the the studies that hold them, not how trials run."""

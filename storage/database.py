@@ -1,0 +1,251 @@
+"""Owns the way to a database: open it, translate its errors, outlast the short ones.
+
+The one module that opens Optuna's storages and SQLAlchemy's engines. Knows nothing of trials.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import optuna
+import sqlalchemy
+from optuna.exceptions import StorageInternalError
+from optuna.storages import RDBStorage
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
+
+from search_spaces.errors import EnvironmentFault
+from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
+
+T = TypeVar("T")
+
+BUSY_SECONDS = 10.0
+"""How long one SQLite statement waits for another process before it counts as locked."""
+_CONNECT_SECONDS = 10
+_CREATION_ATTEMPTS = 8
+_KEEPALIVES = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to go on trying while a database is locked or away."""
+
+    seconds: float = 60.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+PATIENCE = Patience()
+
+
+def patiently(
+    action: Callable[[], T], *, patience: Patience, before_retry: Callable[[], None] = lambda: None
+) -> T:
+    """Return ``action()``, tried again with growing pauses while it fails for a reason that passes.
+
+    Args:
+        action: must be safe to repeat.
+        patience: how long to go on.
+        before_retry: tidies up what a failed attempt may have left.
+    """
+    deadline, pause, attempt = patience.clock() + patience.seconds, 0.1, 0
+    while True:
+        try:
+            if attempt:
+                before_retry()
+            return action()
+        except (SQLAlchemyError, StorageInternalError) as error:
+            if not _is_transient(error) or patience.clock() + pause > deadline:
+                raise
+        patience.sleep(pause)
+        pause, attempt = min(2 * pause, 8.0), attempt + 1
+
+
+def open_for_writing(url: DatabaseUrl) -> RDBStorage:
+    """Open the database, created where it is missing.
+
+    Raises:
+        EnvironmentFault: the directory, the file or the server is not to be had.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with faults(url):
+        match url:
+            case SqliteUrl():
+                _prepare_directory(url)
+                storage = _create(url, {"creator": lambda: _connect(url, mode="rwc")})
+                # Optuna reads before it writes. A transaction that starts as a reader cannot wait
+                # for the write lock without risking a deadlock, so each takes it at its start.
+                _begin_with(storage.engine, "BEGIN IMMEDIATE")
+            case PostgresUrl():
+                storage = _create(url, {"pool_pre_ping": True, "connect_args": _arguments()})
+    return storage
+
+
+def open_for_reading(url: DatabaseUrl) -> RDBStorage | None:
+    """Open the database without ever writing to it; None where it holds no studies yet.
+
+    Raises:
+        EnvironmentFault: the file or the server is not to be had.
+    """
+    match url:
+        case SqliteUrl(path=path) if not path.exists():
+            return None
+        case SqliteUrl():
+            options: dict[str, Any] = {"creator": lambda: _connect(url, mode="rw", is_reader=True)}
+        case PostgresUrl():
+            execution = {"postgresql_readonly": True, "isolation_level": "REPEATABLE READ"}
+            options = {"execution_options": execution, "connect_args": _arguments()}
+    with faults(url):
+        if not _has_schema(url, options):
+            return None
+        storage = RDBStorage(_optuna_text(url), engine_kwargs=options, skip_table_creation=True)
+        if isinstance(url, SqliteUrl):
+            # One snapshot per session, so that a trial's state and its attributes belong together.
+            _begin_with(storage.engine, "BEGIN")
+    return storage
+
+
+def close(storage: RDBStorage) -> None:
+    """Close every connection of a storage."""
+    storage.remove_session()
+    storage.engine.dispose()
+
+
+def connect_apart(url: PostgresUrl, *, application_name: str) -> sqlalchemy.Connection:
+    """Return a connection of its own, in autocommit, under a name that other sessions can read."""
+    engine = sqlalchemy.create_engine(
+        url.text,
+        poolclass=NullPool,
+        isolation_level="AUTOCOMMIT",
+        connect_args={**_arguments(), "application_name": application_name},
+    )
+    return engine.connect()
+
+
+@contextmanager
+def faults(url: DatabaseUrl) -> Iterator[None]:
+    """Translate what the database or its driver raises to `EnvironmentFault`, without passwords.
+
+    The originals are not chained: they may quote the URL.
+    """
+    try:
+        yield
+    except ImportError:
+        raise EnvironmentFault(
+            f"database {url}: the PostgreSQL driver is not installed; "
+            'run: pip install "qlora-sweep[postgresql]"'
+        ) from None
+    except (SQLAlchemyError, StorageInternalError) as error:
+        raise EnvironmentFault(f"database {url}: {_reason(error, url)}") from None
+    except RuntimeError as error:
+        # Optuna raises this one for a schema that another version of it wrote.
+        raise EnvironmentFault(f"database {url}: {_scrubbed(str(error), url)}") from None
+
+
+def _create(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
+    """Open for writing; of two processes that create tables at once, one fails and tries again."""
+    for attempt in range(1, _CREATION_ATTEMPTS + 1):
+        try:
+            return RDBStorage(_optuna_text(url), engine_kwargs=dict(options))
+        except (SQLAlchemyError, StorageInternalError) as error:
+            if attempt == _CREATION_ATTEMPTS or not _is_creation_race(error):
+                raise
+            time.sleep(0.05 * attempt)
+    raise AssertionError("unreachable")
+
+
+def _connect(url: SqliteUrl, *, mode: str, is_reader: bool = False) -> sqlite3.Connection:
+    """Connect to the file; ``rw`` never creates it, and only reads one that is write-protected."""
+    connection = sqlite3.connect(
+        f"file:{quote(str(url.path))}?mode={mode}",
+        uri=True,
+        timeout=BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    if is_reader:
+        connection.execute("PRAGMA query_only = ON")
+    return connection
+
+
+def _begin_with(engine: sqlalchemy.Engine, statement: str) -> None:
+    sqlalchemy.event.listen(
+        engine, "begin", lambda connection: connection.exec_driver_sql(statement)
+    )
+
+
+def _arguments() -> dict[str, Any]:
+    return {"connect_timeout": _CONNECT_SECONDS, **_KEEPALIVES}
+
+
+def _optuna_text(url: DatabaseUrl) -> str:
+    """Return the URL as Optuna takes it: it formats the text, so braces are doubled."""
+    text = url.text if isinstance(url, PostgresUrl) else str(url)
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _prepare_directory(url: SqliteUrl) -> None:
+    if url.path.is_dir():
+        raise EnvironmentFault(f"database {url}: {url.path} is a directory; name a file in it")
+    try:
+        url.path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot create {url.path.parent} for the database: {error.strerror}"
+        ) from error
+
+
+def _has_schema(url: DatabaseUrl, options: dict[str, Any]) -> bool:
+    text = url.text if isinstance(url, PostgresUrl) else "sqlite://"
+    engine = sqlalchemy.create_engine(text, poolclass=NullPool, **options)
+    with engine.connect() as connection:
+        if not sqlalchemy.inspect(connection).has_table("alembic_version"):
+            return False
+        return (
+            connection.execute(sqlalchemy.text("SELECT 1 FROM alembic_version")).first() is not None
+        )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Whether waiting may help: a lock that another process holds, a connection that dropped."""
+    for cause in _causes(error):
+        if isinstance(cause, DBAPIError) and isinstance(cause.orig, sqlite3.Error):
+            return "locked" in str(cause.orig) or "busy" in str(cause.orig)
+        if isinstance(cause, OperationalError | InterfaceError):
+            return True
+        if isinstance(cause, DBAPIError):
+            return cause.connection_invalidated
+    return False
+
+
+def _is_creation_race(error: BaseException) -> bool:
+    words = ("already exists", "UNIQUE constraint", "duplicate key", "locked")
+    return any(word in str(cause) for cause in _causes(error) for word in words)
+
+
+def _reason(error: BaseException, url: DatabaseUrl) -> str:
+    """Return the driver's own first line, which names the fault without SQL and parameters."""
+    originals = [
+        cause.orig for cause in _causes(error) if isinstance(cause, DBAPIError) and cause.orig
+    ]
+    text = str(originals[0] if originals else error).strip() or type(error).__name__
+    return _scrubbed(text.splitlines()[0], url)
+
+
+def _scrubbed(text: str, url: DatabaseUrl) -> str:
+    for secret in url.secrets if isinstance(url, PostgresUrl) else ():
+        text = text.replace(secret, "***").replace(quote(secret, safe=""), "***")
+    return text

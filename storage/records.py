@@ -1,0 +1,237 @@
+"""Owns what a trial leaves behind: measurement, outcome and record, with their JSON codec.
+
+The same types travel from the worker to the parent and into storage. Knows nothing of Optuna,
+processes or torch.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from search_spaces.config import TrialConfig
+
+
+class Verdict(StrEnum):
+    """What became of a trial. The last three may be retried; the others never."""
+
+    FITS = "fits"
+    OOM = "oom"
+    PREDICTED_OOM = "predicted_oom"
+    DOMINATED_OOM = "dominated_oom"
+    PRUNED_SLOW = "pruned_slow"
+    DIVERGED = "diverged"
+    INVALID = "invalid"
+    INEFFECTIVE = "ineffective"
+    TIMED_OUT = "timed_out"
+    CRASHED = "crashed"
+    LOST = "lost"
+
+
+RETRYABLE = frozenset({Verdict.TIMED_OUT, Verdict.CRASHED, Verdict.LOST})
+OUT_OF_MEMORY = frozenset({Verdict.OOM, Verdict.PREDICTED_OOM, Verdict.DOMINATED_OOM})
+
+Stage = Literal["load", "forward", "backward", "optimizer"]
+"""Where a training step was when memory ran out."""
+
+Phase = Literal["start", "build", "attach", "warmup", "measure", "detach"]
+"""Where a worker is; each phase has its own deadline."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Measurement(_Frozen):
+    """What was measured of one configuration on one device; null where unknown."""
+
+    tokens_per_second: float
+    """Tokens that carry loss per second, at the median step."""
+    samples_per_second: float
+    step_seconds: float
+    """Median seconds of an optimizer step, accumulation included."""
+    step_seconds_ci95: tuple[float, float]
+    """Distribution-free 95 % interval of that median, from order statistics."""
+    steps_measured: int
+    steps_warmup: int
+    peak_allocated_bytes: int
+    """Most bytes that live tensors held at once, base model included."""
+    peak_reserved_bytes: int | None = None
+    """Most bytes that the caching allocator held; null on a CPU."""
+    peak_device_bytes: int | None = None
+    """Most bytes in use on the device as NVML saw it, every process counted; null on a CPU."""
+    trainable_parameters: int
+    flops_utilization: float | None = None
+    """Model FLOP/s over the card's dense peak for the compute dtype; null where that is unknown."""
+    final_loss: float
+    setup_seconds: float
+    """Seconds to build what was missing, attach, warm up to the first measured step, and detach."""
+    measured_seconds: float
+    allocator_retries: int = 0
+    """Times the allocator gave cached blocks back to serve a request."""
+    flags: tuple[str, ...] = ()
+    """``throttled``, ``noisy``, ``neighbour``, ``emulated``, ``allocator_retries``, ..."""
+    sm_clock_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    training_seconds: float | None = None
+    """Seconds inside training steps, warm-up included; what is left of the trial is overhead."""
+
+
+class Measured(_Frozen):
+    """The configuration ran within the budget and was measured."""
+
+    verdict: Literal[Verdict.FITS] = Verdict.FITS
+    measurement: Measurement
+
+
+class PrunedSlow(_Frozen):
+    """It ran and was stopped early, as it could not be the fastest. The measurement is partial."""
+
+    verdict: Literal[Verdict.PRUNED_SLOW] = Verdict.PRUNED_SLOW
+    measurement: Measurement
+
+
+class OutOfMemory(_Frozen):
+    """A real allocation failed."""
+
+    verdict: Literal[Verdict.OOM] = Verdict.OOM
+    stage: Stage
+    step: int = 0
+    """Micro-step that failed, from 0."""
+    requested_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    """Most that had been allocated when it failed: a lower bound of the need."""
+    detail: str = ""
+
+
+class PredictedOutOfMemory(_Frozen):
+    """The prediction exceeds the budget by more than its margin; never launched."""
+
+    verdict: Literal[Verdict.PREDICTED_OOM] = Verdict.PREDICTED_OOM
+    predicted_bytes: int
+    detail: str = ""
+
+
+class DominatedOutOfMemory(_Frozen):
+    """At least as large in every dimension as a trial that ran out of memory; never launched."""
+
+    verdict: Literal[Verdict.DOMINATED_OOM] = Verdict.DOMINATED_OOM
+    by: int
+    """Number of the trial that ran out of memory."""
+
+
+class Diverged(_Frozen):
+    """The loss was not finite."""
+
+    verdict: Literal[Verdict.DIVERGED] = Verdict.DIVERGED
+    step: int
+    detail: str = ""
+
+
+class Invalid(_Frozen):
+    """A validity rule forbids it on this model or GPU."""
+
+    verdict: Literal[Verdict.INVALID] = Verdict.INVALID
+    rule: str
+    detail: str = ""
+
+
+class Ineffective(_Frozen):
+    """A knob did not take effect, so the run does not count as this configuration."""
+
+    verdict: Literal[Verdict.INEFFECTIVE] = Verdict.INEFFECTIVE
+    knob: str
+    detail: str = ""
+
+
+class TimedOut(_Frozen):
+    """A phase outlasted its deadline; the worker was killed."""
+
+    verdict: Literal[Verdict.TIMED_OUT] = Verdict.TIMED_OUT
+    phase: Phase
+    detail: str = ""
+
+
+class Crashed(_Frozen):
+    """The worker ended or raised something that is neither memory nor a rule."""
+
+    verdict: Literal[Verdict.CRASHED] = Verdict.CRASHED
+    phase: Phase
+    detail: str = ""
+
+
+class Lost(_Frozen):
+    """The driver ended while the trial ran; nothing is known of it."""
+
+    verdict: Literal[Verdict.LOST] = Verdict.LOST
+    detail: str = ""
+
+
+Outcome = Annotated[
+    Measured
+    | PrunedSlow
+    | OutOfMemory
+    | PredictedOutOfMemory
+    | DominatedOutOfMemory
+    | Diverged
+    | Invalid
+    | Ineffective
+    | TimedOut
+    | Crashed
+    | Lost,
+    Field(discriminator="verdict"),
+]
+"""How a trial ended, by verdict. Match it to the end."""
+
+outcome_adapter: TypeAdapter[Outcome] = TypeAdapter(Outcome)
+
+
+class PredictionRecord(_Frozen):
+    """What was predicted before the trial ran, kept beside what was measured."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    tokens_per_second: float | None = None
+
+
+class TrialRecord(_Frozen):
+    """One trial as storage keeps it."""
+
+    number: int
+    config: TrialConfig
+    outcome: Outcome
+    is_baseline: bool = False
+    attempt: int = 1
+    """1 for the first try; a retry of a lost, crashed or timed-out trial counts on."""
+    started_at: str | None = None
+    """UTC, ISO 8601."""
+    wall_seconds: float = 0.0
+    """From the ask to the tell, worker start-up included."""
+    device_seconds: float = 0.0
+    """Time the worker spent on it."""
+    prediction: PredictionRecord | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The outcome's verdict."""
+        return self.outcome.verdict
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The measurement, also a pruned trial's partial one; None where nothing ran to it."""
+        match self.outcome:
+            case Measured(measurement=measurement) | PrunedSlow(measurement=measurement):
+                return measurement
+            case _:
+                return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrialRecord:
+        """Read what `to_json` wrote."""
+        return cls.model_validate(values)

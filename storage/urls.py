@@ -1,0 +1,111 @@
+"""Owns the text of a storage URL: what it may be, what it means, how it reads without its password.
+
+Opens nothing and touches no file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from search_spaces.errors import InputError, did_you_mean
+
+_EXAMPLE = "postgresql://user:password@host:port/database"
+_POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
+_SCHEMES = ("sqlite", "sqlite+pysqlite", *_POSTGRESQL)
+_SHOWN = ("sqlite", "postgresql")
+# A password may hold '@', '/' or ':' unescaped, so everything up to the last '@' counts as one.
+_USERINFO = re.compile(r"(://[^:/@\s]*):\S*@")
+_PARAMETER = re.compile(r"(password=)[^&\s]*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class SqliteUrl:
+    """A database file."""
+
+    path: Path
+    """Absolute, symbolic links resolved: two names of one file are one database."""
+
+    def __str__(self) -> str:
+        return f"sqlite:///{self.path}"
+
+
+@dataclass(frozen=True, repr=False)
+class PostgresUrl:
+    """A PostgreSQL database, reached through psycopg."""
+
+    text: str
+    """With the password, for SQLAlchemy alone. ``str`` gives the redacted one."""
+    secrets: tuple[str, ...] = ()
+    """Every spelling of the password that an error text could quote."""
+
+    def __str__(self) -> str:
+        return redact(self.text).replace("postgresql+psycopg", "postgresql", 1)
+
+
+DatabaseUrl = SqliteUrl | PostgresUrl
+
+
+def redact(url: str) -> str:
+    """Return ``url`` with `***` for the password; safe on text that is no URL at all."""
+    return _PARAMETER.sub(r"\1***", _USERINFO.sub(r"\1:***@", url))
+
+
+def parse_url(url: str) -> DatabaseUrl:
+    """Read a storage URL.
+
+    Args:
+        url: ``sqlite:///relative.db``, ``sqlite:////absolute.db`` or
+            ``postgresql://user:password@host/database``.
+
+    Raises:
+        InputError: it is neither; the message never shows a password.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        raise InputError(
+            f"storage '{redact(url)}' is no database URL; did you mean 'sqlite:///{redact(url)}'?"
+        )
+    if scheme not in _SCHEMES:
+        raise InputError(
+            f"storage '{redact(url)}': unknown database '{scheme}'{did_you_mean(scheme, _SHOWN)}"
+        )
+    return _parse_postgresql(url) if scheme in _POSTGRESQL else _parse_sqlite(url, rest)
+
+
+def _parse_sqlite(url: str, rest: str) -> SqliteUrl:
+    if not rest.startswith("/"):
+        raise InputError(
+            f"storage '{url}': three slashes and a path, as in 'sqlite:///runs/sweep.db'"
+        )
+    path = rest[1:]
+    if path in ("", ":memory:"):
+        raise InputError(
+            f"storage '{url}' keeps nothing: name a file, as in 'sqlite:///runs/sweep.db'"
+        )
+    if "?" in path or "\0" in path:
+        raise InputError(
+            f"storage '{url}': options behind '?' are not supported; give the path alone"
+        )
+    return SqliteUrl(Path(path).expanduser().resolve())
+
+
+def _parse_postgresql(url: str) -> PostgresUrl:
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        # The original may quote the part with the password, so it is not chained.
+        raise InputError(f"storage '{redact(url)}' is malformed: {_EXAMPLE}") from None
+    if not parsed.database:
+        raise InputError(f"storage '{redact(url)}' names no database: {_EXAMPLE}")
+    text = parsed.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+    values = (
+        parsed.password,
+        *(value for key, value in parsed.query.items() if key.endswith("password")),
+    )
+    written = re.findall(r"://[^:/@\s]*:(\S*)@", url)
+    return PostgresUrl(text, tuple(str(value) for value in (*values, *written) if value))

@@ -1,0 +1,1 @@
+"""How a configuration is tried: the tuner, the runner, the worker and the predictors."""

@@ -1,0 +1,139 @@
+"""Owns the way from a search space to Optuna's distributions and back, exactly.
+
+Knows nothing of samplers, studies or trials.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from decimal import Decimal
+from functools import cached_property
+from typing import Any
+
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.rules import canonical
+from search_spaces.space import Choices, Dimension, FloatRange, IntRange, SearchSpace
+
+Params = dict[str, Any]
+"""One value per dimension, as Optuna keeps it."""
+
+
+class Encoding:
+    """A search space as Optuna sees it: lists of module names as JSON text, all else as it is."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.space = space
+        self.distributions: dict[str, BaseDistribution] = {
+            name: _distribution(dimension) for name, dimension in space.dimensions.items()
+        }
+        self.free: dict[str, BaseDistribution] = {
+            name: distribution
+            for name, distribution in self.distributions.items()
+            if not distribution.single()
+        }
+        """The dimensions that have more than one value: Optuna samples these alone."""
+
+    def encode(self, values: Mapping[str, Any]) -> Params:
+        """Return the space's values of some dimensions as Optuna keeps them."""
+        return {name: _encode(value) for name, value in values.items()}
+
+    def decode(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the space's own values: the declared choice, the exact step of a range."""
+        return {name: _decode(value, self.space.dimensions[name]) for name, value in params.items()}
+
+    def config(self, params: Mapping[str, Any]) -> TrialConfig | None:
+        """Return the configuration of a value for each free dimension; None where they clash."""
+        try:
+            return self.space.config(self.decode({**self._single_values, **params}))
+        except InputError:
+            return None
+
+    def params_of(self, config: TrialConfig) -> Params | None:
+        """Return the parameters that give ``config``; None where the space does not hold it."""
+        values = self.space.params_of(config)
+        return None if values is None else self.encode(values)
+
+    @cached_property
+    def size(self) -> int | None:
+        """Number of combinations; None where a dimension is continuous."""
+        return self.space.size()
+
+    def combination(self, index: int) -> Params:
+        """Return combination ``index`` of ``size``, counted as the digits of a number are."""
+        params: Params = {}
+        for name, column in self._columns.items():
+            index, position = divmod(index, len(column))
+            params[name] = column[position]
+        return params
+
+    @cached_property
+    def _single_values(self) -> Params:
+        return {
+            name: _encode(_first_value(dimension))
+            for name, dimension in self.space.dimensions.items()
+            if name not in self.free
+        }
+
+    @cached_property
+    def _columns(self) -> dict[str, tuple[Any, ...]]:
+        columns = {name: dimension.values() for name, dimension in self.space.dimensions.items()}
+        return {
+            name: tuple(_encode(value) for value in column)
+            for name, column in columns.items()
+            if column is not None
+        }
+
+
+def identity(config: TrialConfig) -> str:
+    """Return a text that is equal for configurations that train the same way.
+
+    Alpha 32 and no alpha at rank 16 are one configuration, for example.
+    """
+    return canonical(config).key()
+
+
+def _distribution(dimension: Dimension) -> BaseDistribution:
+    match dimension:
+        case Choices(choices=choices):
+            return CategoricalDistribution([_encode(choice) for choice in choices])
+        case IntRange(low=low, step=step, log=log):
+            return IntDistribution(low, dimension.values()[-1], step=step, log=log)
+        case FloatRange(low=low, high=high, step=None):
+            return FloatDistribution(low, high)
+        case FloatRange(low=low, step=step):
+            return FloatDistribution(low, _last_step(dimension), step=step)
+
+
+def _first_value(dimension: Dimension) -> Any:
+    return dimension.choices[0] if isinstance(dimension, Choices) else dimension.low
+
+
+def _last_step(dimension: FloatRange) -> float:
+    """Return the last value of a stepped range, without the binary noise that Optuna warns of."""
+    values = dimension.values()
+    assert values is not None
+    return float(Decimal(str(dimension.low)) + (len(values) - 1) * Decimal(str(dimension.step)))
+
+
+def _encode(value: Any) -> Any:
+    return json.dumps(list(value)) if isinstance(value, list | tuple) else value
+
+
+def _decode(value: Any, dimension: Dimension) -> Any:
+    match dimension:
+        case Choices(choices=choices):
+            return next(choice for choice in choices if _encode(choice) == value)
+        case IntRange():
+            return int(value)
+        case FloatRange():
+            values = dimension.values()
+            return value if values is None else min(values, key=lambda known: abs(known - value))

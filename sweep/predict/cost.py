@@ -1,0 +1,317 @@
+"""Owns what a fine-tune costs under an offer, item by item, and which of several offers is the cheapest from when on.
+
+Pure: step times, amounts of work and offers in, bills out. Knows nothing of prices' files, clocks or GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from search_spaces.errors import InputError
+from search_spaces.prices import Offer
+
+ItemName = Literal["training", "boot", "download", "queue", "preemptions", "rounding", "minimum"]
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An amount of training.
+
+    Raises:
+        InputError: a figure that is not positive.
+    """
+
+    steps: int
+    """Optimizer steps."""
+    samples_per_step: int
+    """Sequences per optimizer step: the effective batch."""
+    tokens_per_sample: float
+    """Tokens of a sequence that carry loss; padding is not among them."""
+    dataset_samples: int | None = None
+    """Sequences of one epoch; None where no dataset is named."""
+    download_bytes: float = 0.0
+    """Size of the model that has to arrive before the first step."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "samples_per_step", "tokens_per_sample", "dataset_samples"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"{key} must be greater than 0, got {value!r}")
+        if not 0 <= self.download_bytes < math.inf:
+            raise InputError(f"download_bytes must be at least 0, got {self.download_bytes!r}")
+
+    @classmethod
+    def of_samples(cls, samples: float, *, samples_per_step: int, **rest: Any) -> Self:
+        """Return the fewest whole steps that see ``samples`` sequences; the rest as the fields."""
+        if not 0 < samples < math.inf:
+            raise InputError(f"samples must be greater than 0, got {samples!r}")
+        return cls(math.ceil(samples / samples_per_step), samples_per_step, **rest)
+
+    @classmethod
+    def of_tokens(cls, tokens: float, *, tokens_per_sample: float, **rest: Any) -> Self:
+        """Return the fewest whole steps that see ``tokens`` tokens that carry loss."""
+        return cls.of_samples(
+            tokens / tokens_per_sample, tokens_per_sample=tokens_per_sample, **rest
+        )
+
+    @classmethod
+    def of_epochs(cls, epochs: float, *, dataset_samples: int, **rest: Any) -> Self:
+        """Return the fewest whole steps that see a dataset ``epochs`` times."""
+        return cls.of_samples(epochs * dataset_samples, dataset_samples=dataset_samples, **rest)
+
+    @property
+    def samples(self) -> int:
+        """Sequences seen."""
+        return self.steps * self.samples_per_step
+
+    @property
+    def tokens(self) -> float:
+        """Tokens seen that carry loss."""
+        return self.samples * self.tokens_per_sample
+
+
+@dataclass(frozen=True)
+class BillItem:
+    """One line of a bill."""
+
+    name: ItemName
+    seconds: float
+    usd: float
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a workload costs under an offer. The items' dollars add up to the total."""
+
+    offer: Offer
+    workload: Workload
+    step_seconds: float
+    items: tuple[BillItem, ...]
+
+    @property
+    def usd(self) -> float:
+        """Total in dollars."""
+        return sum(item.usd for item in self.items)
+
+    @property
+    def billed_hours(self) -> float:
+        """Hours that are paid for."""
+        return self.usd / self.offer.usd_per_hour
+
+    @property
+    def wall_hours(self) -> float:
+        """Hours from asking for the card to the last step, paid for or not."""
+        waited = (item.seconds for item in self.items if item.name not in ("rounding", "minimum"))
+        return sum(waited) / SECONDS_PER_HOUR
+
+    @property
+    def usd_per_1000_steps(self) -> float:
+        """Dollars per 1,000 optimizer steps, everything included."""
+        return self.usd / self.workload.steps * 1000.0
+
+    @property
+    def usd_per_million_tokens(self) -> float:
+        """Dollars per million tokens that carry loss."""
+        return self.usd / self.workload.tokens * 1e6
+
+    @property
+    def usd_per_sample(self) -> float:
+        """Dollars per sequence."""
+        return self.usd / self.workload.samples
+
+    @property
+    def usd_per_epoch(self) -> float | None:
+        """Dollars per pass over the dataset; None where no dataset is named."""
+        size = self.workload.dataset_samples
+        return None if size is None else self.usd_per_sample * size
+
+    @property
+    def dominant(self) -> BillItem:
+        """The largest item."""
+        return max(self.items, key=lambda item: item.usd)
+
+    def item(self, name: ItemName) -> BillItem:
+        """Return the item of that name."""
+        return next(item for item in self.items if item.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "gpu": self.offer.gpu,
+            "provider": self.offer.provider,
+            "is_spot": self.offer.is_spot,
+            "usd_per_hour": self.offer.usd_per_hour,
+            "date": self.offer.date.isoformat(),
+            "source": self.offer.source,
+            "steps": self.workload.steps,
+            "step_seconds": self.step_seconds,
+            "usd": self.usd,
+            "billed_hours": self.billed_hours,
+            "wall_hours": self.wall_hours,
+            "usd_per_1000_steps": self.usd_per_1000_steps,
+            "usd_per_million_tokens": self.usd_per_million_tokens,
+            "usd_per_sample": self.usd_per_sample,
+            "usd_per_epoch": self.usd_per_epoch,
+            "dominant": self.dominant.name,
+            "items": [{"name": i.name, "seconds": i.seconds, "usd": i.usd} for i in self.items],
+        }
+
+
+def bill(workload: Workload, *, step_seconds: float, offer: Offer) -> Bill:
+    """Return what ``workload`` costs under ``offer``, as one billed session.
+
+    Interruptions are expected values: their rate times the training's hours, each costing the offer's restart time.
+    Rounding up to the billing unit and the minimum are items of their own.
+
+    Raises:
+        InputError: ``step_seconds`` is not positive.
+    """
+    if not 0 < step_seconds < math.inf:
+        raise InputError(f"step_seconds must be greater than 0, got {step_seconds!r}")
+    training = workload.steps * step_seconds
+    seconds: dict[ItemName, float] = {
+        "training": training,
+        "boot": offer.boot_seconds,
+        "download": _download_seconds(workload, offer),
+        "queue": offer.queue_seconds,
+        "preemptions": training
+        / SECONDS_PER_HOUR
+        * offer.preemptions_per_hour
+        * offer.restart_seconds,
+    }
+    used = sum(seconds.values()) - (0.0 if offer.is_queue_billed else offer.queue_seconds)
+    rounded = _round_up(used, unit=offer.billing_seconds)
+    seconds["rounding"] = rounded - used
+    seconds["minimum"] = max(0.0, offer.minimum_seconds - rounded)
+    rate = offer.usd_per_hour / SECONDS_PER_HOUR
+    unpaid = () if offer.is_queue_billed else ("queue",)
+    items = (BillItem(n, s, 0.0 if n in unpaid else s * rate) for n, s in seconds.items())
+    return Bill(offer, workload, step_seconds, tuple(items))
+
+
+def _download_seconds(workload: Workload, offer: Offer) -> float:
+    if offer.download_seconds is not None:
+        return offer.download_seconds
+    if offer.download_bytes_per_second is None:
+        return 0.0
+    return workload.download_bytes / offer.download_bytes_per_second
+
+
+def _round_up(seconds: float, *, unit: float) -> float:
+    # A sum of floats a hair above a whole number of units is that number of units.
+    units = math.ceil(seconds / unit - 1e-9)
+    return max(units * unit, seconds)
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """An amount of work at which the cheaper of two offers changes."""
+
+    samples: float
+    """Sequences at which both cost the same."""
+    steps: float | None
+    """The same in optimizer steps; None where the two have different effective batches."""
+    cheaper_below: Offer
+    cheaper_above: Offer
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Bills of the same work under several offers."""
+
+    bills: tuple[Bill, ...]
+    """The cheapest per sequence first."""
+    break_evens: tuple[BreakEven, ...]
+    """Where the cheapest offer and another one change places, by amount of work; empty where none ever does."""
+
+    @property
+    def cheapest(self) -> Bill:
+        """The bill with the least dollars per sequence."""
+        return self.bills[0]
+
+    @property
+    def soonest(self) -> Bill:
+        """The bill of the run that ends first, waiting included."""
+        return min(self.bills, key=lambda bill: bill.wall_hours / bill.workload.samples)
+
+
+def compare(bills: Sequence[Bill]) -> Comparison:
+    """Return the bills from cheap to dear, and where the cheapest one would no longer be that.
+
+    Break-evens are of exact costs, minimum charges included; rounding up moves each by at most a billing unit of
+    training.
+
+    Raises:
+        ValueError: there is no bill.
+    """
+    if not bills:
+        raise ValueError("compare needs at least one bill")
+    ranked = tuple(sorted(bills, key=lambda bill: bill.usd_per_sample))
+    found = [point for other in ranked[1:] for point in _break_evens(ranked[0], other)]
+    return Comparison(ranked, tuple(sorted(found, key=lambda point: point.samples)))
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Dollars over sequences: a fixed part, a part per sequence, and a least charge."""
+
+    fixed: float
+    per_sample: float
+    least: float
+
+    def at(self, samples: float) -> float:
+        return max(self.least, self.fixed + self.per_sample * samples)
+
+    @property
+    def bend(self) -> float:
+        """Sequences from which on the least charge is exceeded."""
+        return max(0.0, (self.least - self.fixed) / self.per_sample)
+
+
+def _line(bill: Bill) -> _Line:
+    per_run = ("boot", "download", "queue")
+    fixed = sum(item.usd for item in bill.items if item.name in per_run)
+    per_work = bill.item("training").usd + bill.item("preemptions").usd
+    least = bill.offer.minimum_seconds * bill.offer.usd_per_hour / SECONDS_PER_HOUR
+    return _Line(fixed, per_work / bill.workload.samples, least)
+
+
+def _break_evens(one: Bill, other: Bill) -> list[BreakEven]:
+    """Return where two offers change places; the lines bend once each, so there may be two such points."""
+    first, second = _line(one), _line(other)
+
+    def gap(samples: float) -> float:
+        return first.at(samples) - second.at(samples)
+
+    edges = sorted({0.0, first.bend, second.bend})
+    pieces = zip(edges, [*edges[1:], math.inf], strict=True)
+    roots = [root for start, end in pieces if (root := _root(gap, start, end)) is not None]
+    points = []
+    for index, root in enumerate(roots):
+        before = gap((root + (roots[index - 1] if index else 0.0)) / 2)
+        after = gap((root + roots[index + 1]) / 2 if index + 1 < len(roots) else root * 2)
+        if before * after < 0:
+            points.append(
+                _break_even(one, other, root) if before < 0 else _break_even(other, one, root)
+            )
+    return points
+
+
+def _root(gap: Callable[[float], float], start: float, end: float) -> float | None:
+    """Return where a gap that is straight between ``start`` and ``end`` is zero, ``start`` excluded."""
+    probe = end if end < math.inf else start + 1.0
+    slope = (gap(probe) - gap(start)) / (probe - start)
+    if slope == 0.0:
+        return None
+    root = start - gap(start) / slope
+    return root if start < root <= end and root < math.inf else None
+
+
+def _break_even(below: Bill, above: Bill, samples: float) -> BreakEven:
+    per_step = {below.workload.samples_per_step, above.workload.samples_per_step}
+    steps = samples / per_step.pop() if len(per_step) == 1 else None
+    return BreakEven(samples, steps, below.offer, above.offer)

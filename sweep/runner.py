@@ -1,0 +1,65 @@
+"""Owns the seam between the tuner and whatever runs a configuration.
+
+Real: `supervisor.SupervisedRunner`, a child process that owns the device. Test: `replay.ReplayRunner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from search_spaces.config import TrialConfig
+from search_spaces.space import StepBudget
+from storage.records import Outcome, Phase
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One sign of life from a running trial."""
+
+    phase: Phase
+    step: int = 0
+    """Optimizer steps done in this phase."""
+    tokens_per_second: float | None = None
+    """At the median measured step so far."""
+    tokens_per_second_high: float | None = None
+    """The most that the 95 % interval of the median still allows; None before there is an interval."""
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+
+
+Observer = Callable[[Progress], bool]
+"""Called for each sign of life; returns True to stop the trial early as slow."""
+
+
+def keep_going(_: Progress) -> bool:
+    """Observe nothing and stop nothing."""
+    return False
+
+
+class Runner(Protocol):
+    """Runs configurations one after another on one device, under one memory budget.
+
+    A runner never raises for what a configuration does: out of memory, a crash, a hang and a non-finite loss are
+    outcomes. It raises `EnvironmentFault` where the device itself is not to be had.
+    """
+
+    def run(self, config: TrialConfig, *, steps: StepBudget, observe: Observer = keep_going) -> Outcome:
+        """Train ``config`` for a few steps and say how that ended."""
+        ...
+
+    def cancel(self) -> None:
+        """End the running trial at once, from a signal handler or another thread; `run` returns `Lost`."""
+        ...
+
+    def close(self) -> None:
+        """Free the device. Idempotent."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

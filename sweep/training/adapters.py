@@ -1,0 +1,133 @@
+"""Owns what is put on the resident base for one trial and taken off again: adapters, checkpointing, compilation.
+
+Knows nothing of data, steps or measurements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError, did_you_mean
+from sweep.training.model import BaseModel, decoder_layers
+
+_SETS = {"qv": ("q_proj", "v_proj"), "attention": ("q_proj", "k_proj", "v_proj", "o_proj")}
+
+
+@dataclass
+class Attached:
+    """A base with adapters on it, ready to train."""
+
+    model: PeftModel
+    layers: list[torch.nn.Module]
+    """The decoder layers."""
+    checkpointed: frozenset[int]
+    """Layers whose activations are recomputed."""
+    checkpoint_calls: dict[int, int] = field(default_factory=dict)
+    """Times that each layer really went through checkpointing."""
+
+    def trainable_parameters(self) -> list[torch.nn.Parameter]:
+        """Return the adapters' parameters."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+
+@contextlib.contextmanager
+def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
+    """Attach the configuration's adapters to the base; on exit the base is as it was.
+
+    Raises:
+        InputError: the architecture has no such target modules.
+    """
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=target_modules(base.model, config),
+    )
+    with contextlib.ExitStack() as undo:
+        peft_model = get_peft_model(base.model, lora)
+        undo.callback(peft_model.unload)
+        peft_model.train()
+        layers = decoder_layers(base.model)
+        chosen = checkpointed_layers(config.checkpoint_fraction, len(layers))
+        result = Attached(model=peft_model, layers=layers, checkpointed=chosen)
+        if chosen:
+            undo.enter_context(_checkpointing(base, result))
+        if config.compile:
+            undo.enter_context(_compiled(layers))
+        yield result
+
+
+def target_modules(model: torch.nn.Module, config: TrialConfig) -> str | list[str]:
+    """Return what PEFT calls the configuration's target modules.
+
+    Raises:
+        InputError: a name that no linear layer of the model ends in.
+    """
+    if config.target_modules == "all-linear":
+        return "all-linear"
+    wanted = (
+        _SETS.get(config.target_modules)
+        if isinstance(config.target_modules, str)
+        else config.target_modules
+    )
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    suffixes = {name.rpartition(".")[2] for name in names}
+    for target in wanted or ():
+        if not any(name == target or name.endswith("." + target) for name in names):
+            raise InputError(
+                f"target_modules: the model has no linear layer '{target}'{did_you_mean(target, suffixes)}"
+            )
+    return list(wanted or ())
+
+
+def checkpointed_layers(fraction: float, layers: int) -> frozenset[int]:
+    """Return the layers to recompute: ``round(fraction * layers)`` of them, evenly spread."""
+    count = round(fraction * layers)
+    return frozenset(index * layers // count for index in range(count)) if count else frozenset()
+
+
+@contextlib.contextmanager
+def _checkpointing(base: BaseModel, attachment: Attached) -> Iterator[None]:
+    """Recompute the chosen layers only, and count each time that one really does."""
+    model = base.model
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for index, layer in enumerate(attachment.layers):
+        layer.gradient_checkpointing = index in attachment.checkpointed
+        layer._gradient_checkpointing_func = _counted(
+            layer._gradient_checkpointing_func, attachment, index
+        )
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_disable()
+        model.disable_input_require_grads()
+
+
+def _counted(checkpoint, attachment: Attached, index: int):  # type: ignore[no-untyped-def]
+    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+        attachment.checkpoint_calls[index] = attachment.checkpoint_calls.get(index, 0) + 1
+        return checkpoint(*args, **kwargs)
+
+    return counted
+
+
+@contextlib.contextmanager
+def _compiled(layers: list[torch.nn.Module]) -> Iterator[None]:
+    """Compile each decoder layer for any batch and length; compiling the whole PEFT model compiles nothing."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in layers:
+        layer.compile(dynamic=True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+        torch._dynamo.reset()

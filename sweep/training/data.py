@@ -1,0 +1,39 @@
+"""Owns the tokens a trial trains on: full-length random ones, the worst case for memory and speed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+_DISTINCT_BATCHES = 2
+
+
+def random_token_loader(
+    *, vocab_size: int, micro_batch_size: int, seq_len: int, seed: int
+) -> DataLoader[Any]:
+    """Return a loader of ``{"input_ids", "labels"}`` micro-batches, int64 of shape (micro_batch_size, seq_len).
+
+    Every position carries loss: there is no padding. A few distinct batches are enough, since neither memory nor
+    speed depends on the values.
+    """
+    rows = np.random.default_rng(seed).integers(
+        0, vocab_size, (_DISTINCT_BATCHES * micro_batch_size, seq_len)
+    )
+    dataset = Dataset.from_dict({"input_ids": rows}).with_format("torch")
+    return DataLoader(dataset, batch_size=micro_batch_size, collate_fn=_collate, drop_last=True)
+
+
+def _collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    tokens = torch.stack([row["input_ids"] for row in rows])
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def endless(loader: DataLoader[Any]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the loader's batches over and over."""
+    return itertools.chain.from_iterable(itertools.repeat(loader))

@@ -1,0 +1,208 @@
+"""Owns the frozen base model: built from random weights straight into 4 bits, or loaded, ready for adapters.
+
+Knows nothing of adapters, steps or measurements. A base depends on a few keys of the configuration only
+(`BaseKey`), so that it can stay on the device from one trial to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from peft import prepare_model_for_kbit_training
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelSpec, Weights
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class BaseKey:
+    """What of a configuration shapes the frozen base; equal keys share one base."""
+
+    compute_dtype: str
+    quantization: str
+    double_quant: bool
+    upcast_fp32: bool
+    kernels: str
+    attention: str
+
+    @classmethod
+    def of(cls, config: TrialConfig) -> BaseKey:
+        """Return the key of a configuration's base."""
+        return cls(
+            compute_dtype=config.compute_dtype,
+            quantization=config.quantization,
+            double_quant=config.double_quant,
+            upcast_fp32=config.upcast_fp32,
+            kernels=config.kernels,
+            attention=config.attention,
+        )
+
+
+@dataclass
+class BaseModel:
+    """A frozen base on the device."""
+
+    key: BaseKey
+    model: PreTrainedModel
+    undo: contextlib.ExitStack
+    """Takes back what the kernels patched outside the instance."""
+
+    def close(self) -> None:
+        """Drop the weights and every patch."""
+        self.undo.close()
+        del self.model
+        gc.collect()
+
+
+def build_base(
+    key: BaseKey, *, spec: ModelSpec, weights: Weights, device: torch.device, seed: int
+) -> BaseModel:
+    """Put the frozen base on the device; no 16-bit copy of the whole model exists at any time.
+
+    Raises:
+        torch.OutOfMemoryError: the base alone passes the budget.
+        OSError, ValueError: transformers cannot read or build it.
+    """
+    undo = contextlib.ExitStack()
+    with undo:
+        torch.manual_seed(seed)
+        build = _load_pretrained if weights == "pretrained" else _build_random
+        model = build(key, spec=spec, device=device)
+        model.config.use_cache = False
+        if key.upcast_fp32:
+            prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model.requires_grad_(False)
+        model.train()
+        undo.enter_context(_kernels(model, key.kernels))
+        return BaseModel(key=key, model=model, undo=undo.pop_all())
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the decoder layers in order: the longest list of like modules."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 0]
+    uniform = [m for m in lists if len({type(layer) for layer in m}) == 1]
+    return list(max(uniform, key=len)) if uniform else []
+
+
+def bnb_config(key: BaseKey) -> BitsAndBytesConfig | None:
+    """Return how transformers quantises this base; None for a 16-bit one."""
+    if key.quantization == "none":
+        return None
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=key.quantization,
+        bnb_4bit_use_double_quant=key.double_quant,
+        bnb_4bit_compute_dtype=DTYPES[key.compute_dtype],
+    )
+
+
+def _load_pretrained(key: BaseKey, *, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        str(spec.path) if spec.path is not None else spec.name,
+        quantization_config=bnb_config(key),
+        dtype=DTYPES[key.compute_dtype],
+        device_map={"": device},
+        attn_implementation=key.attention,
+        trust_remote_code=False,
+    )
+
+
+def _build_random(key: BaseKey, *, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+    model = skeleton(key, spec=spec)
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            _quantize_random(module, key=key, device=device)
+        elif list(module.parameters(recurse=False)) or list(module.buffers(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+            model._init_weights(module)
+    model.tie_weights()
+    return model
+
+
+def skeleton(key: BaseKey, *, spec: ModelSpec) -> PreTrainedModel:
+    """Return the base's modules on the meta device: right types, shapes and dtypes, no data."""
+    values = dict(spec.config)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    quantization = bnb_config(key)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=DTYPES[key.compute_dtype],
+            attn_implementation=key.attention,
+            trust_remote_code=False,
+        )
+        if quantization is not None:
+            kept = get_keys_to_not_convert(model)
+            model = replace_with_bnb_linear(
+                model, modules_to_not_convert=kept, quantization_config=quantization
+            )
+            _mark_quantized(model, quantization)
+    return model
+
+
+def _mark_quantized(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:
+    """Say what `from_pretrained` says of a model it quantised; PEFT and accelerate ask for it."""
+    marks: dict[str, Any] = {
+        "is_loaded_in_4bit": True,
+        "is_quantized": True,
+        "quantization_method": quantization.quantization_method(),
+    }
+    for name, value in marks.items():
+        setattr(model, name, value)
+    model.config.quantization_config = quantization
+
+
+def _quantize_random(module: bnb.nn.Linear4bit, *, key: BaseKey, device: torch.device) -> None:
+    """Give a linear layer random 16-bit weights and quantise them at once, so that only one is ever wide."""
+    dtype = DTYPES[key.compute_dtype]
+    shape = (module.out_features, module.in_features)
+    wide = torch.empty(shape, device=device, dtype=dtype).normal_(0.0, 0.02)
+    module.weight = bnb.nn.Params4bit(
+        wide,
+        requires_grad=False,
+        compress_statistics=key.double_quant,
+        quant_type=key.quantization,
+        quant_storage=torch.uint8,
+        module=module,
+    ).to(device)
+    if module.bias is not None:
+        module.bias = torch.nn.Parameter(
+            torch.zeros(module.out_features, device=device, dtype=dtype), False
+        )
+
+
+@contextlib.contextmanager
+def _kernels(model: PreTrainedModel, kernels: str) -> Iterator[None]:
+    """Apply Liger's kernels to the instance; on exit restore the modelling module that Liger also patches."""
+    if kernels == "hf":
+        yield
+        return
+    # Triton, which Liger needs, is not there on a CPU-only machine.
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    modelling = vars(__import__(type(model).__module__, fromlist=["_"]))
+    original = dict(modelling)
+    everything = kernels == "liger"
+    _apply_liger_kernel_to_instance(
+        model=model,
+        fused_linear_cross_entropy=True,
+        cross_entropy=False,
+        rms_norm=everything,
+        swiglu=everything,
+        rope=everything,
+    )
+    try:
+        yield
+    finally:
+        modelling.update(original)

@@ -1,0 +1,127 @@
+"""Owns one optimizer step, as transformers' Trainer would do it, and its stages.
+
+Accumulation, mixed precision, clipping, optimizer and schedule go through accelerate; the loss is read every step,
+as Trainer reads it for its log. Knows nothing of time or memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import GradientAccumulationPlugin
+from transformers import get_linear_schedule_with_warmup
+
+from search_spaces.config import TrialConfig
+from storage.records import Stage
+from sweep.training.adapters import Attached
+from sweep.training.data import endless, random_token_loader
+
+_LEARNING_RATE = 2e-4
+_MAX_GRAD_NORM = 1.0
+_SCHEDULE_STEPS = 1000
+_MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
+
+
+class TrainingLoop:
+    """Steps of one attached configuration.
+
+    `stage` and `micro_step` say where a failure happened.
+    """
+
+    def __init__(
+        self, attached: Attached, config: TrialConfig, *, vocab_size: int, seed: int
+    ) -> None:
+        torch.manual_seed(seed)
+        self.stage: Stage = "load"
+        self.micro_step = 0
+        self._config = config
+        self._accelerator = _accelerator(config)
+        self._parameters = attached.trainable_parameters()
+        optimizer = make_optimizer(config, self._parameters)
+        schedule = get_linear_schedule_with_warmup(optimizer, 0, _SCHEDULE_STEPS)
+        loader = random_token_loader(
+            vocab_size=vocab_size,
+            micro_batch_size=config.micro_batch_size,
+            seq_len=config.seq_len,
+            seed=seed,
+        )
+        self._model, self.optimizer, self._schedule, prepared = self._accelerator.prepare(
+            attached.model, optimizer, schedule, loader
+        )
+        self._batches: Iterator[dict[str, torch.Tensor]] = endless(prepared)
+        self.last_output: Any = None
+
+    def step(self, *, beat: Callable[[], None] = lambda: None) -> float:
+        """Do one optimizer step and return its mean loss, read back from the device.
+
+        Args:
+            beat: called after each micro-batch, so that a long accumulation still shows life.
+
+        Raises:
+            RuntimeError: whatever the device raises; `stage` says where.
+        """
+        total = 0.0
+        for _ in range(self._config.accumulation_steps):
+            total += self._micro_step()
+            self.micro_step += 1
+            beat()
+        return total / self._config.accumulation_steps
+
+    def _micro_step(self) -> float:
+        self.stage = "forward"
+        batch = next(self._batches)
+        with self._accelerator.accumulate(self._model):
+            loss = self._model(**batch).loss
+            self.stage = "backward"
+            self._accelerator.backward(loss)
+            self.stage = "optimizer"
+            if self._accelerator.sync_gradients:
+                self._accelerator.clip_grad_norm_(self._parameters, _MAX_GRAD_NORM)
+            self.optimizer.step()
+            self._schedule.step()
+            self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def close(self) -> None:
+        """Forget everything accelerate keeps of this loop."""
+        self._accelerator.free_memory()
+        self._batches = iter(())
+
+
+def is_finite(loss: float) -> bool:
+    """Whether a loss is a number."""
+    return math.isfinite(loss)
+
+
+def make_optimizer(
+    config: TrialConfig, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return the configuration's optimizer over the adapters."""
+    match config.optimizer:
+        case "adamw_8bit":
+            return bnb.optim.AdamW8bit(parameters, lr=_LEARNING_RATE)
+        case "paged_adamw_8bit":
+            return bnb.optim.PagedAdamW8bit(parameters, lr=_LEARNING_RATE)
+        case "adamw_torch_fused":
+            return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
+
+
+def _accelerator(config: TrialConfig) -> Accelerator:
+    """Return an accelerator for this configuration; accelerate keeps its precision in a process-wide state."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=_MIXED_PRECISION[config.compute_dtype],
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=config.accumulation_steps,
+            # The loader is cycled, so its end says nothing about accumulation.
+            sync_with_dataloader=False,
+        ),
+    )

@@ -1,0 +1,265 @@
+"""Owns one trial on a resident base: attach, warm up, measure, detach, and what came of it.
+
+Knows nothing of processes or pipes: signs of life go to a callback.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.space import StepBudget
+from storage.records import (
+    Diverged,
+    Invalid,
+    Measured,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+    Phase,
+    PrunedSlow,
+)
+from sweep.training.adapters import Attached, attached
+from sweep.training.device import Device, is_out_of_memory, requested_bytes
+from sweep.training.meter import CardReader, CardReading, is_precise, is_steady, median_interval
+from sweep.training.model import BaseModel
+from sweep.training.proof import KernelWatch, ineffective
+from sweep.training.step import TrainingLoop, is_finite
+
+_OBSERVED_STEPS = 2
+"""The first step makes the optimizer's state, the second has it from the start: the peak is in one of them."""
+_DETAIL_LENGTH = 600
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One sign of life. Seconds are of the step that just ended; None for a micro-batch within a step."""
+
+    phase: Phase
+    step: int
+    median_seconds: float | None = None
+    fastest_median_seconds: float | None = None
+    """Lower end of the 95 % interval of the median step."""
+
+
+@dataclass
+class Trial:
+    """One configuration on one base, under a step budget.
+
+    Attributes:
+        report: called with each `Beat`; True stops the trial as slow.
+        peak_flops: the device's dense FLOP/s for the compute dtype; None where unknown.
+    """
+
+    base: BaseModel
+    config: TrialConfig
+    steps: StepBudget
+    device: Device
+    card: CardReader
+    seed: int
+    peak_flops: float | None = None
+    is_emulated: bool = False
+    report: Callable[[Beat], bool] = lambda _: False
+    started: float = field(default_factory=time.perf_counter)
+    """When the trial began, its build included."""
+    _warmup: list[float] = field(default_factory=list)
+    _measured: list[float] = field(default_factory=list)
+    _readings: list[CardReading] = field(default_factory=list)
+    _loop: TrainingLoop | None = None
+
+    def run(self) -> Outcome:
+        """Return how it ended. On return the base is as it was before, whatever happened."""
+        failure: str | None = None
+        try:
+            self.device.reset_peak()
+            with attached(self.base, self.config) as attachment:
+                outcome = self._train(attachment)
+        except InputError as error:
+            outcome = Invalid(rule="target_modules", detail=str(error))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = (str(error) or type(error).__name__)[:_DETAIL_LENGTH]
+            requested = requested_bytes(error)
+        # Outside the except block: a caught exception keeps the frames, and so the tensors, alive.
+        if failure is not None:
+            outcome = self._out_of_memory(failure, requested)
+        self._loop = None
+        self.device.release()
+        return _with_setup(outcome, time.perf_counter() - self.started)
+
+    def _out_of_memory(self, detail: str, requested: int | None) -> OutOfMemory:
+        peak = self.device.peak_allocated_bytes()
+        stage = "load" if self._loop is None else self._loop.stage
+        step = 0 if self._loop is None else self._loop.micro_step
+        return OutOfMemory(
+            stage=stage,
+            step=step,
+            requested_bytes=requested,
+            peak_allocated_bytes=peak,
+            detail=detail,
+        )
+
+    def _train(self, attachment: Attached) -> Outcome:
+        vocab_size = int(self.base.model.get_input_embeddings().num_embeddings)
+        loop = TrainingLoop(attachment, self.config, vocab_size=vocab_size, seed=self.seed)
+        self._loop = loop
+        try:
+            return self._warm_up(attachment, loop) or self._measure(attachment, loop)
+        finally:
+            loop.close()
+
+    def _warm_up(self, attachment: Attached, loop: TrainingLoop) -> Outcome | None:
+        """Do the steps that are not the steady rate; return an outcome only where they end the trial."""
+        watch = None if self.config.compile else KernelWatch()
+        with self.device.observed():
+            for index in range(_OBSERVED_STEPS):
+                if index == 0 and watch is not None:
+                    with watch:
+                        loss = self._timed(loop, self._warmup, "warmup")
+                else:
+                    loss = self._timed(loop, self._warmup, "warmup")
+                if not is_finite(loss):
+                    return Diverged(step=index, detail=f"loss {loss}")
+        fault = ineffective(self.config, attached=attachment, loop=loop, watch=watch)
+        if fault is not None:
+            return fault
+        while not self._is_warm():
+            self._timed(loop, self._warmup, "warmup")
+        return None
+
+    def _is_warm(self) -> bool:
+        done = len(self._warmup)
+        if done >= self.steps.warmup_max:
+            return True
+        return done >= self.steps.warmup_min and (
+            done <= _OBSERVED_STEPS - 1 or is_steady(self._warmup)
+        )
+
+    def _measure(self, attachment: Attached, loop: TrainingLoop) -> Outcome:
+        loss, is_slow = 0.0, False
+        begun = time.perf_counter()
+        while not self._is_enough(time.perf_counter() - begun):
+            loss = self._timed(loop, self._measured, "measure")
+            if not is_finite(loss):
+                return Diverged(step=len(self._warmup) + len(self._measured), detail=f"loss {loss}")
+            self._readings.append(self.card.read())
+            if self._beat("measure"):
+                is_slow = True
+                break
+        measurement = self._measurement(attachment, loss)
+        return PrunedSlow(measurement=measurement) if is_slow else Measured(measurement=measurement)
+
+    def _is_enough(self, elapsed: float) -> bool:
+        done = len(self._measured)
+        if done < self.steps.measured_min:
+            return False
+        return (
+            done >= self.steps.measured_max
+            or elapsed >= self.steps.seconds_max
+            or is_precise(self._measured, relative=self.steps.relative_interval)
+        )
+
+    def _timed(self, loop: TrainingLoop, into: list[float], phase: Phase) -> float:
+        self.device.synchronize()
+        begun = time.perf_counter()
+        loss = loop.step(beat=lambda: self._tick(phase))
+        self.device.synchronize()
+        into.append(time.perf_counter() - begun)
+        return loss
+
+    def _tick(self, phase: Phase) -> None:
+        self.report(Beat(phase=phase, step=len(self._warmup) + len(self._measured)))
+
+    def _beat(self, phase: Phase) -> bool:
+        interval = median_interval(self._measured)
+        return self.report(
+            Beat(
+                phase=phase,
+                step=len(self._measured),
+                median_seconds=statistics.median(self._measured),
+                fastest_median_seconds=None if interval is None else interval[0],
+            )
+        )
+
+    def _measurement(self, attachment: Attached, loss: float) -> Measurement:
+        median = statistics.median(self._measured)
+        interval = median_interval(self._measured) or (min(self._measured), max(self._measured))
+        reasons = sorted(
+            {reason for reading in self._readings for reason in reading.throttle_reasons}
+        )
+        used = [reading.used_bytes for reading in self._readings if reading.used_bytes is not None]
+        clocks = [r.sm_clock_mhz for r in self._readings if r.sm_clock_mhz is not None]
+        return Measurement(
+            tokens_per_second=self.config.tokens_per_step / median,
+            samples_per_second=self.config.samples_per_step / median,
+            step_seconds=median,
+            step_seconds_ci95=interval,
+            steps_measured=len(self._measured),
+            steps_warmup=len(self._warmup),
+            peak_allocated_bytes=self.device.peak_allocated_bytes(),
+            peak_reserved_bytes=self.device.peak_reserved_bytes(),
+            peak_device_bytes=max(used, default=None),
+            trainable_parameters=sum(p.numel() for p in attachment.trainable_parameters()),
+            flops_utilization=self._utilization(attachment, median),
+            final_loss=loss,
+            setup_seconds=0.0,
+            measured_seconds=sum(self._measured),
+            training_seconds=sum(self._warmup) + sum(self._measured),
+            allocator_retries=self.device.allocator_retries(),
+            flags=self._flags(reasons),
+            sm_clock_mhz=int(statistics.median(clocks)) if clocks else None,
+            throttle_reasons=tuple(reasons),
+        )
+
+    def _flags(self, throttle_reasons: list[str]) -> tuple[str, ...]:
+        flags = {
+            "emulated": self.is_emulated,
+            "throttled": bool(throttle_reasons),
+            "noisy": not is_precise(self._measured, relative=self.steps.relative_interval),
+            "neighbour": any(reading.has_neighbour for reading in self._readings),
+            "allocator_retries": self.device.allocator_retries() > 0,
+        }
+        return tuple(name for name, is_set in flags.items() if is_set)
+
+    def _utilization(self, attachment: Attached, step_seconds: float) -> float | None:
+        """Model FLOP/s over the peak; recomputation is not counted as work."""
+        if self.peak_flops is None:
+            return None
+        per_token = flops_per_token(attachment, self.base.model.config, self.config.seq_len)
+        return per_token * self.config.tokens_per_step / step_seconds / self.peak_flops
+
+
+def flops_per_token(attachment: Attached, model_config: object, seq_len: int) -> float:
+    """Return FLOP per token of a frozen base with trained adapters, causal attention included.
+
+    A frozen weight costs 2 forward and 2 for the input's gradient; an adapter's 2 more for its own gradient. Causal
+    attention is two products of seq_len/2 x hidden forward, and twice that backward.
+    """
+    frozen = adapters = 0
+    for name, module in attachment.model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            if ".lora_" in name:
+                adapters += module.in_features * module.out_features
+            else:
+                frozen += module.in_features * module.out_features
+    hidden = int(getattr(model_config, "hidden_size", 0))
+    attention = 6 * len(attachment.layers) * seq_len * hidden
+    return 4.0 * frozen + 6.0 * adapters + attention
+
+
+def _with_setup(outcome: Outcome, total_seconds: float) -> Outcome:
+    """Fill in the seconds outside the measured steps, known only after the detach."""
+    if not isinstance(outcome, Measured | PrunedSlow):
+        return outcome
+    measurement = outcome.measurement
+    setup = max(0.0, total_seconds - measurement.measured_seconds)
+    return outcome.model_copy(
+        update={"measurement": measurement.model_copy(update={"setup_seconds": setup})}
+    )

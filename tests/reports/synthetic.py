@@ -1,0 +1,265 @@
+"""Builds studies that never ran: records by hand, and a whole plausible study from a seed.
+
+The plausible study follows the linear memory and saturating speed of a 7B model on one large card.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from search_spaces.space import Choices, SearchSpace
+from storage.definition import StudyDefinition, StudySnapshot, Target
+from storage.records import (
+    Crashed,
+    Diverged,
+    DominatedOutOfMemory,
+    Ineffective,
+    Invalid,
+    Lost,
+    Measured,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+    PredictedOutOfMemory,
+    PredictionRecord,
+    PrunedSlow,
+    TimedOut,
+    TrialRecord,
+)
+
+BUDGET_BYTES = int(21.5 * GIB)
+BASELINE = TrialConfig(micro_batch_size=8)
+START = datetime(2025, 3, 1, 9, 30, tzinfo=UTC)
+DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "micro_batch_size": (1, 2, 4, 6, 8, 10, 12, 16, 24, 32),
+    "seq_len": (512, 1024, 2048),
+    "checkpoint_fraction": (0.0, 0.5, 1.0),
+    "kernels": ("hf", "liger"),
+    "upcast_fp32": (False, True),
+}
+
+
+def definition(*, space_name: str = "a10", **target: Any) -> StudyDefinition:
+    """Return a study's definition: Mistral 7B on an A10 that an H200 stands in for."""
+    values: dict[str, Any] = {"gpu": "a10", "device": "cuda", "budget_bytes": BUDGET_BYTES}
+    values |= {"emulated_on": "NVIDIA H200"} | target
+    return StudyDefinition(
+        space=SearchSpace(
+            name=space_name,
+            gpu="a10",
+            dimensions={name: Choices(choices=values) for name, values in DIMENSIONS.items()},
+            fixed={"lora_rank": 16, "target_modules": "attention"},
+            baseline={"micro_batch_size": 8},
+        ),
+        model={"name": "mistral-7b-v0.3", "source": "shipped", "config": {}, "path": None},
+        model_fingerprint="0123456789abcdef",
+        target=Target(**values),
+    )
+
+
+def snapshot(records: Iterable[TrialRecord] = (), **values: Any) -> StudySnapshot:
+    """Return a study that holds ``records``."""
+    defaults: dict[str, Any] = {
+        "name": "a10-mistral",
+        "definition": definition(),
+        "environment": {
+            "gpu": {"name": "NVIDIA H200", "memory_bytes": 150_120_000_000, "driver": "570.86.15"},
+            "versions": {"torch": "2.13.0", "transformers": "5.17.0", "bitsandbytes": "0.50.2"},
+            "commit": "4f2c1d9",
+        },
+        "wall_seconds": 290.0,
+    }
+    return StudySnapshot(records=tuple(records), **(defaults | values))
+
+
+def measurement(tokens_per_second: float = 10_000.0, **values: Any) -> Measurement:
+    """Return a measurement of 8 x 512 at the given speed."""
+    step_seconds = 4096 / tokens_per_second if tokens_per_second else 1.0
+    defaults: dict[str, Any] = {
+        "tokens_per_second": tokens_per_second,
+        "samples_per_second": tokens_per_second / 512,
+        "step_seconds": step_seconds,
+        "step_seconds_ci95": (step_seconds * 0.99, step_seconds * 1.01),
+        "steps_measured": 12,
+        "steps_warmup": 3,
+        "peak_allocated_bytes": 10 * GIB,
+        "peak_reserved_bytes": 12 * GIB,
+        "peak_device_bytes": 13 * GIB,
+        "trainable_parameters": 13_631_488,
+        "flops_utilization": 0.41,
+        "final_loss": 10.4,
+        "setup_seconds": 0.8,
+        "measured_seconds": 12 * step_seconds,
+    }
+    return Measurement(**(defaults | values))
+
+
+def record(
+    number: int, outcome: Outcome, config: TrialConfig = BASELINE, **values: Any
+) -> TrialRecord:
+    """Return a trial that started ten seconds after the one before it and took eight."""
+    defaults: dict[str, Any] = {
+        "started_at": (START + timedelta(seconds=10 * number)).isoformat(),
+        "wall_seconds": 8.0,
+        "device_seconds": 7.5,
+    }
+    return TrialRecord(number=number, config=config, outcome=outcome, **(defaults | values))
+
+
+def fits(
+    number: int, tokens_per_second: float, config: TrialConfig = BASELINE, **measured: Any
+) -> TrialRecord:
+    """Return a trial that fitted and was measured."""
+    outcome = Measured(measurement=measurement(tokens_per_second, **measured))
+    return record(number, outcome, config, is_baseline=number == 0)
+
+
+def one_of_each() -> tuple[TrialRecord, ...]:
+    """Return a study's worth of trials that ended in every way there is."""
+    outcomes: tuple[Outcome, ...] = (
+        Measured(measurement=measurement(8_000.0)),
+        PrunedSlow(measurement=measurement(3_000.0)),
+        OutOfMemory(stage="backward", requested_bytes=GIB, peak_allocated_bytes=21 * GIB),
+        PredictedOutOfMemory(predicted_bytes=25 * GIB),
+        DominatedOutOfMemory(by=2),
+        Diverged(step=4),
+        Invalid(rule="bf16 needs Ampere", detail="the card is a T4"),
+        Ineffective(knob="compile", detail="no graph was compiled"),
+        TimedOut(phase="measure"),
+        Crashed(phase="build", detail="exit status 1"),
+        Lost(),
+    )
+    configs = [
+        BASELINE.model_copy(update={"micro_batch_size": 8 + n}) for n in range(len(outcomes))
+    ]
+    return tuple(
+        record(n, outcome, config, is_baseline=n == 0)
+        for n, (outcome, config) in enumerate(zip(outcomes, configs, strict=True))
+    )
+
+
+def plausible_study(seed: int = 0, *, trials: int = 40) -> StudySnapshot:
+    """Return a whole study of a 7B model under 21.5 GiB, baseline first; equal for equal seeds."""
+    rng = random.Random(seed)
+    records: list[TrialRecord] = []
+    clock = START
+    for number in range(trials):
+        config = BASELINE if number == 0 else _untried(rng, records)
+        outcome = _outcome(rng, config, records)
+        launched = not isinstance(outcome, PredictedOutOfMemory | DominatedOutOfMemory | Invalid)
+        wall = rng.uniform(4.0, 9.0) if launched else 0.02
+        records.append(
+            TrialRecord(
+                number=number,
+                config=config,
+                outcome=outcome,
+                is_baseline=number == 0,
+                started_at=clock.isoformat(),
+                wall_seconds=wall,
+                device_seconds=0.95 * wall if launched else 0.0,
+                prediction=PredictionRecord(
+                    peak_allocated_bytes=int(_need_bytes(config) * rng.uniform(0.995, 1.02)),
+                    peak_reserved_bytes=int(_need_bytes(config) * 1.08),
+                    tokens_per_second=_speed(config) * rng.uniform(0.9, 1.1),
+                ),
+            )
+        )
+        clock += timedelta(seconds=wall + 0.05)
+    return snapshot(records, wall_seconds=(clock - START).total_seconds())
+
+
+def _untried(rng: random.Random, records: list[TrialRecord]) -> TrialConfig:
+    """Return a candidate that no trial has had yet, or after twenty draws any."""
+    tried = {r.config for r in records}
+    drawn = (_candidate(rng, records) for _ in range(20))
+    return next((config for config in drawn if config not in tried), _candidate(rng, records))
+
+
+def _candidate(rng: random.Random, records: list[TrialRecord]) -> TrialConfig:
+    """Draw at random at first, then more and more around the best so far, as a sampler would."""
+    drawn = {name: rng.choice(values) for name, values in DIMENSIONS.items()}
+    fitting = [r for r in records if isinstance(r.outcome, Measured) and r.measurement]
+    if len(records) < 10 or not fitting:
+        return TrialConfig(**drawn)
+    best = max(fitting, key=lambda r: r.measurement.tokens_per_second if r.measurement else 0.0)
+    kept = {name: getattr(best.config, name) for name in DIMENSIONS}
+    return TrialConfig(**(kept | {name: drawn[name] for name in rng.sample(list(DIMENSIONS), 2)}))
+
+
+def _structure(config: TrialConfig) -> tuple[float, float, float]:
+    """Return resident GiB, KiB per token, and tokens/s that large micro-batches approach."""
+    none, full = (3268, 420) if config.kernels == "liger" else (8217, 897)
+    fast, slow = (18_400, 14_200) if config.kernels == "liger" else (11_200, 9_100)
+    share = config.checkpoint_fraction
+    lift = 1.0 if config.upcast_fp32 else 0.92
+    resident = 4.8 if config.upcast_fp32 else 4.0
+    return (
+        resident,
+        (none + share * (full - none)) * lift,
+        (fast + share * (slow - fast)) / lift**0.3,
+    )
+
+
+def _need_bytes(config: TrialConfig) -> int:
+    resident, kib_per_token, _ = _structure(config)
+    return int(resident * GIB + kib_per_token * 1024 * config.tokens_per_micro_batch)
+
+
+def _speed(config: TrialConfig) -> float:
+    tokens = config.tokens_per_micro_batch
+    return _structure(config)[2] * tokens / (tokens + 350)
+
+
+def _outcome(rng: random.Random, config: TrialConfig, records: list[TrialRecord]) -> Outcome:
+    need = _need_bytes(config)
+    for earlier in records:
+        if isinstance(earlier.outcome, OutOfMemory) and _dominates(config, earlier.config):
+            return DominatedOutOfMemory(by=earlier.number)
+    if need > 1.2 * BUDGET_BYTES:
+        return PredictedOutOfMemory(predicted_bytes=need)
+    if need > 0.985 * BUDGET_BYTES:
+        peak = min(need, BUDGET_BYTES) - rng.randrange(GIB)
+        return OutOfMemory(
+            stage=rng.choice(("forward", "backward")),
+            requested_bytes=rng.randrange(GIB // 4, 2 * GIB),
+            peak_allocated_bytes=peak,
+        )
+    return _ran(rng, config, records)
+
+
+def _ran(rng: random.Random, config: TrialConfig, records: list[TrialRecord]) -> Outcome:
+    luck = rng.random()
+    if records and luck < 0.06:
+        return Crashed(phase="measure", detail="the worker ended with exit status 1")
+    if records and luck < 0.09:
+        return TimedOut(phase="warmup", detail="no step for 60 s")
+    need, step = (
+        _need_bytes(config),
+        config.tokens_per_step / _speed(config) * rng.uniform(0.98, 1.02),
+    )
+    wide = rng.uniform(0.002, 0.012)
+    rate = config.tokens_per_step / step
+    measured = measurement(
+        rate,
+        step_seconds=step,
+        samples_per_second=config.samples_per_step / step,
+        step_seconds_ci95=(step * (1 - wide), step * (1 + wide)),
+        peak_allocated_bytes=need,
+        peak_reserved_bytes=min(BUDGET_BYTES, int(need * rng.uniform(1.03, 1.25))),
+        flops_utilization=rate / 27_000,
+        flags=("emulated", "noisy") if wide > 0.011 else ("emulated",),
+    )
+    best = max((r.measurement.tokens_per_second for r in records if r.measurement), default=0.0)
+    return (
+        PrunedSlow(measurement=measured) if rate < 0.45 * best else Measured(measurement=measured)
+    )
+
+
+def _dominates(config: TrialConfig, other: TrialConfig) -> bool:
+    larger = config.micro_batch_size >= other.micro_batch_size and config.seq_len >= other.seq_len
+    return larger and set(config.changes_from(other)) <= {"micro_batch_size", "seq_len"}

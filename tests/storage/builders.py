@@ -1,0 +1,88 @@
+"""Small values that storage tests are built from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from search_spaces.space import SearchSpace
+from storage.definition import StudyDefinition, Target
+from storage.records import Measured, Measurement, Outcome, TrialRecord
+from storage.studies import LeasedStudy, open_study
+
+BATCHES = (1, 2, 4, 8)
+BUDGET = 20 * GIB
+DISTRIBUTIONS: dict[str, BaseDistribution] = {"micro_batch_size": CategoricalDistribution(BATCHES)}
+ENVIRONMENT = {"gpu": "NVIDIA A10", "driver": "1.0", "versions": {"torch": "2.13"}}
+
+
+def a_space(**changes: Any) -> SearchSpace:
+    values = {"name": "small", "dimensions": {"micro_batch_size": {"choices": list(BATCHES)}}}
+    return SearchSpace.model_validate(values | changes)
+
+
+def a_definition(*, fingerprint: str = "f00d", gpu: str = "a10", **changes: Any) -> StudyDefinition:
+    return StudyDefinition(
+        space=a_space(**changes),
+        model={"name": "mistral-7b-v0.3", "source": "shipped", "config": {}, "path": None},
+        model_fingerprint=fingerprint,
+        target=Target(gpu=gpu, device="cuda", budget_bytes=BUDGET),
+    )
+
+
+def a_measurement(
+    speed: float = 1000.0, *, peak: int = 10 * GIB, spread: float = 0.0, **changes: Any
+) -> Measurement:
+    step = 4096 / speed
+    values: dict[str, Any] = {
+        "tokens_per_second": speed,
+        "samples_per_second": speed / 512,
+        "step_seconds": step,
+        "step_seconds_ci95": (step * (1 - spread), step * (1 + spread)),
+        "steps_measured": 6,
+        "steps_warmup": 2,
+        "peak_allocated_bytes": peak,
+        "trainable_parameters": 1000,
+        "final_loss": 2.0,
+        "setup_seconds": 1.0,
+        "measured_seconds": 3.0,
+    }
+    return Measurement.model_validate(values | changes)
+
+
+def fits(speed: float = 1000.0, **changes: Any) -> Measured:
+    return Measured(measurement=a_measurement(speed, **changes))
+
+
+def a_record(
+    number: int = 0, outcome: Outcome | None = None, *, batch: int = 4, **changes: Any
+) -> TrialRecord:
+    config = TrialConfig(micro_batch_size=batch)
+    return TrialRecord.model_validate(
+        {"number": number, "config": config, "outcome": outcome or fits()} | changes
+    )
+
+
+def open_it(url: str, home: Path, *, name: str = "study", **changes: Any) -> LeasedStudy:
+    values: dict[str, Any] = {
+        "definition": a_definition(),
+        "sampler": optuna.samplers.RandomSampler(seed=0),
+        "environment": ENVIRONMENT,
+    }
+    return open_study(name, url=url, home=home, **(values | changes))
+
+
+def run_one(
+    study: LeasedStudy, outcome: Outcome | None = None, *, batch: int | None = None, **changes: Any
+) -> TrialRecord:
+    """Ask, begin and tell one trial."""
+    trial = study.ask(DISTRIBUTIONS, params=None if batch is None else {"micro_batch_size": batch})
+    record = a_record(trial.number, outcome, batch=trial.params["micro_batch_size"], **changes)
+    study.begin(trial, record.config, "2025-01-01T00:00:00+00:00")
+    study.tell(trial, record)
+    return record
