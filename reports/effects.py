@@ -47,8 +47,8 @@ def effects_of(snapshot: StudySnapshot) -> tuple[Effect, ...]:
 
 
 def _of_dimension(records: Sequence[TrialRecord], key: str) -> list[Effect]:
-    groups = _groups({getattr(record.config, key) for record in records})
-    if len(groups) < 2:
+    values = {getattr(record.config, key) for record in records}
+    if len(values) < 2:
         return []
     fitting = ranking.fitting(rankable(records))
     return [
@@ -62,7 +62,7 @@ def _of_dimension(records: Sequence[TrialRecord], key: str) -> list[Effect]:
             ),
             sum(r.verdict in OUT_OF_MEMORY and getattr(r.config, key) in group for r in records),
         )
-        for group in groups
+        for group in _groups(values)
     ]
 
 

@@ -1,1 +1,1 @@
-"""What may be tried, and on what: configurations, spaces, models and GPUs. Imports nothing of ours."""
+"""What may be tried, and on what: configurations, spaces, models, GPUs. Imports nothing of ours."""

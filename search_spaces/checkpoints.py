@@ -71,8 +71,8 @@ def _shards(index: Path, *, label: str) -> dict[str, set[str]]:
 def _header(path: Path, *, label: str) -> dict[str, Any]:
     """Return a safetensors header, once the file is known to be as long as it says.
 
-    The format: eight bytes of header length, little-endian; the header, JSON with the data offsets of
-    each tensor; the data. https://github.com/huggingface/safetensors#format
+    The format: eight bytes of header length, little-endian; the header, JSON with the data offsets
+    of each tensor; the data. https://github.com/huggingface/safetensors#format
     """
     try:
         size = path.stat().st_size

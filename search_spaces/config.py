@@ -60,24 +60,24 @@ class TrialConfig(BaseModel):
     """One QLoRA fine-tuning configuration; the defaults are the standard published recipe.
 
     Raises:
-        pydantic.ValidationError: a value is out of range. `parse_config` translates it to `InputError`.
+        pydantic.ValidationError: a value is out of range; `parse_config` makes it an `InputError`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    lora_rank: StrictInt = Field(default=16, ge=1)
+    lora_rank: StrictInt = Field(default=16, ge=1, le=65_536)
     """Rank r of every adapter pair."""
-    lora_alpha: Number | None = Field(default=None, gt=0)
+    lora_alpha: Number | None = Field(default=None, gt=0, le=1e6)
     """LoRA scale numerator; null means twice the rank."""
     lora_dropout: Number = Field(default=0.0, ge=0.0, le=1.0)
     """Probability of dropping an adapter's input element."""
     target_modules: TargetModules = "attention"
-    """Linear layers that get an adapter: ``qv``, ``attention`` (q,k,v,o), ``all-linear`` or module names."""
-    micro_batch_size: StrictInt = Field(default=4, ge=1)
+    """Linear layers with an adapter: ``qv``, ``attention`` (q,k,v,o), ``all-linear`` or names."""
+    micro_batch_size: StrictInt = Field(default=4, ge=1, le=65_536)
     """Sequences in one forward and backward pass."""
-    seq_len: StrictInt = Field(default=512, ge=1)
+    seq_len: StrictInt = Field(default=512, ge=1, le=10_000_000)
     """Tokens in every sequence."""
-    effective_batch_size: StrictInt | None = Field(default=None, ge=1)
+    effective_batch_size: StrictInt | None = Field(default=None, ge=1, le=1_000_000)
     """Sequences per optimizer step; null means one micro-batch. Accumulation follows from it."""
     compute_dtype: ComputeDtype = "bf16"
     """Type of the matrix products."""
@@ -156,7 +156,7 @@ def parse_config(values: Mapping[str, Any], *, where: str = "configuration") -> 
         where: what the values came from (``configs.jsonl: line 3``), for the message.
 
     Raises:
-        InputError: an unknown key or a value out of range; the message names ``where``, key and value.
+        InputError: an unknown key or a value out of range; the message names ``where``, key, value.
     """
     for key in values:
         if key not in CONFIG_KEYS:
@@ -183,7 +183,7 @@ _MESSAGES = {
 
 
 def explain_validation(error: ValidationError) -> str:
-    """Return one line for the first fault of a pydantic error: key, rule, and the value that broke it."""
+    """Return one line for the first fault of a pydantic error: key, rule, and what broke it."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
     context = first.get("ctx", {})

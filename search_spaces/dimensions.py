@@ -1,4 +1,4 @@
-"""Owns reading one dimension of a space: choices or a range, each value one that a configuration takes.
+"""Owns reading one dimension of a space: choices or a range of values that a configuration takes.
 
 Knows nothing of the other dimensions.
 """
@@ -39,7 +39,7 @@ def read_dimension(document: Document, key: str, value: Any) -> Dimension:
             return _range(document, key, value)
         case _:
             raise InputError(
-                f"{where}: {key} must list its values, got {value!r}; put a single value under fixed"
+                f"{where}: {key} must list its values, got {value!r}; a single value goes under fixed"
             )
 
 

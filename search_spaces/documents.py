@@ -70,9 +70,9 @@ class _StrictLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
             raise yaml.MarkedYAMLError(
-                problem="aliases are not supported, write the value out", problem_mark=mark
+                problem="aliases are not supported, write the value out",
+                problem_mark=self.get_mark(),
             )
         return super().compose_node(parent, index)
 

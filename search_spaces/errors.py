@@ -1,4 +1,4 @@
-"""Owns the error tree of everything a person can type or name, and the habit of naming the nearest right word.
+"""Owns the error tree of what a person can type or name, and naming the nearest right word.
 
 SweepError                  what the terminal translates into one message and an exit code
 +-- InputError              exit 2: a file, key, value, preset, GPU or model that is not right
@@ -18,13 +18,13 @@ class SweepError(Exception):
 
 
 class InputError(SweepError):
-    """Something that was typed, written or named is not right; the message says what and what would be."""
+    """Something typed, written or named is not right; the message says what, and what would be."""
 
     exit_code = 2
 
 
 class EnvironmentFault(SweepError):
-    """The machine is at fault: no GPU, a broken driver, a full disk, a database that does not answer."""
+    """The machine is at fault: no GPU, a broken driver, a full disk, a silent database."""
 
     exit_code = 3
 

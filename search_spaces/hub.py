@@ -1,4 +1,4 @@
-"""Owns getting a model's config from the Hugging Face hub: the cache first, then one try, never a hang.
+"""Owns getting a model's config from the Hugging Face hub: the cache first, then one quick try.
 
 The only module here that may touch the network. Knows nothing of what a config says.
 """

@@ -1,7 +1,7 @@
 """Owns which linear layers the known architectures have, and the parameter counts that follow.
 
-From the config alone: nothing is loaded. An architecture that is not known here gives None, and the worker, which
-has the real model, answers instead.
+From the config alone: nothing is loaded. An architecture that is not known here gives None, and the
+worker, which has the real model, answers instead.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COUNTED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def known_linear_modules(model: ModelSpec) -> tuple[str, ...] | None:
-    """Return the names of the linear layers of a decoder layer; None where the type is not known."""
+    """Return the names of a decoder layer's linear layers; None where the type is not known."""
     return _NAMES.get(model.model_type)
 
 
@@ -118,7 +118,7 @@ def parameters(model: ModelSpec) -> int | None:
 
 
 def _biases(model: ModelSpec, shapes: dict[str, Shape]) -> int:
-    """Biases of one decoder layer: Qwen2 always has them on q, k and v, others where they say so."""
+    """Biases of a decoder layer: Qwen2 always has them on q, k and v, others where they say so."""
     biased: tuple[str, ...] = ()
     if model.model_type == "qwen2":
         biased = ("q_proj", "k_proj", "v_proj")

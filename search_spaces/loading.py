@@ -1,7 +1,8 @@
 """Owns turning what a person names into a search space: a shipped preset, or a YAML file of theirs.
 
-Strict: every key and every declared value is checked when the file is read, and the message names file, line, key and
-value. Knows nothing of Optuna. Models by name are in `model_files`, weights in `checkpoints`.
+Strict: every key and every declared value is checked when the file is read, and the message names
+file, line, key and value. Knows nothing of Optuna. Models by name are in `model_files`, weights in
+`checkpoints`.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def _section(document: Document, section: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise InputError(
-            f"{document.where(section)}: {section} must be a mapping of keys to values, got {value!r}"
+            f"{document.where(section)}: {section} must map keys to values, got {value!r}"
         )
     return value
 

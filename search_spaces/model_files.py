@@ -1,7 +1,8 @@
 """Owns finding a model by name and checking its config before anything trusts it.
 
-A name is a shipped architecture, a directory with a ``config.json``, or a hub id. Weights are not loaded and remote
-code is never run: ``auto_map`` is dropped, so that nothing further down can pick it up.
+A name is a shipped architecture, a directory with a ``config.json``, or a hub id. Weights are not
+loaded and remote code is never run: ``auto_map`` is dropped, so that nothing further down can pick
+it up.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -
     """Return the model that ``name`` names.
 
     Args:
-        name: a shipped architecture, a directory with a ``config.json``, or a hub id (``org/name``).
+        name: a shipped architecture, a directory with a ``config.json``, or a hub id (``org/x``).
         fetch: gets a hub id's ``config.json`` and returns its path.
 
     Raises:
@@ -78,7 +79,8 @@ def model_names() -> list[ModelSummary]:
 
 def _summary(spec: ModelSpec) -> ModelSummary:
     count, positions = parameters(spec), spec.max_positions
-    assert count is not None and positions is not None, f"{spec.name}: not a complete architecture"
+    assert count is not None, f"{spec.name}: an architecture that cannot be counted"
+    assert positions is not None, f"{spec.name}: no max_position_embeddings"
     return ModelSummary(
         spec.name, count, spec.hidden_layers, spec.hidden_size, spec.vocab_size, positions
     )

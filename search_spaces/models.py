@@ -1,4 +1,4 @@
-"""Owns what is known of a model before any weight is loaded: its config file and where it came from.
+"""Owns what is known of a model before any weight is loaded: its config and where it came from.
 
 Knows nothing of torch or transformers; a config is plain JSON here.
 """

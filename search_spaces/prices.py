@@ -1,6 +1,7 @@
-"""Owns what renting a card costs: offers with provider, date and source, shipped and the user's own.
+"""Owns what renting a card costs: offers with provider, date and source, shipped and the user's.
 
-Values in, values out: nothing is ever fetched, and what a training costs under an offer is worked out elsewhere.
+Values in, values out: nothing is ever fetched, and what a training costs under an offer is worked
+out elsewhere.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Offer(Assumptions):
     preemptions_per_hour: Seconds = 0.0
     """Expected interruptions per hour of training."""
     restart_seconds: Seconds = 0.0
-    """Billed time that one interruption costs: starting again and repeating the steps since the last checkpoint."""
+    """Billed time that one interruption costs: starting again and repeating the steps lost."""
     queue_seconds: Seconds = 0.0
     """Expected wait for the card."""
     is_queue_billed: StrictBool = False
@@ -76,12 +77,12 @@ def load_prices(user_file: Path | None = None) -> dict[str, tuple[Offer, ...]]:
     """Return the offers by catalogue name, the cheapest hour first.
 
     Args:
-        user_file: a file of the user's in the shipped one's format. An offer with the same card, provider and spot
-            flag as a shipped one takes its place, any other is added; its ``assumptions`` hold for every offer
-            that does not say otherwise.
+        user_file: a file of the user's in the shipped one's format. An offer with the same card,
+            provider and spot flag as a shipped one takes its place, any other is added; its
+            ``assumptions`` hold for every offer that does not say otherwise.
 
     Raises:
-        InputError: the file is missing or a value in it is not right; the message names file and key.
+        InputError: the file is missing or a value in it is not right; names file and key.
         EnvironmentFault: the file is there and cannot be read.
     """
     documents = [_shipped()]
@@ -92,7 +93,7 @@ def load_prices(user_file: Path | None = None) -> dict[str, tuple[Offer, ...]]:
 
 
 def merge_prices(documents: Iterable[Document]) -> dict[str, tuple[Offer, ...]]:
-    """Return the offers of several price files by catalogue name; a later file's take an earlier one's place."""
+    """Return the offers of several price files by catalogue name; a later file's come first."""
     documents = tuple(documents)
     assumptions: dict[str, Any] = {}
     for document in documents:
@@ -137,7 +138,8 @@ def _offers(document: Document, assumptions: Mapping[str, Any]) -> list[Offer]:
         prices = terms.pop("usd_per_hour", None)
         if not isinstance(prices, Mapping) or not prices:
             raise InputError(
-                f"{document.where(*path, 'usd_per_hour')}: usd_per_hour must map cards to prices, got {prices!r}"
+                f"{document.where(*path, 'usd_per_hour')}: "
+                f"usd_per_hour must map cards to prices, got {prices!r}"
             )
         for card, price in prices.items():
             values = {**assumptions, **terms, "gpu": card, "usd_per_hour": price}
@@ -162,7 +164,7 @@ def _offer(document: Document, values: dict[str, Any], path: tuple[str | int, ..
 def _refusal(
     document: Document, error: ValidationError, *path: str | int, card: object = None
 ) -> InputError:
-    """Return the input error for the first fault, with the line of the key and the card it is about."""
+    """Return the input error for the first fault: line of the key, card it is about, rule."""
     key = str(error.errors()[0]["loc"][0])
     where = (
         document.where(*path, key)

@@ -44,7 +44,7 @@ LIGER_MODEL_TYPES = frozenset(
         "smollm3",
     }
 )
-"""Text decoders that liger-kernel 0.8.5 patches with a fused loss (`MODEL_TYPE_TO_APPLY_LIGER_FN`)."""
+"""Text decoders that liger-kernel 0.8.5 patches, fused loss included (its `monkey_patch` table)."""
 
 AMPERE = (8, 0)
 VOLTA = (7, 0)
@@ -213,8 +213,8 @@ RULES: dict[str, Rule] = {
 def canonical(config: TrialConfig) -> TrialConfig:
     """Return the configuration that trains the same way, with every default written out.
 
-    Two configurations with the same canonical form are one run: alpha left out is twice the rank, an
-    effective batch left out is one micro-batch, and without quantization there are no
+    Two configurations with the same canonical form are one run: alpha left out is twice the rank,
+    an effective batch left out is one micro-batch, and without quantization there are no
     quantisation constants that ``double_quant`` could quantise.
     """
     return config.model_copy(

@@ -14,9 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_
 from search_spaces.config import CONFIG_KEYS, Number, TrialConfig, parse_config
 from search_spaces.models import Weights
 
+VALUES_MAX = 10_000
+"""More values than this in one dimension is a slip: nobody measures them."""
+
 Objective = Literal["tokens_per_second", "peak_memory", "cost", "trainable_parameters"]
 SamplerName = Literal["tpe", "gp", "random", "grid"]
-Scalar = StrictBool | StrictInt | float | str
 
 
 class _Model(BaseModel):
@@ -49,6 +51,8 @@ class IntRange(_Model):
             raise ValueError(
                 f"log needs step 1 and low of at least 1, got {self.step} and {self.low}"
             )
+        if (self.high - self.low) // self.step >= VALUES_MAX:
+            raise ValueError(_too_many(self.low, self.high, self.step))
         return self
 
     def values(self) -> tuple[int, ...]:
@@ -67,6 +71,8 @@ class FloatRange(_Model):
     def _ordered(self) -> FloatRange:
         if self.low > self.high:
             raise ValueError(f"low must be at most high, got {self.low} and {self.high}")
+        if self.step is not None and (self.high - self.low) / self.step >= VALUES_MAX:
+            raise ValueError(_too_many(self.low, self.high, self.step))
         return self
 
     def values(self) -> tuple[float, ...] | None:
@@ -74,14 +80,20 @@ class FloatRange(_Model):
         if self.step is None:
             return None
         count = int((self.high - self.low) / self.step + 1e-9) + 1
-        return tuple(self.low + index * self.step for index in range(count))
+        # Rounded, so that three steps of 0.1 are 0.3 and the last value is never above high.
+        steps = (round(self.low + index * self.step, 12) for index in range(count))
+        return tuple(min(value, self.high) for value in steps)
+
+
+def _too_many(low: float, high: float, step: float) -> str:
+    return f"{low} to {high} in steps of {step} is more than {VALUES_MAX} values: use a larger step"
 
 
 Dimension = Choices | IntRange | FloatRange
 
 
 class StepBudget(_Model):
-    """How long one trial trains: warm-up until steady, then measured steps until the interval is narrow."""
+    """How long one trial trains: warm-up until steady, then steps until the interval is narrow."""
 
     warmup_min: StrictInt = Field(default=2, ge=1)
     warmup_max: StrictInt = Field(default=6, ge=1)
@@ -91,29 +103,40 @@ class StepBudget(_Model):
     seconds_max: Number = Field(default=30.0, gt=0)
     """Measured steps stop after this long, once the fewest are there."""
     relative_interval: Number = Field(default=0.02, gt=0)
-    """Half-width of the 95 % interval of the median step, as a share of it, at which measuring stops."""
+    """Measuring stops when half the 95 % interval of the median step is this share of it."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> StepBudget:
+        for phase in ("warmup", "measured"):
+            fewest, most = getattr(self, f"{phase}_min"), getattr(self, f"{phase}_max")
+            if fewest > most:
+                raise ValueError(
+                    f"{phase}_min must be at most {phase}_max, got {fewest} and {most}"
+                )
+        return self
 
 
 class SearchSpace(_Model):
     """What may be tried, on which model and card, and how long to look."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(pattern=r"^[\w][\w.-]{0,63}$")
+    """Names the study and its directory too, so it is letters, digits, ``.``, ``_`` and ``-``."""
     description: str = ""
     gpu: str = "auto"
     model: str = "mistral-7b-v0.3"
     weights: Weights = "random"
-    budget_gib: Number | None = Field(default=None, gt=0)
-    """Memory budget of a device the catalogue does not know (the CPU), or a tighter one than the card's."""
+    budget_gib: Number | None = Field(default=None, gt=0, le=100_000)
+    """Budget of a device the catalogue does not know (the CPU), or a tighter one than the card's."""
     objectives: tuple[Objective, ...] = Field(default=("tokens_per_second",), min_length=1)
     sampler: SamplerName = "tpe"
-    trials: StrictInt = Field(default=40, ge=1)
+    trials: StrictInt = Field(default=40, ge=1, le=1_000_000)
     time_budget_seconds: Number | None = Field(default=None, gt=0)
-    seed: StrictInt = 0
+    seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)
     steps: StepBudget = StepBudget()
     dimensions: dict[str, Annotated[Dimension, Field(union_mode="left_to_right")]]
     fixed: dict[str, Any] = {}
     baseline: dict[str, Any] = {}
-    """The configuration that the study's gain is reported over; missing keys take the recipe's defaults."""
+    """What the study's gain is reported over; missing keys take the recipe's defaults."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SearchSpace:
@@ -122,7 +145,30 @@ class SearchSpace(_Model):
             raise ValueError(f"'{both[0]}' is both a dimension and fixed")
         if not self.dimensions:
             raise ValueError("dimensions must name at least one key to search")
+        if len(set(self.objectives)) < len(self.objectives):
+            raise ValueError(f"objectives lists one twice, got {', '.join(self.objectives)}")
+        if self.sampler == "grid" and self.size() is None:
+            raise ValueError("sampler grid needs a step in every range of numbers")
+        self._check_accumulation()
         return self
+
+    def _check_accumulation(self) -> None:
+        """Refuse batches that do not go into each other: a sampler would propose them again."""
+        micro, effective = (
+            self._values_of("micro_batch_size"),
+            self._values_of("effective_batch_size"),
+        )
+        for whole, part in itertools.product(effective, micro):
+            if isinstance(whole, int) and isinstance(part, int) and whole % part:
+                raise ValueError(
+                    f"effective_batch_size {whole} is not a multiple of micro_batch_size {part}"
+                )
+
+    def _values_of(self, key: str) -> tuple[Any, ...]:
+        """Return every value that ``key`` can take in this space."""
+        if key in self.dimensions:
+            return self.dimensions[key].values() or ()
+        return (self.fixed.get(key, TrialConfig.model_fields[key].default),)
 
     def config(self, params: Mapping[str, Any]) -> TrialConfig:
         """Return the configuration for one value of each dimension."""
@@ -143,7 +189,11 @@ class SearchSpace(_Model):
         return total
 
     def combinations(self) -> Iterator[dict[str, Any]]:
-        """Yield every combination of values. Raises `ValueError` where a dimension is continuous."""
+        """Yield every combination of values.
+
+        Raises:
+            ValueError: a dimension is continuous.
+        """
         names = list(self.dimensions)
         values = [dimension.values() for dimension in self.dimensions.values()]
         if any(column is None for column in values):
@@ -152,7 +202,7 @@ class SearchSpace(_Model):
             yield dict(zip(names, row, strict=True))
 
     def params_of(self, config: TrialConfig) -> dict[str, Any] | None:
-        """Return the value of each dimension that gives ``config``; None where the space does not hold it."""
+        """Return each dimension's value that gives ``config``; None where the space lacks it."""
         values = config.model_dump(mode="python")
         params: dict[str, Any] = {}
         for key, dimension in self.dimensions.items():
@@ -167,9 +217,9 @@ class SearchSpace(_Model):
 
 
 def _same(declared: Any, value: Any) -> bool:
-    """Whether a declared value and a configuration's value are the same one (lists are kept sorted)."""
+    """Whether a declared value is a configuration's value (which keeps lists sorted)."""
     if isinstance(declared, list | tuple):
-        return tuple(sorted(set(declared))) == value
+        return bool(tuple(sorted(set(declared))) == value)
     return bool(declared == value)
 
 

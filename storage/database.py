@@ -25,8 +25,8 @@ from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 T = TypeVar("T")
 
-BUSY_SECONDS = 10.0
-"""How long one SQLite statement waits for another process before it counts as locked."""
+_BUSY_SECONDS = {"rwc": 2.0, "rw": 10.0}
+"""How long one SQLite statement waits for other processes. Writers try again, readers do not."""
 _CONNECT_SECONDS = 10
 _CREATION_ATTEMPTS = 8
 _KEEPALIVES = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
@@ -165,7 +165,7 @@ def _connect(url: SqliteUrl, *, mode: str, is_reader: bool = False) -> sqlite3.C
     connection = sqlite3.connect(
         f"file:{quote(str(url.path))}?mode={mode}",
         uri=True,
-        timeout=BUSY_SECONDS,
+        timeout=_BUSY_SECONDS[mode],
         isolation_level=None,
         check_same_thread=False,
     )

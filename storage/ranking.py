@@ -1,7 +1,7 @@
 """Owns which trial is best and what may be said of it. Pure functions over records.
 
-A configuration counts once: by the last trial of it that came to a conclusion about it (fits, out of
-memory, diverged, ineffective). Running out of memory later retracts a fit.
+A configuration counts once: by the last trial of it that came to a conclusion (fits, out of memory,
+diverged, ineffective). Running out of memory later retracts a fit.
 """
 
 from __future__ import annotations

@@ -8,17 +8,18 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.space import SamplerName, SearchSpace
 from sweep.encoding import Encoding, Params, identity
+from sweep.gaussian_process import GaussianProcessSampler
 
 Refusal = Callable[[TrialConfig], bool]
 """Whether a configuration is known to be hopeless: a rule forbids it or it cannot fit."""
@@ -71,7 +72,7 @@ def make_sampler(
             )
             attempts = 32
         case "gp":
-            inner = _GaussianProcess(
+            inner = GaussianProcessSampler(
                 seed=seed, n_startup_trials=STARTUP_TRIALS, deterministic_objective=False
             )
             attempts = 3  # Each draw is an optimization of its own, and most come out the same.
@@ -239,31 +240,6 @@ class Frontier:
                 return False
             self._index += 1
         return True
-
-
-class _GaussianProcess(GPSampler):
-    """Optuna's, blind to trials without parameters, such as a baseline outside the space."""
-
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> Params:
-        view = _TrialsOfSpace(study, names=frozenset(search_space))
-        return super().sample_relative(cast(optuna.Study, view), trial, search_space)
-
-
-class _TrialsOfSpace:
-    """A study without the trials that lack a parameter of the space."""
-
-    def __init__(self, study: optuna.Study, *, names: frozenset[str]) -> None:
-        self._study = study
-        self._names = names
-
-    def _get_trials(self, *args: Any, **kwargs: Any) -> list[FrozenTrial]:
-        trials = self._study._get_trials(*args, **kwargs)
-        return [trial for trial in trials if self._names <= trial.params.keys()]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._study, name)
 
 
 def _tried(study: optuna.Study, trial: FrozenTrial, *, encoding: Encoding) -> set[str]:

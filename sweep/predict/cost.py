@@ -1,17 +1,19 @@
-"""Owns what a fine-tune costs under an offer, item by item, and which of several offers is the cheapest from when on.
+"""Owns what a fine-tune costs under an offer, item by item, and which offer is the cheapest.
 
-Pure: step times, amounts of work and offers in, bills out. Knows nothing of prices' files, clocks or GPUs.
+Pure: step times, amounts of work and offers in, bills out. Knows nothing of price files, clocks or
+GPUs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from search_spaces.errors import InputError
 from search_spaces.prices import Offer
+from sweep.predict.breakeven import CostLine, crossings
 
 ItemName = Literal["training", "boot", "download", "queue", "preemptions", "rounding", "minimum"]
 SECONDS_PER_HOUR = 3600.0
@@ -164,8 +166,8 @@ class Bill:
 def bill(workload: Workload, *, step_seconds: float, offer: Offer) -> Bill:
     """Return what ``workload`` costs under ``offer``, as one billed session.
 
-    Interruptions are expected values: their rate times the training's hours, each costing the offer's restart time.
-    Rounding up to the billing unit and the minimum are items of their own.
+    Interruptions are expected values: their rate times the training's hours, each costing the
+    offer's restart time. Rounding up to the billing unit and the minimum are items of their own.
 
     Raises:
         InputError: ``step_seconds`` is not positive.
@@ -226,7 +228,7 @@ class Comparison:
     bills: tuple[Bill, ...]
     """The cheapest per sequence first."""
     break_evens: tuple[BreakEven, ...]
-    """Where the cheapest offer and another one change places, by amount of work; empty where none ever does."""
+    """Where the cheapest offer and another one change places, by amount of work."""
 
     @property
     def cheapest(self) -> Bill:
@@ -242,8 +244,8 @@ class Comparison:
 def compare(bills: Sequence[Bill]) -> Comparison:
     """Return the bills from cheap to dear, and where the cheapest one would no longer be that.
 
-    Break-evens are of exact costs, minimum charges included; rounding up moves each by at most a billing unit of
-    training.
+    Break-evens are of exact costs, minimum charges included; rounding up to billing units blurs
+    each by about a unit's worth of training. There is none where one offer is always cheaper.
 
     Raises:
         ValueError: there is no bill.
@@ -255,63 +257,19 @@ def compare(bills: Sequence[Bill]) -> Comparison:
     return Comparison(ranked, tuple(sorted(found, key=lambda point: point.samples)))
 
 
-@dataclass(frozen=True)
-class _Line:
-    """Dollars over sequences: a fixed part, a part per sequence, and a least charge."""
-
-    fixed: float
-    per_sample: float
-    least: float
-
-    def at(self, samples: float) -> float:
-        return max(self.least, self.fixed + self.per_sample * samples)
-
-    @property
-    def bend(self) -> float:
-        """Sequences from which on the least charge is exceeded."""
-        return max(0.0, (self.least - self.fixed) / self.per_sample)
-
-
-def _line(bill: Bill) -> _Line:
+def _cost_line(bill: Bill) -> CostLine:
     per_run = ("boot", "download", "queue")
     fixed = sum(item.usd for item in bill.items if item.name in per_run)
     per_work = bill.item("training").usd + bill.item("preemptions").usd
     least = bill.offer.minimum_seconds * bill.offer.usd_per_hour / SECONDS_PER_HOUR
-    return _Line(fixed, per_work / bill.workload.samples, least)
+    return CostLine(fixed, per_work / bill.workload.samples, least)
 
 
 def _break_evens(one: Bill, other: Bill) -> list[BreakEven]:
-    """Return where two offers change places; the lines bend once each, so there may be two such points."""
-    first, second = _line(one), _line(other)
-
-    def gap(samples: float) -> float:
-        return first.at(samples) - second.at(samples)
-
-    edges = sorted({0.0, first.bend, second.bend})
-    pieces = zip(edges, [*edges[1:], math.inf], strict=True)
-    roots = [root for start, end in pieces if (root := _root(gap, start, end)) is not None]
     points = []
-    for index, root in enumerate(roots):
-        before = gap((root + (roots[index - 1] if index else 0.0)) / 2)
-        after = gap((root + roots[index + 1]) / 2 if index + 1 < len(roots) else root * 2)
-        if before * after < 0:
-            points.append(
-                _break_even(one, other, root) if before < 0 else _break_even(other, one, root)
-            )
+    for crossing in crossings(_cost_line(one), _cost_line(other)):
+        below, above = (one, other) if crossing.is_first_below else (other, one)
+        per_step = {one.workload.samples_per_step, other.workload.samples_per_step}
+        steps = crossing.amount / per_step.pop() if len(per_step) == 1 else None
+        points.append(BreakEven(crossing.amount, steps, below.offer, above.offer))
     return points
-
-
-def _root(gap: Callable[[float], float], start: float, end: float) -> float | None:
-    """Return where a gap that is straight between ``start`` and ``end`` is zero, ``start`` excluded."""
-    probe = end if end < math.inf else start + 1.0
-    slope = (gap(probe) - gap(start)) / (probe - start)
-    if slope == 0.0:
-        return None
-    root = start - gap(start) / slope
-    return root if start < root <= end and root < math.inf else None
-
-
-def _break_even(below: Bill, above: Bill, samples: float) -> BreakEven:
-    per_step = {below.workload.samples_per_step, above.workload.samples_per_step}
-    steps = samples / per_step.pop() if len(per_step) == 1 else None
-    return BreakEven(samples, steps, below.offer, above.offer)

@@ -1,4 +1,4 @@
-"""Owns what each part of a decoder layer asks of a card: FLOPs, bytes moved and kernels launched.
+"""Owns what each part of a decoder layer asks of a card: FLOPs, bytes moved, operations launched.
 
 The counts for eager kernels were read off the operations that transformers, PEFT and bitsandbytes
 really dispatch, tensor by tensor; those for Liger and for a compiled layer follow from what their
@@ -8,23 +8,15 @@ kernels read and write. Knows nothing of how fast a card does any of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, Self
 
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.linears import linear_shapes, resolve_targets
-from search_spaces.models import ModelSpec
+from sweep.predict.layout import FP32_BYTES, Layout
 
-FP32 = 4
-BF16 = 2
-NF4_BYTES = 0.5
+PACKED_BYTES = 0.5
+"""A 4-bit weight."""
 SCALE_BYTES = 4 / 64
 """Plain constants: one fp32 for 64 weights."""
 DOUBLE_SCALE_BYTES = (1 + 4 + 8 + 4) / 64
 """Double-quantised ones: read as a byte, expanded, offset in place, and read again."""
-HEAD_NORM_TYPES = frozenset({"qwen3", "gemma3_text"})
-"""Model types that normalise queries and keys as well."""
 
 
 @dataclass(frozen=True)
@@ -51,97 +43,8 @@ Pair = tuple[Amount, Amount]
 """Forward and backward."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A configuration on a model, as the counts below need it. Widths are features per token."""
-
-    config: TrialConfig
-    model: ModelSpec
-    linears: dict[str, tuple[int, int]]
-    """Input and output features by name, of one decoder layer."""
-    adapted: frozenset[str]
-    """The linear layers that carry an adapter."""
-
-    @classmethod
-    def of(cls, config: TrialConfig, model: ModelSpec) -> Self:
-        """Return the layout.
-
-        Raises:
-            InputError: the architecture's linear layers are not known.
-        """
-        linears = linear_shapes(model)
-        if linears is None:
-            raise InputError(
-                f"model '{model.name}': the linear layers of model type '{model.model_type}' "
-                "are not known, so its speed cannot be predicted"
-            )
-        return cls(config, model, linears, frozenset(resolve_targets(config, model)))
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.config.tokens_per_micro_batch
-
-    @cached_property
-    def hidden(self) -> int:
-        """Width of the residual stream."""
-        return self.model.hidden_size
-
-    @cached_property
-    def queries(self) -> int:
-        """Width of all heads' queries."""
-        return self.linears["o_proj"][0]
-
-    @cached_property
-    def keys(self) -> int:
-        """Width of the keys, and of the values."""
-        if "k_proj" in self.linears:
-            return self.linears["k_proj"][1]
-        return (self.linears["qkv_proj"][1] - self.queries) // 2
-
-    @cached_property
-    def inner(self) -> int:
-        """Width between the two halves of the feed-forward part."""
-        return self.linears["down_proj"][0]
-
-    @cached_property
-    def compute(self) -> int:
-        """Bytes of an element of the matrix products."""
-        return FP32 if self.config.compute_dtype == "fp32" else BF16
-
-    @cached_property
-    def stream(self) -> int:
-        """Bytes of an element of the residual stream: norms and embeddings in fp32 make it fp32."""
-        return FP32 if self.config.upcast_fp32 else self.compute
-
-    @cached_property
-    def projected(self) -> int:
-        """Bytes of what a linear layer returns: bitsandbytes casts back to its input's type."""
-        return self.stream if self.is_quantized else self.compute
-
-    @cached_property
-    def is_quantized(self) -> bool:
-        """Whether the base is held in 4 bits."""
-        return self.config.quantization != "none"
-
-    @cached_property
-    def fusion(self) -> Literal["eager", "liger", "compiled"]:
-        """Who fuses the elementwise operations of a layer."""
-        if self.config.compile:
-            return "compiled"
-        return "liger" if self.config.kernels == "liger" else "eager"
-
-    def input_bytes(self, name: str) -> int:
-        """Bytes of an element of a linear layer's input."""
-        return {"o_proj": self.compute, "down_proj": self.projected}.get(name, self.stream)
-
-    def output_bytes(self, name: str) -> int:
-        """Bytes of an element of what a linear layer returns."""
-        return self.input_bytes(name) if self.is_quantized else self.compute
-
-
 def product(layout: Layout, rows: int, columns: int) -> Amount:
-    """One product of a micro-batch's tokens with a frozen matrix; the input's gradient is another."""
+    """One product of the tokens with a frozen matrix; its input's gradient is such another."""
     tokens = layout.tokens
     moved = tokens * rows + rows * columns + tokens * columns
     return Amount(2.0 * tokens * rows * columns, layout.compute * moved, 1)
@@ -153,7 +56,7 @@ def dequantization(layout: Layout, rows: int, columns: int) -> Amount:
         return Amount()
     is_double = layout.config.double_quant
     scales = DOUBLE_SCALE_BYTES if is_double else SCALE_BYTES
-    moved = rows * columns * (NF4_BYTES + scales + layout.compute)
+    moved = rows * columns * (PACKED_BYTES + scales + layout.compute)
     return Amount(bytes=moved, launches=3 if is_double else 1)
 
 
@@ -177,12 +80,12 @@ def adapter_products(layout: Layout, name: str) -> Pair:
 
 
 def adapter_elementwise(layout: Layout, name: str) -> Pair:
-    """What PEFT does around those products: clone, cast, dropout, scale, add; and the weights' casts."""
+    """What PEFT does around those products: clone, cast, dropout, scale, add."""
     rows, columns = layout.linears[name]
     tokens, c = layout.tokens, layout.compute
     given, returned = layout.input_bytes(name), layout.output_bytes(name)
     if layout.fusion == "compiled":
-        # The sum is one kernel; its gradient's scaling and the sum of the input's two gradients are two more.
+        # The sum is one kernel; going back, scaling and summing the input's gradients are two more.
         forward = Amount(bytes=tokens * 3 * c * columns, launches=2)
         return forward, Amount(bytes=tokens * (2 * c * columns + 3 * c * rows), launches=4)
     dropout = _dropout(layout, rows, given)
@@ -194,7 +97,7 @@ def adapter_elementwise(layout: Layout, name: str) -> Pair:
     scale = Amount(bytes=tokens * 2 * c * columns, launches=1)
     add = Amount(bytes=tokens * (2 * returned + c) * columns, launches=1)
     merge = Amount(bytes=tokens * 3 * given * rows, launches=1)
-    weights = Amount(launches=2 if c != FP32 else 0)
+    weights = Amount(launches=2 if c != FP32_BYTES else 0)
     cast = _cast(layout, rows, given)
     forward = clone + scale + add + weights + cast + dropout
     backward = scale + merge + weights + cast + dropout + _cast(layout, columns, returned)
@@ -227,7 +130,7 @@ def norm(layout: Layout, width: int) -> Pair:
             return Amount(bytes=elements * 2 * s, launches=1), Amount(
                 bytes=elements * 3 * s, launches=3
             )
-    casts, extra = (0, 0) if s == FP32 else (2 * (s + FP32), 2)
+    casts, extra = (0, 0) if s == FP32_BYTES else (2 * (s + FP32_BYTES), 2)
     forward = Amount(bytes=elements * (20 + 2 * s + casts), launches=6 + extra)
     return forward, Amount(bytes=elements * (72 + 2 * s + casts), launches=12 + extra)
 
@@ -249,7 +152,7 @@ def attention(layout: Layout) -> Pair:
     products = 4.0 * layout.tokens * config.seq_len * layout.queries
     moved = c * layout.tokens * 2 * (layout.queries + layout.keys)
     if config.attention != "eager":
-        # A flash kernel skips the half that the causal mask hides, and forms the scores again going back.
+        # A flash kernel skips what the causal mask hides, and forms the scores again going back.
         return Amount(products / 2, moved, 1), Amount(products / 2 * 2.5, 2 * moved, 3)
     scores = layout.tokens * config.seq_len * int(layout.model.config["num_attention_heads"])
     return Amount(products, moved + 32 * scores, 9), Amount(

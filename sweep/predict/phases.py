@@ -16,7 +16,7 @@ from sweep.predict.kernels import Amount
 from sweep.predict.work import TERMS, Term, Work, step_work
 
 MATMUL_EFFICIENCY = 0.75
-"""Share of the dense peak that large matrix products keep up in training, their memory traffic aside.
+"""Share of the dense peak that large matrix products keep up, their memory traffic aside.
 
 A single 8192-cube on an H200 runs at 0.80 of 989 TFLOP/s on random data; over seconds of steps
 the card's power limit takes some of that back.
@@ -24,9 +24,9 @@ the card's power limit takes some of that back.
 ATTENTION_EFFICIENCY = 0.45
 """Share of the dense peak that a causal flash kernel reaches, forward and backward together."""
 BANDWIDTH_EFFICIENCY = 0.80
-"""Share of the data sheet's bandwidth for elementwise kernels; a plain copy on an H200 reaches 0.90."""
+"""Share of the data sheet's bandwidth for elementwise kernels; a plain copy on an H200 gets 0.9."""
 LAUNCH_SECONDS = 33e-6
-"""Host time per eager operation: Python, PEFT's and bitsandbytes' wrappers, autocast, autograd, launch.
+"""Host time per eager operation: Python, PEFT's and bitsandbytes' wrappers, autograd, launch.
 
 From steps of few tokens on an H200's host, which take as long whatever their size. It is the
 host's figure rather than the card's, and the first that measured trials correct.
@@ -80,7 +80,7 @@ def step_phases(config: TrialConfig, *, model: ModelSpec, gpu: GpuSpec) -> StepP
     micro_batches = {term: a * work.micro_batches for term, a in work.micro_batch.items()}
     stretches = [micro_batches | work.update]
     if config.compute_dtype == "fp16":
-        # The gradient scaler reads back whether a gradient overflowed before the optimizer may step.
+        # The gradient scaler reads back whether one overflowed before the optimizer may step.
         stretches = [micro_batches, work.update]
     return StepPhases(
         phases=tuple(_phase(stretch, peak=peak, gpu=gpu) for stretch in stretches),
@@ -91,7 +91,7 @@ def step_phases(config: TrialConfig, *, model: ModelSpec, gpu: GpuSpec) -> StepP
 
 
 def overlapped(device: float, launch: float) -> float:
-    """Return the seconds of a stretch that needs ``device`` of the card and ``launch`` of the host."""
+    """Return the seconds of a stretch that keeps the card and the host busy for so long."""
     longest = max(device, launch)
     if longest <= 0.0:
         return 0.0

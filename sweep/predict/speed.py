@@ -34,7 +34,7 @@ class SpeedPrediction:
     flops_utilization: float
     """The model's FLOP/s over the card's dense peak; what is recomputed does not count."""
     terms: dict[str, float]
-    """Seconds by what they go into; they add up to the step. ``launch`` is the card's waiting for the host."""
+    """Seconds by what they go into, ``launch`` being the card's wait; they add up to the step."""
     basis: Literal["predicted", "calibrated"]
     trials: int = 0
     """Measured trials that it was calibrated by."""

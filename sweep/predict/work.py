@@ -14,7 +14,11 @@ from search_spaces.config import TrialConfig
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
 from sweep.predict import kernels
-from sweep.predict.kernels import FP32, HEAD_NORM_TYPES, Amount, Layout, Pair
+from sweep.predict.kernels import Amount, Pair
+from sweep.predict.layout import FP32_BYTES, Layout
+
+HEAD_NORM_TYPES = frozenset({"qwen3", "gemma3_text"})
+"""Model types that normalise the queries and keys of every head."""
 
 Term = Literal["matmul", "lora", "attention", "dequant", "elementwise", "loss", "optimizer"]
 TERMS: tuple[Term, ...] = (
@@ -27,9 +31,9 @@ TERMS: tuple[Term, ...] = (
     "optimizer",
 )
 COMPILED_LAUNCH = 0.4
-"""A compiled layer launches from generated code: cheaper than an eager operation through Python and autograd."""
+"""A compiled layer launches from generated code, which costs less than an eager operation."""
 OPTIMIZER_LAUNCHES = {"adamw_8bit": 3.0, "paged_adamw_8bit": 5.0, "adamw_torch_fused": 0.1}
-"""Operations per adapter matrix: bitsandbytes updates one at a time, torch's fused kernel many at once."""
+"""Operations per adapter matrix: bitsandbytes updates one at a time, torch many at once."""
 OPTIMIZER_BYTES = {"adamw_8bit": 16.0, "paged_adamw_8bit": 16.0, "adamw_torch_fused": 28.0}
 """Bytes per adapter parameter: weight and moments read and written, gradient read."""
 CLIP_BYTES = 12.0
@@ -141,16 +145,14 @@ def _ends(layout: Layout) -> Work:
 def _written_loss(layout: Layout) -> Amount:
     """Logits written out: cast to fp32, log-softmax, and both gradients of the same size."""
     logits = layout.tokens * layout.model.vocab_size
-    casts = 0 if layout.compute == FP32 else 2 * (layout.compute + FP32)
+    casts = 0 if layout.compute == FP32_BYTES else 2 * (layout.compute + FP32_BYTES)
     return _head_cast(layout) + Amount(bytes=logits * (casts + 24), launches=15)
 
 
 def _fused_loss(layout: Layout) -> Amount:
     """Logits by chunks of about the hidden states' size; the gradient takes the logits' place."""
     tokens, vocabulary = layout.tokens, layout.model.vocab_size
-    pieces = math.ceil(vocabulary / layout.hidden)
-    chunk = min(tokens, 2 ** math.ceil(math.log2(math.ceil(tokens / pieces))))
-    chunks = math.ceil(tokens / chunk)
+    chunks = min(tokens, math.ceil(vocabulary / layout.hidden))
     # The frozen head is cast for each of a chunk's two products.
     casts = _head_cast(layout) * (2 * chunks)
     return casts + Amount(bytes=tokens * vocabulary * 4 * layout.compute, launches=12 * chunks)
@@ -174,7 +176,7 @@ def _update(layout: Layout) -> Work:
 
 
 def _model_flops(layout: Layout) -> float:
-    """Return FLOPs of a micro-batch: 4 per frozen weight and token, 6 per adapter's, and attention."""
+    """Return FLOPs of a micro-batch: 4 per frozen weight and token, 6 per adapter's; attention."""
     frozen = sum(rows * columns for rows, columns in layout.linears.values())
     layers = layout.model.hidden_layers
     head = layout.hidden * layout.model.vocab_size

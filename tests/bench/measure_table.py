@@ -1,0 +1,297 @@
+"""Measure peak memory and step time of many configurations on the card that is here.
+
+Writes one JSON document per line: model, configuration, bytes after build and after attaching, peak bytes by stage of
+the step, peaks over all steps, step times. ``tests/data/measurements_*.jsonl`` were made by it.
+
+    python tests/bench/measure_table.py OUT.jsonl [--seconds 480] [--only mistral] [--snapshots DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from search_spaces.config import TrialConfig, parse_config
+from search_spaces.loading import load_model_spec
+from sweep.training.adapters import attached
+from sweep.training.device import CudaDevice, is_out_of_memory
+from sweep.training.model import BaseKey, BaseModel, build_base
+from sweep.training.step import TrainingLoop
+
+HF = {"checkpoint_fraction": 1.0}
+LEAN = {"upcast_fp32": False, "kernels": "liger"}
+
+
+def _sized(batch: int, length: int, **knobs: Any) -> dict[str, Any]:
+    return {"micro_batch_size": batch, "seq_len": length, **knobs}
+
+
+def mistral() -> list[dict[str, Any]]:
+    """Return the configurations tried on Mistral-7B: every value of every knob at least once."""
+    published = [
+        _sized(8, 512),
+        _sized(4, 2048),
+        _sized(32, 512),
+        _sized(4, 512, checkpoint_fraction=0.0),
+        _sized(8, 512, checkpoint_fraction=0.0),
+    ]
+    lean = [
+        _sized(8, 512, **LEAN),
+        _sized(64, 512, **LEAN),
+        _sized(10, 512, checkpoint_fraction=0.0, **LEAN),
+        _sized(20, 512, checkpoint_fraction=0.0, **LEAN),
+        _sized(16, 512, checkpoint_fraction=0.5, **LEAN),
+        _sized(4, 2048, **LEAN),
+        _sized(1, 8192, **LEAN),
+        _sized(2, 1024, lora_rank=64, target_modules="all-linear", checkpoint_fraction=0.0, **LEAN),
+        _sized(8, 512, lora_rank=8, target_modules="qv", checkpoint_fraction=0.25, **LEAN),
+        _sized(8, 512, lora_dropout=0.05, checkpoint_fraction=0.0, **LEAN),
+    ]
+    knobs = [
+        _sized(1, 128),
+        _sized(1, 512),
+        _sized(2, 512),
+        _sized(1, 4096),
+        _sized(8, 512, lora_rank=8, target_modules="qv"),
+        _sized(8, 512, lora_rank=64, target_modules="all-linear"),
+        _sized(4, 512, lora_rank=128, target_modules="all-linear", checkpoint_fraction=0.0),
+        _sized(4, 1024, lora_rank=32, target_modules=["gate_proj", "up_proj", "down_proj"]),
+        _sized(8, 512, lora_dropout=0.05),
+        _sized(4, 512, lora_dropout=0.1, checkpoint_fraction=0.0),
+        _sized(8, 512, checkpoint_fraction=0.5),
+        _sized(8, 512, checkpoint_fraction=0.25),
+        _sized(8, 512, checkpoint_fraction=0.75),
+        _sized(4, 512, effective_batch_size=16),
+        _sized(8, 512, optimizer="adamw_torch_fused", lora_rank=64, target_modules="all-linear"),
+        _sized(8, 512, quantization="fp4"),
+        _sized(8, 512, double_quant=False),
+        _sized(8, 512, attention="eager"),
+        _sized(4, 512, attention="eager", checkpoint_fraction=0.0),
+        _sized(8, 512, upcast_fp32=False),
+        _sized(8, 512, upcast_fp32=False, checkpoint_fraction=0.0),
+        _sized(8, 512, kernels="fused-loss"),
+        _sized(8, 512, kernels="fused-loss", checkpoint_fraction=0.0),
+        _sized(8, 512, kernels="fused-loss", upcast_fp32=False),
+        _sized(8, 512, kernels="fused-loss", upcast_fp32=False, checkpoint_fraction=0.0),
+        _sized(8, 512, kernels="liger"),
+        _sized(8, 512, kernels="liger", checkpoint_fraction=0.0),
+        _sized(8, 512, compute_dtype="fp16"),
+        _sized(8, 512, compute_dtype="fp16", **LEAN),
+        _sized(2, 512, compute_dtype="fp32"),
+        _sized(8, 512, quantization="none", double_quant=False, upcast_fp32=False),
+        _sized(4, 512, quantization="none", double_quant=False, checkpoint_fraction=0.0, **LEAN),
+        _sized(
+            10, 512, kernels="fused-loss", upcast_fp32=False, checkpoint_fraction=0.0, compile=True
+        ),
+        _sized(8, 512, compile=True),
+        _sized(8, 512, optimizer="paged_adamw_8bit"),
+    ]
+    return published + lean + knobs
+
+
+def others() -> list[dict[str, Any]]:
+    """Return the configurations tried on every other architecture."""
+    return [
+        _sized(4, 512),
+        _sized(2, 2048),
+        _sized(2, 512, checkpoint_fraction=0.0),
+        _sized(4, 1024, lora_rank=64, target_modules="all-linear", **LEAN),
+        _sized(4, 512, lora_rank=8, target_modules="qv", checkpoint_fraction=0.0, **LEAN),
+        _sized(8, 512, upcast_fp32=False, checkpoint_fraction=0.5),
+        _sized(4, 512, kernels="fused-loss", lora_dropout=0.05, target_modules="all-linear"),
+    ]
+
+
+TABLE = {
+    "mistral-7b-v0.3": mistral,
+    "llama-3.1-8b": others,
+    "qwen2.5-7b": others,
+    "qwen3-8b": others,
+    "tinyllama-1.1b": others,
+    "llama-2-13b": others,
+}
+SNAPSHOTS = (0, 3, 5, 7, 9, 20, 23, 24, 26, 32, 34, 35, 37, 39, 43, 45)
+
+
+class StagedLoop(TrainingLoop):
+    """A loop that keeps the peak of every stage."""
+
+    @property
+    def stage(self) -> str:
+        return self._stage
+
+    @stage.setter
+    def stage(self, value: str) -> None:
+        if not hasattr(self, "peaks"):
+            self.peaks: dict[str, int] = collections.defaultdict(int)
+            self.reserved = 0
+        else:
+            self.note()
+        self._stage = value
+
+    def note(self) -> None:
+        torch.cuda.synchronize()
+        self.peaks[self._stage] = max(self.peaks[self._stage], torch.cuda.max_memory_allocated())
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+        torch.cuda.reset_peak_memory_stats()
+
+
+def measure(base: BaseModel, config: TrialConfig, *, device: CudaDevice) -> dict[str, Any]:
+    """Return the figures of one configuration."""
+    base_bytes = torch.cuda.memory_allocated()
+    device.reset_peak()
+    with attached(base, config) as attachment:
+        attached_bytes = torch.cuda.memory_allocated()
+        loop = StagedLoop(attachment, config, vocab_size=base.model.config.vocab_size, seed=0)
+        for _ in range(3):
+            loop.step()
+        loop.note()
+        times: list[float] = []
+        begun = time.perf_counter()
+        while len(times) < 5 or (time.perf_counter() - begun < 2.0 and len(times) < 12):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            loop.step()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        loop.note()
+        result = {
+            "base_bytes": base_bytes,
+            "attached_bytes": attached_bytes,
+            "stage_peaks": dict(loop.peaks),
+            "peak_allocated_bytes": max(loop.peaks.values()),
+            "peak_reserved_bytes": loop.reserved,
+            "trainable_parameters": sum(p.numel() for p in attachment.trainable_parameters()),
+            "step_seconds": statistics.median(times),
+            "step_times": [round(t, 5) for t in times],
+        }
+        loop.close()
+    return result
+
+
+def snapshot(base: BaseModel, config: TrialConfig) -> list[dict[str, Any]]:
+    """Return the blocks alive at the peak of the first two steps, grouped by size and origin."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(
+        max_entries=2_000_000, context="alloc", stacks="python"
+    )
+    with attached(base, config) as attachment:
+        loop = TrainingLoop(attachment, config, vocab_size=base.model.config.vocab_size, seed=0)
+        for _ in range(2):
+            loop.step()
+        torch.cuda.synchronize()
+        trace = torch.cuda.memory._snapshot()["device_traces"][0]
+        loop.close()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return [
+        {"size": 0, "count": 1, "stack": f"allocated before attaching: {before}"},
+        *_at_peak(trace),
+    ]
+
+
+def _at_peak(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    total = highest = when = 0
+    for index, event in enumerate(trace):
+        if event["action"] == "alloc":
+            total += event["size"]
+        elif event["action"] == "free_completed":
+            total -= event["size"]
+        if total > highest:
+            highest, when = total, index
+    live: dict[int, dict[str, Any]] = {}
+    for event in trace[: when + 1]:
+        if event["action"] == "alloc":
+            live[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    groups = collections.Counter((event["size"], _origin(event)) for event in live.values())
+    rows = [{"size": s, "count": n, "stack": origin} for (s, origin), n in groups.items()]
+    return sorted(rows, key=lambda row: -row["size"] * row["count"])
+
+
+def _origin(event: dict[str, Any]) -> str:
+    frames = [
+        f"{Path(f['filename']).name}:{f['line']}:{f['name']}"
+        for f in event.get("frames", [])
+        if not f["filename"].endswith(("module.py", "_compile.py", "eval_frame.py"))
+    ]
+    return " < ".join(frames[:7])
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("out", type=Path)
+    arguments.add_argument("--seconds", type=float, default=480.0)
+    arguments.add_argument("--only", default="")
+    arguments.add_argument("--snapshots", type=Path)
+    options = arguments.parse_args()
+    begun = time.perf_counter()
+    device = CudaDevice()
+    device.warm_up()
+    base: BaseModel | None = None
+    with options.out.open("a", encoding="utf-8") as out:
+        for name, table in TABLE.items():
+            if options.only not in name:
+                continue
+            spec = load_model_spec(name)
+            configs = list(enumerate(parse_config(values) for values in table()))
+            for index, config in sorted(configs, key=lambda pair: str(BaseKey.of(pair[1]))):
+                if time.perf_counter() - begun > options.seconds:
+                    return
+                key = BaseKey.of(config)
+                if base is None or base.key != key or base.model.name_or_path != name:
+                    if base is not None:
+                        base.close()
+                        base = None
+                    device.release()
+                    start = time.perf_counter()
+                    base = build_base(
+                        key, spec=spec, weights="random", device=device.torch_device, seed=0
+                    )
+                    base.model.name_or_path = name
+                    torch.cuda.synchronize()
+                    print(f"build {name} {time.perf_counter() - start:.2f} s", flush=True)
+                device.release()
+                row = {"model": name, "config": config.model_dump(mode="json")}
+                failure = None
+                start = time.perf_counter()
+                try:
+                    row |= measure(base, config, device=device)
+                except Exception as error:
+                    failure = f"{type(error).__name__}: {error}"[:300]
+                    row |= {"oom": is_out_of_memory(error)}
+                if failure is not None:
+                    row["failure"] = failure
+                row["wall_seconds"] = time.perf_counter() - start
+                device.release()
+                out.write(json.dumps(row) + "\n")
+                out.flush()
+                print(name, config.changes_from(TrialConfig()), _summary(row), flush=True)
+                if options.snapshots and name.startswith("mistral") and index in SNAPSHOTS:
+                    rows = snapshot(base, config)
+                    with options.snapshots.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps({"config": row["config"], "blocks": rows[:300]}))
+                        file.write("\n")
+                    device.release()
+
+
+def _summary(row: dict[str, Any]) -> str:
+    if "failure" in row:
+        return row["failure"]
+    config = parse_config(row["config"])
+    gib = row["peak_allocated_bytes"] / 2**30
+    rate = config.tokens_per_step / row["step_seconds"]
+    return (
+        f"{gib:.3f} GiB {row['step_seconds']:.4f} s {rate:.0f} tok/s wall {row['wall_seconds']:.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,467 @@
+"""One suite over both databases: whatever holds a study must keep these promises."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.gpus import GIB
+from storage.database import Patience
+from storage.records import (
+    Crashed,
+    Diverged,
+    DominatedOutOfMemory,
+    Ineffective,
+    Invalid,
+    OutOfMemory,
+    PredictedOutOfMemory,
+    PrunedSlow,
+    TimedOut,
+    Verdict,
+)
+from storage.studies import list_studies, read_study
+from tests.storage import driver, postgres
+from tests.storage.builders import (
+    BATCHES,
+    DISTRIBUTIONS,
+    ENVIRONMENT,
+    a_definition,
+    a_measurement,
+    a_record,
+    fits,
+    open_it,
+    run_one,
+)
+
+NewDatabase = Callable[[], str]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[postgres.Cluster]:
+    reason = postgres.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    cluster = postgres.new_cluster()
+    cluster.start()
+    yield cluster
+    cluster.stop()
+    shutil.rmtree(cluster.directory)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/runs/sweep.db"
+    return fresh_database(request.getfixturevalue("cluster"))
+
+
+_names = itertools.count()
+
+
+def fresh_database(cluster: postgres.Cluster) -> str:
+    name = f"sweep{next(_names)}"
+    cluster.execute(f"CREATE DATABASE {name}")
+    return cluster.url(name)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+OUTCOMES = (
+    fits(),
+    OutOfMemory(stage="backward", requested_bytes=GIB),
+    PredictedOutOfMemory(predicted_bytes=30 * GIB),
+    DominatedOutOfMemory(by=1),
+    PrunedSlow(measurement=a_measurement(500.0)),
+    Diverged(step=3),
+    Invalid(rule="flash attention needs 16 bit"),
+    Ineffective(knob="compile"),
+    TimedOut(phase="measure"),
+    Crashed(phase="attach"),
+)
+
+
+def test_a_study_gives_back_every_kind_of_record_exactly_as_told(url: str, home: Path) -> None:
+    with open_it(url, home) as study:
+        told = tuple(run_one(study, outcome) for outcome in OUTCOMES)
+        assert study.records() == told
+        assert not study.was_resumed
+    assert read_study("study", url=url, home=home).records == told
+    with open_it(url, home) as study:
+        assert study.records() == told
+        assert study.was_resumed
+
+
+def test_every_told_trial_carries_exactly_one_constraint(url: str, home: Path) -> None:
+    with open_it(url, home) as study:
+        for outcome in OUTCOMES:
+            run_one(study, outcome)
+        constraints = [trial.constraints for trial in study.study.trials]
+    assert {tuple(constraint) for constraint in constraints} == {("fit",)}
+    feasible = [c["fit"] <= 0 for c in constraints]
+    assert [OUTCOMES[i].verdict for i, yes in enumerate(feasible) if yes] == ["fits", "pruned_slow"]
+
+
+def test_a_study_of_several_objectives_takes_every_kind_of_outcome(url: str, home: Path) -> None:
+    objectives = ("tokens_per_second", "peak_memory", "cost", "trainable_parameters")
+    definition = a_definition(objectives=objectives)
+    with open_it(url, home, definition=definition) as study:
+        for outcome in OUTCOMES:
+            trial = study.ask(DISTRIBUTIONS)
+            study.tell(trial, a_record(trial.number, outcome), cost=0.5)
+        states = [trial.state for trial in study.study.trials]
+        directions = [direction.name for direction in study.study.directions]
+    assert states == [TrialState.COMPLETE] * 8 + [TrialState.FAIL] * 2
+    assert directions == ["MAXIMIZE", "MINIMIZE", "MINIMIZE", "MAXIMIZE"]
+
+
+@pytest.mark.parametrize("objectives", [("tokens_per_second",), ("tokens_per_second", "cost")])
+def test_samplers_go_on_from_what_was_stored(
+    url: str, home: Path, objectives: tuple[str, ...]
+) -> None:
+    definition = a_definition(objectives=objectives)
+    for seed in range(2):
+        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=3)
+        with open_it(url, home, definition=definition, sampler=sampler) as study:
+            for outcome in (*OUTCOMES, *OUTCOMES):
+                trial = study.ask(DISTRIBUTIONS)
+                study.tell(trial, a_record(trial.number, outcome), cost=0.1)
+    assert len(read_study("study", url=url, home=home).records) == 4 * len(OUTCOMES)
+
+
+def test_given_parameters_are_asked_before_the_samplers_own(url: str, home: Path) -> None:
+    with open_it(url, home) as study:
+        asked = [run_one(study, batch=batch).config.micro_batch_size for batch in BATCHES]
+    assert asked == list(BATCHES)
+
+
+def test_a_trial_that_runs_shows_in_the_snapshot_with_its_configuration(
+    url: str, home: Path
+) -> None:
+    with open_it(url, home) as study:
+        trial = study.ask(DISTRIBUTIONS, params={"micro_batch_size": 8})
+        study.begin(trial, TrialConfig(micro_batch_size=8), "2025-01-01T00:00:00+00:00")
+        snapshot = read_study("study", url=url, home=home)
+    (running,) = snapshot.running
+    assert running.config == TrialConfig(micro_batch_size=8)
+    assert running.started_at == "2025-01-01T00:00:00+00:00"
+    assert snapshot.records == ()
+
+
+def test_wall_seconds_add_up_over_runs(url: str, home: Path) -> None:
+    for seconds in (1.5, 2.0):
+        with open_it(url, home) as study:
+            study.add_wall_seconds(seconds)
+            study.add_wall_seconds(0.5)
+    assert read_study("study", url=url, home=home).wall_seconds == 4.5
+
+
+def test_the_snapshot_names_the_driver_only_while_there_is_one(url: str, home: Path) -> None:
+    with open_it(url, home):
+        holder = read_study("study", url=url, home=home).holder
+    assert holder == f"{os.uname().nodename}:{os.getpid()}"
+    assert read_study("study", url=url, home=home).holder is None
+
+
+def test_a_library_that_changed_between_runs_is_a_warning(url: str, home: Path) -> None:
+    for version in ("2.12", "2.13", "2.13"):
+        environment = ENVIRONMENT | {"versions": {"torch": version}}
+        open_it(url, home, environment=environment).close()
+    snapshot = read_study("study", url=url, home=home)
+    assert snapshot.environment["versions"] == {"torch": "2.13"}
+    assert [w for w in snapshot.warnings if "torch 2.12 -> 2.13" in w] == list(snapshot.warnings)
+    assert len(snapshot.warnings) == 1
+
+
+def test_another_definition_is_refused_with_the_difference_key_by_key(url: str, home: Path) -> None:
+    open_it(url, home).close()
+    wider = {"micro_batch_size": {"choices": [1, 2]}}
+    other = a_definition(fingerprint="beef", gpu="l4", dimensions=wider, fixed={"lora_rank": 8})
+    with pytest.raises(InputError, match="--study") as caught:
+        open_it(url, home, definition=other)
+    lines = str(caught.value).splitlines()
+    assert '  target.gpu: "a10" -> "l4"' in lines
+    assert "  fixed.lora_rank: (absent) -> 8" in lines
+    assert any(line.startswith("  model: ") and "beef" in line for line in lines)
+    assert any(line.startswith("  dimensions.micro_batch_size: ") for line in lines)
+    assert len(lines) == 6
+
+
+def test_what_only_steers_the_search_may_change(url: str, home: Path) -> None:
+    open_it(url, home).close()
+    steered = a_definition(
+        trials=7,
+        time_budget_seconds=60.0,
+        sampler="gp",
+        seed=3,
+        steps={"measured_max": 50},
+        name="b",
+    )
+    with open_it(url, home, definition=steered) as study:
+        assert study.was_resumed
+    assert read_study("study", url=url, home=home).definition == steered
+
+
+def test_a_study_that_is_not_ours_is_refused(url: str, home: Path) -> None:
+    with open_it(url, home, name="first") as study:
+        storage = study.study._storage
+        other = optuna.create_study(storage=storage, study_name="theirs", direction="maximize")
+        other.add_trial(optuna.trial.create_trial(value=1.0))
+        with pytest.raises(InputError, match="not one of sweep's"):
+            open_it(url, home, name="theirs")
+    assert [summary.name for summary in list_studies(url, home)] == ["first"]
+
+
+def test_the_list_of_studies_shows_the_best_of_each(url: str, home: Path) -> None:
+    with open_it(url, home, name="fast") as study:
+        run_one(study, fits(100.0), batch=1)
+        run_one(study, fits(200.0), batch=2)
+    open_it(url, home, name="empty").close()
+    fast, empty = list_studies(url, home)
+    assert (fast.name, fast.trials, fast.best_number, fast.best_tokens_per_second) == (
+        *("fast", 2, 1),
+        200.0,
+    )
+    assert (empty.name, empty.trials, empty.best_number) == ("empty", 0, None)
+
+
+def test_an_unknown_study_is_refused_with_the_nearest_name(url: str, home: Path) -> None:
+    open_it(url, home, name="mistral-a10").close()
+    with pytest.raises(InputError, match="did you mean 'mistral-a10'"):
+        read_study("mistral-a1", url=url, home=home)
+
+
+def test_before_the_first_run_there_is_nothing_to_read(url: str, home: Path) -> None:
+    with pytest.raises(InputError, match="run `sweep run` first"):
+        read_study("study", url=url, home=home)
+    with pytest.raises(InputError, match="run `sweep run` first"):
+        list_studies(url, home)
+    assert not home.exists()
+
+
+def test_a_second_driver_is_refused_and_told_who_has_the_study(url: str, home: Path) -> None:
+    first = driver.start(url, home, moment="wait", trials=0)
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "opened\n"
+        with pytest.raises(EnvironmentFault, match=rf"{os.uname().nodename}:{first.pid} since 20"):
+            open_it(url, home)
+        open_it(url, home, name="another").close()
+    finally:
+        first.kill()
+        first.communicate()
+    open_it(url, home).close()
+
+
+def test_drivers_that_start_at_once_in_a_new_database_do_not_trip_over_each_other(
+    url: str, home: Path
+) -> None:
+    drivers = [driver.start(url, home, study=f"study-{i}", trials=2) for i in range(4)]
+    assert [process.communicate()[0].count("told") for process in drivers] == [2, 2, 2, 2]
+    assert {s.name: s.trials for s in list_studies(url, home)} == {
+        f"study-{i}": 2 for i in range(4)
+    }
+
+
+@pytest.mark.parametrize("moment", driver.MOMENTS)
+def test_a_driver_killed_at_any_moment_loses_nothing_told_and_its_run_is_retried(
+    url: str, home: Path, moment: str
+) -> None:
+    process = driver.start(url, home, moment=moment, trials=1)
+    output, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
+    with open_it(url, home) as study:
+        retried = study.recover()
+        records = study.records()
+        states = {trial.state for trial in study.study.get_trials()}
+        assert study.recover() == retried
+        assert study.ask(DISTRIBUTIONS, params={"micro_batch_size": 1}).params == {
+            "micro_batch_size": 1
+        }
+    assert states <= {TrialState.COMPLETE, TrialState.FAIL}
+    if moment == "queued":
+        assert (records, retried) == ((), ())
+    elif moment in ("asked", "begun"):
+        assert [(r.number, r.verdict) for r in records] == [(0, Verdict.LOST)]
+        assert retried == (records[0].config,)
+    else:
+        assert records == (a_record(0, fits(1000.0), batch=records[0].config.micro_batch_size),)
+        assert retried == ()
+
+
+def test_drivers_killed_over_and_over_lose_nothing_that_they_told(url: str, home: Path) -> None:
+    told: dict[int, float] = {}
+    for milliseconds in (40, 130, 210):
+        process = driver.start(url, home, trials=1000)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "opened\n"
+        time.sleep(milliseconds / 1000)
+        process.kill()
+        lines = [line.split() for line in process.communicate()[0].splitlines()]
+        told |= {int(words[1]): float(words[2]) for words in lines if words[0] == "told"}
+    with open_it(url, home) as study:
+        study.recover()
+        kept = {r.number: r.measurement.tokens_per_second for r in study.records() if r.measurement}
+        open_trials = study.study.get_trials(states=(TrialState.RUNNING, TrialState.WAITING))
+    assert told
+    assert told.items() <= kept.items()
+    assert open_trials == []
+
+
+def test_a_configuration_is_retried_twice_and_then_left(url: str, home: Path) -> None:
+    offered = []
+    for _ in range(4):
+        with open_it(url, home) as study:
+            configs = study.recover()
+            offered.append(len(configs))
+            if not offered[0] or configs:
+                run_one(study, Crashed(phase="build"), batch=4, attempt=len(offered))
+    assert offered == [0, 1, 1, 0]
+
+
+def test_a_study_can_be_read_over_and_over_while_it_is_driven(url: str, home: Path) -> None:
+    process = driver.start(url, home, trials=40)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "opened\n"
+    seen = []
+    while process.poll() is None:
+        snapshot = read_study("study", url=url, home=home)
+        seen.append(len(snapshot.records))
+        assert [record.number for record in snapshot.records] == list(range(len(snapshot.records)))
+        assert len(snapshot.running) <= 1
+    assert process.communicate()[0].count("told") == 40
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 2
+
+
+def test_telling_the_wrong_trial_is_a_mistake_of_ours(url: str, home: Path) -> None:
+    with open_it(url, home) as study, pytest.raises(ValueError, match="trial 5"):
+        study.tell(study.ask(DISTRIBUTIONS), a_record(5))
+
+
+@pytest.mark.parametrize("name", ["../x", "", ".hidden", "a/b", "a b", "x" * 101])
+def test_a_study_name_that_is_no_plain_file_name_is_refused(
+    url: str, home: Path, name: str
+) -> None:
+    with pytest.raises(InputError, match="study name"):
+        open_it(url, home, name=name)
+    assert not home.exists()
+
+
+# What only PostgreSQL can suffer.
+
+
+@pytest.fixture
+def postgres_url(cluster: postgres.Cluster) -> str:
+    return fresh_database(cluster)
+
+
+TERMINATE = (
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    "WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
+)
+
+
+def test_connections_that_drop_in_the_middle_are_taken_up_again(
+    cluster: postgres.Cluster, postgres_url: str, home: Path
+) -> None:
+    with open_it(postgres_url, home) as study:
+        run_one(study)
+        cluster.execute(TERMINATE)
+        run_one(study)
+        trial = study.ask(DISTRIBUTIONS)
+        cluster.execute(TERMINATE)
+        study.tell(trial, a_record(trial.number))
+        assert len(read_study("study", url=postgres_url, home=home).records) == 3
+        with pytest.raises(EnvironmentFault, match="is driven by"):
+            open_it(postgres_url, home)
+
+
+def test_a_driver_that_lost_its_lease_to_another_keeps_its_result_in_the_spool(
+    cluster: postgres.Cluster, postgres_url: str, home: Path
+) -> None:
+    with open_it(postgres_url, home) as study:
+        trial = study.ask(DISTRIBUTIONS)
+        cluster.execute(TERMINATE)
+        with (
+            open_it(postgres_url, home) as other,
+            pytest.raises(EnvironmentFault, match=r"is driven by .*spool.jsonl"),
+        ):
+            study.tell(trial, a_record(trial.number))
+        assert other.records() == ()
+    with open_it(postgres_url, home) as study:
+        study.recover()
+        assert study.records() == (a_record(trial.number),)
+
+
+def test_a_server_that_goes_away_leaves_the_result_in_the_spool(
+    cluster: postgres.Cluster, postgres_url: str, home: Path
+) -> None:
+    study = open_it(postgres_url, home, patience=Patience(seconds=0.3))
+    trial = study.ask(DISTRIBUTIONS)
+    study.begin(trial, TrialConfig(), "2025-01-01T00:00:00+00:00")
+    cluster.stop()
+    try:
+        with pytest.raises(EnvironmentFault, match="told when the study is resumed"):
+            study.tell(trial, a_record(trial.number))
+        study.close()
+        with pytest.raises(EnvironmentFault, match=r"127\.0\.0\.1"):
+            read_study("study", url=postgres_url, home=home)
+    finally:
+        cluster.start()
+    (warning,) = read_study("study", url=postgres_url, home=home).warnings
+    assert "resume the study" in warning
+    with open_it(postgres_url, home) as study:
+        assert study.recover() == ()
+        assert study.records() == (a_record(trial.number),)
+
+
+def test_a_password_is_never_shown(
+    cluster: postgres.Cluster, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import traceback
+
+    secret = "s3cr3t@x/y"
+    urls = [cluster.url("postgres", password=secret), cluster.url("nowhere")]
+    for url in urls:
+        for action in (lambda u=url: open_it(u, home), lambda u=url: list_studies(u, home)):
+            with pytest.raises(EnvironmentFault) as caught:
+                action()
+            shown = "".join(traceback.format_exception(caught.value)) + "".join(capsys.readouterr())
+            assert "://sweep:***@127.0.0.1" in shown
+            for text in (secret, postgres.PASSWORD, "s3cr3t", "%40"):
+                assert text not in shown
+
+
+def test_a_password_is_not_stored(postgres_url: str, home: Path) -> None:
+    with open_it(postgres_url, home) as study:
+        run_one(study)
+        stored = repr(study.study.user_attrs) + repr(study.study.trials)
+    files = "".join(path.read_text() for path in home.rglob("*") if path.is_file())
+    assert postgres.PASSWORD not in stored + files
+
+
+def test_reading_postgresql_cannot_write(postgres_url: str, home: Path) -> None:
+    from storage.database import close, faults, open_for_reading
+    from storage.urls import parse_url
+
+    open_it(postgres_url, home).close()
+    url = parse_url(postgres_url)
+    storage = open_for_reading(url)
+    assert storage is not None
+    with pytest.raises(EnvironmentFault, match="read-only"), faults(url):
+        storage.set_study_user_attr(1, "x", 1)
+    close(storage)

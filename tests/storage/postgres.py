@@ -1,0 +1,98 @@
+"""A throw-away PostgreSQL cluster on the loopback interface, for tests that need the real server."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import sqlalchemy
+
+PASSWORD = "p@ss/w:rd%1"
+_PLACES = (Path("/usr/lib/postgresql/15/bin"), Path("/usr/lib/postgresql/16/bin"))
+
+
+def missing() -> str | None:
+    """Why no cluster can be started here; None where one can."""
+    if _binary("initdb") is None or _binary("postgres") is None:
+        return "no PostgreSQL server binaries on this machine"
+    if os.geteuid() == 0 and (_user() is None or shutil.which("setpriv") is None):
+        return "PostgreSQL does not run as root, and there is no user 'postgres' to become"
+    return None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    directory: Path
+    port: int
+
+    def url(self, database: str, *, password: str = PASSWORD) -> str:
+        return f"postgresql://sweep:{quote(password, safe='')}@127.0.0.1:{self.port}/{database}"
+
+    def execute(self, statement: str, *, database: str = "postgres") -> None:
+        engine = sqlalchemy.create_engine(
+            self.url(database).replace("postgresql", "postgresql+psycopg", 1),
+            poolclass=sqlalchemy.pool.NullPool,
+            isolation_level="AUTOCOMMIT",
+        )
+        with engine.connect() as connection:
+            connection.exec_driver_sql(statement)
+
+    def start(self) -> None:
+        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c fsync=off -k {self.directory}"
+        log = self.directory / "log"
+        _run("pg_ctl", "start", "-w", "-D", str(self.directory), "-l", str(log), "-o", options)
+
+    def stop(self) -> None:
+        _run("pg_ctl", "stop", "-m", "immediate", "-D", str(self.directory))
+
+
+def new_cluster() -> Cluster:
+    directory = Path(tempfile.mkdtemp(prefix="sweep-postgres-"))
+    secret = directory.with_suffix(".secret")
+    secret.write_text(PASSWORD)
+    user = _user() if os.geteuid() == 0 else None
+    if user is not None:
+        for path in (directory, secret):
+            os.chown(path, user.pw_uid, user.pw_gid)
+    arguments = ("--auth=scram-sha-256", "-U", "sweep", f"--pwfile={secret}", "--no-sync")
+    _run("initdb", "-D", str(directory), *arguments, "-E", "UTF8", "--locale=C")
+    secret.unlink()
+    return Cluster(directory, _free_port())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _binary(name: str) -> str | None:
+    return shutil.which(name) or next(
+        (str(place / name) for place in _PLACES if (place / name).exists()), None
+    )
+
+
+def _user() -> pwd.struct_passwd | None:
+    return next((entry for entry in pwd.getpwall() if entry.pw_name == "postgres"), None)
+
+
+def _run(name: str, *arguments: str) -> None:
+    command = [_binary(name) or name, *arguments]
+    user = _user()
+    if os.geteuid() == 0 and user is not None:
+        become = ("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups")
+        command = [*become, *command]
+    # The server inherits no pipe: it would keep the reader waiting for as long as it runs.
+    with tempfile.TemporaryFile("w+") as output:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/", check=False
+        )
+        output.seek(0)
+        assert done.returncode == 0, output.read()
