@@ -1,1 +1,1 @@
-"""What people read: tables, figures and the page. Reads storage alone and never imports the engine."""
+"""What people read: tables, figures and the page. Reads storage alone, never the engine."""

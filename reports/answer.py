@@ -1,4 +1,4 @@
-"""Owns the answer that a report opens with: the winner, its gain, its memory, and how far to trust it.
+"""Owns the answer that a report opens with: the winner, its gain, its memory, how far to trust it.
 
 Pure: a study's snapshot in, finished text out. Knows nothing of HTML or of the terminal.
 """
@@ -64,8 +64,19 @@ def next_commands(study: str) -> tuple[str, ...]:
     return (f"sweep best {name} --json", f"sweep export {name} --format script")
 
 
+def notes(snapshot: StudySnapshot) -> tuple[str, ...]:
+    """Return what a reader must know before believing a number: emulation, progress, warnings."""
+    emulation = emulation_note(snapshot.definition.target)
+    running = (
+        "The study is still being driven: this is how it stood when the report was written."
+        if snapshot.holder is not None
+        else None
+    )
+    return tuple(note for note in (emulation, running, *snapshot.warnings) if note)
+
+
 def emulation_note(target: Target) -> str | None:
-    """Return what is real and what is not where another card stood in; None on the target itself."""
+    """Return what is real and what is not where another card stood in; else None."""
     if target.emulated_on is None:
         return None
     return (
@@ -126,5 +137,5 @@ def _trials_tile(snapshot: StudySnapshot) -> Tile:
     return Tile(
         f"{len(snapshot.records):,}",
         "trials",
-        f"{fitting:,} fitted; {units.duration(snapshot.wall_seconds)} of driving",
+        f"{fitting:,} fitted; {units.duration(snapshot.wall_seconds)} of wall time",
     )

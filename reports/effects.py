@@ -21,8 +21,8 @@ from storage import ranking
 from storage.definition import StudySnapshot
 from storage.records import OUT_OF_MEMORY, TrialRecord, Verdict
 
-VALUES_SHOWN = 8
-"""A dimension with more values than this is shown in as many ranges."""
+VALUES_SHOWN = 10
+"""A numeric dimension with more values than this is shown in at most as many ranges."""
 _ROW_PIXELS = 24
 
 
@@ -39,18 +39,20 @@ class Effect:
 
 def effects_of(snapshot: StudySnapshot) -> tuple[Effect, ...]:
     """Return the effects of every dimension that was tried at more than one value."""
+    fitting = ranking.fitting(rankable(snapshot.records))
     return tuple(
         effect
         for key in snapshot.definition.space.dimensions
-        for effect in _of_dimension(snapshot.records, key)
+        for effect in _of_dimension(key, snapshot.records, fitting=fitting)
     )
 
 
-def _of_dimension(records: Sequence[TrialRecord], key: str) -> list[Effect]:
+def _of_dimension(
+    key: str, records: Sequence[TrialRecord], *, fitting: Sequence[TrialRecord]
+) -> list[Effect]:
     values = {getattr(record.config, key) for record in records}
     if len(values) < 2:
         return []
-    fitting = ranking.fitting(rankable(records))
     return [
         Effect(
             key,
@@ -67,17 +69,18 @@ def _of_dimension(records: Sequence[TrialRecord], key: str) -> list[Effect]:
 
 
 def _groups(values: set[Any]) -> list[tuple[Any, ...]]:
-    """Return the values in order, each alone, or in `VALUES_SHOWN` ranges where there are more."""
+    """Return the values in order, each alone; numbers in ranges where there are too many."""
     if not all(isinstance(value, int | float) for value in values):
-        return [(value,) for value in sorted(values, key=str)][:VALUES_SHOWN]
+        return [(value,) for value in sorted(values, key=str)]
     ordered = sorted(values)
     size = -(-len(ordered) // VALUES_SHOWN)
     return [tuple(ordered[start : start + size]) for start in range(0, len(ordered), size)]
 
 
 def _label(key: str, group: tuple[Any, ...]) -> str:
-    low, high = units.short(group[0]), units.short(group[-1])
-    return f"{units.KEY_LABELS[key]} {low if len(group) == 1 else f'{low}–{high}'}"
+    if len(group) == 1:
+        return units.short(units.phrase(key, group[0]))
+    return f"{units.KEY_LABELS[key]} {units.short(group[0])}–{units.short(group[-1])}"
 
 
 def effects_figure(snapshot: StudySnapshot) -> go.Figure:
@@ -89,6 +92,7 @@ def effects_figure(snapshot: StudySnapshot) -> go.Figure:
         _add_ranges(figure, rows)
         _add_points(figure, rows, name="median of what fitted", best=False)
         _add_points(figure, rows, name="fastest", best=True)
+        _add_empty(figure, [row for row, effect in enumerate(effects) if not effect.speeds])
     figure.update_layout(
         height=max(220, 120 + _ROW_PIXELS * len(effects)),
         margin={"l": 8, "r": 12, "t": 40, "b": 52},
@@ -135,6 +139,18 @@ def _add_points(
         },
         hovertext=[_hover(effect) for _, effect in rows],
         hovertemplate=HOVER_TEMPLATE,
+    )
+
+
+def _add_empty(figure: go.Figure, rows: Sequence[int]) -> None:
+    figure.add_scatter(
+        mode="text",
+        x=[0] * len(rows),
+        y=rows,
+        text=["\u2003nothing fitted"] * len(rows),
+        textposition="middle right",
+        hoverinfo="skip",
+        showlegend=False,
     )
 
 

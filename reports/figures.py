@@ -41,16 +41,16 @@ _FIGURES: tuple[tuple[str, str, str, Callable[[StudySnapshot], go.Figure]], ...]
     (
         "shapes",
         "Micro-batch and sequence length",
-        "Best tokens/s of what fitted in each cell, whatever the other settings. ✕ OOM: every trial "
-        "there was out of memory, at least one of them for real; ✕ over budget: by prediction or by "
+        "Best tokens/s of what fitted in each cell, whatever the other settings. ✕ OOM: no trial "
+        "there fits, and one at least ran out of memory for real; ✕ over budget: by prediction or "
         "comparison alone. A blank cell was not tried.",
         shape_figure,
     ),
     (
         "timeline",
         "Course of the study",
-        "Above, the speeds as they were measured, with the best so far; below, when each trial ran, "
-        "in the lane of how it ended. Pauses of the study are cut out and marked.",
+        "Above, the speeds as they were measured, with the best so far; below, when each trial "
+        "ran, in the lane of how it ended. Pauses of the study are cut out and marked.",
         timeline_figure,
     ),
     (

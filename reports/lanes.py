@@ -1,6 +1,7 @@
 """Owns the two-panel frame that figures share: speeds above, one lane per verdict below.
 
-Knows nothing of what is drawn in it. The lanes give what has no speed a place that cannot be read as one.
+Knows nothing of what is drawn in it. The lanes give what has no speed a place that cannot be read
+as one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from storage.records import TrialRecord, Verdict
 MAIN_PIXELS = 360
 LANE_PIXELS = 40
 GAP_PIXELS = 18
-MARGIN = {"l": 8, "r": 12, "t": 64, "b": 52}
+MARGIN = {"l": 8, "r": 12, "t": 72, "b": 52}
 
 
 def lanes_of(
@@ -28,7 +29,7 @@ def lanes_of(
 
 
 def frame(figure: go.Figure, *, lanes: tuple[Verdict, ...], x_axis: dict[str, Any]) -> None:
-    """Give ``figure`` its panels: speeds on ``y`` from zero, lanes on ``y2``, one x axis under both."""
+    """Give ``figure`` its panels: speeds on ``y``, lanes on ``y2``, one x axis under both."""
     below = LANE_PIXELS * len(lanes)
     gap = GAP_PIXELS if lanes else 0
     inner = MAIN_PIXELS + gap + below
@@ -36,7 +37,9 @@ def frame(figure: go.Figure, *, lanes: tuple[Verdict, ...], x_axis: dict[str, An
         height=inner + MARGIN["t"] + MARGIN["b"],
         margin=MARGIN,
         hovermode="closest",
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "xanchor": "left"},
+        # Lanes are places, not groups: bars of several lanes must not make room for each other.
+        barmode="overlay",
+        legend={"orientation": "h", "x": 0, "y": 1.06, "yanchor": "bottom", "xanchor": "left"},
         xaxis={**x_axis, "anchor": "y2" if lanes else "y"},
         yaxis={
             "domain": [(below + gap) / inner, 1.0],

@@ -1,7 +1,8 @@
-"""Owns how a trial looks in every figure: the mark of its verdict, its hover text, and the two colour themes.
+"""Owns how a trial looks in every figure: its verdict's mark, its hover text, and the two themes.
 
-Knows nothing of axes. No verdict is told by colour alone: each has a symbol or a lane of its own. Colours are from the
-palette of Okabe and Ito and its kin, chosen to be told apart by colour-blind readers, on white and on near-black.
+Knows nothing of axes. No verdict is told by colour alone: each has a symbol or a lane of its own.
+Colours are from the palettes of Okabe and Ito and of Paul Tol, which colour-blind readers can tell
+apart, and legible on white and on near-black.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, assert_never
 
 from reports import units
 from reports.measured import measured_trials
@@ -23,8 +24,10 @@ from storage.records import (
     Ineffective,
     Invalid,
     Lost,
+    Measured,
     OutOfMemory,
     PredictedOutOfMemory,
+    PrunedSlow,
     TimedOut,
     TrialRecord,
     Verdict,
@@ -67,7 +70,7 @@ MARKS: Mapping[Verdict, Mark] = {
 
 
 def hover(record: TrialRecord) -> str:
-    """Return a trial's verdict, numbers and whole configuration as plotly's text, everything escaped."""
+    """Return a trial's verdict, numbers and whole configuration as plotly's text, escaped."""
     lines = [f"<b>Trial {record.number}: {VERDICT_LABELS[record.verdict]}</b>"]
     if record.is_baseline:
         lines.append("the baseline")
@@ -92,7 +95,7 @@ def _reason(record: TrialRecord) -> Iterator[str]:
     """Yield what is known of why it was not measured."""
     match record.outcome:
         case OutOfMemory(stage=stage, requested_bytes=asked, peak_allocated_bytes=peak):
-            yield f"in the {stage} pass, with {units.gib(peak)} allocated, asking for {units.gib(asked)}"
+            yield f"stage {stage}: {units.gib(asked)} more on top of {units.gib(peak)} allocated"
         case PredictedOutOfMemory(predicted_bytes=need):
             yield f"predicted peak {units.gib(need)}"
         case DominatedOutOfMemory(by=by):
@@ -103,10 +106,12 @@ def _reason(record: TrialRecord) -> Iterator[str]:
             yield f"{words} {detail}"[:_DETAIL_CHARACTERS]
         case TimedOut(phase=phase, detail=detail) | Crashed(phase=phase, detail=detail):
             yield f"in phase {phase}: {detail}"[:_DETAIL_CHARACTERS]
-        case Lost(detail=detail) if detail:
+        case Lost(detail=detail):
             yield detail[:_DETAIL_CHARACTERS]
-        case _:
+        case Measured() | PrunedSlow():
             return
+        case _:
+            assert_never(record.outcome)
 
 
 def _settings(config: TrialConfig) -> Iterator[str]:
@@ -118,7 +123,7 @@ def _settings(config: TrialConfig) -> Iterator[str]:
 
 
 def themes() -> dict[str, dict[str, Any]]:
-    """Return plotly templates ``light`` and ``dark``; the page picks one as the reader's system asks."""
+    """Return plotly templates ``light`` and ``dark``, of which the page picks the system's."""
     return {
         "light": _theme(ink="#1c2128", grid="#e2e6ea", paper="#ffffff"),
         "dark": _theme(ink="#e3e7ec", grid="#343b44", paper="#1c2128"),
@@ -138,6 +143,7 @@ def _theme(*, ink: str, grid: str, paper: str) -> dict[str, Any]:
                 "bordercolor": grid,
                 "align": "left",
             },
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#8a8f98", "activecolor": ink},
             "xaxis": axis,
             "yaxis": axis,
         }

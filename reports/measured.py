@@ -1,4 +1,4 @@
-"""Owns which trials have numbers that may be ranked and drawn. Knows nothing of what is done with them."""
+"""Owns which trials have numbers that may be ranked and drawn. Knows nothing of their use."""
 
 from __future__ import annotations
 

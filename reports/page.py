@@ -19,7 +19,7 @@ from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
 from reports import tables
-from reports.answer import answer, emulation_note
+from reports.answer import answer, notes
 from reports.figures import ReportFigure, all_figures
 from reports.marks import themes
 from search_spaces.errors import EnvironmentFault
@@ -33,7 +33,7 @@ def write_report(snapshot: StudySnapshot, path: Path) -> None:
         EnvironmentFault: it cannot be written there; what was there before is untouched.
     """
     page = render(snapshot).encode("utf-8", errors="replace")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -51,7 +51,7 @@ def render(snapshot: StudySnapshot) -> str:
     return _template().render(
         snapshot=snapshot,
         answer=answer(snapshot),
-        emulation=emulation_note(snapshot.definition.target),
+        notes=notes(snapshot),
         figures=figures,
         top=tables.top_configurations(snapshot),
         classes=tables.class_rows(snapshot),
@@ -68,9 +68,7 @@ def render(snapshot: StudySnapshot) -> str:
 def _figure_data(figures: tuple[ReportFigure, ...]) -> str:
     """Return figures and themes as JSON that is safe inside a script element."""
     plain = {figure.id: _without_theme(figure) for figure in figures}
-    text = to_json_plotly({"figures": plain, "themes": themes()})
-    assert text is not None
-    return text
+    return str(to_json_plotly({"figures": plain, "themes": themes()}))
 
 
 def _without_theme(figure: ReportFigure) -> dict[str, Any]:

@@ -19,6 +19,10 @@ from storage.definition import StudySnapshot
 from storage.records import OUT_OF_MEMORY, TrialRecord, Verdict
 
 ROW_PIXELS = 30
+PIXELS_MAX = 900
+# Light enough at both ends for dark letters, in either theme.
+_SPEED_COLOURS = [[0, "#e6f1fa"], [1, "#4ba3dd"]]
+_INK = "#1c2128"
 _REFUSED_COLOUR = "#c9cdd3"
 _TRIALS_NAMED = 8
 
@@ -48,7 +52,7 @@ def shape_figure(snapshot: StudySnapshot) -> go.Figure:
         if chosen:
             _add_cells(figure, chosen, lengths=lengths, batches=batches, has_speed=has_speed)
     figure.update_layout(
-        height=max(240, 100 + ROW_PIXELS * len(batches)),
+        height=max(240, 100 + min(ROW_PIXELS * len(batches), PIXELS_MAX)),
         margin={"l": 8, "r": 8, "t": 16, "b": 52},
         xaxis=_axis("sequence length", lengths),
         yaxis=_axis("micro-batch", batches),
@@ -99,7 +103,8 @@ def _add_cells(
         hoverongaps=False,
         xgap=2,
         ygap=2,
-        colorscale="Cividis" if has_speed else [[0, _REFUSED_COLOUR], [1, _REFUSED_COLOUR]],
+        textfont={"color": _INK},
+        colorscale=_SPEED_COLOURS if has_speed else [[0, _REFUSED_COLOUR], [1, _REFUSED_COLOUR]],
         showscale=False,
     )
 

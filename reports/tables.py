@@ -1,7 +1,7 @@
 """Owns the tables that people read: top configurations, capacity classes, verdicts, environment.
 
-Pure: a study's snapshot in, rows of finished text out. Knows nothing of terminals, HTML or figures; what it would take
-to go faster is in `advice`.
+Pure: a study's snapshot in, rows of finished text out. Knows nothing of terminals, HTML or figures;
+what it would take to go faster is in `advice`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ VERDICT_LABELS: Mapping[Verdict, str] = {
 VERDICT_MEANINGS: Mapping[Verdict, str] = {
     Verdict.FITS: "It trained within the budget and was measured.",
     Verdict.OOM: "A real allocation failed while it trained.",
-    Verdict.PREDICTED_OOM: "Its predicted peak exceeds the budget by more than the margin; it was not launched.",
-    Verdict.DOMINATED_OOM: "It is at least as large in every dimension as one that ran out of memory; "
-    "it was not launched.",
+    Verdict.PREDICTED_OOM: "Its predicted peak exceeds the budget and its margin; not launched.",
+    Verdict.DOMINATED_OOM: "It is at least as large in every dimension as one that ran out of "
+    "memory; it was not launched.",
     Verdict.PRUNED_SLOW: "It fits, and was stopped once it could no longer be the fastest.",
     Verdict.DIVERGED: "The loss was not finite, so its speed does not count.",
     Verdict.INVALID: "A rule forbids it on this model or GPU; it was not launched.",
-    Verdict.INEFFECTIVE: "A setting did not take effect, so the run does not count as this configuration.",
-    Verdict.TIMED_OUT: "A phase outlasted its deadline and the worker was killed; it may be retried.",
-    Verdict.CRASHED: "The worker ended for a reason that is neither memory nor a rule; it may be retried.",
+    Verdict.INEFFECTIVE: "A setting did not take effect, so this is not what was run.",
+    Verdict.TIMED_OUT: "A phase outlasted its deadline; it may be retried.",
+    Verdict.CRASHED: "The worker ended, not for want of memory; it may be retried.",
     Verdict.LOST: "The driver ended while it ran, so nothing is known of it; it may be retried.",
 }
 """One sentence on each verdict."""
@@ -127,7 +127,7 @@ def runners_up(snapshot: StudySnapshot, *, limit: int = 3) -> tuple[Configuratio
 
 
 def class_rows(snapshot: StudySnapshot) -> tuple[ClassRow, ...]:
-    """Return the fastest trial per rank, target modules and length: speed among equals in capacity."""
+    """Return the fastest trial per rank, target modules and length, which decide the capacity."""
     baseline = snapshot.definition.space.baseline_config()
     by_number = {record.number: record for record in snapshot.records}
     return tuple(
@@ -168,7 +168,7 @@ def configuration_rows(config: TrialConfig) -> tuple[FactRow, ...]:
 
 
 def environment_rows(snapshot: StudySnapshot) -> tuple[FactRow, ...]:
-    """Return what the study ran on and with: target first, then the fingerprint as it was stored."""
+    """Return what the study ran on and with: the target first, then the stored fingerprint."""
     target, space = snapshot.definition.target, snapshot.definition.space
     fixed = (
         FactRow("model", str(snapshot.definition.model.get("name", units.DASH))),

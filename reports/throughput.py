@@ -6,6 +6,7 @@ Pure: a study's snapshot in, a plotly figure out. What has no speed is never dra
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import plotly.graph_objects as go
 
 from reports import units
@@ -13,8 +14,8 @@ from reports.advice import needed_bytes
 from reports.lanes import frame, lanes_of
 from reports.marks import (
     FRONT_COLOUR,
-    LIMIT_COLOUR,
     HOVER_TEMPLATE,
+    LIMIT_COLOUR,
     MARKS,
     OUTLINE,
     WINNER_COLOUR,
@@ -38,8 +39,9 @@ FAR_BEYOND_BUDGET = 1.3
 def throughput_figure(snapshot: StudySnapshot) -> go.Figure:
     """Draw tokens/s against peak allocated GiB; every trial without a speed sits in a lane below.
 
-    A trial that did not fit is placed at the memory it is known or predicted to need (at the budget
-    where nothing is known), and one without any memory figure at the left edge with a question mark.
+    A trial that did not fit is placed at the memory that it is known or predicted to need (at the
+    budget where neither is), and one without any memory figure at the left edge with a question
+    mark.
     """
     figure = go.Figure()
     measured = measured_trials(snapshot.records)
@@ -50,7 +52,7 @@ def throughput_figure(snapshot: StudySnapshot) -> go.Figure:
     lanes = lanes_of(snapshot.records, without=MEASURED)
     left, right = _memory_range(snapshot)
     for lane, verdict in enumerate(lanes):
-        _add_lane(figure, snapshot, verdict, lane=lane, left=left)
+        _add_lane(figure, snapshot, verdict, lane=lane, unknown=left + 0.02 * (right - left))
     axis = {"title": {"text": "peak allocated memory (GiB)"}, "range": [left, right]}
     frame(figure, lanes=lanes, x_axis=axis)
     _add_budget_line(figure, snapshot)
@@ -136,7 +138,7 @@ def _add_named(figure: go.Figure, snapshot: StudySnapshot) -> None:
 
 
 def _add_lane(
-    figure: go.Figure, snapshot: StudySnapshot, verdict: Verdict, *, lane: int, left: float
+    figure: go.Figure, snapshot: StudySnapshot, verdict: Verdict, *, lane: int, unknown: float
 ) -> None:
     records = [record for record in snapshot.records if record.verdict is verdict]
     budget_bytes = snapshot.definition.target.budget_bytes
@@ -145,7 +147,7 @@ def _add_lane(
         name=VERDICT_LABELS[verdict],
         yaxis="y2",
         mode="markers+text",
-        x=[left if place is None else place for place in places],
+        x=[unknown if place is None else place for place in places],
         y=[lane] * len(records),
         text=["?" if place is None else "" for place in places],
         textposition="middle right",
@@ -157,7 +159,7 @@ def _add_lane(
 
 
 def _memory_range(snapshot: StudySnapshot) -> tuple[float, float]:
-    """Return the ends of the memory axis in GiB: every mark and the budget inside, with some air."""
+    """Return the ends of the memory axis in GiB: all marks and the budget inside, with some air."""
     budget_bytes = snapshot.definition.target.budget_bytes
     places = [
         placed_gib(r, budget_bytes=budget_bytes) for r in snapshot.records if r.measurement is None
@@ -183,8 +185,7 @@ def _add_budget_line(figure: go.Figure, snapshot: StudySnapshot) -> None:
         x=budget_bytes / GIB,
         y=1,
         yref="paper",
-        xanchor="right",
-        yanchor="top",
+        yanchor="bottom",
         text=f"budget {units.gib(budget_bytes)}",
         showarrow=False,
         font={"color": LIMIT_COLOUR},

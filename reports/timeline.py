@@ -23,6 +23,9 @@ from storage.records import TrialRecord, Verdict
 PAUSE_SECONDS = 120.0
 """A longer silence between two trials is a pause of the study and is cut out."""
 _MINUTE = 60.0
+_BARS_ACROSS = 150
+"""Bars side by side that can still be told apart; narrower ones lose their pale edge."""
+_PALE = "rgba(255,255,255,0.75)"
 
 
 @dataclass(frozen=True)
@@ -37,30 +40,42 @@ class Span:
 
 
 def spans_of(snapshot: StudySnapshot) -> tuple[Span, ...]:
-    """Return the trials in the order they ran. One without a start time follows the one before it."""
+    """Return the trials in the order they ran; without a start time, after the one before."""
     spans: list[Span] = []
     clock, previous_end = 0.0, None
-    for record in sorted(snapshot.records, key=_order):
-        started = _seconds(record.started_at)
+    for record, started in _in_order(snapshot.records):
         silence = 0.0 if started is None or previous_end is None else started - previous_end
         pause = silence if silence > PAUSE_SECONDS else 0.0
         start = clock + max(silence - pause, 0.0)
         wall = max(record.wall_seconds, 0.0) if units.is_known(record.wall_seconds) else 0.0
         spans.append(Span(record, start, start + wall, pause))
         clock = start + wall
-        previous_end = (previous_end or 0.0) + wall if started is None else started + wall
+        began = previous_end if started is None else started
+        previous_end = None if began is None else began + wall
     return tuple(spans)
 
 
+def _in_order(records: Sequence[TrialRecord]) -> list[tuple[TrialRecord, float | None]]:
+    """Return trials with their start in epoch seconds; one without keeps its place by number."""
+    placed: list[tuple[float, int, TrialRecord, float | None]] = []
+    latest = 0.0
+    for record in sorted(records, key=lambda record: record.number):
+        started = _seconds(record.started_at)
+        latest = latest if started is None else started
+        placed.append((latest, record.number, record, started))
+    return [(record, started) for *_, record, started in sorted(placed, key=lambda p: p[:2])]
+
+
 def timeline_figure(snapshot: StudySnapshot) -> go.Figure:
-    """Draw the measured speeds as they came with the best so far, and each trial's time in its lane."""
+    """Draw the measured speeds as they came, the best so far, and each trial's time in its lane."""
     figure = go.Figure()
     spans = spans_of(snapshot)
     _add_best_so_far(figure, spans)
     _add_speeds(figure, spans)
     lanes = lanes_of(snapshot.records)
     for lane, verdict in enumerate(lanes):
-        _add_lane(figure, [span for span in spans if span.record.verdict is verdict], lane=lane)
+        here = [span for span in spans if span.record.verdict is verdict]
+        _add_lane(figure, here, lane=lane, seen_seconds=spans[-1].end / _BARS_ACROSS)
     frame(figure, lanes=lanes, x_axis={"title": {"text": "minutes"}, "rangemode": "tozero"})
     _add_pauses(figure, spans)
     return figure
@@ -113,8 +128,10 @@ def _add_speeds(figure: go.Figure, spans: Sequence[Span]) -> None:
             )
 
 
-def _add_lane(figure: go.Figure, spans: Sequence[Span], *, lane: int) -> None:
+def _add_lane(figure: go.Figure, spans: Sequence[Span], *, lane: int, seen_seconds: float) -> None:
     colour = MARKS[spans[0].record.verdict].colour
+    # A pale edge parts neighbours; what is too narrow to be seen through it is edged in its colour.
+    edges = [_PALE if span.end - span.start > seen_seconds else colour for span in spans]
     figure.add_bar(
         name=VERDICT_LABELS[spans[0].record.verdict],
         yaxis="y2",
@@ -123,8 +140,7 @@ def _add_lane(figure: go.Figure, spans: Sequence[Span], *, lane: int) -> None:
         x=[(span.end - span.start) / _MINUTE for span in spans],
         y=[lane] * len(spans),
         width=0.6,
-        # The outline keeps a trial visible that took no time, such as one that was never launched.
-        marker={"color": colour, "line": {"color": colour, "width": 1.5}},
+        marker={"color": colour, "line": {"color": edges, "width": 1}},
         hovertext=[_hover(span) for span in spans],
         hovertemplate=HOVER_TEMPLATE,
         showlegend=False,
@@ -154,14 +170,8 @@ def _add_pauses(figure: go.Figure, spans: Sequence[Span]) -> None:
             )
 
 
-def _order(record: TrialRecord) -> tuple[float, int]:
-    """Trials without a start time keep their place by number, before those that have one."""
-    started = _seconds(record.started_at)
-    return (-1.0 if started is None else started, record.number)
-
-
 def _seconds(started_at: str | None) -> float | None:
-    """Return ISO 8601 text as seconds since the epoch, UTC where it names no zone; None if it is none."""
+    """Return ISO 8601 text as seconds since the epoch, UTC where no zone is named, else None."""
     if started_at is None:
         return None
     try:

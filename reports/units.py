@@ -107,7 +107,7 @@ KEY_LABELS: Mapping[str, str] = {
 
 def _checkpointing(value: Any) -> str:
     named = {0.0: "no checkpointing", 1.0: "full checkpointing"}
-    return named.get(float(value), f"{percent(float(value))} of layers checkpointed")
+    return named.get(float(value), f"{percent(float(value))} checkpointed")
 
 
 def targets(value: str | Sequence[str]) -> str:

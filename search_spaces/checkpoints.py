@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.documents import read_json
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import EnvironmentFault, InputError, shown
 from search_spaces.models import ModelSpec
 
 SINGLE = "model.safetensors"
@@ -63,7 +63,9 @@ def _shards(index: Path, *, label: str) -> dict[str, set[str]]:
     shards: dict[str, set[str]] = {}
     for tensor, name in places.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(f"{label}: weight_map: '{tensor}' must be in a file, got {name!r}")
+            raise InputError(
+                f"{label}: weight_map: '{tensor}' must be in a file, got {shown(name)}"
+            )
         shards.setdefault(name, set()).add(tensor)
     return shards
 

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.errors import InputError, did_you_mean, shown
 
 ComputeDtype = Literal["bf16", "fp16", "fp32"]
 Quantization = Literal["nf4", "fp4", "none"]
@@ -33,7 +33,7 @@ TARGET_SETS = ("qv", "attention", "all-linear")
 def _number(value: object) -> object:
     """Accept what YAML reads as a number or as its text (``1e-4``), and never a truth value."""
     if isinstance(value, bool):
-        raise ValueError(f"must be a number, got {value!r}")
+        raise ValueError(f"must be a number, got {shown(value)}")
     return value
 
 
@@ -41,15 +41,15 @@ def _target_modules(value: object) -> object:
     if isinstance(value, str):
         if value not in TARGET_SETS:
             raise ValueError(
-                f"must be one of {', '.join(TARGET_SETS)} or a list of module names, got {value!r}"
-                + did_you_mean(value, TARGET_SETS)
+                f"must be one of {', '.join(TARGET_SETS)} or a list of module names, "
+                f"got {shown(value)}"
             )
         return value
     if isinstance(value, list | tuple):
         if not value or not all(isinstance(name, str) and name for name in value):
-            raise ValueError(f"must list at least one module name, got {value!r}")
+            raise ValueError(f"must list at least one module name, got {shown(value)}")
         return tuple(sorted(set(value)))
-    raise ValueError(f"must be a name or a list of module names, got {value!r}")
+    raise ValueError(f"must be a name or a list of module names, got {shown(value)}")
 
 
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
@@ -177,6 +177,13 @@ _MESSAGES = {
     "bool_type": "must be true or false",
     "float_parsing": "must be a number",
     "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-', at most 64",
+    "tuple_type": "must be a list",
+    "too_short": "must not be empty",
+    "dict_type": "must map keys to values",
+    "model_type": "must map keys to values",
     "missing": "is missing",
     "extra_forbidden": "is not a known key",
 }
@@ -186,10 +193,9 @@ def explain_validation(error: ValidationError) -> str:
     """Return one line for the first fault of a pydantic error: key, rule, and what broke it."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
-    context = first.get("ctx", {})
-    rule = _MESSAGES.get(first["type"], first["msg"].removeprefix("Value error, ")).format(
-        **context
-    )
-    if "got " in rule or first["type"] in ("missing", "extra_forbidden"):
-        return f"{key} {rule}".strip()
-    return f"{key} {rule}, got {first['input']!r}".strip()
+    kind = first["type"]
+    if kind == "value_error":
+        return f"{key} {first['msg'].removeprefix('Value error, ')}".strip()
+    rule = _MESSAGES[kind].format(**first.get("ctx", {})) if kind in _MESSAGES else first["msg"]
+    quoted = "" if kind in ("missing", "extra_forbidden") else f", got {shown(first['input'])}"
+    return f"{key} {rule}{quoted}".strip()

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from search_spaces.config import explain_validation, parse_config
 from search_spaces.documents import Document
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.errors import InputError, did_you_mean, shown
 from search_spaces.space import Choices, Dimension, FloatRange, IntRange
 
 WHOLE_KEYS = ("lora_rank", "micro_batch_size", "seq_len", "effective_batch_size")
@@ -33,13 +33,14 @@ def read_dimension(document: Document, key: str, value: Any) -> Dimension:
             return _choices(document, ("dimensions", key, "choices"), choices)
         case {"choices": _}:
             raise InputError(
-                f"{where}: {key}: choices must be a list and stand alone, got {value!r}"
+                f"{where}: {key}: choices must be a list and stand alone, got {shown(value)}"
             )
         case dict():
             return _range(document, key, value)
         case _:
             raise InputError(
-                f"{where}: {key} must list its values, got {value!r}; a single value goes under fixed"
+                f"{where}: {key} must list its values, got {shown(value)}; "
+                "a single value goes under fixed"
             )
 
 
@@ -53,21 +54,22 @@ def read_value(key: str, value: Any, *, where: str) -> Any:
         # Any effective batch is a multiple of a micro-batch of one.
         config = parse_config({"micro_batch_size": 1, key: value}, where=where)
     except InputError as error:
-        raise InputError(f"{error}{_yaml_hint(value)}") from error
+        raise InputError(f"{error}{_yaml_hint(key, value)}") from error
     return config.model_dump(mode="json")[key]
 
 
-def _yaml_hint(value: Any) -> str:
+def _yaml_hint(key: str, value: Any) -> str:
     """Say what YAML made of something that was perhaps meant otherwise."""
+    if key in NUMBER_KEYS:
+        return ""
+    if key in WHOLE_KEYS:
+        text = isinstance(value, str) and _is_number(value)
+        return "; YAML reads it as text: write 1000, not '1000' or 1e3" if text else ""
     match value:
         case False:
             return '; YAML reads an unquoted no or off as false: write a word in quotes, "none"'
-        case True:
-            return "; YAML reads an unquoted yes or on as true: write a word in quotes"
         case None:
             return '; YAML reads null, ~ and nothing as no value: write a word in quotes, "none"'
-        case str() if _is_number(value):
-            return "; it is text here: write the number without quotes, 1000 rather than 1e3"
         case _:
             return ""
 
@@ -90,7 +92,7 @@ def _choices(document: Document, path: tuple[str, ...], choices: list[Any]) -> C
         value = read_value(key, choice, where=where)
         # By their JSON text: 1 and true are equal in Python and are not the same value.
         if json.dumps(value) in read:
-            raise InputError(f"{where}: {key} lists {choice!r} twice")
+            raise InputError(f"{where}: {key} lists {shown(choice)} twice")
         read[json.dumps(value)] = value
     return Choices(choices=tuple(read.values()))
 
@@ -99,12 +101,12 @@ def _range(document: Document, key: str, value: dict[str, Any]) -> Dimension:
     where = document.where("dimensions", key)
     kind = IntRange if key in WHOLE_KEYS else FloatRange
     if key not in (*WHOLE_KEYS, *NUMBER_KEYS):
-        raise InputError(f"{where}: {key} is not a number: list its values, got {value!r}")
+        raise InputError(f"{where}: {key} is not a number: list its values, got {shown(value)}")
     for name in value:
         if name not in kind.model_fields:
             known = (*kind.model_fields, "choices")
             raise InputError(
-                f"{document.where('dimensions', key, name)}: unknown key '{name}' under {key}"
+                f"{document.where('dimensions', key, name)}: unknown key {shown(name)} under {key}"
                 f"{did_you_mean(name, known)}"
             )
     try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import EnvironmentFault, InputError, shown
 
 BYTES_MAX = 16 * 1024 * 1024
 """More than any space, model config or shard index; a bigger file was named by mistake."""
@@ -37,6 +37,14 @@ class Document:
             if path[:end] in self.lines:
                 return f"{self.label}: line {self.lines[path[:end]]}"
         return self.label
+
+
+def home_expanded(name: str) -> Path:
+    """Return a path with ``~`` replaced where there is such a home, and as it is otherwise."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
 
 
 def read_text(path: Path, *, label: str) -> str:
@@ -96,7 +104,8 @@ def parse_yaml(text: str, *, label: str) -> Document:
     except yaml.MarkedYAMLError as error:
         raise InputError(f"{label}: {_explain(error)}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise InputError(f"{label}: not valid YAML: {error}") from error
+        # The reader's own errors take two lines, the second about its buffer.
+        raise InputError(f"{label}: not valid YAML: {str(error).splitlines()[0]}") from error
     except RecursionError as error:
         raise InputError(f"{label}: nested too deeply") from error
     return Document(label, values, lines)
@@ -117,7 +126,7 @@ def _note_lines(node: yaml.Node, path: KeyPath, *, label: str, lines: dict[KeyPa
             here = (*path, _key(key, label=label))
             if here in lines:
                 raise InputError(
-                    f"{label}: line {_line(key)}: key '{key.value}' is given twice, "
+                    f"{label}: line {_line(key)}: key {shown(key.value)} is given twice, "
                     f"first on line {lines[here]}"
                 )
             lines[here] = _line(key)
@@ -126,7 +135,7 @@ def _note_lines(node: yaml.Node, path: KeyPath, *, label: str, lines: dict[KeyPa
 
 def _key(node: yaml.Node, *, label: str) -> str:
     if node.tag != "tag:yaml.org,2002:str":
-        text = f", got {node.value!r}" if isinstance(node, yaml.ScalarNode) else ""
+        text = f", got {shown(node.value)}" if isinstance(node, yaml.ScalarNode) else ""
         raise InputError(f"{label}: line {_line(node)}: a key must be text{text}")
     return str(node.value)
 

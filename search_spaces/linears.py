@@ -15,25 +15,26 @@ Shape = tuple[int, int]
 _SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 _NAMES = {
-    **dict.fromkeys(
-        (
-            "llama",
-            "mistral",
-            "ministral",
-            "qwen2",
-            "qwen3",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "granite",
-            "olmo2",
-            "smollm3",
-        ),
-        _SEPARATE,
-    ),
+    "gemma": _SEPARATE,
+    "gemma2": _SEPARATE,
+    "gemma3_text": _SEPARATE,
+    "granite": _SEPARATE,
+    "llama": _SEPARATE,
+    "ministral": _SEPARATE,
+    "mistral": _SEPARATE,
+    "olmo2": _SEPARATE,
     "phi3": _FUSED,
+    "qwen2": _SEPARATE,
+    "qwen3": _SEPARATE,
+    "smollm3": _SEPARATE,
 }
 """Linear layers inside a decoder layer, by transformers' model type (read in transformers 5.17)."""
+
+_HEADS_DEFAULT_TO_QUERIES = frozenset({"granite", "llama", "olmo2", "phi3"})
+"""Types whose keys and values have as many heads as the queries where the config does not say.
+Others have a default of their own, which only transformers knows."""
+_OWN_HEAD_DIM = frozenset({"gemma", "gemma2", "gemma3_text", "qwen3"})
+"""Types whose heads have a width of their own where the config does not say."""
 
 _TARGETS = {
     _SEPARATE: {"qv": ("q_proj", "v_proj"), "attention": _SEPARATE[:4], "all-linear": _SEPARATE},
@@ -69,10 +70,9 @@ def resolve_targets(config: TrialConfig, model: ModelSpec) -> tuple[str, ...]:
 
 def linear_shapes(model: ModelSpec) -> dict[str, Shape] | None:
     """Return in and out features of a decoder layer's linear layers; None where not known."""
-    names = known_linear_modules(model)
-    if names is None:
+    names, config = known_linear_modules(model), model.config
+    if names is None or not _says_its_sizes(model):
         return None
-    config = model.config
     hidden, heads = model.hidden_size, int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // heads)
     # Grouped-query attention: fewer heads for keys and values than for queries.
@@ -90,6 +90,16 @@ def linear_shapes(model: ModelSpec) -> dict[str, Shape] | None:
         "down_proj": (inner, hidden),
     }
     return {name: shapes[name] for name in names}
+
+
+def _says_its_sizes(model: ModelSpec) -> bool:
+    """Whether the config says every size itself, leaving none to a default of transformers."""
+    kind, needed = model.model_type, {"intermediate_size"}
+    if kind not in _HEADS_DEFAULT_TO_QUERIES:
+        needed.add("num_key_value_heads")
+    if kind in _OWN_HEAD_DIM:
+        needed.add("head_dim")
+    return needed <= model.config.keys() and model.config["intermediate_size"] is not None
 
 
 def lora_parameters(config: TrialConfig, model: ModelSpec) -> int | None:
@@ -133,4 +143,4 @@ def _head_norms(model: ModelSpec) -> int:
     """Qwen3 normalises the queries and keys of every head with one weight vector each."""
     if model.model_type != "qwen3":
         return 0
-    return 2 * int(model.config.get("head_dim") or 128)
+    return 2 * int(model.config["head_dim"])

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from search_spaces.checkpoints import check_weights
 from search_spaces.config import CONFIG_KEYS, explain_validation, parse_config
 from search_spaces.dimensions import read_dimension, read_value
-from search_spaces.documents import Document, parse_yaml, read_text
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.documents import Document, home_expanded, parse_yaml, read_text
+from search_spaces.errors import InputError, did_you_mean, shown
 from search_spaces.gpus import find_gpu
 from search_spaces.model_files import ModelSummary, load_model_spec, model_names
 from search_spaces.space import Dimension, SearchSpace, StepBudget
@@ -50,7 +50,7 @@ def load_space(name_or_path: str) -> SearchSpace:
     presets = _presets()
     if name_or_path in presets:
         return parse_space(presets[name_or_path], label=f"{name_or_path}.yaml")
-    path = Path(name_or_path).expanduser()
+    path = home_expanded(name_or_path)
     if not _is_path(name_or_path, path):
         raise InputError(
             f"unknown preset '{name_or_path}'{did_you_mean(name_or_path, presets)} "
@@ -90,7 +90,7 @@ def parse_space(text: str, *, label: str) -> SearchSpace:
     """
     document = parse_yaml(text, label=label)
     _check_keys(document, known=SPACE_KEYS)
-    values = {"name": Path(label).stem, **_without_empty(document)}
+    values = {"name": _name_of(label), **_without_empty(document)}
     values["dimensions"] = _dimensions(document)
     for section in ("fixed", "baseline"):
         if section in values:
@@ -108,6 +108,11 @@ def parse_space(text: str, *, label: str) -> SearchSpace:
     return space
 
 
+def _name_of(label: str) -> str:
+    """Return the name of a space whose file gives none: the file's, as far as names go."""
+    return re.sub(r"[^\w.-]+", "-", Path(label).stem).strip(".-")[:64] or "space"
+
+
 def _without_empty(document: Document) -> dict[str, Any]:
     """Return the document's values; a section with nothing under it is one that is not there."""
     sections = ("dimensions", "fixed", "baseline", "steps")
@@ -120,7 +125,7 @@ def _section(document: Document, section: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise InputError(
-            f"{document.where(section)}: {section} must map keys to values, got {value!r}"
+            f"{document.where(section)}: {section} must map keys to values, got {shown(value)}"
         )
     return value
 
@@ -131,7 +136,7 @@ def _check_keys(document: Document, *section: str, known: tuple[str, ...]) -> No
         if key not in known:
             where = document.where(*section, key)
             inside = f" under {section[0]}" if section else ""
-            raise InputError(f"{where}: unknown key '{key}'{inside}{did_you_mean(key, known)}")
+            raise InputError(f"{where}: unknown key {shown(key)}{inside}{did_you_mean(key, known)}")
 
 
 def _dimensions(document: Document) -> dict[str, Dimension]:
@@ -199,7 +204,7 @@ def parse_duration(text: str) -> float:
     parts = match.groups() if match else ()
     seconds = sum(float(part or 0) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if not seconds > 0 or seconds == float("inf"):
-        raise InputError(f"a duration is written like 10m, 90s, 1h30m or 600, got {text!r}")
+        raise InputError(f"a duration is written like 10m, 90s, 1h30m or 600, got {shown(text)}")
     return seconds
 
 

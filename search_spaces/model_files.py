@@ -15,8 +15,8 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from search_spaces.documents import read_json
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.documents import home_expanded, read_json
+from search_spaces.errors import InputError, did_you_mean, shown
 from search_spaces.hub import fetch_config
 from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
@@ -54,12 +54,12 @@ def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -
     """
     if name in _shipped():
         return ModelSpec(name, "shipped", _shipped()[name])
-    directory = Path(name).expanduser()
-    if directory.is_dir():
+    directory = home_expanded(name)
+    if name and directory.is_dir():
         label = str(Path(name) / "config.json")
         config = _read_config(directory / "config.json", label=label)
         return ModelSpec(name, "directory", config, directory.resolve())
-    if directory.exists():
+    if name and directory.exists():
         raise InputError(f"model '{name}' is a file: name the directory that holds its config.json")
     if _HUB_ID.fullmatch(name):
         path = fetch(name)
@@ -106,7 +106,7 @@ def _read_config(path: Path, *, label: str) -> dict[str, Any]:
 def _check_kind(config: dict[str, Any], *, label: str) -> None:
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
-        raise InputError(f"{label}: model_type must name the architecture, got {kind!r}")
+        raise InputError(f"{label}: model_type must name the architecture, got {shown(kind)}")
     if config.get("is_encoder_decoder"):
         raise InputError(f"{label}: is_encoder_decoder is true; only decoder models can be trained")
     if "num_hidden_layers" not in config and isinstance(config.get("text_config"), dict):
@@ -126,7 +126,7 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= SIZE_MAX:
             raise InputError(
-                f"{label}: {key} must be a whole number from 1 to {SIZE_MAX:,}, got {value!r}"
+                f"{label}: {key} must be a whole number from 1 to {SIZE_MAX:,}, got {shown(value)}"
             )
 
 
@@ -145,4 +145,4 @@ def _check_shapes(config: dict[str, Any], *, label: str) -> None:
         )
     for key in ("rope_parameters", "rope_scaling", "quantization_config"):
         if not isinstance(config.get(key), dict | None):
-            raise InputError(f"{label}: {key} must be an object or null, got {config[key]!r}")
+            raise InputError(f"{label}: {key} must be an object or null, got {shown(config[key])}")

@@ -191,7 +191,10 @@ def _targets(config: TrialConfig, setting: Setting) -> str | None:
     for name in resolve_targets(config, setting.model):
         if name not in known:
             kind = setting.model.model_type
-            return f"model type '{kind}' has no linear module '{name}'{did_you_mean(name, known)}"
+            return (
+                f"the decoder layers of model type '{kind}' have no linear module '{name}'"
+                f"{did_you_mean(name, known)}"
+            )
     return None
 
 

@@ -126,7 +126,7 @@ class SearchSpace(_Model):
     model: str = "mistral-7b-v0.3"
     weights: Weights = "random"
     budget_gib: Number | None = Field(default=None, gt=0, le=100_000)
-    """Budget of a device the catalogue does not know (the CPU), or a tighter one than the card's."""
+    """Budget of a device that the catalogue lacks (the CPU), or a tighter one than the card's."""
     objectives: tuple[Objective, ...] = Field(default=("tokens_per_second",), min_length=1)
     sampler: SamplerName = "tpe"
     trials: StrictInt = Field(default=40, ge=1, le=1_000_000)

@@ -6,6 +6,7 @@ The one module that opens Optuna's storages and SQLAlchemy's engines. Knows noth
 from __future__ import annotations
 
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 T = TypeVar("T")
 
-_BUSY_SECONDS = {"rwc": 2.0, "rw": 10.0}
-"""How long one SQLite statement waits for other processes. Writers try again, readers do not."""
+_WRITER_SECONDS = 2.0
+"""How long a writer's SQLite statement waits for other processes, before it is tried again."""
+_READER_SECONDS = 10.0
+"""The same for a reader, which does not try again."""
 _CONNECT_SECONDS = 10
 _CREATION_ATTEMPTS = 8
 _KEEPALIVES = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
@@ -74,11 +77,11 @@ def open_for_writing(url: DatabaseUrl) -> RDBStorage:
         EnvironmentFault: the directory, the file or the server is not to be had.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with faults(url):
+    with _opening(url):
         match url:
             case SqliteUrl():
-                _prepare_directory(url)
-                storage = _create(url, {"creator": lambda: _connect(url, mode="rwc")})
+                _prepare_file(url)
+                storage = _create(url, {"creator": lambda: _connect(url)})
                 # Optuna reads before it writes. A transaction that starts as a reader cannot wait
                 # for the write lock without risking a deadlock, so each takes it at its start.
                 _begin_with(storage.engine, "BEGIN IMMEDIATE")
@@ -94,14 +97,14 @@ def open_for_reading(url: DatabaseUrl) -> RDBStorage | None:
         EnvironmentFault: the file or the server is not to be had.
     """
     match url:
-        case SqliteUrl(path=path) if not path.exists():
-            return None
         case SqliteUrl():
-            options: dict[str, Any] = {"creator": lambda: _connect(url, mode="rw", is_reader=True)}
+            if not _is_file(url):
+                return None
+            options: dict[str, Any] = {"creator": lambda: _connect(url, is_reader=True)}
         case PostgresUrl():
             execution = {"postgresql_readonly": True, "isolation_level": "REPEATABLE READ"}
             options = {"execution_options": execution, "connect_args": _arguments()}
-    with faults(url):
+    with _opening(url):
         if not _has_schema(url, options):
             return None
         storage = RDBStorage(_optuna_text(url), engine_kwargs=options, skip_table_creation=True)
@@ -136,15 +139,22 @@ def faults(url: DatabaseUrl) -> Iterator[None]:
     """
     try:
         yield
+    except (SQLAlchemyError, StorageInternalError) as error:
+        raise EnvironmentFault(f"database {url}: {_reason(error, url)}") from None
+
+
+@contextmanager
+def _opening(url: DatabaseUrl) -> Iterator[None]:
+    """Translate what only opening can raise: no driver, or a schema of another Optuna."""
+    try:
+        with faults(url):
+            yield
     except ImportError:
         raise EnvironmentFault(
             f"database {url}: the PostgreSQL driver is not installed; "
             'run: pip install "qlora-sweep[postgresql]"'
         ) from None
-    except (SQLAlchemyError, StorageInternalError) as error:
-        raise EnvironmentFault(f"database {url}: {_reason(error, url)}") from None
     except RuntimeError as error:
-        # Optuna raises this one for a schema that another version of it wrote.
         raise EnvironmentFault(f"database {url}: {_scrubbed(str(error), url)}") from None
 
 
@@ -160,12 +170,12 @@ def _create(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
     raise AssertionError("unreachable")
 
 
-def _connect(url: SqliteUrl, *, mode: str, is_reader: bool = False) -> sqlite3.Connection:
-    """Connect to the file; ``rw`` never creates it, and only reads one that is write-protected."""
+def _connect(url: SqliteUrl, *, is_reader: bool = False) -> sqlite3.Connection:
+    """Connect to the file; never creates it, and only reads one that is write-protected."""
     connection = sqlite3.connect(
-        f"file:{quote(str(url.path))}?mode={mode}",
+        f"file:{quote(str(url.path))}?mode=rw",
         uri=True,
-        timeout=_BUSY_SECONDS[mode],
+        timeout=_READER_SECONDS if is_reader else _WRITER_SECONDS,
         isolation_level=None,
         check_same_thread=False,
     )
@@ -190,15 +200,27 @@ def _optuna_text(url: DatabaseUrl) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def _prepare_directory(url: SqliteUrl) -> None:
-    if url.path.is_dir():
-        raise EnvironmentFault(f"database {url}: {url.path} is a directory; name a file in it")
+def _prepare_file(url: SqliteUrl) -> None:
+    """Create directory and file: no connection ever does, so a file that vanishes is noticed."""
+    if _is_file(url):
+        return
     try:
         url.path.parent.mkdir(parents=True, exist_ok=True)
+        url.path.touch()
     except OSError as error:
-        raise EnvironmentFault(
-            f"cannot create {url.path.parent} for the database: {error.strerror}"
-        ) from error
+        raise EnvironmentFault(f"cannot create database {url}: {error.strerror}") from error
+
+
+def _is_file(url: SqliteUrl) -> bool:
+    try:
+        is_directory = stat.S_ISDIR(url.path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise EnvironmentFault(f"cannot open database {url}: {error.strerror}") from error
+    if is_directory:
+        raise EnvironmentFault(f"database {url}: {url.path} is a directory; name a file in it")
+    return True
 
 
 def _has_schema(url: DatabaseUrl, options: dict[str, Any]) -> bool:

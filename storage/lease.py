@@ -70,7 +70,7 @@ def lease_for(url: DatabaseUrl, study: str) -> Lease:
     """Return the lease of ``study``, not yet taken."""
     match url:
         case SqliteUrl():
-            return FileLease(url.path.with_name(f"{url.path.name}.{study}.lock"), study)
+            return FileLease(url.path, study)
         case PostgresUrl():
             return AdvisoryLease(url, study)
 
@@ -91,10 +91,16 @@ def _taken(study: str, holder: Holder | None) -> EnvironmentFault:
 class FileLease:
     """A lock on ``<database>.<study>.lock``, which says who holds it and stays behind empty."""
 
-    path: Path
+    database: Path
     study: str
     sleep: Callable[[float], None] = time.sleep
     _file: IO[str] | None = field(default=None, init=False)
+    _locked: os.stat_result | None = field(default=None, init=False)
+
+    @property
+    def path(self) -> Path:
+        """The lock file."""
+        return self.database.with_name(f"{self.database.name}.{self.study}.lock")
 
     def acquire(self) -> None:
         """Take the lease."""
@@ -118,12 +124,17 @@ class FileLease:
         file.truncate(0)
         file.write(f"{this_driver()} {datetime.now(UTC).isoformat(timespec='seconds')}\n")
         file.flush()
-        self._file = file
+        self._file, self._locked = file, _stat(self.database)
         return True
 
     def is_held(self) -> bool:
-        """Whether the locked file is still the one under its name."""
-        return self._file is not None and _is_same_file(self._file, self.path)
+        """Whether lock and database are still the files under their names.
+
+        SQLite would go on writing into a database that was deleted, and nobody would ever read it.
+        """
+        if self._file is None or not _is_same(os.fstat(self._file.fileno()), self.path):
+            return False
+        return self._locked is not None and _is_same(self._locked, self.database)
 
     def release(self) -> None:
         """Give it up."""
@@ -157,14 +168,19 @@ def _lock(file: IO[str], path: Path, *, shared: bool = False) -> bool:
             f"cannot lock {path}: {error.strerror}; put the database on a local disk"
         ) from error
     # Somebody may have deleted the file between open and lock; locking it would keep nobody out.
-    return _is_same_file(file, path)
+    return _is_same(os.fstat(file.fileno()), path)
 
 
-def _is_same_file(file: IO[str], path: Path) -> bool:
+def _is_same(file: os.stat_result, path: Path) -> bool:
+    there = _stat(path)
+    return there is not None and os.path.samestat(file, there)
+
+
+def _stat(path: Path) -> os.stat_result | None:
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        return path.stat()
     except FileNotFoundError:
-        return False
+        return None
 
 
 _HOLDER = sqlalchemy.text(

@@ -22,7 +22,7 @@ from storage import mapping
 from storage.database import Patience, close, faults, patiently
 from storage.definition import StudyDefinition
 from storage.lease import Lease
-from storage.reading import WALL_SECONDS
+from storage.reading import IDENTITY, WALL_SECONDS
 from storage.records import Lost, TrialRecord
 from storage.retries import attempts, to_retry
 from storage.spool import Spool
@@ -145,9 +145,8 @@ class LeasedStudy:
 
     def add_wall_seconds(self, seconds: float) -> None:
         """Add to the driver's time over all runs of the study."""
-        total = (
-            float(self._patiently(lambda: self.study.user_attrs).get(WALL_SECONDS, 0.0)) + seconds
-        )
+        stored = self._patiently(lambda: self.study.user_attrs)
+        total = float(stored.get(WALL_SECONDS, 0.0)) + seconds
         self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
 
     def _reload(self) -> None:
@@ -205,12 +204,9 @@ class LeasedStudy:
 
     def _config_of_params(self, params: Mapping[str, Any]) -> TrialConfig | None:
         """Return the configuration of a trial that never began; None where it is not whole."""
+        space = self.definition.space
         try:
-            return (
-                self.definition.space.config(params)
-                if params.keys() >= self.definition.space.dimensions.keys()
-                else None
-            )
+            return space.config(params) if params.keys() >= space.dimensions.keys() else None
         except InputError:
             return None
 
@@ -241,9 +237,17 @@ class LeasedStudy:
 
     def _hold(self) -> None:
         """Make sure that the lease is still ours, or take it again if nobody else was faster."""
-        if not self._lease.is_held():
-            self._patiently(self._lease.acquire)
-            self._patiently(self._reload)
+        if self._lease.is_held():
+            return
+        self._patiently(self._lease.acquire)
+        # Open connections may lead to a server, or a deleted file, that is no longer there.
+        self._storage.engine.dispose()
+        known = self._patiently(self._storage.get_all_studies)
+        if self._spool.study_id not in [study.user_attrs.get(IDENTITY) for study in known]:
+            raise EnvironmentFault(
+                f"study '{self.study.study_name}' was deleted from {self._url} while it was driven"
+            )
+        self._patiently(self._reload)
 
     def _patiently(
         self, action: Callable[[], T], *, before_retry: Callable[[], None] = lambda: None

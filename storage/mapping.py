@@ -103,7 +103,7 @@ def known_need(record: TrialRecord) -> int | None:
     predicted = record.prediction.peak_allocated_bytes if record.prediction else 0
     match record.outcome:
         case OutOfMemory(peak_allocated_bytes=peak, requested_bytes=requested):
-            observed = (peak or 0) + (requested or 0)
+            observed = peak + (requested or 0) if peak else 0
         case PredictedOutOfMemory(predicted_bytes=observed):
             pass
         case _:
@@ -160,10 +160,11 @@ def _attributes(record: TrialRecord, cost: float | None) -> dict[str, Any]:
     """Return the record, and beside it what a person looks for in Optuna's dashboard."""
     shown: dict[str, Any] = {RECORD: record.to_json(), VERDICT: str(record.verdict)}
     need = known_need(record)
-    if need is not None:
-        shown["peak_gib"] = round(need / GIB, 3)
     if record.measurement is not None:
         shown["tokens_per_second"] = round(record.measurement.tokens_per_second, 1)
+        shown["peak_gib"] = round(record.measurement.peak_allocated_bytes / GIB, 3)
+    elif need is not None:
+        shown["need_gib"] = round(need / GIB, 3)
     if isinstance(record.outcome, OutOfMemory):
         shown["stage"] = record.outcome.stage
     if cost is not None:

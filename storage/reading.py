@@ -10,7 +10,9 @@ from typing import Any
 
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
+from pydantic import ValidationError
 
+from search_spaces.config import explain_validation
 from search_spaces.errors import InputError, did_you_mean
 from storage import mapping
 from storage.database import close, faults, open_for_reading
@@ -71,6 +73,18 @@ def _reading(url: DatabaseUrl) -> Iterator[RDBStorage]:
         close(storage)
 
 
+@contextmanager
+def understood(name: str) -> Iterator[None]:
+    """Translate what another version stored, and this one cannot read, to `InputError`."""
+    try:
+        yield
+    except ValidationError as error:
+        raise InputError(
+            f"study '{name}' was written by another version of sweep "
+            f"({explain_validation(error)}); choose another --study"
+        ) from error
+
+
 def _attributes(storage: RDBStorage) -> dict[str, dict[str, Any]]:
     """Return the user attributes of each study that is one of ours, by name."""
     return {
@@ -89,7 +103,9 @@ def _snapshot(
     holder: Holder | None,
     home: Path,
 ) -> StudySnapshot:
-    records = [record for trial in trials if (record := mapping.record_of(trial)) is not None]
+    with understood(name):
+        definition = StudyDefinition.model_validate(attributes[DEFINITION])
+        records = [record for trial in trials if (record := mapping.record_of(trial)) is not None]
     running = [trial for trial in trials if trial.state is TrialState.RUNNING]
     runs = [run["environment"] for run in attributes.get(RUNS, ())]
     untold = (
@@ -99,7 +115,7 @@ def _snapshot(
     )
     return StudySnapshot(
         name=name,
-        definition=StudyDefinition.model_validate(attributes[DEFINITION]),
+        definition=definition,
         environment=runs[-1] if runs else {},
         records=tuple(sorted(records, key=lambda record: record.number)),
         running=tuple(map(_running, running)),

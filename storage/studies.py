@@ -24,7 +24,7 @@ from storage.database import PATIENCE, Patience, close, faults, open_for_writing
 from storage.definition import StudyDefinition
 from storage.lease import lease_for
 from storage.leased import LeasedStudy
-from storage.reading import DEFINITION, IDENTITY, RUNS, list_studies, read_study
+from storage.reading import DEFINITION, IDENTITY, RUNS, list_studies, read_study, understood
 from storage.spool import Spool
 from storage.urls import DatabaseUrl, parse_url, redact
 
@@ -68,7 +68,7 @@ def open_study(
         undo.callback(close, storage)
         lease = lease_for(database, name)
         undo.callback(lease.release)
-        with faults(database):
+        with faults(database), understood(name):
             lease.acquire()
             study = optuna.create_study(
                 study_name=name,

@@ -12,12 +12,11 @@ from pathlib import Path
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.errors import InputError
 
 _EXAMPLE = "postgresql://user:password@host:port/database"
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 _SCHEMES = ("sqlite", "sqlite+pysqlite", *_POSTGRESQL)
-_SHOWN = ("sqlite", "postgresql")
 # A password may hold '@', '/' or ':' unescaped, so everything up to the last '@' counts as one.
 _USERINFO = re.compile(r"(://[^:/@\s]*):\S*@")
 _PARAMETER = re.compile(r"(password=)[^&\s]*", re.IGNORECASE)
@@ -72,7 +71,7 @@ def parse_url(url: str) -> DatabaseUrl:
         )
     if scheme not in _SCHEMES:
         raise InputError(
-            f"storage '{redact(url)}': unknown database '{scheme}'{did_you_mean(scheme, _SHOWN)}"
+            f"storage '{redact(url)}': unknown database '{scheme}'; known are sqlite and postgresql"
         )
     return _parse_postgresql(url) if scheme in _POSTGRESQL else _parse_sqlite(url, rest)
 

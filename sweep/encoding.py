@@ -19,7 +19,6 @@ from optuna.distributions import (
 )
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
 from search_spaces.rules import canonical
 from search_spaces.space import Choices, Dimension, FloatRange, IntRange, SearchSpace
 
@@ -50,12 +49,9 @@ class Encoding:
         """Return the space's own values: the declared choice, the exact step of a range."""
         return {name: _decode(value, self.space.dimensions[name]) for name, value in params.items()}
 
-    def config(self, params: Mapping[str, Any]) -> TrialConfig | None:
-        """Return the configuration of a value for each free dimension; None where they clash."""
-        try:
-            return self.space.config(self.decode({**self._single_values, **params}))
-        except InputError:
-            return None
+    def config(self, params: Mapping[str, Any]) -> TrialConfig:
+        """Return the configuration for a value of each free dimension."""
+        return self.space.config(self.decode({**self._single_values, **params}))
 
     def params_of(self, config: TrialConfig) -> Params | None:
         """Return the parameters that give ``config``; None where the space does not hold it."""

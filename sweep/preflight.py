@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import SweepError
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
 from storage.records import (
@@ -25,6 +26,8 @@ from sweep.dominance import Footprint, base_alone, dominates, footprint
 
 START_MARGIN = 0.05
 """Margin of the memory prediction until enough trials have been measured to know better."""
+START_MARGIN_COMPILED = 0.3
+"""The same for compiled layers, which were seen to take a quarter less than eager ones."""
 SAFETY_MARGIN = 0.01
 """Kept on top of the worst over-prediction seen."""
 RESIDUALS_TRUSTED = 5
@@ -53,10 +56,23 @@ class MemoryPredictor(Protocol):
         ...
 
 
+class SpeedPredictor(Protocol):
+    """Predicts the speed of a configuration, the better the more trials it has seen."""
+
+    def predict(self, config: TrialConfig) -> float | None:
+        """Return tokens/s; None where it cannot say."""
+        ...
+
+    def learn(self, record: TrialRecord) -> None:
+        """Take in a finished trial."""
+        ...
+
+
 @dataclass
 class Calibration:
     """How far the prediction may be above the truth, from the trials where both are known."""
 
+    start_margin: float = START_MARGIN
     over_predictions: list[float] = field(default_factory=list)
     """``1 - measured / predicted`` for each trial that was measured."""
 
@@ -72,7 +88,9 @@ class Calibration:
         """
         worst = max(self.over_predictions, default=0.0)
         seen = max(worst, 0.0) + SAFETY_MARGIN
-        return seen if len(self.over_predictions) >= RESIDUALS_TRUSTED else max(seen, START_MARGIN)
+        if len(self.over_predictions) >= RESIDUALS_TRUSTED:
+            return seen
+        return max(seen, self.start_margin)
 
 
 class Preflight:
@@ -83,6 +101,8 @@ class Preflight:
         budget_bytes: what a trial may allocate.
         violation: the rules, bound to model and device.
         predictor: None where memory cannot be predicted; the device then decides.
+        speed: adds the expected speed to what is predicted for the record.
+        warn: told when the prediction turns out not to work; the study goes on without it.
     """
 
     def __init__(
@@ -92,13 +112,18 @@ class Preflight:
         budget_bytes: int,
         violation: Callable[[TrialConfig], Violation | None],
         predictor: MemoryPredictor | None = None,
+        speed: SpeedPredictor | None = None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._model = model
         self._budget_bytes = budget_bytes
         self._violation = violation
         self._predictor = predictor
+        self._speed = speed
+        self._warn = warn
         self._ran_out: list[tuple[int, Footprint]] = []
-        self._calibrations: dict[bool, Calibration] = {}
+        # Compiled layers keep other tensors than eager ones: the errors say little of each other.
+        self._calibrations = {False: Calibration(), True: Calibration(START_MARGIN_COMPILED)}
 
     def check(self, config: TrialConfig) -> Outcome | None:
         """Return the verdict that spares the device a trial; None where only running it tells."""
@@ -106,23 +131,26 @@ class Preflight:
 
     def prediction(self, config: TrialConfig) -> PredictionRecord | None:
         """Return what is predicted of ``config``, for its record; None where nothing predicts."""
-        if self._predictor is None:
+        memory = self._memory(config)
+        if memory is None:
             return None
-        prediction = self._predictor.predict(config)
         return PredictionRecord(
-            peak_allocated_bytes=prediction.peak_allocated_bytes,
-            peak_reserved_bytes=prediction.peak_reserved_bytes,
+            peak_allocated_bytes=memory.peak_allocated_bytes,
+            peak_reserved_bytes=memory.peak_reserved_bytes,
+            tokens_per_second=None if self._speed is None else self._speed.predict(config),
         )
 
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial: one that ran out is remembered, a measured one calibrates."""
+        if self._speed is not None:
+            self._speed.learn(record)
         match record.outcome:
             case OutOfMemory(stage=stage):
                 whole = footprint(record.config, model=self._model)
                 least = base_alone(whole) if stage == "load" else whole
                 self._ran_out.append((record.number, least))
             case _ if record.prediction is not None and record.measurement is not None:
-                self._calibration(record.config).learn(
+                self._calibrations[record.config.compile].learn(
                     predicted_bytes=record.prediction.peak_allocated_bytes,
                     measured_bytes=record.measurement.peak_allocated_bytes,
                 )
@@ -151,10 +179,10 @@ class Preflight:
         Reserved memory does not decide: under a cap the allocator gives its cached blocks back
         before it fails.
         """
-        prediction = self.prediction(config)
+        prediction = self._memory(config)
         if prediction is None:
             return None
-        margin = self._calibration(config).margin
+        margin = self._calibrations[config.compile].margin
         if prediction.peak_allocated_bytes * (1.0 - margin) <= self._budget_bytes:
             return None
         return PredictedOutOfMemory(
@@ -162,6 +190,12 @@ class Preflight:
             detail=f"budget {self._budget_bytes} bytes, margin allowed {margin:.1%}",
         )
 
-    def _calibration(self, config: TrialConfig) -> Calibration:
-        # Compiled layers keep other tensors than eager ones: the errors say little of each other.
-        return self._calibrations.setdefault(config.compile, Calibration())
+    def _memory(self, config: TrialConfig) -> MemoryPrediction | None:
+        if self._predictor is None:
+            return None
+        try:
+            return self._predictor.predict(config)
+        except SweepError as error:
+            self._predictor = None
+            self._warn(f"memory is not predicted, so the device decides what fits: {error}")
+            return None

@@ -46,7 +46,9 @@ class Runner(Protocol):
     outcomes. It raises `EnvironmentFault` where the device itself is not to be had.
     """
 
-    def run(self, config: TrialConfig, *, steps: StepBudget, observe: Observer = keep_going) -> Outcome:
+    def run(
+        self, config: TrialConfig, *, steps: StepBudget, observe: Observer = keep_going
+    ) -> Outcome:
         """Train ``config`` for a few steps and say how that ended."""
         ...
 
@@ -61,5 +63,8 @@ class Runner(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None: ...

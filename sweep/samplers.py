@@ -117,7 +117,7 @@ class WithoutRepeats(BaseSampler):
         candidate: Params = {}
         for candidate in self._candidates(study, trial, search_space):
             config = self._encoding.config(candidate)
-            if config is None or identity(config) in tried:
+            if identity(config) in tried:
                 continue
             if not self._refuses(config):
                 return candidate
@@ -201,8 +201,7 @@ class EveryCombination(BaseSampler):
         for index in self._order:
             combination = self._encoding.combination(index)
             candidate = {name: combination[name] for name in search_space}
-            config = self._encoding.config(candidate)
-            if config is not None and identity(config) not in tried:
+            if identity(self._encoding.config(candidate)) not in tried:
                 return candidate
         return candidate
 
@@ -236,7 +235,7 @@ class Frontier:
             return False
         while self._index < size:
             config = self._encoding.config(self._encoding.combination(self._index))
-            if config is not None and identity(config) not in tried:
+            if identity(config) not in tried:
                 return False
             self._index += 1
         return True
@@ -244,9 +243,8 @@ class Frontier:
 
 def _tried(study: optuna.Study, trial: FrozenTrial, *, encoding: Encoding) -> set[str]:
     """Return the identities of every other trial of the study that has all parameters."""
-    configs = (
-        encoding.config(other.params)
+    return {
+        identity(encoding.config(other.params))
         for other in study.get_trials(deepcopy=False)
         if other.number != trial.number and encoding.free.keys() <= other.params.keys()
-    )
-    return {identity(config) for config in configs if config is not None}
+    }

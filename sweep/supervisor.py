@@ -232,7 +232,9 @@ class SupervisedRunner:
                         raise WorkerEnded
         except WorkerSilent:
             self._discard()
-            return TimedOut(phase=phase, detail=f"no sign of life for {self._deadlines.of(phase):g} s")
+            return TimedOut(
+                phase=phase, detail=f"no sign of life for {self._deadlines.of(phase):g} s"
+            )
         except WorkerEnded:
             status = self._discard(patience=_PATIENCE)
             if self._is_cancelled:

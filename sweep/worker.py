@@ -7,6 +7,7 @@ model resident between trials. Knows nothing of studies, samplers or storage.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import queue
 import signal
@@ -77,6 +78,8 @@ class Worker:
         self._device.warm_up()
         self._rehearse()
         self._device.release()
+        # The libraries' million objects are here to stay; collecting around each trial need not visit them.
+        gc.freeze()
         self._device.cap(self._settings.budget_bytes)
 
     def stop_trial(self) -> None:

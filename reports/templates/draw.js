@@ -6,11 +6,15 @@
   const { figures, themes } = JSON.parse(source.textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const narrow = matchMedia("(max-width: 640px)");
-  const config = {
+  const configNow = () => ({
     responsive: true,
     displaylogo: false,
+    // plotly.js offers by default to upload the chart; a report never leaves the reader's machine.
+    showSendToCloud: false,
+    plotlyServerURL: "",
+    displayModeBar: narrow.matches ? false : "hover",
     modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
-  };
+  });
 
   const layoutFor = (layout) => {
     const template = themes[dark.matches ? "dark" : "light"];
@@ -20,7 +24,7 @@
   };
   const draw = () => {
     for (const [id, { data, layout }] of Object.entries(figures)) {
-      Plotly.react(id, data, layoutFor(layout), config);
+      Plotly.react(id, data, layoutFor(layout), configNow());
     }
   };
 

@@ -36,8 +36,10 @@ FACTOR_SPREAD: dict[Factor, float] = {
 """How far one term may be from its prediction beyond that; what the fit weighs trials against."""
 STEP_NOISE = 0.02
 """Relative error of one trial: its median's interval, and what the model leaves out."""
-ROUNDS = 8
+ROUNDS = 30
 """The maximum of host and card is made straight again around each solution."""
+DAMPING = 0.5
+"""Share of the way to each solution: going all of it can swing between host and card for ever."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def calibrate(
     measured = [seconds for _, seconds in observations]
     factors: dict[Factor, float] = dict.fromkeys(FACTORS, 1.0)
     for _ in range(ROUNDS):
-        factors = _solve([_slopes(step, factors) for step in steps], measured)
+        nearest = _solve([_slopes(step, factors) for step in steps], measured)
+        factors = {f: v + DAMPING * (nearest[f] - v) for f, v in factors.items()}
     errors = (
         abs(predicted_seconds(step, factors) / seconds - 1.0)
         for step, seconds in zip(steps, measured, strict=True)

@@ -80,7 +80,7 @@ def adapter_products(layout: Layout, name: str) -> Pair:
 
 
 def adapter_elementwise(layout: Layout, name: str) -> Pair:
-    """What PEFT does around those products: clone, cast, dropout, scale, add."""
+    """What PEFT does around those products: copy, cast, dropout, scale, add."""
     rows, columns = layout.linears[name]
     tokens, c = layout.tokens, layout.compute
     given, returned = layout.input_bytes(name), layout.output_bytes(name)
@@ -88,26 +88,29 @@ def adapter_elementwise(layout: Layout, name: str) -> Pair:
         # The sum is one kernel; going back, scaling and summing the input's gradients are two more.
         forward = Amount(bytes=tokens * 3 * c * columns, launches=2)
         return forward, Amount(bytes=tokens * (2 * c * columns + 3 * c * rows), launches=4)
-    dropout = _dropout(layout, rows, given)
-    clone = (
-        Amount(bytes=tokens * 2 * returned * columns, launches=1)
-        if layout.is_quantized
-        else Amount()
-    )
     scale = Amount(bytes=tokens * 2 * c * columns, launches=1)
     add = Amount(bytes=tokens * (2 * returned + c) * columns, launches=1)
     merge = Amount(bytes=tokens * 3 * given * rows, launches=1)
+    # Adapters are held in fp32: their weights are cast each time, and their gradients back.
     weights = Amount(launches=2 if c != FP32_BYTES else 0)
-    cast = _cast(layout, rows, given)
-    forward = clone + scale + add + weights + cast + dropout
-    backward = scale + merge + weights + cast + dropout + _cast(layout, columns, returned)
+    entry = _adapter_input(layout, rows, given)
+    forward = entry + weights + scale + add
+    if layout.is_quantized:
+        # PEFT copies what a 4-bit layer returns before it adds to it.
+        forward += Amount(bytes=tokens * 2 * returned * columns, launches=1)
+    backward = entry + weights + scale + merge + _cast(layout, columns, returned)
     return forward, backward + Amount(launches=2)
 
 
-def _dropout(layout: Layout, width: int, element: int) -> Amount:
-    if not layout.config.lora_dropout:
-        return Amount()
-    return Amount(bytes=layout.tokens * width * (2 * element + 1), launches=1)
+def _adapter_input(layout: Layout, width: int, given: int) -> Amount:
+    """Dropout and casts of an adapter's input; beside a 16-bit layer PEFT makes it fp32 first."""
+    taken = given if layout.is_quantized else FP32_BYTES
+    entry = _cast(layout, width, taken)
+    if taken != given:
+        entry += Amount(bytes=layout.tokens * width * (given + taken), launches=1)
+    if layout.config.lora_dropout:
+        entry += Amount(bytes=layout.tokens * width * (2 * taken + 1), launches=1)
+    return entry
 
 
 def _cast(layout: Layout, width: int, element: int) -> Amount:

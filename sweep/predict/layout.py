@@ -42,7 +42,8 @@ class Layout:
                 f"model '{model.name}': the linear layers of model type '{model.model_type}' "
                 "are not known, so its speed cannot be predicted"
             )
-        return cls(config, model, linears, frozenset(resolve_targets(config, model)))
+        adapted = set(linears) & set(resolve_targets(config, model))
+        return cls(config, model, linears, frozenset(adapted))
 
     @cached_property
     def tokens(self) -> int:

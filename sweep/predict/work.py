@@ -17,8 +17,10 @@ from sweep.predict import kernels
 from sweep.predict.kernels import Amount, Pair
 from sweep.predict.layout import FP32_BYTES, Layout
 
-HEAD_NORM_TYPES = frozenset({"qwen3", "gemma3_text"})
-"""Model types that normalise the queries and keys of every head."""
+HEAD_NORM_TYPES = frozenset({"qwen3", "gemma3_text", "olmo2"})
+"""Model types that normalise queries and keys."""
+FOUR_NORM_TYPES = frozenset({"gemma2", "gemma3_text"})
+"""Model types with a norm after each half of a layer as well as before it."""
 
 Term = Literal["matmul", "lora", "attention", "dequant", "elementwise", "loss", "optimizer"]
 TERMS: tuple[Term, ...] = (
@@ -86,9 +88,9 @@ def step_work(config: TrialConfig, model: ModelSpec) -> StepWork:
 
 def _layer(layout: Layout) -> tuple[Work, Work]:
     """Return forward and backward of one decoder layer."""
+    norms = 4 if layout.model.model_type in FOUR_NORM_TYPES else 2
     pairs: list[tuple[Term, Pair]] = [
-        ("elementwise", kernels.norm(layout, layout.hidden)),
-        ("elementwise", kernels.norm(layout, layout.hidden)),
+        *[("elementwise", kernels.norm(layout, layout.hidden))] * norms,
         ("elementwise", kernels.rotation(layout)),
         ("elementwise", kernels.attention_casts(layout)),
         ("attention", kernels.attention(layout)),

@@ -190,7 +190,7 @@ class CpuDevice:
     def observed(self) -> Iterator[None]:
         """See `Device.observed`: follow every allocation while the context is open."""
         before = self.allocated_bytes() or 0
-        watch = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        watch = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         try:
             with watch:
                 yield

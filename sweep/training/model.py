@@ -81,7 +81,7 @@ def build_base(
         model = build(key, spec=spec, device=device)
         model.config.use_cache = False
         if key.upcast_fp32:
-            prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+            _upcast(model)
         model.requires_grad_(False)
         model.train()
         undo.enter_context(_kernels(model, key.kernels))
@@ -161,6 +161,22 @@ def _mark_quantized(model: PreTrainedModel, quantization: BitsAndBytesConfig) ->
     for name, value in marks.items():
         setattr(model, name, value)
     model.config.quantization_config = quantization
+
+
+def _upcast(model: PreTrainedModel) -> None:
+    """Put norms, embeddings, biases and head in fp32, and leave the frozen matrices as they are.
+
+    PEFT's function does that for a 4-bit base; on a 16-bit one it would widen the matrices too.
+    """
+    if getattr(model, "is_loaded_in_4bit", False):
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        return
+    kept = set(get_keys_to_not_convert(model))
+    for name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            is_matrix = isinstance(module, torch.nn.Linear) and parameter_name == "weight"
+            if not is_matrix or name in kept:
+                parameter.data = parameter.data.to(torch.float32)
 
 
 def _quantize_random(module: bnb.nn.Linear4bit, *, key: BaseKey, device: torch.device) -> None:

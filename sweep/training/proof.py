@@ -95,13 +95,13 @@ def _is_from_liger(function: object) -> bool:
 
 
 def _optimizer(config: TrialConfig, loop: TrainingLoop) -> Ineffective | None:
-    """8-bit states are bytes, but for tensors under 4,096 elements, which bitsandbytes keeps in 32 bits."""
-    if not config.optimizer.endswith("8bit"):
-        return None
-    states = [s["state1"] for s in loop.optimizer.state.values() if "state1" in s]
-    large = [state for state in states if state.numel() >= 4096]
-    if large and all(state.dtype != torch.uint8 for state in large):
-        return Ineffective(knob="optimizer", detail="no state is in 8 bits")
+    """8-bit states are bytes, but for tensors under 4,096 elements, which stay in 32 bits."""
+    states = [s for p, s in loop.optimizer.state.items() if p.numel() >= 4096]
+    is_8bit = any(getattr(s.get("state1"), "dtype", None) == torch.uint8 for s in states)
+    if states and is_8bit != config.optimizer.endswith("8bit"):
+        return Ineffective(
+            knob="optimizer", detail=f"its state is {'' if is_8bit else 'not '}8-bit"
+        )
     return None
 
 

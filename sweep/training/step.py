@@ -88,11 +88,6 @@ class TrainingLoop:
             self.optimizer.zero_grad()
         return float(loss.detach())
 
-    def close(self) -> None:
-        """Forget everything accelerate keeps of this loop."""
-        self._accelerator.free_memory()
-        self._batches = iter(())
-
 
 def is_finite(loss: float) -> bool:
     """Whether a loss is a number."""

@@ -110,10 +110,7 @@ class Trial:
         vocab_size = int(self.base.model.get_input_embeddings().num_embeddings)
         loop = TrainingLoop(attachment, self.config, vocab_size=vocab_size, seed=self.seed)
         self._loop = loop
-        try:
-            return self._warm_up(attachment, loop) or self._measure(attachment, loop)
-        finally:
-            loop.close()
+        return self._warm_up(attachment, loop) or self._measure(attachment, loop)
 
     def _warm_up(self, attachment: Attached, loop: TrainingLoop) -> Outcome | None:
         """Do the steps that are not the steady rate; return an outcome only where they end the trial."""

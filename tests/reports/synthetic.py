@@ -35,6 +35,7 @@ from storage.records import (
 BUDGET_BYTES = int(21.5 * GIB)
 BASELINE = TrialConfig(micro_batch_size=8)
 START = datetime(2025, 3, 1, 9, 30, tzinfo=UTC)
+HOSTILE = "</script><img src=x onerror=alert(1)>{{ 7*7 }}'\"&%{x}\u2028"
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "micro_batch_size": (1, 2, 4, 6, 8, 10, 12, 16, 24, 32),
     "seq_len": (512, 1024, 2048),
@@ -44,13 +45,13 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def definition(*, space_name: str = "a10", **target: Any) -> StudyDefinition:
+def definition(**target: Any) -> StudyDefinition:
     """Return a study's definition: Mistral 7B on an A10 that an H200 stands in for."""
     values: dict[str, Any] = {"gpu": "a10", "device": "cuda", "budget_bytes": BUDGET_BYTES}
     values |= {"emulated_on": "NVIDIA H200"} | target
     return StudyDefinition(
         space=SearchSpace(
-            name=space_name,
+            name="a10",
             gpu="a10",
             dimensions={name: Choices(choices=values) for name, values in DIMENSIONS.items()},
             fixed={"lora_rank": 16, "target_modules": "attention"},
@@ -68,7 +69,11 @@ def snapshot(records: Iterable[TrialRecord] = (), **values: Any) -> StudySnapsho
         "name": "a10-mistral",
         "definition": definition(),
         "environment": {
-            "gpu": {"name": "NVIDIA H200", "memory_bytes": 150_120_000_000, "driver": "570.86.15"},
+            "device": "cuda",
+            "gpu": "NVIDIA H200",
+            "driver": "570.86.15",
+            "python": "3.11.9",
+            "cores": 16,
             "versions": {"torch": "2.13.0", "transformers": "5.17.0", "bitsandbytes": "0.50.2"},
             "commit": "4f2c1d9",
         },
@@ -140,6 +145,27 @@ def one_of_each() -> tuple[TrialRecord, ...]:
     return tuple(
         record(n, outcome, config, is_baseline=n == 0)
         for n, (outcome, config) in enumerate(zip(outcomes, configs, strict=True))
+    )
+
+
+def hostile_study() -> StudySnapshot:
+    """Return a study in which every text that people choose tries to break out of the page."""
+    modules = TrialConfig(target_modules=(HOSTILE, "q_proj"))
+    about = definition(gpu=HOSTILE, emulated_on=HOSTILE)
+    # The name is set past its validation, which a damaged database does not respect either.
+    space = about.space.model_copy(update={"name": HOSTILE})
+    model = {**about.model, "name": HOSTILE}
+    return snapshot(
+        [
+            fits(0, 8_000.0),
+            fits(1, 9_000.0, modules, flags=(HOSTILE,)),
+            record(2, Crashed(phase="build", detail=HOSTILE)),
+            record(3, Invalid(rule=HOSTILE, detail=HOSTILE), modules, started_at=HOSTILE),
+        ],
+        name=HOSTILE,
+        definition=about.model_copy(update={"space": space, "model": model}),
+        environment={"gpu": HOSTILE, HOSTILE: {HOSTILE: [HOSTILE]}},
+        warnings=(HOSTILE,),
     )
 
 

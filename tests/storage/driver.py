@@ -1,4 +1,4 @@
-"""A driver in a process of its own, that tells what it did on stdout and can be made to die at one moment.
+"""A driver in a process of its own, that says what it did and can be made to die at one moment.
 
 Run as ``python -m tests.storage.driver URL HOME STUDY MOMENT TRIALS``.
 """
@@ -40,8 +40,12 @@ def start(
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
-def die() -> None:
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()
+
+
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -62,7 +66,7 @@ def drive(url: str, home: Path, name: str, moment: str, trials: int) -> None:
     kind = DiesWhileTelling if moment == "telling" else optuna.samplers.RandomSampler
     changes: dict[str, Any] = {"sampler": kind(seed=0), "name": name}
     with open_it(url, home, **changes) as study:
-        print("opened", flush=True)
+        say("opened")
         study.recover()
         if moment == "queued":
             study.study.enqueue_trial({"micro_batch_size": 8})
@@ -74,7 +78,7 @@ def drive(url: str, home: Path, name: str, moment: str, trials: int) -> None:
             batch, speed = trial.params["micro_batch_size"], 1000.0 + trial.number
             record = a_record(trial.number, fits(speed), batch=batch)
             study.begin(trial, record.config, "2025-01-01T00:00:00+00:00")
-            print("begun", trial.number, batch, flush=True)
+            say("begun", trial.number)
             if moment == "begun":
                 die()
             if moment == "spooled":
@@ -82,7 +86,7 @@ def drive(url: str, home: Path, name: str, moment: str, trials: int) -> None:
                 Spool(home / name / "spool.jsonl", identity).append(record, cost=None)
                 die()
             study.tell(trial, record)
-            print("told", trial.number, speed, flush=True)
+            say("told", trial.number, speed)
             if moment == "told":
                 die()
         if moment == "wait":

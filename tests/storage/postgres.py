@@ -1,4 +1,4 @@
-"""A throw-away PostgreSQL cluster on the loopback interface, for tests that need the real server."""
+"""A throw-away PostgreSQL cluster on the loopback interface, for tests that need a real server."""
 
 from __future__ import annotations
 

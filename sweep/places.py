@@ -1,0 +1,41 @@
+"""Owns where things are kept: the directory of studies, the default database, a study's files.
+
+Knows nothing of what is in them. Reads the environment variables ``SWEEP_HOME`` and
+``XDG_CACHE_HOME``; creates nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def runs_directory() -> Path:
+    """Return the directory of all studies' files: ``runs``, under ``SWEEP_HOME`` where set."""
+    return Path(os.environ.get("SWEEP_HOME") or ".").expanduser() / "runs"
+
+
+def default_storage() -> str:
+    """Return the URL of the database that is used where none is named."""
+    return f"sqlite:///{runs_directory() / 'sweep.db'}"
+
+
+def report_path(study: str) -> Path:
+    """Return where a study's report is written."""
+    return runs_directory() / study / "report.html"
+
+
+def worker_log_path(study: str) -> Path:
+    """Return where the output of a study's workers goes."""
+    return runs_directory() / study / "worker.log"
+
+
+def crash_log_directory() -> Path:
+    """Return where tracebacks of our own mistakes go."""
+    return runs_directory() / "crashes"
+
+
+def cache_directory() -> Path:
+    """Return where what can be worked out again is kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "qlora-sweep"

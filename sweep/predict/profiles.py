@@ -1,0 +1,209 @@
+"""Owns what is known of a structure's memory, and where it comes from: memory, disk, or the tracing child.
+
+A structure is what of a configuration decides which tensors exist; batch, length, rank and number of steps only scale
+them. Knows nothing of predictions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from search_spaces.config import TargetModules, TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.models import ModelSpec
+from sweep.predict.polynomials import Polynomial
+
+Account = dict[str, Polynomial]
+"""Polynomial by what the bytes are for; ``activations 2`` is added once for each layer that layer 2 stands for."""
+
+_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
+_TRACED_BY = ("tracing/*.py", "trace.py", "../training/model.py", "../training/adapters.py")
+
+
+class Untraceable(InputError):
+    """The model's code cannot be walked without data; the message names the module and why."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What of a configuration decides which tensors exist."""
+
+    compute_dtype: str
+    is_quantized: bool
+    double_quant: bool
+    upcast_fp32: bool
+    kernels: str
+    attention: str
+    target_modules: TargetModules
+    has_dropout: bool
+    is_checkpointed: bool
+    """Whether every decoder layer is recomputed, or none; what lies between is put together from both."""
+    is_long: bool = False
+    """Whether the sequence passes the attention window, so that a mask has to exist."""
+
+    @classmethod
+    def of(cls, config: TrialConfig, *, is_checkpointed: bool, is_long: bool = False) -> Structure:
+        """Return a configuration's structure, with all layers recomputed or none."""
+        is_quantized = config.quantization != "none"
+        return cls(
+            compute_dtype=config.compute_dtype,
+            is_quantized=is_quantized,
+            double_quant=is_quantized and config.double_quant,
+            upcast_fp32=config.upcast_fp32,
+            kernels=config.kernels,
+            attention=config.attention,
+            target_modules=config.target_modules,
+            has_dropout=config.lora_dropout > 0,
+            is_checkpointed=is_checkpointed,
+            is_long=is_long,
+        )
+
+    def to_config(self) -> TrialConfig:
+        """Return a configuration that has this structure."""
+        return TrialConfig(
+            compute_dtype=self.compute_dtype,  # type: ignore[arg-type]
+            quantization="nf4" if self.is_quantized else "none",
+            double_quant=self.double_quant,
+            upcast_fp32=self.upcast_fp32,
+            kernels=self.kernels,  # type: ignore[arg-type]
+            attention=self.attention,  # type: ignore[arg-type]
+            target_modules=self.target_modules,
+            lora_dropout=0.1 if self.has_dropout else 0.0,
+            checkpoint_fraction=1.0 if self.is_checkpointed else 0.0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Structure:
+        """Read what `to_json` wrote."""
+        targets = values["target_modules"]
+        return cls(
+            **{**values, "target_modules": tuple(targets) if isinstance(targets, list) else targets}
+        )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a training step: how much it leaves behind, and how high it can rise on the way."""
+
+    kept: Account
+    humps: tuple[Account, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A structure's memory over one step, for every batch, length and rank."""
+
+    positions: tuple[int, ...]
+    """For each decoder layer, the traced layer that stands for it."""
+    weights: tuple[tuple[int, int], ...]
+    """(bytes, count) of the frozen tensors."""
+    adapters: tuple[tuple[int, int], ...]
+    """(elements for each unit of rank, count) of the trained tensors."""
+    segments: dict[str, Segment]
+    """``embed``, ``forward 0``..., ``head``, ``head_backward``, ``backward 0``..., by traced layer."""
+    window: int | None
+    """Length from which the structure is another one; None where there is none."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Profile:
+        """Read what the tracing child writes."""
+        return cls(
+            positions=tuple(values["positions"]),
+            weights=tuple((size, count) for size, count in values["weights"]),
+            adapters=tuple((size, count) for size, count in values["adapters"]),
+            segments={
+                name: Segment(kept=segment["kept"], humps=tuple(segment["humps"]))
+                for name, segment in values["segments"].items()
+            },
+            window=values["window"],
+        )
+
+
+class Tracer(Protocol):
+    """Traces structures of a model. Real: `sweep.predict.child.TracingChild`."""
+
+    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
+        """Return the structure's profile as JSON values.
+
+        Raises:
+            Untraceable: the model's code cannot be walked.
+            InputError: the model's config cannot be built.
+            EnvironmentFault: the child does not answer.
+        """
+        ...
+
+
+class ProfileStore:
+    """Profiles of one model's structures, each traced at most once on this machine.
+
+    Args:
+        model: whose structures.
+        cache_dir: where profiles are kept, by model, structure and the versions of what was traced.
+        tracer: asked for what is not there.
+    """
+
+    def __init__(self, model: ModelSpec, *, cache_dir: Path, tracer: Tracer) -> None:
+        self._model = model
+        self._cache_dir = cache_dir
+        self._tracer = tracer
+        self._profiles: dict[Structure, Profile] = {}
+
+    def get(self, structure: Structure) -> Profile:
+        """Return a structure's profile. Raises what `Tracer.trace` raises."""
+        if structure not in self._profiles:
+            self._profiles[structure] = Profile.from_json(self._read_or_trace(structure))
+        return self._profiles[structure]
+
+    def _read_or_trace(self, structure: Structure) -> dict[str, Any]:
+        path = self._cache_dir / f"{self._digest(structure)}.json"
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            values = self._tracer.trace(self._model, structure)
+        _write(path, values)
+        return values
+
+    def _digest(self, structure: Structure) -> str:
+        parts = [self._model.fingerprint, structure.to_json(), tracing_fingerprint()]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    """Keep a profile; a cache that cannot be written costs time only."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(values), encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+
+
+@cache
+def tracing_fingerprint() -> str:
+    """Return a digest of the libraries' versions and of the code that traces them."""
+    digest = hashlib.sha256("".join(map(_version, _LIBRARIES)).encode())
+    here = Path(__file__).parent
+    for pattern in _TRACED_BY:
+        for path in sorted(here.glob(pattern)) if "*" in pattern else [here / pattern]:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(library: str) -> str:
+    try:
+        return f"{library} {version(library)};"
+    except PackageNotFoundError:
+        return f"{library};"

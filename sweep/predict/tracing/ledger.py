@@ -1,0 +1,88 @@
+"""Owns counting: the birth and death of every tensor storage while real model code runs on tensors without data.
+
+Knows nothing of models. A storage is born when an operator returns it and dies when nothing refers to it any more,
+exactly as on a device; what a kernel takes and gives back inside one operator is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Event:
+    """A storage was born (``is_birth``) or died."""
+
+    storage: int
+    is_birth: bool
+
+
+class Ledger(TorchDispatchMode):
+    """Counts storages while it is entered.
+
+    Attributes:
+        events: births and deaths in order.
+        sizes: bytes of each storage, by its number.
+        marks: name and position in ``events`` of each boundary that `mark` set.
+    """
+
+    def __init__(self, *, ignored: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.sizes: list[int] = []
+        self.marks: list[tuple[str, int]] = []
+        self._live: dict[int, int] = {t.untyped_storage()._cdata: -1 for t in ignored}
+        self._watches: dict[int, weakref.ref[Any]] = {}
+        self._next_mark: str | None = None
+
+    def mark(self, name: str) -> None:
+        """Set a boundary: what happens from here on belongs to ``name``."""
+        self.marks.append((name, len(self.events)))
+
+    def mark_next(self, name: str) -> None:
+        """Set a boundary at the next operator: what dies before it belongs to what went before."""
+        self._next_mark = name
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of a tensor's storage; None where it is not counted."""
+        number = self._live.get(tensor.untyped_storage()._cdata, -1)
+        return None if number < 0 else number
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and note the storages that it returned."""
+        if self._next_mark is not None:
+            self.mark(self._next_mark)
+            self._next_mark = None
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.Tensor):
+                self._note(value)
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        number = len(self.sizes)
+        self.sizes.append(storage.nbytes())
+        self.events.append(Event(number, True))
+
+        def died(_: object) -> None:
+            del self._live[key], self._watches[number]
+            self.events.append(Event(number, False))
+
+        self._live[key] = number
+        self._watches[number] = weakref.ref(storage, died)

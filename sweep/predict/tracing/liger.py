@@ -1,0 +1,183 @@
+"""Owns stand-ins of Liger's kernels, which cannot be traced: they are Triton programs.
+
+What is copied from liger-kernel 0.8.5 is what each kernel keeps, takes and returns:
+
+- fused linear cross-entropy computes the gradient of the hidden states in the forward pass, chunk by chunk, and keeps
+  only that; a chunk's logits become their own gradient in place. Where the hidden states, the head and autocast agree
+  on the type, one buffer of chunk x vocabulary serves all chunks; otherwise each product casts the whole head.
+- RMSNorm keeps its input and one fp32 a row, and writes the input's gradient over the output's (except on the
+  architectures where Liger itself does not).
+- SwiGLU (and GeGLU) keeps gate and up, recomputes the activation, and writes both gradients over them.
+- RoPE rotates q and k in place, in both directions.
+
+Which modules Liger patches is copied as a rule rather than as its list of architectures: norms by the name of their
+class, feed-forward blocks by the names of their layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+
+_NORM_WRITES_ANEW = frozenset(
+    {
+        "exaone4",
+        "gemma2",
+        "gemma3_text",
+        "gemma4_text",
+        "glm4",
+        "olmo2",
+        "olmo3",
+        "qwen3_next",
+    }
+)
+"""Model types whose norms Liger patches with ``in_place=False``."""
+_IGNORED_LABEL = -100
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, chunk: int
+    ) -> torch.Tensor:
+        grad = torch.zeros_like(hidden)
+        losses = torch.zeros(len(hidden), dtype=torch.float32, device="meta")
+        is_counted = labels != _IGNORED_LABEL
+        if hidden.dtype == head.dtype == _autocast_dtype(hidden):
+            logits = hidden.new_empty(chunk, len(head))
+            torch.mm(hidden[:chunk], head.t(), out=logits)
+            torch.mm(logits, head, out=grad[:chunk])
+        else:
+            logits = hidden[:chunk] @ head.t()
+            grad[:chunk] = logits @ head
+        del logits, is_counted
+        ctx.save_for_backward(grad)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return ctx.saved_tensors[0], None, None, None
+
+
+def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the type that autocast would compute in; the tensor's own where autocast is off."""
+    if torch.is_autocast_enabled("cuda"):
+        return torch.get_autocast_dtype("cuda")
+    return tensor.dtype
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, is_in_place: bool
+    ) -> torch.Tensor:
+        hidden = hidden.contiguous()
+        rows = hidden.numel() // hidden.shape[-1]
+        scales = torch.empty(rows, dtype=torch.float32, device="meta")
+        ctx.save_for_backward(hidden, weight, scales)
+        ctx.is_in_place = is_in_place
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        grad = grads[0].contiguous()
+        return (grad if ctx.is_in_place else torch.zeros_like(grad)), None, None
+
+
+class _GatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        grads[0].contiguous()
+        return ctx.saved_tensors
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos.contiguous(), sin.contiguous())
+        return _by_token(q), _by_token(k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _by_token(grads[0]), _by_token(grads[1]), None, None
+
+
+def _by_token(heads: torch.Tensor) -> torch.Tensor:
+    """Return (batch, heads, length, size) laid out by token underneath: a copy only where it is not yet."""
+    return heads.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _rotate(q: Any, k: Any, cos: Any, sin: Any, *_: Any, **__: Any) -> Any:
+    return _Rotation.apply(q, k, cos, sin)
+
+
+@contextlib.contextmanager
+def patched(model: Any, kernels: str, *, chunk_tokens: int) -> Iterator[None]:
+    """Put the stand-ins where Liger puts its kernels: the loss for ``fused-loss``, all of them for ``liger``.
+
+    Args:
+        model: a causal language model; it stays patched.
+        kernels: ``hf`` patches nothing.
+        chunk_tokens: what stands for the rows of a chunk of the loss.
+    """
+    module = sys.modules[type(model).__module__]
+    original = dict(vars(module))
+    if kernels != "hf":
+        _patch_loss(model, chunk_tokens)
+    if kernels == "liger":
+        _patch_layers(model)
+        if hasattr(module, "apply_rotary_pos_emb"):
+            vars(module)["apply_rotary_pos_emb"] = _rotate
+    try:
+        yield
+    finally:
+        vars(module).update(original)
+
+
+def _patch_loss(model: Any, chunk_tokens: int) -> None:
+    head = model.get_output_embeddings()
+    # The head is never called: the loss takes its weight. Softcapping happens in the kernel.
+    head.forward = lambda hidden: hidden
+    model.config.final_logit_softcapping = None
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        shifted = functional.pad(labels, (0, 1), value=_IGNORED_LABEL)[..., 1:].contiguous()
+        hidden = logits.view(-1, logits.shape[-1])
+        return _FusedLoss.apply(hidden, head.weight, shifted.view(-1), chunk_tokens)
+
+    model.loss_function = loss
+
+
+def _patch_layers(model: Any) -> None:
+    is_in_place = model.config.model_type not in _NORM_WRITES_ANEW
+
+    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return _Norm.apply(hidden, self.weight, is_in_place)
+
+    def gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(_GatedProduct.apply(self.gate_proj(x), self.up_proj(x)))
+
+    def fused_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(_GatedProduct.apply(*self.gate_up_proj(x).chunk(2, dim=-1)))
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(norm, module)
+        elif hasattr(module, "gate_proj") and hasattr(module, "up_proj"):
+            module.forward = MethodType(gated, module)
+        elif hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
+            module.forward = MethodType(fused_gated, module)

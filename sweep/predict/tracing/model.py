@@ -1,0 +1,165 @@
+"""Owns the model that is traced: the real one's modules on the meta device, with as few decoder layers as tell all.
+
+The base is built by the same functions as the one that trains (`sweep.training.model`), so that there is one truth.
+Knows nothing of tracing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoConfig, PreTrainedModel
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelSpec
+from sweep.predict.tracing.fourbit import Linear4bit
+from sweep.training.adapters import target_modules
+from sweep.training.model import BaseKey, decoder_layers, skeleton
+
+_DYNAMIC_ROPES = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings that read the positions' values; their tensors have the default's shapes."""
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A model cut down to the decoder layers that differ."""
+
+    spec: ModelSpec
+    """The model with the chosen layers only."""
+    positions: tuple[int, ...]
+    """For each layer of the whole model, the layer of the excerpt that stands for it."""
+    dimensions: tuple[int, ...]
+    """Every whole number in the config."""
+    longest: int | None
+    """Positions that the model knows; None where the config does not say."""
+    window: int | None
+    """Shortest window of its attention; None where it sees everything."""
+
+
+@dataclass
+class Traceable:
+    """A frozen base with adapters, ready for one step."""
+
+    base: PreTrainedModel
+    model: PeftModel
+    layers: list[torch.nn.Module]
+
+    def adapters(self) -> list[torch.nn.Parameter]:
+        """Return the trained parameters."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def excerpt(spec: ModelSpec) -> Excerpt:
+    """Choose the first layer, the last, and between them one of each kind.
+
+    The first differs because nothing before it is trained; kinds are told apart by the per-layer lists of the config.
+
+    Raises:
+        ValueError, KeyError, TypeError: transformers cannot read the config.
+    """
+    config = AutoConfig.for_model(spec.model_type, **_without_type(spec.config))
+    values, count = config.to_dict(), int(config.num_hidden_layers)
+    lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count}
+    kinds = [repr([column[i] for column in lists.values()]) for i in range(count)]
+    first_of = {kind: i for i, kind in reversed(list(enumerate(kinds[1:-1], 1)))}
+    chosen = sorted({0, count - 1, *first_of.values()})
+    stands_for = [chosen.index(first_of[kind]) for kind in kinds[1:-1]]
+    ends = [0, len(chosen) - 1] if count > 1 else [0]
+    name = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    reduced = {k: [column[i] for i in chosen] for k, column in lists.items()}
+    reduced |= {name: len(chosen), **_plain_rope(values)}
+    return Excerpt(
+        spec=dataclasses.replace(spec, config={**spec.config, **reduced}),
+        positions=(*ends[:1], *stands_for, *ends[1:]),
+        dimensions=tuple(_whole_numbers(values)),
+        longest=getattr(config, "max_position_embeddings", None),
+        window=_window(values),
+    )
+
+
+def _without_type(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "model_type"}
+
+
+def _plain_rope(values: dict[str, Any]) -> dict[str, Any]:
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict) or rope.get("rope_type") not in _DYNAMIC_ROPES:
+        return {}
+    return {"rope_parameters": {**rope, "rope_type": "default"}, "rope_scaling": None}
+
+
+def _window(values: dict[str, Any]) -> int | None:
+    windows = [values.get("sliding_window"), values.get("attention_chunk_size")]
+    return min((w for w in windows if isinstance(w, int) and w > 0), default=None)
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _whole_numbers(item)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
+
+
+def build_base(config: TrialConfig, spec: ModelSpec) -> PreTrainedModel:
+    """Return the frozen base, as `sweep.training.model.build_base` prepares it but for the kernels."""
+    # flash-attn's own kernel keeps what torch's flash attention keeps, and need not be installed here.
+    attention = "eager" if config.attention == "eager" else "sdpa"
+    key = dataclasses.replace(BaseKey.of(config), attention=attention)
+    model = skeleton(key, spec=spec)
+    model.config.use_cache = False
+    with torch.device("meta"):
+        if key.upcast_fp32:
+            prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model.requires_grad_(False)
+    return model.train()
+
+
+def attach(base: PreTrainedModel, config: TrialConfig, *, rank: int) -> Traceable:
+    """Put adapters of the given rank on the configuration's target modules.
+
+    Raises:
+        InputError: the architecture has no such modules.
+    """
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_dropout=config.lora_dropout,
+        target_modules=target_modules(base, config),
+        init_lora_weights=False,
+    )
+    layers = decoder_layers(base)
+    with torch.device("meta"):
+        model = get_peft_model(base, lora)
+    return Traceable(base=base, model=model.train(), layers=layers)
+
+
+def weight_blocks(base: PreTrainedModel, positions: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (bytes, count) of the tensors of the whole frozen model, repeated layers counted."""
+    repeats = Counter(positions)
+    layers = decoder_layers(base)
+    times = {id(m): repeats[i] for i, layer in enumerate(layers) for m in layer.modules()}
+    blocks: Counter[int] = Counter()
+    seen: set[int] = set()
+    for module in base.modules():
+        for size in _own_tensor_bytes(module, seen):
+            blocks[size] += times.get(id(module), 1)
+    return sorted(blocks.items())
+
+
+def _own_tensor_bytes(module: torch.nn.Module, seen: set[int]) -> Iterator[int]:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            yield storage.nbytes()
+    if isinstance(module, Linear4bit):
+        yield from module.constant_bytes()

@@ -1,0 +1,85 @@
+"""Owns reducing a walk's births and deaths to a few polynomials a segment: what it keeps, and how high it can rise.
+
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from sweep.predict.polynomials import Polynomial, add_to, is_covered
+from sweep.predict.tracing.ledger import Event, Ledger
+from sweep.predict.tracing.symbols import Symbols
+
+Account = dict[str, Polynomial]
+"""Polynomial by what the bytes are for: ``activations``, ``gradients`` or ``loss``.
+
+In the segments that happen once, ``activations 2`` is what each layer that the traced layer 2 stands for adds.
+"""
+
+_ONCE = ("embed", "head", "head_backward")
+_LOSS = ("head", "head_backward")
+
+
+def segments(ledger: Ledger, symbols: Symbols, *, gradients: frozenset[int]) -> dict[str, Any]:
+    """Return each marked segment's ``kept`` account and its ``humps``, relative to where it begins.
+
+    Args:
+        ledger: what was counted; everything before the first mark is left out.
+        symbols: what the sizes were traced with.
+        gradients: numbers of the storages that ended as gradients of the adapters.
+    """
+    polynomials = [symbols.polynomial(size) for size in ledger.sizes]
+    bounds = [*(start for _, start in ledger.marks), len(ledger.events)]
+    births: dict[int, str] = {}
+    result = {}
+    for (name, _), (start, end) in zip(ledger.marks, itertools.pairwise(bounds), strict=True):
+        entries = []
+        for event in ledger.events[start:end]:
+            birth = births.setdefault(event.storage, name)
+            purpose = "gradients" if event.storage in gradients else _purpose(birth)
+            entries.append((_repeated(purpose, birth, name), event))
+        result[name] = _segment(entries, polynomials)
+    return result
+
+
+def _purpose(birth: str) -> str:
+    return "loss" if birth in _LOSS else "activations"
+
+
+def _repeated(purpose: str, birth: str, name: str) -> str:
+    """Return the account's key for a death in segment ``name`` of what was born in segment ``birth``."""
+    kind, _, layer = birth.partition(" ")
+    return f"{purpose} {layer}" if name in _ONCE and kind not in _ONCE else purpose
+
+
+def _segment(entries: list[tuple[str, Event]], polynomials: list[Polynomial]) -> dict[str, Any]:
+    running: Account = {}
+    humps: list[Account] = []
+    for (key, event), following in itertools.zip_longest(entries, entries[1:]):
+        add_to(running.setdefault(key, {}), polynomials[event.storage], 1 if event.is_birth else -1)
+        if event.is_birth and (following is None or not following[1].is_birth):
+            humps.append({purpose: dict(part) for purpose, part in running.items()})
+    return {"kept": running, "humps": _highest(humps)}
+
+
+def _highest(humps: list[Account]) -> list[Account]:
+    """Return the humps that no other one covers at every batch, length, rank and number of layers."""
+    totals = [_total(hump) for hump in humps]
+    kept: list[int] = []
+    for index, total in enumerate(totals):
+        if any(is_covered(total, totals[other]) for other in kept):
+            continue
+        kept = [other for other in kept if not is_covered(totals[other], total)]
+        kept.append(index)
+    return [humps[index] for index in kept]
+
+
+def _total(account: Account) -> Polynomial:
+    """Return the sum of an account, with the repetition by layer kept apart as if it were a symbol."""
+    total: Polynomial = {}
+    for purpose, part in account.items():
+        layer = purpose.partition(" ")[2]
+        add_to(total, {monomial + layer: coefficient for monomial, coefficient in part.items()})
+    return total

@@ -1,0 +1,79 @@
+"""Owns the trick that makes one trace hold for every batch, length and rank: sizes that are large primes.
+
+A tensor's bytes are a product of the model's own dimensions, which are small and smooth, and of powers of the
+symbols' primes; so factoring a number of bytes gives its polynomial back. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from sweep.predict.polynomials import Polynomial
+
+_BLOCK_BYTES = 512
+"""The caching allocator's granularity; what depends on no symbol is rounded to it here."""
+_SMALLEST = 101
+_LARGEST = 20011
+_NEIGHBOURS = (1, -1)
+"""A shifted or padded sequence has one token more or less."""
+
+
+class Symbols:
+    """A prime for each symbol.
+
+    Args:
+        dimensions: the model's own sizes, which must not hide a symbol's prime.
+        longest: length that the traced sequence must not exceed; None where any will do.
+        longer_than: length that the traced sequence must exceed.
+    """
+
+    def __init__(
+        self, dimensions: Iterable[int], *, longest: int | None = None, longer_than: int = 0
+    ) -> None:
+        sizes = {abs(size) for size in dimensions if size}
+        usable = [p for p in _primes() if not any(size % p == 0 for size in sizes)]
+        top = min(longest or _LARGEST, _LARGEST)
+        lengths = [p for p in usable if longer_than < p <= top]
+        if not lengths:
+            raise ValueError(f"no traceable length above {longer_than} and up to {top}")
+        self.s = lengths[-1] if longer_than == 0 else lengths[0]
+        others = [p for p in reversed(usable) if p != self.s]
+        self.b, self.r, self.c, self.p = others[:4]
+        self._known: dict[int, Polynomial] = {}
+
+    @cached_property
+    def primes(self) -> dict[str, int]:
+        """The prime of each symbol, in the order that monomials are written in."""
+        return {"b": self.b, "c": self.c, "p": self.p, "r": self.r, "s": self.s}
+
+    def polynomial(self, size: int) -> Polynomial:
+        """Return the polynomial of a number of bytes that was observed while the symbols had these values."""
+        if size not in self._known:
+            self._known[size] = self._factor(size)
+        return self._known[size]
+
+    def _factor(self, size: int) -> Polynomial:
+        if size == 0:
+            return {}
+        monomial = ""
+        for symbol, prime in self.primes.items():
+            while size % prime == 0:
+                size //= prime
+                monomial += symbol
+        for step in _NEIGHBOURS:
+            if size % (self.s + step) == 0:
+                per_token = size // (self.s + step)
+                longer = "".join(sorted(monomial + "s"))
+                return {longer: per_token, monomial: step * per_token}
+        if not monomial:
+            size = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+        return {monomial: size}
+
+
+def _primes() -> list[int]:
+    sieve = bytearray([1]) * (_LARGEST + 1)
+    for number in range(2, int(_LARGEST**0.5) + 1):
+        if sieve[number]:
+            sieve[number * number :: number] = bytes(len(sieve[number * number :: number]))
+    return [number for number in range(_SMALLEST, _LARGEST + 1) if sieve[number]]

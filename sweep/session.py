@@ -1,0 +1,238 @@
+"""Owns one run of a study from what was typed to the last trial: settle what it is about, then drive.
+
+Knows nothing of options' spelling and prints nothing; who listens is handed in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+
+from search_spaces.checkpoints import check_weights
+from search_spaces.config import explain_validation
+from search_spaces.errors import InputError
+from search_spaces.gpus import GIB, match_product
+from search_spaces.linears import linear_shapes
+from search_spaces.loading import load_space
+from search_spaces.model_files import load_model_spec
+from search_spaces.models import ModelSpec
+from search_spaces.prices import load_prices
+from search_spaces.rules import violation
+from search_spaces.space import SearchSpace
+from storage.definition import StudyDefinition, Target
+from storage.environment import fingerprint
+from storage.records import Measurement
+from storage.studies import LeasedStudy, open_study
+from sweep.cards import Card
+from sweep.events import Listener, StopReason
+from sweep.interruption import Interruption
+from sweep.places import cache_directory, runs_directory, worker_log_path
+from sweep.predict.memory import MemoryPredictor
+from sweep.preflight import Preflight
+from sweep.samplers import make_sampler, quiet_optuna
+from sweep.speed_forecast import SpeedForecast
+from sweep.supervisor import SupervisedRunner
+from sweep.targets import resolve_target
+from sweep.tuner import tune
+
+Watch = Callable[[LeasedStudy, Interruption], AbstractContextManager[Listener]]
+"""Shows a study while it runs."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A study that is settled and checked, and not yet opened."""
+
+    name: str
+    definition: StudyDefinition
+    model: ModelSpec
+    compute_capability: tuple[int, int] | None
+
+    @property
+    def space(self) -> SearchSpace:
+        """What is searched."""
+        return self.definition.space
+
+    @property
+    def target(self) -> Target:
+        """What it is searched for."""
+        return self.definition.target
+
+
+def prepare(
+    space_name: str,
+    *,
+    overrides: Mapping[str, Any],
+    study: str | None,
+    card: Callable[[], Card | None],
+) -> Prepared:
+    """Settle what a run is about, before anything is opened or started.
+
+    Args:
+        space_name: a preset or a YAML file.
+        overrides: keys of the space with what was typed instead; None leaves the space's value.
+        study: its name; None derives one from the space and the overrides.
+        card: reads the card in this machine.
+
+    Raises:
+        InputError: something that was typed, written or named is not right.
+        EnvironmentFault: the card, or the network for a hub id, is not to be had.
+    """
+    given = {key: value for key, value in overrides.items() if value is not None}
+    space = _overridden(load_space(space_name), given)
+    model = load_model_spec(space.model)
+    if space.weights == "pretrained":
+        check_weights(model)
+    resolved = resolve_target(space, card() if space.gpu != "cpu" else None)
+    _check_budget(space, model, resolved.target)
+    definition = StudyDefinition(
+        space=space,
+        model=model.to_json(),
+        model_fingerprint=model.fingerprint,
+        target=resolved.target,
+    )
+    return Prepared(
+        name=study or default_study_name(space, given),
+        definition=definition,
+        model=model,
+        compute_capability=resolved.compute_capability,
+    )
+
+
+def default_study_name(space: SearchSpace, given: Mapping[str, Any]) -> str:
+    """Return the space's name, with the card and the model where those were typed."""
+    named = [str(given[key]) for key in ("gpu", "model") if key in given]
+    parts = [space.name, *(part for part in named if part != space.name)]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-")[:100]
+
+
+def drive(
+    prepared: Prepared, *, storage: str, watch: Watch, warn: Callable[[str], None]
+) -> StopReason:
+    """Create or resume the study and run it until it stops.
+
+    Args:
+        prepared: what `prepare` settled.
+        storage: URL of the database.
+        watch: shows the study while it runs.
+        warn: told of what works less well than it could.
+
+    Raises:
+        InputError: the storage's study of that name is about something else.
+        EnvironmentFault: database, device or disk is not to be had.
+    """
+    quiet_optuna()
+    space, target = prepared.space, prepared.target
+    cost_of = _cost_of(space, target)
+    preflight = _preflight(prepared, warn=warn)
+    sampler = make_sampler(
+        space.sampler,
+        space,
+        seed=space.seed,
+        refuses=lambda config: preflight.check(config) is not None,
+    )
+    study = open_study(
+        prepared.name,
+        url=storage,
+        definition=prepared.definition,
+        sampler=sampler,
+        environment=fingerprint(device=target.device),
+        home=runs_directory(),
+    )
+    runner = SupervisedRunner(
+        prepared.model,
+        target=target,
+        weights=space.weights,
+        log_path=worker_log_path(prepared.name),
+        seed=space.seed,
+    )
+    interruption = Interruption(cancel=runner.cancel)
+    with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
+        return tune(
+            study,
+            runner=runner,
+            preflight=preflight,
+            on_event=listener,
+            should_stop=interruption.is_requested,
+            cost_of=cost_of,
+        )
+
+
+def _overridden(space: SearchSpace, given: Mapping[str, Any]) -> SearchSpace:
+    try:
+        return SearchSpace.model_validate({**space.model_dump(), **given})
+    except ValidationError as error:
+        raise InputError(f"space '{space.name}': {explain_validation(error)}") from error
+
+
+def _check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
+    """Refuse a budget that cannot even hold the frozen weights, before minutes go into trying."""
+    least = least_weight_bytes(space, model)
+    if least is not None and least > target.budget_bytes:
+        raise InputError(
+            f"model '{model.name}' needs at least {least / GIB:.2f} GiB for its frozen weights and "
+            f"the budget of the {target.gpu} is {target.budget_bytes / GIB:.2f} GiB: name a smaller "
+            "model or a larger card"
+        )
+
+
+def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
+    """Return what the weights take at the very least; None where the architecture is not known.
+
+    Half a byte for each weight of a 4-bit linear layer, two for one that is not quantised, as
+    embeddings and head never are. Constants, norms and everything that trains come on top.
+    """
+    shapes = linear_shapes(model)
+    if shapes is None:
+        return None
+    dimension = space.dimensions.get("quantization")
+    kinds = dimension.values() if dimension else (space.fixed.get("quantization", "nf4"),)
+    halves = 4 if set(kinds or ()) == {"none"} else 1
+    linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
+    tables = 1 if model.config.get("tie_word_embeddings") else 2
+    return linears * halves // 2 + 2 * tables * model.vocab_size * model.hidden_size
+
+
+def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
+    target, model = prepared.target, prepared.model
+    host = match_product(target.emulated_on or target.gpu) if target.device == "cuda" else None
+    return Preflight(
+        model=model,
+        budget_bytes=target.budget_bytes,
+        violation=partial(
+            violation,
+            model=model,
+            compute_capability=prepared.compute_capability,
+            device=target.device,
+        ),
+        # What is predicted is a CUDA allocator's memory; a process on the CPU takes other amounts.
+        predictor=MemoryPredictor(model, cache_dir=cache_directory() / "memory")
+        if target.device == "cuda"
+        else None,
+        speed=SpeedForecast(model=model, gpu=host) if host is not None else None,
+        warn=warn,
+    )
+
+
+def _cost_of(space: SearchSpace, target: Target) -> Callable[[Measurement], float] | None:
+    """Return dollars per million tokens at the cheapest hour of the card, where it is searched for.
+
+    Raises:
+        InputError: cost is an objective and no price of the card is known.
+    """
+    if "cost" not in space.objectives:
+        return None
+    offers = load_prices().get(target.gpu)
+    if not offers:
+        raise InputError(
+            f"space '{space.name}': objectives: no price is known of the {target.gpu}, so its cost "
+            "cannot be searched for"
+        )
+    usd_per_second = offers[0].usd_per_hour / 3600
+    return lambda measurement: 1e6 * usd_per_second / measurement.tokens_per_second

@@ -1,0 +1,153 @@
+"""One suite over every runner: whatever runs configurations must keep these promises.
+
+A new runner is one more entry of `CASES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from search_spaces.model_files import load_model_spec
+from search_spaces.space import StepBudget
+from storage.definition import Target
+from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow
+from sweep.replay import ReplayRunner
+from sweep.runner import Progress, Runner
+from sweep.supervisor import SupervisedRunner
+from tests.sweep.simulated_device import train
+
+STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)
+SMALL = TrialConfig(micro_batch_size=2, seq_len=64, lora_rank=4, compute_dtype="fp32")
+PHASES = ["start", "build", "attach", "warmup", "measure", "detach"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A runner to hold to the contract, with what fits its budget and what does not."""
+
+    start: Callable[[Path], Runner]
+    fits: TrialConfig
+    too_large: TrialConfig
+
+
+def start_replay(_: Path) -> Runner:
+    return ReplayRunner(otherwise=train)
+
+
+def start_worker_on_cpu(directory: Path) -> Runner:
+    return SupervisedRunner(
+        load_model_spec("demo"),
+        target=Target(gpu="cpu", device="cpu", budget_bytes=GIB // 8),
+        weights="random",
+        log_path=directory / "worker.log",
+        seed=0,
+    )
+
+
+CASES = {
+    "replay": Case(start_replay, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})),
+    "worker-on-cpu": Case(
+        start_worker_on_cpu,
+        SMALL,
+        SMALL.model_copy(
+            update={"micro_batch_size": 16, "seq_len": 256, "checkpoint_fraction": 0.0}
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def runner(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    with case.start(tmp_path_factory.mktemp("runner")) as runner:
+        yield runner
+
+
+def measured(outcome: Outcome) -> Measured:
+    assert isinstance(outcome, Measured), outcome
+    return outcome
+
+
+def test_a_configuration_that_fits_is_measured(case: Case, runner: Runner) -> None:
+    measurement = measured(runner.run(case.fits, steps=STEPS)).measurement
+    low, high = measurement.step_seconds_ci95
+    assert low <= measurement.step_seconds <= high
+    assert STEPS.measured_min <= measurement.steps_measured
+    assert measurement.peak_allocated_bytes > 0
+    tokens = measurement.tokens_per_second * measurement.step_seconds
+    # The first token of a row has nothing before it to be predicted from, so it may not count.
+    assert 0.95 * case.fits.tokens_per_step <= tokens <= 1.01 * case.fits.tokens_per_step
+
+
+def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
+    case: Case, runner: Runner
+) -> None:
+    before = measured(runner.run(case.fits, steps=STEPS)).measurement
+    assert isinstance(runner.run(case.too_large, steps=STEPS), OutOfMemory)
+    after = measured(runner.run(case.fits, steps=STEPS)).measurement
+    assert after.peak_allocated_bytes == before.peak_allocated_bytes
+    assert after.trainable_parameters == before.trainable_parameters
+
+
+def test_signs_of_life_come_in_the_order_of_the_phases(case: Case, runner: Runner) -> None:
+    seen: list[Progress] = []
+
+    def watch(progress: Progress) -> bool:
+        seen.append(progress)
+        return False
+
+    runner.run(case.fits, steps=STEPS, observe=watch)
+    order = [PHASES.index(progress.phase) for progress in seen]
+    assert order == sorted(order)
+    steps = [progress.step for progress in seen if progress.phase == "measure"]
+    assert steps == sorted(steps)
+    assert any(progress.tokens_per_second_high is not None for progress in seen)
+
+
+def test_an_interval_comes_with_the_fewest_steps_that_give_one(case: Case, runner: Runner) -> None:
+    early: list[Progress] = []
+
+    def watch(progress: Progress) -> bool:
+        if progress.phase != "measure" or progress.step < STEPS.measured_min:
+            early.append(progress)
+        return False
+
+    runner.run(case.fits, steps=STEPS, observe=watch)
+    assert all(progress.tokens_per_second_high is None for progress in early)
+
+
+def test_an_observer_can_stop_a_trial_and_keeps_what_was_measured(
+    case: Case, runner: Runner
+) -> None:
+    steps = STEPS.model_copy(update={"measured_max": 1000, "relative_interval": 1e-9})
+    outcome = runner.run(
+        case.fits, steps=steps, observe=lambda p: p.tokens_per_second_high is not None
+    )
+    assert isinstance(outcome, PrunedSlow), outcome
+    assert outcome.measurement.steps_measured < 1000
+    assert outcome.measurement.tokens_per_second > 0
+
+
+def test_a_cancelled_trial_is_lost_and_the_next_one_runs(case: Case, runner: Runner) -> None:
+    def cancel(progress: Progress) -> bool:
+        runner.cancel()
+        return False
+
+    assert isinstance(runner.run(case.fits, steps=STEPS, observe=cancel), Lost)
+    measured(runner.run(case.fits, steps=STEPS))
+
+
+def test_closing_twice_is_closing_once(case: Case, tmp_path: Path) -> None:
+    runner = case.start(tmp_path)
+    runner.close()
+    runner.close()

@@ -1,0 +1,133 @@
+"""The tables say what the records say, in the words and units of the report."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from reports import tables
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from storage.records import Measured, OutOfMemory, PrunedSlow, Verdict
+from tests.reports.synthetic import (
+    BASELINE,
+    fits,
+    measurement,
+    one_of_each,
+    plausible_study,
+    record,
+    snapshot,
+)
+
+FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
+
+
+def test_the_fastest_configuration_is_first_with_its_numbers_in_words() -> None:
+    study = snapshot([fits(0, 8_000.0), fits(1, 16_000.0, FAST, peak_allocated_bytes=20 * GIB)])
+    first, second = tables.top_configurations(study)
+    assert (first.rank, first.number, second.rank, second.number) == (1, 1, 2, 0)
+    assert first.changes == "micro-batch 10, no checkpointing"
+    assert first.tokens_per_second == "16,000"
+    assert first.interval == "15,842–16,162"
+    assert (first.peak_allocated, first.peak_reserved) == ("20.00 GiB", "12.00 GiB")
+    assert first.budget_share == "93 %"
+    assert first.step_time == "0.256 s"
+    assert first.trainable_parameters == "13,631,488"
+    assert second.is_baseline
+    assert not first.is_baseline
+
+
+def test_a_configuration_that_cannot_be_told_from_the_winner_is_marked_as_tied() -> None:
+    study = snapshot(
+        [
+            fits(0, 8_000.0),
+            fits(1, 16_000.0, FAST),
+            fits(2, 15_900.0, FAST.model_copy(update={"seq_len": 1024})),
+        ]
+    )
+    assert [row.is_tied for row in tables.top_configurations(study)] == [True, True, False]
+
+
+def test_runners_up_leave_the_winner_out() -> None:
+    study = plausible_study()
+    top = tables.top_configurations(study)
+    assert tables.runners_up(study, limit=3) == top[1:4]
+
+
+def test_only_what_fits_is_ranked() -> None:
+    rows = tables.top_configurations(snapshot(one_of_each()))
+    assert [row.number for row in rows] == [0]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, 0.0, -1.0])
+def test_a_speed_that_is_not_a_finite_positive_number_is_never_ranked(broken: float) -> None:
+    study = snapshot([fits(0, 8_000.0), fits(1, broken, FAST)])
+    assert [row.number for row in tables.top_configurations(study)] == [0]
+
+
+def test_a_step_interval_that_is_not_finite_is_never_ranked() -> None:
+    study = snapshot([fits(0, 8_000.0), fits(1, 9_000.0, FAST, step_seconds_ci95=(0.0, math.inf))])
+    assert [row.number for row in tables.top_configurations(study)] == [0]
+
+
+def test_memory_that_is_not_known_is_a_dash() -> None:
+    study = snapshot([fits(0, 8_000.0, peak_reserved_bytes=None)])
+    assert tables.top_configurations(study)[0].peak_reserved == "–"
+
+
+def test_each_capacity_class_has_its_fastest_and_says_when_it_was_stopped_early() -> None:
+    wide = TrialConfig(micro_batch_size=8, lora_rank=64, target_modules="all-linear")
+    partial = PrunedSlow(measurement=measurement(4_000.0))
+    study = snapshot([fits(0, 8_000.0), fits(1, 9_000.0, FAST), record(2, partial, wide)])
+    narrow_row, wide_row = tables.class_rows(study)
+    assert (narrow_row.lora_rank, narrow_row.number) == ("16", 1)
+    assert narrow_row.tokens_per_second == "9,000"
+    assert (wide_row.lora_rank, wide_row.target_modules) == ("64", "all linear layers")
+    assert wide_row.tokens_per_second == "4,000 (stopped early)"
+
+
+def test_every_verdict_has_a_label_and_one_sentence() -> None:
+    rows = tables.verdict_rows(snapshot(one_of_each()))
+    assert [row.verdict for row in rows] == list(Verdict)
+    assert len({row.label for row in rows}) == len(Verdict)
+    assert all(row.meaning.endswith(".") and row.count == 1 for row in rows)
+
+
+def test_verdicts_that_did_not_occur_are_left_out() -> None:
+    study = snapshot([fits(0, 8_000.0), record(1, OutOfMemory(stage="forward"))])
+    rows = tables.verdict_rows(study)
+    assert [(row.verdict, row.count) for row in rows] == [(Verdict.FITS, 1), (Verdict.OOM, 1)]
+
+
+def test_the_configuration_is_listed_key_by_key_as_a_space_file_writes_it() -> None:
+    rows = {row.name: row.value for row in tables.configuration_rows(FAST)}
+    assert list(rows) == list(TrialConfig.model_fields)
+    assert rows["checkpoint_fraction"] == "0.0"
+    assert rows["upcast_fp32"] == "true"
+    assert rows["lora_alpha"] == "–"
+
+
+def test_the_environment_names_target_host_and_every_stored_version() -> None:
+    rows = {row.name: row.value for row in tables.environment_rows(snapshot())}
+    assert rows["target GPU"] == "a10"
+    assert rows["measured on"] == "NVIDIA H200"
+    assert rows["memory budget"] == "21.50 GiB"
+    assert rows["torch"] == "2.13.0"
+    assert rows["commit"] == "4f2c1d9"
+
+
+def test_a_retracted_fit_is_not_ranked() -> None:
+    study = snapshot(
+        [
+            fits(0, 8_000.0),
+            fits(1, 16_000.0, FAST),
+            record(2, OutOfMemory(stage="backward"), FAST),
+        ]
+    )
+    assert [row.number for row in tables.top_configurations(study)] == [0]
+
+
+def test_a_configuration_measured_twice_counts_once() -> None:
+    again = record(1, Measured(measurement=measurement(8_100.0)), BASELINE)
+    assert len(tables.top_configurations(snapshot([fits(0, 8_000.0), again]))) == 1

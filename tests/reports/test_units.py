@@ -1,0 +1,84 @@
+"""Numbers and configurations read the same wherever they are put into words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from reports import units
+from search_spaces.config import CONFIG_KEYS, TrialConfig
+from search_spaces.gpus import GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (units.gib(20.1 * GIB), "20.10 GiB"),
+        (units.gib(0), "0.00 GiB"),
+        (units.rate(16_800.4), "16,800"),
+        (units.rate(1_234_567.0), "1,234,567"),
+        (units.rate(42.34), "42.3"),
+        (units.short_rate(16_849.0), "16.8k"),
+        (units.short_rate(42.34), "42.3"),
+        (units.rate_interval((16_700.2, 16_900.0)), "16,700–16,900"),
+        (units.count(13_631_488), "13,631,488"),
+        (units.percent(0.934), "93 %"),
+        (units.factor(2.0949), "2.09x"),
+        (units.step_time(0.3051), "0.305 s"),
+        (units.step_time(12.34), "12.3 s"),
+        (units.step_time(0.01234), "12.3 ms"),
+        (units.duration(0.02), "0.0 s"),
+        (units.duration(59.94), "59.9 s"),
+        (units.duration(252.0), "4 min 12 s"),
+        (units.duration(7_260.0), "2 h 1 min"),
+        (units.plural(1, "trial"), "1 trial"),
+        (units.plural(1_000, "trial"), "1,000 trials"),
+    ],
+)
+def test_numbers_read_as_documented(text: str, expected: str) -> None:
+    assert text == expected
+
+
+@pytest.mark.parametrize(
+    "written",
+    [units.gib, units.rate, units.percent, units.factor, units.step_time, units.duration],
+)
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_what_is_unknown_or_not_finite_is_a_dash(
+    written: Callable[[float | None], str], value: float | None
+) -> None:
+    assert written(value) == units.DASH
+
+
+def test_a_configuration_is_told_by_its_differences_from_the_baseline_its_shape_first() -> None:
+    baseline = TrialConfig(micro_batch_size=8)
+    config = TrialConfig(
+        checkpoint_fraction=0.0, kernels="liger", upcast_fp32=False, micro_batch_size=10
+    )
+    expected = "micro-batch 10, no checkpointing, no fp32 upcast, Liger kernels"
+    assert units.changes(config, baseline=baseline) == expected
+    assert units.changes(baseline, baseline=baseline) == "as the baseline"
+
+
+def test_every_key_of_a_configuration_has_a_label_and_a_phrase_for_its_default() -> None:
+    defaults = TrialConfig().model_dump(mode="json")
+    assert set(units.KEY_LABELS) == set(CONFIG_KEYS)
+    assert all(units.phrase(key, defaults[key]) for key in CONFIG_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("checkpoint_fraction", 0.5, "50 % checkpointed"),
+        ("target_modules", "all-linear", "adapters on all linear layers"),
+        ("target_modules", ["k_proj", "q_proj"], "adapters on k_proj, q_proj"),
+        ("quantization", "none", "16-bit base"),
+        ("lora_alpha", 32.0, "alpha 32"),
+        ("kernels", "fused-loss", "fused-loss kernels"),
+        ("compile", True, "compiled layers"),
+    ],
+)
+def test_settings_read_as_people_say_them(key: str, value: object, expected: str) -> None:
+    assert units.phrase(key, value) == expected

@@ -1,0 +1,139 @@
+"""Weights in a directory: complete, cut short, missing, or not weights at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_spaces.checkpoints import INDEX, SINGLE, check_weights
+from search_spaces.errors import InputError
+from search_spaces.model_files import load_model_spec
+from search_spaces.models import ModelSpec
+
+
+def safetensors(*names: str, bytes_each: int = 8) -> bytes:
+    entries = {
+        name: {
+            "dtype": "U8",
+            "shape": [bytes_each],
+            "data_offsets": [i * bytes_each, (i + 1) * bytes_each],
+        }
+        for i, name in enumerate(names)
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(bytes_each * len(names))
+
+
+def spec_of(directory: Path) -> ModelSpec:
+    return ModelSpec("model", "directory", {"model_type": "llama"}, directory)
+
+
+def weights_error(directory: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        check_weights(spec_of(directory))
+    return str(caught.value)
+
+
+def shard(directory: Path) -> None:
+    places = {"a": "one.safetensors", "b": "two.safetensors"}
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (directory / "one.safetensors").write_bytes(safetensors("a"))
+    (directory / "two.safetensors").write_bytes(safetensors("b"))
+
+
+def test_complete_weights_pass(tmp_path: Path) -> None:
+    (tmp_path / SINGLE).write_bytes(safetensors("a", "b"))
+    check_weights(spec_of(tmp_path))
+    shard(tmp_path)
+    check_weights(spec_of(tmp_path))
+
+
+def test_real_safetensors_pass(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    from safetensors.numpy import save_file
+
+    save_file({"w": numpy.ones((3, 5), dtype="float32")}, str(tmp_path / SINGLE))
+    check_weights(spec_of(tmp_path))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    shard(tmp_path)
+    (tmp_path / "two.safetensors").unlink()
+    assert weights_error(tmp_path) == "model/two.safetensors: this shard is missing"
+
+
+def test_a_shard_cut_short_is_named_with_its_sizes(tmp_path: Path) -> None:
+    whole = safetensors("a", bytes_each=5000)
+    (tmp_path / SINGLE).write_bytes(whole[:-1000])
+    assert weights_error(tmp_path) == (
+        f"model/{SINGLE}: cut short: expected {len(whole):,} bytes, found {len(whole) - 1000:,}"
+    )
+
+
+@given(st.integers(0, 10_000))
+def test_no_cut_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory, length: int) -> None:
+    whole = safetensors("a", "b", bytes_each=100)
+    path = tmp_path_factory.mktemp("cut")
+    (path / SINGLE).write_bytes(whole[: length % len(whole)])
+    assert weights_error(path).startswith(f"model/{SINGLE}: ")
+
+
+def test_a_tensor_that_is_in_no_shard_is_named(tmp_path: Path) -> None:
+    shard(tmp_path)
+    (tmp_path / "two.safetensors").write_bytes(safetensors("other"))
+    assert "model/two.safetensors: tensor 'b' of" in weights_error(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (safetensors("a") + b"x", "longer than its header says"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, not the weights"),
+        ((4).to_bytes(8, "little") + b"nope", "its header cannot be read"),
+        ((2).to_bytes(8, "little") + b"[]", "its header cannot be read"),
+        ((9).to_bytes(8, "little") + b'{"a": {}}', "its header cannot be read"),
+        (b"\xff" * 64, "its header cannot be read"),
+        (b"", "cut short"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / SINGLE).write_bytes(content)
+    assert message in weights_error(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{}", "weight_map must name the shard"),
+        ('{"weight_map": {}}', "weight_map must name the shard"),
+        ('{"weight_map": {"a": 3}}', "'a' must be in a file, got 3"),
+        ('{"weight_map": {"a": "../../etc/passwd"}}', "got '../../etc/passwd'"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_bad_index_is_refused(tmp_path: Path, index: str, message: str) -> None:
+    (tmp_path / INDEX).write_text(index)
+    error = weights_error(tmp_path)
+    assert error.startswith(f"model/{INDEX}: ")
+    assert message in error
+
+
+def test_a_directory_without_weights_is_refused_and_pickles_are_not_loaded(tmp_path: Path) -> None:
+    assert weights_error(tmp_path).startswith("model: no weights, neither")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert "pickles" in weights_error(tmp_path)
+
+
+def test_a_shipped_architecture_has_no_weights_to_load() -> None:
+    with pytest.raises(InputError, match="an architecture without weights"):
+        check_weights(load_model_spec("demo"))
+
+
+def test_a_hub_models_weights_are_left_to_the_download(tmp_path: Path) -> None:
+    check_weights(ModelSpec("org/m", "hub", {"model_type": "llama"}, tmp_path))

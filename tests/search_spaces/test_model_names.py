@@ -1,0 +1,234 @@
+"""Models by name, and configs that are refused before anything is built from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.hub import translate
+from search_spaces.model_files import load_model_spec, model_names
+from search_spaces.models import ModelSpec
+
+GOOD: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+}
+
+
+def write_config(directory: Path, config: object) -> str:
+    text = config if isinstance(config, str) else json.dumps(config)
+    (directory / "config.json").write_text(text)
+    return str(directory)
+
+
+def test_a_directory_is_a_model(tmp_path: Path) -> None:
+    spec = load_model_spec(write_config(tmp_path, GOOD))
+    assert (spec.source, spec.path) == ("directory", tmp_path)
+    assert (spec.hidden_layers, spec.vocab_size, spec.max_positions) == (2, 100, 256)
+    assert ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+def test_remote_code_is_dropped_and_never_run(tmp_path: Path) -> None:
+    config = {**GOOD, "auto_map": {"AutoModelForCausalLM": "evil.Model"}}
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    assert "auto_map" not in load_model_spec(write_config(tmp_path, config)).config
+
+
+def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Path) -> None:
+    spec = load_model_spec(write_config(tmp_path, {**GOOD, "transformers_version": "4.1"}))
+    same = load_model_spec(write_config(tmp_path, dict(reversed(GOOD.items()))))
+    other = load_model_spec(write_config(tmp_path, {**GOOD, "vocab_size": 101}))
+    assert spec.fingerprint == same.fingerprint
+    assert spec.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "line 1: not valid JSON"),
+        ("[1]", "expected a JSON object, got list"),
+        ("", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ({}, "model_type must name the architecture, got None"),
+        ({**GOOD, "model_type": 3}, "model_type must name the architecture, got 3"),
+        ({**GOOD, "is_encoder_decoder": True}, "only decoder models"),
+        ({"model_type": "llava", "text_config": GOOD}, "multimodal model (it has a text_config)"),
+        ({"model_type": "gpt2", "n_layer": 12}, "num_hidden_layers is missing"),
+        ({**GOOD, "hidden_size": "64"}, "hidden_size must be a whole number from 1 to 10,000,000"),
+        ({**GOOD, "hidden_size": 64.0}, "got 64.0"),
+        ({**GOOD, "hidden_size": True}, "got True"),
+        ({**GOOD, "hidden_size": None}, "hidden_size must be a whole number"),
+        ({**GOOD, "num_hidden_layers": 0}, "num_hidden_layers must be a whole number"),
+        ({**GOOD, "num_hidden_layers": -3}, "got -3"),
+        ({**GOOD, "vocab_size": 10**8}, "got 100000000"),
+        ({**GOOD, "vocab_size": []}, "got []"),
+        ({**GOOD, "max_position_embeddings": "many"}, "got 'many'"),
+        (
+            {**GOOD, "hidden_size": 66},
+            "hidden_size 66 is not a multiple of num_attention_heads 4, and there is no head_dim",
+        ),
+        (
+            {**GOOD, "num_key_value_heads": 3},
+            "num_attention_heads 4 is not a multiple of num_key_value_heads 3",
+        ),
+        ({**GOOD, "head_dim": 0}, "head_dim must be a whole number"),
+        ({**GOOD, "rope_parameters": "yarn"}, "rope_parameters must be an object or null"),
+        ({**GOOD, "intermediate_size": 1.5}, "intermediate_size must be a whole number"),
+    ],
+)
+def test_a_config_that_lies_is_refused_by_file_key_and_value(
+    tmp_path: Path, config: object, message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        load_model_spec(write_config(tmp_path, config))
+    assert str(tmp_path / "config.json") in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_an_explicit_head_dim_need_not_divide_the_hidden_size(tmp_path: Path) -> None:
+    spec = load_model_spec(write_config(tmp_path, {**GOOD, "hidden_size": 66, "head_dim": 16}))
+    assert spec.hidden_size == 66
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mistral-7b", "unknown model 'mistral-7b'; did you mean 'mistral-7b-v0.3'?"),
+        ("", "unknown model ''"),
+        ("./nowhere", "model './nowhere': no such directory"),
+        ("/nowhere/at/all", "no such directory"),
+        ("a/b/c", "no such directory"),
+        ("org/", "no such directory"),
+        ("~nobody-of-that-name/x", "no such directory"),
+        ("bad\0name", "unknown model"),
+    ],
+)
+def test_what_names_no_model_is_refused(name: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_model_spec(name)
+    assert message in str(caught.value)
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config.json: no such file; a model's directory needs"):
+        load_model_spec(str(tmp_path))
+
+
+def test_naming_the_config_itself_says_to_name_its_directory(tmp_path: Path) -> None:
+    write_config(tmp_path, GOOD)
+    with pytest.raises(InputError, match="is a file: name the directory"):
+        load_model_spec(str(tmp_path / "config.json"))
+
+
+def test_a_hub_model_keeps_the_directory_of_its_snapshot(tmp_path: Path) -> None:
+    write_config(tmp_path, GOOD)
+    asked = []
+
+    def fetch(name: str) -> Path:
+        asked.append(name)
+        return tmp_path / "config.json"
+
+    spec = load_model_spec("org/some-model", fetch=fetch)
+    assert asked == ["org/some-model"]
+    assert (spec.source, spec.path) == ("hub", tmp_path)
+
+
+def test_a_bad_config_from_the_hub_names_the_model(tmp_path: Path) -> None:
+    write_config(tmp_path, {**GOOD, "vocab_size": 0})
+    with pytest.raises(InputError, match=r"org/m/config.json: vocab_size .* got 0"):
+        load_model_spec("org/m", fetch=lambda _: tmp_path / "config.json")
+
+
+REQUEST = httpx.Request("HEAD", "https://hub.example/org/m")
+NOT_FOUND = httpx.Response(404, request=REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (RepositoryNotFoundError("no", response=NOT_FOUND), InputError, "no such model"),
+        (GatedRepoError("no", response=NOT_FOUND), InputError, "gated"),
+        (RemoteEntryNotFoundError("no", response=NOT_FOUND), InputError, "no config.json"),
+        (OfflineModeIsEnabled("no"), EnvironmentFault, "HF_HUB_OFFLINE is set"),
+        (httpx.ConnectError("no route"), EnvironmentFault, "cannot be reached (no route)"),
+        (OSError("disk full"), EnvironmentFault, "disk full"),
+    ],
+)
+def test_a_failed_request_says_what_it_means(
+    error: Exception, kind: type[Exception], message: str
+) -> None:
+    found = translate(error, name="org/m")
+    assert type(found) is kind
+    assert "org/m" in str(found)
+    assert message in str(found)
+
+
+FETCH = """
+import sys
+from search_spaces.model_files import load_model_spec
+try:
+    print(load_model_spec("org/some-model").vocab_size)
+except Exception as error:
+    print(type(error).__name__, error)
+print("torch" in sys.modules)
+"""
+
+
+def fetch_offline(home: Path) -> list[str]:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home)}
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH], env=env, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def test_offline_a_hub_model_comes_from_the_cache_or_not_at_all(tmp_path: Path) -> None:
+    message, torch_loaded = fetch_offline(tmp_path)
+    assert message.startswith("EnvironmentFault model 'org/some-model' is not in the local cache")
+    assert torch_loaded == "False"
+
+    repo = tmp_path / "hub" / "models--org--some-model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    (repo / "snapshots" / "abc").mkdir(parents=True)
+    write_config(repo / "snapshots" / "abc", GOOD)
+    assert fetch_offline(tmp_path) == ["100", "False"]
+
+
+def test_the_shipped_architectures_are_listed_with_their_true_sizes() -> None:
+    sizes = {model.name: model.parameters for model in model_names()}
+    assert sizes == {
+        "demo": 1_311_872,
+        "llama-2-13b": 13_015_864_320,
+        "llama-3.1-8b": 8_030_261_248,
+        "mistral-7b-v0.3": 7_248_023_552,
+        "qwen2.5-7b": 7_615_616_512,
+        "qwen3-8b": 8_190_735_360,
+        "tinyllama-1.1b": 1_100_048_384,
+    }
+
+
+def test_the_demo_packs_into_whole_quantisation_blocks() -> None:
+    config = load_model_spec("demo").config
+    assert config["hidden_size"] % 64 == config["intermediate_size"] % 64 == 0
+    assert config["vocab_size"] % 64 == 0

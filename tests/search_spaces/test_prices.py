@@ -1,0 +1,132 @@
+"""Behaviour of the price list: what ships is sound, what a user writes is merged or refused."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from search_spaces.errors import InputError
+from search_spaces.gpus import gpu_catalogue
+from search_spaces.prices import load_prices
+
+HEAD = "provider: Mine, date: 2026-11-20, source: my invoice"
+
+
+def write(path: Path, text: str) -> Path:
+    file = path / "prices.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_every_shipped_offer_names_a_card_a_day_and_a_place() -> None:
+    prices = load_prices()
+    assert set(prices) <= set(gpu_catalogue())
+    for gpu, offers in prices.items():
+        assert list(offers) == sorted(offers, key=lambda offer: offer.usd_per_hour)
+        for offer in offers:
+            assert offer.gpu == gpu
+            assert offer.source.startswith("https://")
+            assert offer.date >= datetime.date(2026, 1, 1)
+            assert 0.05 < offer.usd_per_hour < 20.0
+
+
+@pytest.mark.parametrize("gpu", ["a10", "a100-40gb", "h100-80gb", "h200", "l4", "t4"])
+def test_the_cards_of_the_presets_have_a_price(gpu: str) -> None:
+    assert load_prices()[gpu]
+
+
+def test_a_users_price_takes_the_shipped_ones_place_and_adds_others(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "offers:\n"
+        "  - {provider: lambda, date: 2026-11-20, source: my invoice, usd_per_hour: {a10: 0.6}}\n"
+        f"  - {{{HEAD}, is_spot: true, usd_per_hour: {{H100: 2.29, a10: 0.3}}}}\n",
+    )
+    mine, shipped = load_prices(file), load_prices()
+    lambdas = [o for o in mine["a10"] if o.provider.lower() == "lambda" and not o.is_spot]
+    assert [offer.usd_per_hour for offer in lambdas] == [0.6]
+    assert len(mine["a10"]) == len(shipped["a10"]) + 1
+    assert [o.usd_per_hour for o in mine["h100-80gb"] if o.provider == "Mine"] == [2.29]
+    assert mine["h200"] == shipped["h200"]
+
+
+def test_a_users_assumptions_hold_for_every_offer_that_says_nothing(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "assumptions: {boot_seconds: 7}\n"
+        f"offers: [{{{HEAD}, boot_seconds: 1, usd_per_hour: {{a10: 0.5}}}}]\n",
+    )
+    prices = load_prices(file)
+    assert {o.boot_seconds for o in prices["h200"]} == {7.0}
+    assert [o.boot_seconds for o in prices["a10"] if o.provider == "Mine"] == [1.0]
+
+
+def test_an_offer_says_what_it_is() -> None:
+    labels = {offer.label for offers in load_prices().values() for offer in offers}
+    assert "a10 Lambda" in labels
+    assert "l40s Verda spot" in labels
+
+
+@pytest.mark.parametrize(
+    ("offer", "message"),
+    [
+        (f"{HEAD}, usd_per_hour: {{a10: -1}}", "a10: usd_per_hour must be greater than 0"),
+        (f"{HEAD}, usd_per_hour: {{a10: 0}}", "a10: usd_per_hour must be greater than 0"),
+        (f"{HEAD}, usd_per_hour: {{a10: 2500}}", "a10: usd_per_hour must be at most 1000"),
+        (f"{HEAD}, usd_per_hour: {{a10: .nan}}", "a10: usd_per_hour"),
+        (f"{HEAD}, usd_per_hour: {{a10: cheap}}", "a10: usd_per_hour must be a number"),
+        (f"{HEAD}, usd_per_hour: {{a11: 1}}", "usd_per_hour: unknown GPU 'a11'; did you mean 'a10"),
+        (f"{HEAD}, usd_per_hour: 1.0", "usd_per_hour must map cards to prices, got 1.0"),
+        (HEAD, "usd_per_hour must map cards to prices, got None"),
+        ("provider: Mine, source: x, usd_per_hour: {a10: 1}", "a10: date is missing"),
+        ("date: 2026-11-20, source: x, usd_per_hour: {a10: 1}", "a10: provider is missing"),
+        ("provider: Mine, date: 2026-11-20, usd_per_hour: {a10: 1}", "a10: source is missing"),
+        ("provider: Mine, date: soon, source: x, usd_per_hour: {a10: 1}", "a10: date "),
+        (
+            f"{HEAD}, usd_per_hr: {{a10: 1}}",
+            "unknown key 'usd_per_hr'; did you mean 'usd_per_hour'",
+        ),
+        (
+            f"{HEAD}, billing_seconds: 0, usd_per_hour: {{a10: 1}}",
+            "billing_seconds must be greater",
+        ),
+        (f"{HEAD}, queue_seconds: -5, usd_per_hour: {{a10: 1}}", "queue_seconds must be at least"),
+    ],
+)
+def test_a_price_that_is_not_right_is_refused_by_line_and_key(
+    tmp_path: Path, offer: str, message: str
+) -> None:
+    file = write(tmp_path, f"offers:\n  - {{{offer}}}\n")
+    with pytest.raises(InputError) as caught:
+        load_prices(file)
+    text = str(caught.value)
+    assert text.startswith(f"{file}: line 2: ")
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("offer: []", "unknown key 'offer'; did you mean 'offers'"),
+        ("offers: {a10: 1}", "offers must be a list"),
+        ("offers: [a10]", "must map keys to values, got 'a10'"),
+        ("assumptions: {boot_seconds: -1}", "boot_seconds must be at least 0"),
+        ("assumptions: {boot: 1}", "unknown key 'boot'; did you mean 'boot_seconds'"),
+        ("offers: [", "not valid YAML"),
+        ("", "empty"),
+    ],
+)
+def test_a_file_that_is_not_a_price_list_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(InputError, match=r"prices\.yaml") as caught:
+        load_prices(file)
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere\.yaml: no such file"):
+        load_prices(tmp_path / "nowhere.yaml")

@@ -1,0 +1,477 @@
+"""Spaces from YAML: the short forms, and a helpful refusal of everything that is not one."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_spaces.config import CONFIG_KEYS
+from search_spaces.errors import EnvironmentFault, InputError, SweepError
+from search_spaces.loading import load_space, parse_duration, parse_space, preset_names
+from search_spaces.model_files import load_model_spec
+from search_spaces.rules import violation
+from search_spaces.space import Choices, FloatRange, IntRange, SearchSpace
+
+SMALL = """\
+gpu: a10
+dimensions:
+  micro_batch_size: [1, 2, 4]
+"""
+
+
+def space_error(text: str, *, label: str = "a10.yaml") -> str:
+    with pytest.raises(InputError) as caught:
+        parse_space(text, label=label)
+    return str(caught.value)
+
+
+def test_the_short_forms_of_a_dimension_are_choices_and_ranges() -> None:
+    space = parse_space(
+        """
+dimensions:
+  kernels: [hf, liger]
+  seq_len: {choices: [512, 1024]}
+  lora_rank: {low: 8, high: 64, step: 8}
+  micro_batch_size: {low: 1, high: 32, log: true}
+  lora_dropout: {low: 0, high: 0.3, step: 0.1}
+  checkpoint_fraction: {low: 0.0, high: 1.0}
+""",
+        label="mine.yaml",
+    )
+
+    assert space.name == "mine"
+    assert space.dimensions == {
+        "kernels": Choices(choices=("hf", "liger")),
+        "seq_len": Choices(choices=(512, 1024)),
+        "lora_rank": IntRange(low=8, high=64, step=8),
+        "micro_batch_size": IntRange(low=1, high=32, log=True),
+        "lora_dropout": FloatRange(low=0.0, high=0.3, step=0.1),
+        "checkpoint_fraction": FloatRange(low=0.0, high=1.0),
+    }
+
+
+def test_declared_values_are_kept_as_a_configuration_reads_them() -> None:
+    space = parse_space(
+        """
+dimensions:
+  lora_alpha: [1e-4, 16, null]
+  target_modules: [qv, [v_proj, q_proj, q_proj]]
+fixed: {checkpoint_fraction: 1}
+""",
+        label="s.yaml",
+    )
+
+    assert space.dimensions["lora_alpha"].values() == (0.0001, 16.0, None)
+    assert space.dimensions["target_modules"].values() == ("qv", ["q_proj", "v_proj"])
+    assert space.fixed == {"checkpoint_fraction": 1.0}
+    for params in space.combinations():
+        assert space.params_of(space.config(params)) == params
+
+
+def test_a_space_survives_its_own_json() -> None:
+    space = load_space("a10")
+    assert type(space).model_validate(space.model_dump(mode="json")) == space
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            SMALL + "  micro_batch: [1]\n",
+            "a10.yaml: line 4: unknown key 'micro_batch' under dimensions; "
+            "did you mean 'micro_batch_size'?",
+            id="unknown dimension",
+        ),
+        pytest.param(
+            SMALL + "dimension: {}\n",
+            "a10.yaml: line 4: unknown key 'dimension'; did you mean 'dimensions'?",
+            id="unknown top-level key",
+        ),
+        pytest.param(
+            SMALL + "fixed:\n  double_quant: true\n  lora_ranks: 3\n",
+            "a10.yaml: line 6: unknown key 'lora_ranks' under fixed; did you mean 'lora_rank'?",
+            id="unknown fixed key",
+        ),
+        pytest.param(
+            SMALL + "baseline: {batch: 3}\n",
+            "a10.yaml: line 4: unknown key 'batch' under baseline",
+            id="unknown baseline key",
+        ),
+        pytest.param(
+            SMALL + "steps:\n  warm_up: 3\n",
+            "a10.yaml: line 5: unknown key 'warm_up' under steps; did you mean 'warmup_",
+            id="unknown step key",
+        ),
+        pytest.param(
+            SMALL + "  lora_rank: {low: 1, high: 8, steps: 2}\n",
+            "a10.yaml: line 4: unknown key 'steps' under lora_rank; did you mean 'step'?",
+            id="unknown range key",
+        ),
+        pytest.param(
+            SMALL + "  lora_rank: [8, 0]\n",
+            "a10.yaml: line 4: lora_rank must be at least 1, got 0",
+            id="a choice out of range",
+        ),
+        pytest.param(
+            SMALL + "  seq_len:\n    - 512\n    - 10000001\n",
+            "a10.yaml: line 6: seq_len must be at most 10000000, got 10000001",
+            id="a choice that is absurd, on its own line",
+        ),
+        pytest.param(
+            SMALL + "  quantization: [nf4, no]\n",
+            "a10.yaml: line 4: quantization must be one of 'nf4', 'fp4' or 'none', got False; "
+            'YAML reads an unquoted no or off as false: write a word in quotes, "none"',
+            id="YAML's no",
+        ),
+        pytest.param(
+            SMALL + "  kernels: [hf, ]\n  quantization: [nf4, ~]\n",
+            "got None; YAML reads null, ~ and nothing as no value",
+            id="YAML's null",
+        ),
+        pytest.param(
+            SMALL + "  seq_len: [1e3]\n",
+            "a10.yaml: line 4: seq_len must be a whole number, got '1e3'; YAML reads it as text",
+            id="YAML's 1e3",
+        ),
+        pytest.param(
+            SMALL + "  seq_len: ['512']\n", "must be a whole number, got '512'", id="quoted number"
+        ),
+        pytest.param(
+            SMALL + "  lora_rank: [true]\n", "must be a whole number, got True", id="bool as int"
+        ),
+        pytest.param(
+            SMALL + "  lora_dropout: [true]\n", "must be a number, got True", id="bool as number"
+        ),
+        pytest.param(SMALL + "  lora_dropout: [.nan]\n", "got nan", id="nan"),
+        pytest.param(
+            SMALL + "  compile: [maybe]\n", "must be true or false, got 'maybe'", id="not a bool"
+        ),
+        pytest.param(
+            SMALL + "  target_modules: [all]\n",
+            "must be one of qv, attention, all-linear or a list",
+            id="target set",
+        ),
+        pytest.param(SMALL + "  target_modules: ['{x}']\n", "got '{x}'", id="braces in a value"),
+        pytest.param(
+            SMALL + "  target_modules: [[]]\n",
+            "must list at least one module name",
+            id="no modules",
+        ),
+        pytest.param(
+            SMALL + "  lora_rank: 8\n",
+            "a10.yaml: line 4: lora_rank must list its values, got 8; "
+            "a single value goes under fixed",
+            id="scalar dimension",
+        ),
+        pytest.param(
+            SMALL + "  lora_rank: []\n",
+            "a10.yaml: line 4: lora_rank has no values: list at least one",
+            id="empty choices",
+        ),
+        pytest.param(
+            SMALL + "  lora_rank: [8, 16, 8]\n",
+            "a10.yaml: line 4: lora_rank lists 8 twice",
+            id="duplicate choices",
+        ),
+        pytest.param(
+            SMALL + "  lora_dropout: [1, 1.0]\n", "lora_dropout lists 1.0 twice", id="1 and 1.0"
+        ),
+        pytest.param(
+            SMALL + "  lora_rank: {choices: 8}\n", "choices must be a list", id="choices no list"
+        ),
+        pytest.param(
+            SMALL + "  lora_rank: {choices: [8], step: 2}\n", "stand alone", id="mixed forms"
+        ),
+        pytest.param(
+            SMALL + "  lora_rank: {low: 8}\n",
+            "a10.yaml: line 4: lora_rank: high is missing",
+            id="half a range",
+        ),
+        pytest.param(
+            SMALL + "  lora_rank: {low: 8, high: 4}\n",
+            "low must be at most high, got 8 and 4",
+            id="range upside down",
+        ),
+        pytest.param(
+            SMALL + "  lora_rank:\n    low: 0\n    high: 4\n",
+            "a10.yaml: line 5: lora_rank must be at least 1, got 0",
+            id="range beyond its key",
+        ),
+        pytest.param(
+            SMALL + "  lora_dropout: {low: 0, high: 2}\n", "must be at most 1.0, got 2", id="beyond"
+        ),
+        pytest.param(
+            SMALL + "  lora_rank: {low: 1, high: 8, step: 0}\n",
+            "step must be at least 1",
+            id="step",
+        ),
+        pytest.param(
+            SMALL + "  seq_len: {low: 1, high: 9000000}\n", "use a larger step", id="endless range"
+        ),
+        pytest.param(
+            SMALL + "  lora_alpha: {low: 1, high: 2, step: 1e-9}\n", "use a larger step", id="fine"
+        ),
+        pytest.param(
+            SMALL + "  kernels: {low: 1, high: 2}\n", "kernels is not a number", id="range of words"
+        ),
+        pytest.param(
+            SMALL + "fixed:\n  micro_batch_size: 4\n",
+            "a10.yaml: line 5: 'micro_batch_size' is fixed and also a dimension: keep one",
+            id="fixed and a dimension",
+        ),
+        pytest.param(
+            SMALL + "fixed:\n  lora_rank: 0\n",
+            "a10.yaml: line 5: lora_rank must be at least 1, got 0",
+            id="fixed out of range",
+        ),
+        pytest.param(SMALL + "fixed: [1]\n", "fixed must map keys to values, got [1]", id="fixed"),
+        pytest.param(
+            SMALL + "fixed: {effective_batch_size: 6}\n",
+            "effective_batch_size 6 is not a multiple of micro_batch_size 4",
+            id="batches that do not go into each other",
+        ),
+        pytest.param(
+            SMALL + "baseline: {micro_batch_size: 4, effective_batch_size: 6}\n",
+            "a10.yaml: line 4: baseline: effective_batch_size must be a multiple",
+            id="impossible baseline",
+        ),
+        pytest.param("gpu: a10\n", "dimensions must name at least one key", id="no dimensions"),
+        pytest.param("dimensions:\n", "a10.yaml: line 1: dimensions must name", id="empty section"),
+        pytest.param("dimensions: 3\n", "dimensions must map keys to values", id="not a section"),
+        pytest.param(
+            SMALL + "gpu: t4\n", "line 4: key 'gpu' is given twice, first on line 1", id="2"
+        ),
+        pytest.param(
+            SMALL + "  micro_batch_size: [8]\n",
+            "a10.yaml: line 4: key 'micro_batch_size' is given twice, first on line 3",
+            id="duplicate nested key",
+        ),
+        pytest.param(
+            SMALL.replace("a10", "a11"),
+            "a10.yaml: line 1: gpu: unknown GPU 'a11'; did you mean 'a10'?",
+            id="unknown GPU",
+        ),
+        pytest.param(SMALL + "model: 7\n", "line 4: model must be text, got 7", id="wrong type"),
+        pytest.param(
+            SMALL + "trials: 0\n", "line 4: trials must be at least 1, got 0", id="trials"
+        ),
+        pytest.param(SMALL + "seed: -1\n", "line 4: seed must be at least 0, got -1", id="seed"),
+        pytest.param(
+            SMALL + "sampler: cma\n", "line 4: sampler must be one of 'tpe'", id="sampler"
+        ),
+        pytest.param(SMALL + "weights: real\n", "weights must be one of 'random'", id="weights"),
+        pytest.param(SMALL + "budget_gib: 0\n", "budget_gib must be greater than 0", id="budget"),
+        pytest.param(SMALL + "objectives: []\n", "objectives must not be empty", id="objectives"),
+        pytest.param(SMALL + "objectives: speed\n", "objectives must be a list", id="no list"),
+        pytest.param(
+            SMALL + "objectives: [cost, cost]\n", "objectives lists one twice", id="twice"
+        ),
+        pytest.param(SMALL + "name: ../up\n", "name must be letters, digits", id="path as a name"),
+        pytest.param(
+            SMALL + "steps: {measured_min: 9, measured_max: 3}\n",
+            "measured_min must be at most measured_max, got 9 and 3",
+            id="step budget upside down",
+        ),
+        pytest.param(
+            SMALL + "steps:\n  warmup_min: 0\n",
+            "a10.yaml: line 5: steps.warmup_min must be at least 1, got 0",
+            id="step budget",
+        ),
+        pytest.param(
+            SMALL + "  lora_dropout: {low: 0, high: 1}\nsampler: grid\n",
+            "sampler grid needs a step in every range",
+            id="endless grid",
+        ),
+        pytest.param(
+            SMALL + "time_budget: soon\n",
+            "a10.yaml: line 4: time_budget: a duration is written like 10m, 90s, 1h30m or 600, "
+            "got 'soon'",
+            id="time budget",
+        ),
+        pytest.param(
+            SMALL + "time_budget: 10m\ntime_budget_seconds: 600\n", "keep one", id="two budgets"
+        ),
+        pytest.param("", "a10.yaml: the file is empty", id="empty"),
+        pytest.param("# nothing\n", "a10.yaml: the file is empty", id="comments alone"),
+        pytest.param("- 1\n", "a10.yaml: line 1: expected 'key: value' lines", id="a list"),
+        pytest.param("hello\n", "expected 'key: value' lines", id="a word"),
+        pytest.param("a: [1\n", "line 2: not valid YAML", id="syntax"),
+        pytest.param("a: 1\n b: 2\n", "line 2: not valid YAML", id="indentation"),
+        pytest.param("a: \x00\n", "not valid YAML", id="control character"),
+        pytest.param("a: 1\n---\nb: 2\n", "not valid YAML", id="two documents"),
+        pytest.param("1: 2\n", "line 1: a key must be text, got '1'", id="number as a key"),
+        pytest.param("? [a]\n: 2\n", "line 1: a key must be text", id="list as a key"),
+        pytest.param("a: &x [1]\nb: *x\n", "aliases are not supported", id="alias"),
+        pytest.param("a: &x [*x]\n", "aliases are not supported", id="alias of itself"),
+        pytest.param("[" * 5000, "nested too deeply", id="nesting"),
+        pytest.param("a: 2024-13-45\n", "not valid YAML", id="impossible date"),
+        pytest.param(
+            "a: !!python/object/apply:os.system ['touch pwned']\n",
+            "line 1: not valid YAML: could not determine a constructor",
+            id="tag that runs code",
+        ),
+        pytest.param(
+            SMALL + f"  lora_rank: [0x{'f' * 5000}]\n", "a number too long to show", id="huge"
+        ),
+    ],
+)
+def test_a_bad_space_is_refused_naming_file_line_key_and_value(text: str, message: str) -> None:
+    error = space_error(text)
+    assert message in error
+    assert error.startswith("a10.yaml: ")
+    assert "\n" not in error
+
+
+def test_a_time_budget_may_be_written_as_a_duration() -> None:
+    assert parse_space(SMALL + "time_budget: 1h30m\n", label="x.yaml").time_budget_seconds == 5400
+    assert parse_space(SMALL + "time_budget: 600\n", label="x.yaml").time_budget_seconds == 600
+
+
+def test_sections_with_nothing_under_them_are_not_there() -> None:
+    space = parse_space(SMALL + "fixed:\nbaseline:\nsteps:\n", label="x.yaml")
+    assert (space.fixed, space.baseline) == ({}, {})
+
+
+def test_a_file_is_found_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("\ufeff" + SMALL, encoding="utf-8")
+    assert load_space(str(path)).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("label", "name"), [("runs/my space (2).yml", "my-space-2"), ("./--.yaml", "space")]
+)
+def test_a_space_without_a_name_is_called_like_its_file(label: str, name: str) -> None:
+    assert parse_space(SMALL, label=label).name == name
+
+
+def test_a_preset_is_meant_even_where_a_file_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a10").write_text(SMALL)
+    assert load_space("a10").model == "mistral-7b-v0.3"
+    assert load_space("./a10").size() == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a1O", "unknown preset 'a1O'; did you mean 'a10'?"),
+        ("nope.yaml", "nope.yaml: no such file"),
+        ("a/b", "a/b: no such file"),
+        (".", "directory"),
+        ("bad\0name.yaml", "not a file name"),
+    ],
+)
+def test_what_is_neither_preset_nor_file_is_refused(name: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_space(name)
+    assert message in str(caught.value)
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"gpu: \xff\xfe\n")
+    with pytest.raises(InputError, match="not UTF-8 text, byte 5"):
+        load_space(str(path))
+
+
+def test_a_file_that_never_ends_is_refused() -> None:
+    with pytest.raises(InputError, match="larger than"):
+        load_space("/dev/zero")
+
+
+def test_a_file_that_cannot_be_read_is_the_machines_fault(tmp_path: Path) -> None:
+    path = tmp_path / "loop.yaml"
+    path.symlink_to(path)
+    with pytest.raises(EnvironmentFault, match=r"loop.yaml: cannot be read"):
+        load_space(str(path))
+
+
+def space_or_message(text: str) -> SearchSpace | str:
+    try:
+        return parse_space(text, label="x.yaml")
+    except SweepError as error:
+        return str(error)
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_a_space_or_one_clear_error(text: str) -> None:
+    read = space_or_message(text)
+    assert isinstance(read, SearchSpace) or read.startswith("x.yaml: ")
+
+
+JSONISH = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["low", "high", "step", "log", "choices"]), inner)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(CONFIG_KEYS), JSONISH, min_size=1, max_size=3))
+def test_any_dimensions_make_configurations_or_one_clear_error(
+    dimensions: dict[str, object],
+) -> None:
+    text = yaml.safe_dump({"dimensions": dimensions})
+    read = space_or_message(text)
+    if isinstance(read, str):
+        assert read.startswith("x.yaml: ")
+    elif read.size() is not None:
+        for params in itertools.islice(read.combinations(), 20):
+            assert read.params_of(read.config(params)) == params
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("10m", 600), ("90s", 90), ("1h30m", 5400), ("600", 600), ("0.5h", 1800), (" 2 M ", 120)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "10x", "m", "1m1h", "nan", "inf", "1e3"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="a duration is written like"):
+        parse_duration(text)
+
+
+def test_the_shipped_presets_are_listed_with_what_they_are_for() -> None:
+    presets = {preset.name: preset for preset in preset_names()}
+    assert sorted(presets) == ["a10", "a100-40gb", "a100-80gb", "cpu-demo", "h100-80gb", "h200"]
+    assert all(preset.description for preset in presets.values())
+    assert presets["cpu-demo"].gpu == "cpu"
+    assert presets["a10"].model == "mistral-7b-v0.3"
+
+
+@pytest.mark.parametrize("name", ["a10", "a100-40gb", "a100-80gb", "h100-80gb", "h200"])
+def test_no_combination_of_a_gpu_preset_breaks_a_rule(name: str) -> None:
+    space = load_space(name)
+    model = load_model_spec(space.model)
+    for key, dimension in space.dimensions.items():
+        for value in dimension.values() or ():
+            config = space.config({key: value})
+            found = violation(config, model=model, compute_capability=(8, 0), device="cuda")
+            assert found is None
+
+
+def test_no_combination_of_the_demo_breaks_a_rule() -> None:
+    space = load_space("cpu-demo")
+    model = load_model_spec(space.model)
+    for params in space.combinations():
+        config = space.config(params)
+        assert violation(config, model=model, compute_capability=None, device="cpu") is None
+
+
+def test_the_a10_preset_compares_with_the_published_recipe() -> None:
+    baseline = load_space("a10").baseline_config()
+    assert (baseline.micro_batch_size, baseline.seq_len) == (8, 512)
+    assert baseline.changes_from(type(baseline)()) == {"micro_batch_size": 8}

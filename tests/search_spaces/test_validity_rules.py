@@ -1,0 +1,231 @@
+"""Rules between configuration, model and card, and what follows from a model's config."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from search_spaces.config import parse_config
+from search_spaces.linears import linear_shapes, parameters
+from search_spaces.model_files import load_model_spec
+from search_spaces.models import ModelSpec
+from search_spaces.rules import (
+    RULES,
+    canonical,
+    known_linear_modules,
+    lora_parameters,
+    resolve_targets,
+    violation,
+)
+
+MISTRAL = load_model_spec("mistral-7b-v0.3")
+PHI3 = ModelSpec(
+    "phi",
+    "directory",
+    {
+        "model_type": "phi3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+    },
+)
+UNKNOWN = ModelSpec("new", "directory", {**PHI3.config, "model_type": "brand_new"})
+
+TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "model", "card", "rule", "words"),
+    [
+        ({}, MISTRAL, TURING, "bf16-needs-ampere", "this card has 7.5: use compute_dtype fp16"),
+        ({"compute_dtype": "fp16"}, MISTRAL, None, "fp16-needs-cuda", "bf16 or fp32"),
+        ({"kernels": "liger"}, MISTRAL, None, "kernels-need-triton", "use kernels hf"),
+        ({"kernels": "fused-loss"}, MISTRAL, None, "kernels-need-triton", "fused-loss"),
+        (
+            {"kernels": "liger", "compute_dtype": "fp16"},
+            MISTRAL,
+            PASCAL,
+            "kernels-need-triton",
+            "7.0, this card has 6.0",
+        ),
+        ({"kernels": "liger"}, UNKNOWN, AMPERE, "kernels-need-liger-model", "'brand_new'"),
+        ({"compile": True}, MISTRAL, None, "compile-needs-triton", "not supported on a CPU"),
+        (
+            {"compile": True, "compute_dtype": "fp16"},
+            MISTRAL,
+            PASCAL,
+            "compile-needs-triton",
+            "has 6.0",
+        ),
+        ({"attention": "flash_attention_2"}, MISTRAL, None, "flash-attention-2", "needs CUDA"),
+        (
+            {"attention": "flash_attention_2", "compute_dtype": "fp16"},
+            MISTRAL,
+            TURING,
+            "flash-attention-2",
+            "8.0 (Ampere), this card has 7.5",
+        ),
+        (
+            {"attention": "flash_attention_2", "compute_dtype": "fp32"},
+            MISTRAL,
+            AMPERE,
+            "flash-attention-2",
+            "no fp32 kernels",
+        ),
+        (
+            {"optimizer": "paged_adamw_8bit"},
+            MISTRAL,
+            None,
+            "paged-optimizer-needs-cuda",
+            "adamw_8bit",
+        ),
+        (
+            {"seq_len": 32769},
+            MISTRAL,
+            AMPERE,
+            "seq-len-beyond-positions",
+            "seq_len 32769 is beyond the 32768 positions of mistral-7b-v0.3",
+        ),
+        ({"seq_len": 1}, MISTRAL, AMPERE, "seq-len-without-loss", "no next token"),
+        (
+            {"target_modules": ["q_porj"]},
+            MISTRAL,
+            AMPERE,
+            "unknown-target-module",
+            "have no linear module 'q_porj'; did you mean 'q_proj'?",
+        ),
+        (
+            {"target_modules": "qv"},
+            PHI3,
+            AMPERE,
+            "unknown-target-module",
+            "have no linear module 'q_proj'; did you mean 'qkv_proj'?",
+        ),
+    ],
+)
+def test_what_cannot_run_is_forbidden_with_a_reason(
+    values: dict[str, Any],
+    model: ModelSpec,
+    card: tuple[int, int] | None,
+    rule: str,
+    words: str,
+) -> None:
+    device: Literal["cuda", "cpu"] = "cpu" if card is None else "cuda"
+    found = violation(parse_config(values), model=model, compute_capability=card, device=device)
+    assert found is not None
+    assert found.rule == rule
+    assert words in found.reason
+
+
+def test_every_rule_is_in_the_table_above() -> None:
+    table = test_what_cannot_run_is_forbidden_with_a_reason.pytestmark[0].args[1]
+    assert {row[3] for row in table} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("values", "model", "card"),
+    [
+        ({}, MISTRAL, AMPERE),
+        ({}, MISTRAL, None),
+        ({"compute_dtype": "fp16"}, MISTRAL, TURING),
+        ({"kernels": "liger", "compile": True}, MISTRAL, AMPERE),
+        ({"attention": "flash_attention_2"}, MISTRAL, AMPERE),
+        ({"seq_len": 32768}, MISTRAL, AMPERE),
+        ({"seq_len": 10_000_000}, UNKNOWN, AMPERE),
+        ({"target_modules": ["anything"]}, UNKNOWN, AMPERE),
+        ({"target_modules": "attention"}, PHI3, AMPERE),
+        ({"quantization": "none"}, MISTRAL, AMPERE),
+        ({"quantization": "none", "double_quant": False}, MISTRAL, AMPERE),
+    ],
+)
+def test_what_can_run_is_let_through(
+    values: dict[str, Any], model: ModelSpec, card: tuple[int, int] | None
+) -> None:
+    device: Literal["cuda", "cpu"] = "cpu" if card is None else "cuda"
+    config = parse_config(values)
+    assert violation(config, model=model, compute_capability=card, device=device) is None
+
+
+def test_an_unknown_card_is_not_held_against_a_configuration() -> None:
+    config = parse_config({})
+    assert violation(config, model=MISTRAL, compute_capability=None, device="cuda") is None
+
+
+@pytest.mark.parametrize(
+    ("targets", "model", "modules"),
+    [
+        ("qv", MISTRAL, ("q_proj", "v_proj")),
+        ("attention", MISTRAL, ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("all-linear", MISTRAL, known_linear_modules(MISTRAL)),
+        (["v_proj", "q_proj"], MISTRAL, ("q_proj", "v_proj")),
+        ("attention", PHI3, ("qkv_proj", "o_proj")),
+        ("all-linear", PHI3, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("attention", UNKNOWN, ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("all-linear", UNKNOWN, ("all-linear",)),
+    ],
+)
+def test_target_sets_become_module_names(
+    targets: Any, model: ModelSpec, modules: tuple[str, ...]
+) -> None:
+    assert resolve_targets(parse_config({"target_modules": targets}), model) == modules
+
+
+@pytest.mark.parametrize(
+    ("model", "rank", "targets", "count"),
+    [
+        # Published as 13,631,488: right.
+        ("mistral-7b-v0.3", 16, "attention", 13_631_488),
+        # Published as 4,194,304, which forgets that values have fewer heads: no such count.
+        ("llama-3.1-8b", 16, "qv", 6_815_744),
+        ("llama-3.1-8b", 16, "attention", 13_631_488),
+        # Published as 8.4, 16.8, 33.6 and 67.2 million, as if keys and values had 32 heads.
+        ("mistral-7b-v0.3", 8, "attention", 6_815_744),
+        ("mistral-7b-v0.3", 32, "attention", 27_262_976),
+        ("mistral-7b-v0.3", 64, "attention", 54_525_952),
+        # Published as 33,554,432: a fifth of what it is.
+        ("mistral-7b-v0.3", 64, "all-linear", 167_772_160),
+        ("llama-2-13b", 16, "qv", 13_107_200),
+    ],
+)
+def test_trainable_parameters_follow_from_the_config(
+    model: str, rank: int, targets: str, count: int
+) -> None:
+    config = parse_config({"lora_rank": rank, "target_modules": targets})
+    assert lora_parameters(config, load_model_spec(model)) == count
+
+
+def test_what_is_not_known_is_not_guessed() -> None:
+    assert known_linear_modules(UNKNOWN) is None
+    assert linear_shapes(UNKNOWN) is None
+    assert parameters(UNKNOWN) is None
+    assert parameters(PHI3) is None
+    assert lora_parameters(parse_config({}), UNKNOWN) is None
+    assert lora_parameters(parse_config({"target_modules": ["lm_head"]}), MISTRAL) is None
+
+
+@pytest.mark.parametrize("key", ["intermediate_size", "num_key_value_heads", "head_dim"])
+def test_a_size_that_is_left_to_a_default_is_not_guessed(key: str) -> None:
+    spec = load_model_spec("qwen3-8b")
+    left = {name: value for name, value in spec.config.items() if name != key}
+    assert lora_parameters(parse_config({}), ModelSpec("q", "directory", left)) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"quantization": "none"}, {"quantization": "none", "double_quant": False}, True),
+        ({}, {"double_quant": False}, False),
+        ({"lora_rank": 8}, {"lora_rank": 8, "lora_alpha": 16}, True),
+        ({"lora_rank": 8}, {"lora_rank": 8, "lora_alpha": 8}, False),
+        ({"micro_batch_size": 8}, {"micro_batch_size": 8, "effective_batch_size": 8}, True),
+        ({"micro_batch_size": 8}, {"micro_batch_size": 4, "effective_batch_size": 8}, False),
+    ],
+)
+def test_configurations_that_train_the_same_way_are_one(
+    one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
+    assert (canonical(parse_config(one)) == canonical(parse_config(other))) is same

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+
+import pytest
+
+from storage.environment import PACKAGES, fingerprint
+
+
+def test_a_fingerprint_is_plain_json_with_a_version_for_every_package() -> None:
+    found = fingerprint(device="cpu")
+    assert json.loads(json.dumps(found)) == found
+    assert set(found["versions"]) == set(PACKAGES)
+    assert found["versions"]["optuna"] == metadata.version("optuna")
+    assert found["python"] == platform.python_version()
+    assert found["cores"] >= 1
+    assert found["cpu"]
+
+
+def test_on_a_cpu_there_is_nothing_to_say_of_a_gpu() -> None:
+    found = fingerprint(device="cpu")
+    assert (found["gpu"], found["driver"], found["cuda_driver"]) == (None, None, None)
+
+
+def test_a_gpu_that_is_not_there_is_null_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000000-0000-0000-0000-000000000000")
+    assert fingerprint(device="cuda")["gpu"] is None

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault
+from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut
+from storage.retries import attempts, to_retry
+from storage.spool import Spool, Spooled
+from tests.storage.builders import a_record, fits
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(tmp_path / "runs" / "study" / "spool.jsonl", "one")
+
+
+def test_a_spool_gives_back_what_it_was_given(spool: Spool) -> None:
+    spool.append(a_record(0), cost=None)
+    spool.append(a_record(1, Lost()), cost=0.25)
+    assert spool.read() == (Spooled(a_record(0), None), Spooled(a_record(1, Lost()), 0.25))
+
+
+def test_a_spool_that_was_never_written_is_empty_and_stays_away(spool: Spool) -> None:
+    assert spool.read() == ()
+    assert not spool.path.parent.exists()
+
+
+@pytest.mark.parametrize("torn", [b'{"study": "one", "rec', b"\0\0\0\0", b"\xff\xfe"])
+def test_a_torn_last_line_is_ignored_and_does_not_spoil_the_next_result(
+    spool: Spool, torn: bytes
+) -> None:
+    spool.append(a_record(0), cost=None)
+    with spool.path.open("ab") as file:
+        file.write(torn)
+    assert [entry.record.number for entry in spool.read()] == [0]
+    spool.append(a_record(1), cost=None)
+    assert [entry.record.number for entry in spool.read()] == [0, 1]
+
+
+def test_results_of_an_earlier_study_of_the_same_name_are_not_this_ones(spool: Spool) -> None:
+    Spool(spool.path, "earlier").append(a_record(0, fits(9.0)), cost=None)
+    spool.append(a_record(1), cost=None)
+    assert [entry.record.number for entry in spool.read()] == [1]
+
+
+def test_a_spool_that_cannot_be_written_is_a_fault_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(EnvironmentFault, match=r"runs/spool\.jsonl"):
+        Spool(tmp_path / "runs" / "spool.jsonl", "one").append(a_record(0), cost=None)
+
+
+CRASH: Outcome = Crashed(phase="build")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "is_retried"),
+    [
+        ([], False),
+        ([Lost()], True),
+        ([CRASH, TimedOut(phase="warmup")], True),
+        ([CRASH, CRASH, CRASH], False),
+        ([CRASH, fits()], False),
+        ([OutOfMemory(stage="load"), CRASH], False),
+    ],
+)
+def test_what_came_to_nothing_is_tried_three_times_at_most(
+    outcomes: list[Outcome], is_retried: bool
+) -> None:
+    records = [a_record(number, outcome) for number, outcome in enumerate(outcomes)]
+    assert bool(to_retry(records)) == is_retried
+
+
+def test_configurations_are_retried_in_the_order_in_which_they_were_first_tried() -> None:
+    records = [a_record(i, CRASH, batch=batch) for i, batch in enumerate((8, 2, 4, 8))]
+    assert [config.micro_batch_size for config in to_retry(records)] == [8, 2, 4]
+    assert attempts(records, TrialConfig(micro_batch_size=8)) == 2

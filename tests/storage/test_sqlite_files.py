@@ -1,0 +1,281 @@
+"""What only a file can suffer."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from search_spaces.errors import EnvironmentFault, InputError
+from storage.database import Patience, close, open_for_writing
+from storage.lease import FileLease, this_driver
+from storage.spool import Spool
+from storage.studies import list_studies, read_study
+from storage.urls import parse_url
+from tests.storage.builders import DISTRIBUTIONS, a_record, fits, open_it, run_one
+from tests.storage.driver import ROOT
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def url(home: Path) -> str:
+    return f"sqlite:///{home}/sweep.db"
+
+
+@pytest.mark.parametrize("content", [b"", b"not a database, but long enough to be one" * 30])
+def test_reading_a_file_that_is_no_database_never_changes_it(
+    home: Path, url: str, content: bytes
+) -> None:
+    home.mkdir()
+    (home / "sweep.db").write_bytes(content)
+    kind, message = (
+        (EnvironmentFault, r"sweep\.db: file is not a database") if content else (InputError, "run")
+    )
+    with pytest.raises(kind, match=message):
+        read_study("study", url=url, home=home)
+    assert (home / "sweep.db").read_bytes() == content
+    assert os.listdir(home) == ["sweep.db"]
+
+
+def test_a_file_that_is_no_database_is_a_fault_when_driving(home: Path, url: str) -> None:
+    home.mkdir()
+    (home / "sweep.db").write_bytes(b"not a database" * 100)
+    with pytest.raises(EnvironmentFault, match=r"sweep\.db: file is not a database"):
+        open_it(url, home)
+
+
+def test_a_corrupted_database_is_a_fault_that_names_it(home: Path, url: str) -> None:
+    with open_it(url, home) as study:
+        for _ in range(3):
+            run_one(study)
+    path = home / "sweep.db"
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + b"\x5a" * (len(content) - 4096))
+    for action in (lambda: open_it(url, home), lambda: list_studies(url, home)):
+        with pytest.raises(EnvironmentFault, match=r"sweep\.db: "):
+            action()
+
+
+def test_a_directory_in_place_of_the_file_is_a_fault(home: Path) -> None:
+    home.mkdir()
+    for action in (open_it, list_studies):
+        with pytest.raises(EnvironmentFault, match="is a directory"):
+            action(f"sqlite:///{home}", home)
+
+
+def test_a_directory_that_cannot_be_made_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", Path("/proc")):
+        with pytest.raises(EnvironmentFault, match="cannot create database"):
+            open_it(f"sqlite:///{place}/runs/sweep.db", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["with space", "per%20cent", "br{ace}s", "hash#", "ünï"])
+def test_any_path_is_a_good_path(tmp_path: Path, name: str) -> None:
+    url = f"sqlite:///{tmp_path}/{name}/sweep.db"
+    with open_it(url, tmp_path) as study:
+        run_one(study)
+    assert len(read_study("study", url=url, home=tmp_path).records) == 1
+    assert (tmp_path / name / "sweep.db").exists()
+
+
+@contextmanager
+def unwritable(directory: Path) -> Iterator[None]:
+    """Be somebody who may only read the directory; root may always write, so it becomes nobody."""
+    directory.chmod(0o555)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        directory.chmod(0o755)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that every user can reach, unlike those of `tmp_path`."""
+    directory = Path(tempfile.mkdtemp())
+    directory.chmod(0o755)
+    yield directory
+    shutil.rmtree(directory)
+
+
+def test_a_study_in_a_read_only_directory_can_be_read_and_not_driven(public: Path) -> None:
+    url = f"sqlite:///{public}/sweep.db"
+    with open_it(url, public) as study:
+        run_one(study)
+    with unwritable(public):
+        assert len(read_study("study", url=url, home=public).records) == 1
+        with pytest.raises(EnvironmentFault, match=str(public)):
+            open_it(url, public)
+
+
+def test_a_new_study_in_a_read_only_directory_is_a_fault(public: Path) -> None:
+    with unwritable(public), pytest.raises(EnvironmentFault, match="Permission denied"):
+        open_it(f"sqlite:///{public}/runs/sweep.db", public)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield other
+        if other.in_transaction:
+            other.rollback()
+
+
+def test_a_writer_takes_the_lock_before_it_reads_and_leaves_readers_alone(
+    home: Path, url: str
+) -> None:
+    open_it(url, home).close()
+    storage = open_for_writing(parse_url(url))
+    with storage.engine.begin(), closing(sqlite3.connect(home / "sweep.db", timeout=0)) as other:
+        assert other.execute("SELECT study_name FROM studies").fetchall() == [("study",)]
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("BEGIN IMMEDIATE")
+    close(storage)
+
+
+def test_a_database_that_is_locked_for_a_while_is_waited_for(home: Path, url: str) -> None:
+    with open_it(url, home) as study, locked(home / "sweep.db") as other:
+        timer = threading.Timer(0.3, other.rollback)
+        timer.start()
+        run_one(study)
+        timer.join()
+        assert len(study.records()) == 1
+
+
+def test_a_database_that_stays_locked_leaves_the_result_in_the_spool(home: Path, url: str) -> None:
+    with open_it(url, home, patience=Patience(seconds=0.0)) as study:
+        trial = study.ask(DISTRIBUTIONS)
+        with (
+            locked(home / "sweep.db"),
+            pytest.raises(
+                EnvironmentFault, match=r"locked; the result of trial 0 is safe in .*spool"
+            ),
+        ):
+            study.tell(trial, a_record(trial.number))
+    with open_it(url, home) as study:
+        assert study.recover() == ()
+        assert study.records() == (a_record(0),)
+
+
+@pytest.mark.parametrize("victim", ["sweep.db", "."])
+def test_a_database_that_is_deleted_while_driven_is_noticed(
+    home: Path, url: str, victim: str
+) -> None:
+    with open_it(url, home) as study:
+        trial = study.ask(DISTRIBUTIONS)
+        path = home / victim
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with pytest.raises(EnvironmentFault, match=r"safe in .*spool\.jsonl"):
+            study.tell(trial, a_record(trial.number))
+
+
+def test_a_database_that_is_replaced_while_driven_is_noticed(home: Path, url: str) -> None:
+    with open_it(url, home) as study:
+        trial = study.ask(DISTRIBUTIONS)
+        shutil.rmtree(home)
+        open_it(url, home).close()
+        with pytest.raises(EnvironmentFault, match="deleted from"):
+            study.tell(trial, a_record(trial.number))
+
+
+def test_a_deleted_lock_file_is_taken_again(home: Path, url: str) -> None:
+    with open_it(url, home) as study:
+        (home / "sweep.db.study.lock").unlink()
+        run_one(study)
+        with pytest.raises(EnvironmentFault, match="is driven by"):
+            FileLease(home / "sweep.db", "study", sleep=lambda _: None).acquire()
+
+
+def test_somebody_who_looks_at_the_lock_keeps_no_driver_out(home: Path, url: str) -> None:
+    open_it(url, home).close()
+    lease = FileLease(home / "sweep.db", "study", sleep=lambda _: looking.close())
+    looking = FileLease(home / "sweep.db", "study").path.open(encoding="utf-8")
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    lease.acquire()
+    assert str(lease.holder()).startswith(this_driver())
+    lease.release()
+    assert lease.holder() is None
+
+
+def test_a_result_of_a_deleted_study_is_not_told_to_its_successor(home: Path, url: str) -> None:
+    with open_it(url, home) as study:
+        run_one(study, fits(9999.0))
+    (home / "sweep.db").unlink()
+    with open_it(url, home) as study:
+        study.ask(DISTRIBUTIONS)
+    with open_it(url, home) as study:
+        study.recover()
+        assert [record.verdict for record in study.records()] == ["lost"]
+
+
+def test_results_that_wait_in_the_spool_are_mentioned_when_nobody_drives(
+    home: Path, url: str
+) -> None:
+    with open_it(url, home) as study:
+        trial = study.ask(DISTRIBUTIONS)
+        identity = study.study.user_attrs["identity"]
+        Spool(home / "study" / "spool.jsonl", identity).append(a_record(trial.number), cost=None)
+        assert read_study("study", url=url, home=home).warnings == ()
+    (warning,) = read_study("study", url=url, home=home).warnings
+    assert "trials 0" in warning
+
+
+def test_what_another_version_stored_is_refused_and_not_a_crash(home: Path, url: str) -> None:
+    open_it(url, home).close()
+    with closing(sqlite3.connect(home / "sweep.db")) as database, database:
+        database.execute(
+            "UPDATE study_user_attributes SET value_json = json_set(value_json, '$.shape', 1) "
+            "WHERE key = 'definition'"
+        )
+    for action in (lambda: open_it(url, home), lambda: read_study("study", url=url, home=home)):
+        with pytest.raises(InputError, match="another version of sweep"):
+            action()
+
+
+def test_a_database_of_another_optuna_is_a_fault(home: Path, url: str) -> None:
+    open_it(url, home).close()
+    with closing(sqlite3.connect(home / "sweep.db")) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = 'v9.9.9.a'")
+    for action in (lambda: open_it(url, home), lambda: list_studies(url, home)):
+        with pytest.raises(EnvironmentFault, match="no longer compatible"):
+            action()
+
+
+def test_nothing_of_storage_imports_torch() -> None:
+    modules = sorted(f"storage.{path.stem}" for path in (ROOT / "storage").glob("*.py"))
+    heavy = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
+    script = (
+        "import importlib, json, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "from storage.environment import fingerprint\n"
+        "fingerprint(device='cuda')\n"
+        f"print(json.dumps([name for name in {heavy!r} if name in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert json.loads(done.stdout) == []
+    assert len(modules) > 5

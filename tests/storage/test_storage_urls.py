@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from search_spaces.errors import EnvironmentFault, InputError
+from storage.database import faults
+from storage.urls import PostgresUrl, SqliteUrl, parse_url, redact
+
+
+def test_a_relative_path_is_taken_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_url("sqlite:///runs/sweep.db") == SqliteUrl(tmp_path / "runs" / "sweep.db")
+
+
+def test_two_names_of_one_file_are_one_database(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert parse_url(f"sqlite:///{tmp_path}/link/x.db") == parse_url(
+        f"sqlite:///{tmp_path}/real/x.db"
+    )
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
+def test_every_spelling_of_postgresql_means_psycopg_3(scheme: str) -> None:
+    url = parse_url(f"{scheme}://sweep:pw@db.example:5432/studies")
+    assert isinstance(url, PostgresUrl)
+    assert url.text == "postgresql+psycopg://sweep:pw@db.example:5432/studies"
+    assert str(url) == "postgresql://sweep:***@db.example:5432/studies"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("runs/sweep.db", "did you mean 'sqlite:///runs/sweep.db'"),
+        ("sqlit:///x.db", "unknown database 'sqlit'; known are sqlite"),
+        ("mysql://u:secret@h/d", "known are sqlite and postgresql"),
+        ("sqlite://x.db", "three slashes"),
+        ("sqlite://", "three slashes"),
+        ("sqlite:///", "keeps nothing"),
+        ("sqlite:///:memory:", "keeps nothing"),
+        ("sqlite:///x.db?mode=ro", "not supported"),
+        ("postgresql://u:secret@h", "names no database"),
+        ("postgresql://u:secret@h:port/d", "malformed"),
+        ("postgresql://u:sec@ret:x@h:port/d", "malformed"),
+        ("", "is no database URL"),
+    ],
+)
+def test_a_url_that_is_not_right_is_refused_without_its_password(url: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        parse_url(url)
+    assert "sec" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:secret@h/d",
+        "postgresql://:secret@h/d",
+        "postgresql://u:se/cr@et@h/d?x=1",
+        "postgresql://u@h/d?password=secret&x=1",
+        "postgresql://h/d?sslpassword=secret",
+        "nonsense://u:secret@h",
+    ],
+)
+def test_redaction_hides_the_password_wherever_it_is(url: str) -> None:
+    shown = redact(url)
+    assert "secret" not in shown
+    assert "cr@et" not in shown
+    assert "***" in shown
+
+
+def test_redaction_leaves_what_has_no_password(tmp_path: Path) -> None:
+    for url in ("sqlite:////tmp/a@b.db", "postgresql://u@h/d", "runs/sweep.db", "no url: at all"):
+        assert redact(url) == url
+
+
+@pytest.mark.parametrize("quoted", ["p@ss/1", "p%40ss%2F1"])
+def test_a_password_that_a_driver_quotes_is_in_no_message_and_no_traceback(quoted: str) -> None:
+    raised = OperationalError("SELECT", {}, Exception(f"no {quoted} here\nDETAIL: {quoted}"))
+    with (
+        pytest.raises(EnvironmentFault, match=r"u:\*\*\*@h/d: no \*\*\* here$") as caught,
+        faults(parse_url("postgresql://u:p%40ss%2F1@h/d")),
+    ):
+        raise raised
+    assert quoted not in "".join(traceback.format_exception(caught.value))
+    assert caught.value.__suppress_context__
+
+
+def test_the_password_is_in_no_representation_of_a_url() -> None:
+    url = parse_url("postgresql://u:secret@h/d")
+    assert "secret" not in f"{url} {url!r}"

@@ -1,0 +1,261 @@
+"""Behaviour of bills and comparisons, on offers made up for the purpose."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search_spaces.errors import InputError
+from search_spaces.prices import Offer
+from sweep.predict.breakeven import CostLine, crossings
+from sweep.predict.cost import Bill, Workload, bill, compare
+
+WORK = Workload(steps=1000, samples_per_step=16, tokens_per_sample=512.0)
+
+
+def make_offer(**terms: Any) -> Offer:
+    values = {
+        "gpu": "a10",
+        "provider": "Someone",
+        "usd_per_hour": 3.6,
+        "date": datetime.date(2026, 11, 21),
+        "source": "a test",
+    }
+    return Offer.model_validate(values | terms)
+
+
+OFFERS = st.builds(
+    make_offer,
+    usd_per_hour=st.floats(0.1, 100.0),
+    billing_seconds=st.sampled_from([0.1, 1.0, 60.0, 3600.0]),
+    minimum_seconds=st.floats(0.0, 7200.0),
+    boot_seconds=st.floats(0.0, 600.0),
+    download_seconds=st.floats(0.0, 600.0),
+    queue_seconds=st.floats(0.0, 7200.0),
+    is_queue_billed=st.booleans(),
+    preemptions_per_hour=st.floats(0.0, 4.0),
+    restart_seconds=st.floats(0.0, 600.0),
+)
+STEP_SECONDS = st.floats(0.01, 60.0)
+unhurried = settings(deadline=None)
+"""A shared machine may stall an example for longer than the default deadline."""
+
+
+def test_a_bare_offer_costs_its_rate_times_the_training() -> None:
+    result = bill(WORK, step_seconds=2.0, offer=make_offer(usd_per_hour=1.8))
+    assert result.usd == pytest.approx(1.0)
+    assert result.billed_hours == pytest.approx(2000 / 3600)
+    assert result.usd_per_1000_steps == pytest.approx(1.0)
+    assert result.usd_per_sample == pytest.approx(1.0 / 16_000)
+    assert result.usd_per_million_tokens == pytest.approx(1e6 / 16_000 / 512)
+
+
+def test_every_term_of_an_offer_is_an_item_of_its_own() -> None:
+    offer = make_offer(
+        boot_seconds=30.0,
+        download_bytes_per_second=1e8,
+        queue_seconds=100.0,
+        preemptions_per_hour=1.8,
+        restart_seconds=50.0,
+        billing_seconds=60.0,
+        minimum_seconds=3600.0,
+    )
+    result = bill(replace(WORK, download_bytes=2e9), step_seconds=2.0, offer=offer)
+    seconds = {item.name: item.seconds for item in result.items}
+    assert seconds == pytest.approx(
+        {
+            "training": 2000.0,
+            "boot": 30.0,
+            "download": 20.0,
+            "queue": 100.0,
+            "preemptions": 50.0,
+            "rounding": 0.0,
+            "minimum": 1500.0,
+        }
+    )
+    assert result.item("queue").usd == 0.0
+    assert result.usd == pytest.approx(3.6)
+    assert result.wall_hours == pytest.approx(2200 / 3600)
+    assert result.dominant.name == "training"
+
+
+def test_a_queue_costs_only_where_it_is_billed() -> None:
+    free = bill(WORK, step_seconds=1.0, offer=make_offer(queue_seconds=3600.0))
+    paid = bill(
+        WORK, step_seconds=1.0, offer=make_offer(queue_seconds=3600.0, is_queue_billed=True)
+    )
+    assert paid.usd - free.usd == pytest.approx(3.6)
+    assert paid.wall_hours == free.wall_hours
+    assert paid.dominant.name == "queue"
+
+
+def test_an_epoch_costs_its_share_of_the_whole_run() -> None:
+    work = Workload.of_epochs(3, dataset_samples=10_000, samples_per_step=16, tokens_per_sample=100)
+    result = bill(work, step_seconds=1.0, offer=make_offer())
+    assert work.steps == 1875
+    assert result.usd_per_epoch == pytest.approx(result.usd / 3)
+    assert bill(WORK, step_seconds=1.0, offer=make_offer()).usd_per_epoch is None
+
+
+def test_an_amount_of_work_may_be_given_in_samples_or_tokens() -> None:
+    by_samples = Workload.of_samples(100, samples_per_step=16, tokens_per_sample=200.0)
+    by_tokens = Workload.of_tokens(20_000, samples_per_step=16, tokens_per_sample=200.0)
+    assert by_samples == by_tokens
+    assert by_samples.steps == 7
+    assert by_samples.samples == 112
+    assert by_samples.tokens == 22_400
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"samples_per_step": -1}, "samples_per_step"),
+        ({"tokens_per_sample": math.nan}, "tokens_per_sample"),
+        ({"dataset_samples": 0}, "dataset_samples"),
+        ({"download_bytes": -1.0}, "download_bytes"),
+    ],
+)
+def test_an_amount_of_work_that_is_not_positive_is_refused(
+    values: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(InputError, match=f"^{key} must be .* got {values[key]}"):
+        replace(WORK, **values)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
+def test_a_step_time_that_is_not_positive_is_refused(seconds: float) -> None:
+    with pytest.raises(InputError, match="step_seconds"):
+        bill(WORK, step_seconds=seconds, offer=make_offer())
+
+
+@unhurried
+@given(offer=OFFERS, step_seconds=STEP_SECONDS, steps=st.integers(1, 10_000))
+def test_more_steps_never_cost_less(offer: Offer, step_seconds: float, steps: int) -> None:
+    fewer = bill(replace(WORK, steps=steps), step_seconds=step_seconds, offer=offer)
+    more = bill(replace(WORK, steps=steps + 1), step_seconds=step_seconds, offer=offer)
+    assert more.usd >= fewer.usd * (1 - 1e-12)
+
+
+@unhurried
+@given(offer=OFFERS, step_seconds=STEP_SECONDS)
+def test_billed_time_covers_what_was_used_in_whole_units_or_the_minimum(
+    offer: Offer, step_seconds: float
+) -> None:
+    result = bill(WORK, step_seconds=step_seconds, offer=offer)
+    waited = 0.0 if offer.is_queue_billed else offer.queue_seconds
+    used = result.wall_hours * 3600 - waited
+    billed = result.billed_hours * 3600
+    assert billed >= used * (1 - 1e-9)
+    units = billed / offer.billing_seconds
+    is_minimum = billed == pytest.approx(offer.minimum_seconds)
+    assert is_minimum or units == pytest.approx(round(units), abs=1e-6 * max(1.0, units))
+    assert billed < max(offer.minimum_seconds, used + offer.billing_seconds) * (1 + 1e-9) + 1e-6
+
+
+@unhurried
+@given(offer=OFFERS, step_seconds=STEP_SECONDS)
+def test_a_bill_in_json_adds_up(offer: Offer, step_seconds: float) -> None:
+    values = bill(WORK, step_seconds=step_seconds, offer=offer).to_json()
+    assert sum(item["usd"] for item in values["items"]) == pytest.approx(values["usd"])
+    assert values["usd"] == pytest.approx(values["billed_hours"] * offer.usd_per_hour)
+
+
+def _pair(slow_boot: float) -> tuple[Bill, Bill]:
+    """A slow card that is ready at once, and a fast one at its price that boots for a while."""
+    slow = bill(WORK, step_seconds=2.0, offer=make_offer())
+    fast = bill(WORK, step_seconds=1.0, offer=make_offer(gpu="a100-40gb", boot_seconds=slow_boot))
+    return slow, fast
+
+
+def test_the_break_even_is_where_a_fast_start_is_paid_back_by_fast_steps() -> None:
+    slow, fast = _pair(300.0)
+    comparison = compare([slow, fast])
+    assert comparison.cheapest is fast
+    assert comparison.soonest is fast
+    (point,) = comparison.break_evens
+    assert point.steps == pytest.approx(300)
+    assert point.samples == pytest.approx(4800)
+    assert (point.cheaper_below.gpu, point.cheaper_above.gpu) == ("a10", "a100-40gb")
+
+
+def test_offers_that_never_swap_have_no_break_even() -> None:
+    slow, fast = _pair(0.0)
+    assert compare([slow, fast]).break_evens == ()
+    assert compare([slow]).break_evens == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "amounts", "is_first_below"),
+    [
+        # Free to start against cheap per unit.
+        (CostLine(0.0, 2.0), CostLine(10.0, 1.0), [10.0], [True]),
+        # A least charge that is soon exceeded anyway.
+        (CostLine(0.0, 1.0, least=40.0), CostLine(10.0, 2.0), [15.0], [False]),
+        # A least charge loses to small amounts, a high rate to large ones.
+        (CostLine(0.0, 3.0, least=40.0), CostLine(20.0, 1.9), [20 / 1.9, 20 / 1.1], [False, True]),
+        # Two least charges.
+        (CostLine(0.0, 1.0, least=5.0), CostLine(0.0, 0.5, least=8.0), [8.0], [True]),
+        # The same from some amount on, but never the other way round.
+        (CostLine(0.0, 1.0, least=5.0), CostLine(0.0, 1.0), [], []),
+        (CostLine(1.0, 2.0), CostLine(0.0, 1.0), [], []),
+    ],
+)
+def test_costs_cross_where_they_are_equal_and_change_places(
+    first: CostLine, second: CostLine, amounts: list[float], is_first_below: list[bool]
+) -> None:
+    points = crossings(first, second)
+    assert [point.amount for point in points] == pytest.approx(amounts)
+    assert [point.is_first_below for point in points] == is_first_below
+
+
+def test_the_order_of_the_bills_does_swap_at_the_break_even() -> None:
+    slow, fast = _pair(300.0)
+    (point,) = compare([slow, fast]).break_evens
+    assert point.steps is not None
+    for steps, winner in ((point.steps * 0.98, "a10"), (point.steps * 1.02, "a100-40gb")):
+        work = replace(WORK, steps=round(steps))
+        bills = [bill(work, step_seconds=b.step_seconds, offer=b.offer) for b in (slow, fast)]
+        assert compare(bills).cheapest.offer.gpu == winner
+
+
+def test_different_effective_batches_are_compared_by_the_sample() -> None:
+    small = bill(WORK, step_seconds=1.0, offer=make_offer())
+    large = bill(
+        replace(WORK, steps=500, samples_per_step=32),
+        step_seconds=1.8,
+        offer=make_offer(gpu="l4", boot_seconds=50.0),
+    )
+    comparison = compare([small, large])
+    assert comparison.cheapest is large
+    (point,) = comparison.break_evens
+    assert point.steps is None
+    assert point.samples == pytest.approx(50 / (1 / 16 - 1.8 / 32))
+
+
+@unhurried
+@given(first=OFFERS, second=OFFERS, first_step=STEP_SECONDS, second_step=STEP_SECONDS)
+def test_break_evens_alternate_between_two_offers(
+    first: Offer, second: Offer, first_step: float, second_step: float
+) -> None:
+    bills = [
+        bill(WORK, step_seconds=seconds, offer=offer)
+        for seconds, offer in ((first_step, first), (second_step, second))
+    ]
+    points = compare(bills).break_evens
+    assert len(points) <= 2
+    for before, after in pairwise(points):
+        assert before.samples < after.samples
+        assert before.cheaper_above is after.cheaper_below
+
+
+def test_comparing_nothing_is_a_mistake_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="at least one bill"):
+        compare([])

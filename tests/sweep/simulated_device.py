@@ -1,0 +1,124 @@
+"""A card that answers at once: memory and speed as functions, shaped like a real one's."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from optuna.samplers import BaseSampler, RandomSampler
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from search_spaces.models import ModelSpec
+from search_spaces.space import SearchSpace
+from storage.definition import StudyDefinition, Target
+from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
+from storage.studies import LeasedStudy, open_study
+
+BUDGET = int(21.5 * GIB)
+MODEL = ModelSpec(
+    name="seven-billion",
+    source="shipped",
+    config={"model_type": "mistral", "num_hidden_layers": 32, "max_position_embeddings": 32768},
+)
+_KIB = 1024
+_TARGETS = {"qv": 0.4, "attention": 1.0, "all-linear": 3.0}
+
+SPACE = {
+    "name": "simulated",
+    "model": MODEL.name,
+    "gpu": "a10",
+    "trials": 40,
+    "dimensions": {
+        "micro_batch_size": {"choices": [1, 2, 4, 8, 10, 12, 16, 24, 32]},
+        "checkpoint_fraction": {"choices": [0.0, 0.25, 0.5, 0.75, 1.0]},
+        "upcast_fp32": {"choices": [True, False]},
+        "kernels": {"choices": ["hf", "fused-loss", "liger"]},
+        "optimizer": {"choices": ["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]},
+        "seq_len": {"choices": [512, 1024]},
+    },
+    "fixed": {"lora_rank": 16, "target_modules": "attention"},
+    "baseline": {"micro_batch_size": 8},
+}
+
+
+def a_space(**changes: Any) -> SearchSpace:
+    return SearchSpace.model_validate(SPACE | changes)
+
+
+def peak_bytes(config: TrialConfig) -> int:
+    """Linear in tokens for a fixed structure, as it is on a card."""
+    fused = config.kernels != "hf"
+    per_token = (420 if fused else 900) * _KIB
+    kept = (3300 if fused else 4000) * (2 if config.upcast_fp32 else 1) * _KIB
+    per_token += int((1 - config.checkpoint_fraction) * kept)
+    base = (4.7 if config.upcast_fp32 else 4.0) * GIB
+    wide = _TARGETS.get(str(config.target_modules), 1.0)
+    return int(
+        base + config.lora_rank * wide * 12 * 1024**2 + config.tokens_per_micro_batch * per_token
+    )
+
+
+def tokens_per_second(config: TrialConfig) -> float:
+    """Rises to a roof with the tokens of a micro-batch; recomputing and the upcast cost."""
+    roof = 9_400.0 / (1.0 - 0.28 * (1.0 - config.checkpoint_fraction))
+    roof *= {"hf": 1.0, "fused-loss": 1.15, "liger": 1.3}[config.kernels]
+    roof *= 1.0 if config.upcast_fp32 else 1.15
+    return roof * config.tokens_per_micro_batch / (config.tokens_per_micro_batch + 700)
+
+
+def a_measurement(config: TrialConfig, *, spread: float = 0.005, **changes: Any) -> Measurement:
+    speed = tokens_per_second(config)
+    step = config.tokens_per_step / speed
+    values: dict[str, Any] = {
+        "tokens_per_second": speed,
+        "samples_per_second": speed / config.seq_len,
+        "step_seconds": step,
+        "step_seconds_ci95": (step * (1 - spread), step * (1 + spread)),
+        "steps_measured": 12,
+        "steps_warmup": 2,
+        "peak_allocated_bytes": peak_bytes(config),
+        "trainable_parameters": 1_000_000 * config.lora_rank,
+        "final_loss": 10.4,
+        "setup_seconds": 1.0,
+        "measured_seconds": 12 * step,
+    }
+    return Measurement.model_validate(values | changes)
+
+
+def train(config: TrialConfig) -> Outcome:
+    """Answer as the card would."""
+    peak = peak_bytes(config)
+    if peak > BUDGET:
+        return OutOfMemory(stage="forward", peak_allocated_bytes=BUDGET, requested_bytes=GIB)
+    return Measured(measurement=a_measurement(config))
+
+
+def a_record(config: TrialConfig, outcome: Outcome | None = None, **changes: Any) -> TrialRecord:
+    values = {"number": 0, "config": config, "outcome": outcome or train(config)}
+    return TrialRecord.model_validate(values | changes)
+
+
+def best_speed(space: SearchSpace) -> float:
+    """The fastest configuration of the space that fits, by looking at all of them."""
+    configs = [space.config(values) for values in space.combinations()]
+    return max((tokens_per_second(c) for c in configs if peak_bytes(c) <= BUDGET), default=math.nan)
+
+
+def a_study(home: Path, *, sampler: BaseSampler | None = None, **changes: Any) -> LeasedStudy:
+    """Open a study of the simulated space in a SQLite file under ``home``."""
+    definition = StudyDefinition(
+        space=a_space(**changes),
+        model=MODEL.to_json(),
+        model_fingerprint=MODEL.fingerprint,
+        target=Target(gpu="a10", device="cuda", budget_bytes=BUDGET),
+    )
+    return open_study(
+        "study",
+        url=f"sqlite:///{home}/sweep.db",
+        definition=definition,
+        sampler=sampler or RandomSampler(seed=0),
+        environment={},
+        home=home,
+    )

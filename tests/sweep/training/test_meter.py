@@ -1,0 +1,58 @@
+"""From step times to a measurement."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sweep.training.meter import CardReader, is_precise, is_steady, median_interval
+
+seconds = st.lists(st.floats(0.01, 10.0), min_size=6, max_size=40)
+
+
+@given(seconds)
+def test_the_interval_of_the_median_holds_the_median(times: list[float]) -> None:
+    interval = median_interval(times)
+    assert interval is not None
+    assert interval[0] <= statistics.median(times) <= interval[1]
+
+
+@pytest.mark.parametrize("count", [6, 9, 15, 30])
+def test_the_interval_covers_the_true_median_at_least_95_times_in_100(count: int) -> None:
+    draws = np.random.default_rng(0).lognormal(size=(2000, count))
+    covered = [low <= 1.0 <= high for low, high in map(_interval, draws)]
+    assert np.mean(covered) >= 0.94
+
+
+def _interval(row: np.ndarray) -> tuple[float, float]:
+    interval = median_interval(list(row))
+    assert interval is not None
+    return interval
+
+
+def test_fewer_than_six_steps_give_no_interval() -> None:
+    assert median_interval([1.0] * 5) is None
+    assert not is_precise([1.0] * 5, relative=0.02)
+
+
+def test_one_slow_step_among_many_does_not_keep_a_measurement_from_being_precise() -> None:
+    assert is_precise([1.0] * 9 + [5.0], relative=0.02)
+    assert not is_precise([1.0, 1.1] * 5, relative=0.02)
+
+
+@pytest.mark.parametrize(
+    ("times", "steady"),
+    [([1.0], False), ([3.0, 1.0], False), ([3.0, 1.0, 1.02], True), ([1.0, 1.2], False)],
+)
+def test_warm_up_ends_when_two_steps_agree(times: list[float], steady: bool) -> None:
+    assert is_steady(times) is steady
+
+
+def test_a_machine_without_nvml_gives_empty_readings() -> None:
+    reading = CardReader(None).read()
+    assert reading.used_bytes is None
+    assert reading.throttle_reasons == ()

@@ -1,0 +1,67 @@
+"""A base model small enough that a training step takes milliseconds on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelSpec
+from search_spaces.space import StepBudget
+from sweep.training.device import CpuDevice
+from sweep.training.meter import CardReader
+from sweep.training.model import BaseKey, BaseModel, build_base
+from sweep.training.trial import Trial
+
+TINY = ModelSpec(
+    name="tiny",
+    source="shipped",
+    config={
+        "model_type": "mistral",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 256,
+        "sliding_window": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+)
+QUICK = StepBudget(warmup_min=1, warmup_max=2, measured_min=6, measured_max=6)
+
+
+def tiny_config(**knobs: Any) -> TrialConfig:
+    return TrialConfig(**{"micro_batch_size": 2, "seq_len": 32, **knobs})
+
+
+@contextlib.contextmanager
+def tiny_base(config: TrialConfig) -> Iterator[BaseModel]:
+    base = build_base(
+        BaseKey.of(config),
+        spec=TINY,
+        weights="random",
+        device=torch.device("cpu"),
+        seed=0,
+    )
+    try:
+        yield base
+    finally:
+        base.close()
+
+
+def trial_on(base: BaseModel, config: TrialConfig, **changes: Any) -> Trial:
+    settings: dict[str, Any] = {
+        "base": base,
+        "config": config,
+        "steps": QUICK,
+        "device": CpuDevice(),
+        "card": CardReader(None),
+        "seed": 0,
+    }
+    return Trial(**{**settings, **changes})
