@@ -1,4 +1,4 @@
-"""Owns one run of a study from what was typed to the last trial: settle what it is about, then drive.
+"""Owns one run of a study, from what was typed to the last trial: settle it, then drive it.
 
 Knows nothing of options' spelling and prints nothing; who listens is handed in.
 """
@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from search_spaces.checkpoints import check_weights
 from search_spaces.config import explain_validation
 from search_spaces.errors import InputError
-from search_spaces.gpus import GIB, match_product
-from search_spaces.linears import linear_shapes
+from search_spaces.gpus import match_product
 from search_spaces.loading import load_space
 from search_spaces.model_files import load_model_spec
 from search_spaces.models import ModelSpec
@@ -38,7 +37,7 @@ from sweep.preflight import Preflight
 from sweep.samplers import make_sampler, quiet_optuna
 from sweep.speed_forecast import SpeedForecast
 from sweep.supervisor import SupervisedRunner
-from sweep.targets import resolve_target
+from sweep.targets import check_budget, resolve_target
 from sweep.tuner import tune
 
 Watch = Callable[[LeasedStudy, Interruption], AbstractContextManager[Listener]]
@@ -84,13 +83,18 @@ def prepare(
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: the card, or the network for a hub id, is not to be had.
     """
-    given = {key: value for key, value in overrides.items() if value is not None}
-    space = _overridden(load_space(space_name), given)
+    declared = load_space(space_name)
+    changed = {
+        key: value
+        for key, value in overrides.items()
+        if value is not None and value != getattr(declared, key)
+    }
+    space = _overridden(declared, changed)
     model = load_model_spec(space.model)
     if space.weights == "pretrained":
         check_weights(model)
     resolved = resolve_target(space, card() if space.gpu != "cpu" else None)
-    _check_budget(space, model, resolved.target)
+    check_budget(space, model, resolved.target)
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
@@ -98,17 +102,16 @@ def prepare(
         target=resolved.target,
     )
     return Prepared(
-        name=study or default_study_name(space, given),
+        name=study or default_study_name(space, changed),
         definition=definition,
         model=model,
         compute_capability=resolved.compute_capability,
     )
 
 
-def default_study_name(space: SearchSpace, given: Mapping[str, Any]) -> str:
-    """Return the space's name, with the card and the model where those were typed."""
-    named = [str(given[key]) for key in ("gpu", "model") if key in given]
-    parts = [space.name, *(part for part in named if part != space.name)]
+def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
+    """Return the space's name, with the card and the model where those were changed."""
+    parts = [space.name, *(str(changed[key]) for key in ("gpu", "model") if key in changed)]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-")[:100]
 
 
@@ -164,39 +167,11 @@ def drive(
         )
 
 
-def _overridden(space: SearchSpace, given: Mapping[str, Any]) -> SearchSpace:
+def _overridden(space: SearchSpace, changed: Mapping[str, Any]) -> SearchSpace:
     try:
-        return SearchSpace.model_validate({**space.model_dump(), **given})
+        return SearchSpace.model_validate({**space.model_dump(), **changed})
     except ValidationError as error:
         raise InputError(f"space '{space.name}': {explain_validation(error)}") from error
-
-
-def _check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
-    """Refuse a budget that cannot even hold the frozen weights, before minutes go into trying."""
-    least = least_weight_bytes(space, model)
-    if least is not None and least > target.budget_bytes:
-        raise InputError(
-            f"model '{model.name}' needs at least {least / GIB:.2f} GiB for its frozen weights and "
-            f"the budget of the {target.gpu} is {target.budget_bytes / GIB:.2f} GiB: name a smaller "
-            "model or a larger card"
-        )
-
-
-def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
-    """Return what the weights take at the very least; None where the architecture is not known.
-
-    Half a byte for each weight of a 4-bit linear layer, two for one that is not quantised, as
-    embeddings and head never are. Constants, norms and everything that trains come on top.
-    """
-    shapes = linear_shapes(model)
-    if shapes is None:
-        return None
-    dimension = space.dimensions.get("quantization")
-    kinds = dimension.values() if dimension else (space.fixed.get("quantization", "nf4"),)
-    halves = 4 if set(kinds or ()) == {"none"} else 1
-    linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
-    tables = 1 if model.config.get("tie_word_embeddings") else 2
-    return linears * halves // 2 + 2 * tables * model.vocab_size * model.hidden_size
 
 
 def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:

@@ -1,4 +1,4 @@
-"""Owns which card a study is for, and whether the machine can stand in for it.
+"""Owns which card a study is for, and whether machine and model go with it.
 
 Pure: a space and what NVML read of the card go in. Knows nothing of NVML, storage or runners.
 """
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, match_product
+from search_spaces.linears import linear_shapes
+from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from storage.definition import Target
 from sweep.cards import Card
@@ -51,6 +53,38 @@ def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
     return ResolvedTarget(
         _emulated(space, card, wanted), min(card.compute_capability, wanted.compute_capability)
     )
+
+
+def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
+    """Refuse a budget that cannot even hold the frozen weights, before minutes go into trying.
+
+    Raises:
+        InputError: names both sizes.
+    """
+    least = least_weight_bytes(space, model)
+    if least is not None and least > target.budget_bytes:
+        raise InputError(
+            f"model '{model.name}' needs at least {least / GIB:.2f} GiB for its frozen weights and "
+            f"the budget on the {target.gpu} is {target.budget_bytes / GIB:.2f} GiB: name a "
+            "smaller model or a larger card"
+        )
+
+
+def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
+    """Return what the weights take at the very least; None where the architecture is not known.
+
+    Half a byte for each weight of a 4-bit linear layer, two for one that is not quantised, as
+    embeddings and head never are. Constants, norms and everything that trains come on top.
+    """
+    shapes = linear_shapes(model)
+    if shapes is None:
+        return None
+    dimension = space.dimensions.get("quantization")
+    kinds = dimension.values() if dimension else (space.fixed.get("quantization", "nf4"),)
+    halves = 4 if set(kinds or ()) == {"none"} else 1
+    linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
+    tables = 1 if model.config.get("tie_word_embeddings") else 2
+    return linears * halves // 2 + 2 * tables * model.vocab_size * model.hidden_size
 
 
 def _cpu(space: SearchSpace) -> Target:

@@ -24,7 +24,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.records import Crashed, Invalid, Outcome, OutOfMemory
-from sweep.training.device import Device, is_out_of_memory, open_device, requested_bytes
+from sweep.training.device import Device, open_device, requested_bytes
 from sweep.training.meter import CardReader
 from sweep.training.model import BaseKey, BaseModel, build_base
 from sweep.training.trial import Beat, Trial
@@ -150,12 +150,13 @@ class Worker:
                 device=self._device.torch_device,
                 seed=self._settings.seed,
             )
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        except Exception as error:
+            detail = f"{type(error).__name__}: {error}"[:_DETAIL_LENGTH]
+            if not self._device.ran_out(error):
+                if isinstance(error, OSError | ValueError | KeyError):
+                    return Invalid(rule="model", detail=detail)
                 raise
-            failure, requested = str(error)[:_DETAIL_LENGTH], requested_bytes(error)
-        except (OSError, ValueError, KeyError) as error:
-            return Invalid(rule="model", detail=f"{type(error).__name__}: {error}"[:_DETAIL_LENGTH])
+            failure, requested = detail, requested_bytes(error)
         # Outside the except block: a caught exception keeps the frames, and so the weights, alive.
         self._device.release()
         if failure is None:

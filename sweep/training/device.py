@@ -29,6 +29,7 @@ _CPU_OOM_SIGNS = (
     "std::bad_alloc",
     "out of memory",
 )
+_NEXT_TO_NOTHING_BYTES = 2**20
 _LIBC = ctypes.CDLL(None)
 _REQUESTED = re.compile(r"(?:Tried to allocate|tried to allocate) ([\d.]+) ?(bytes|KiB|MiB|GiB)?")
 _UNITS = {None: 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -77,6 +78,10 @@ class Device(Protocol):
 
     def allocator_retries(self) -> int:
         """Times since `reset_peak` that the allocator emptied its cache to serve a request."""
+        ...
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Whether an exception, still being handled, means that memory ran out."""
         ...
 
 
@@ -132,6 +137,10 @@ class CudaDevice:
     def allocator_retries(self) -> int:
         """See `Device.allocator_retries`."""
         return self._retries() - self._retries_before
+
+    def ran_out(self, error: BaseException) -> bool:
+        """See `Device.ran_out`."""
+        return is_out_of_memory(error)
 
     def _retries(self) -> int:
         return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
@@ -208,6 +217,13 @@ class CpuDevice:
     def allocator_retries(self) -> int:
         """See `Device.allocator_retries`."""
         return 0
+
+    def ran_out(self, error: BaseException) -> bool:
+        """See `Device.ran_out`: at the limit, libraries fail in ways of their own."""
+        if is_out_of_memory(error) or self._budget is None:
+            return is_out_of_memory(error)
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        return _private_bytes() + _NEXT_TO_NOTHING_BYTES > limit
 
 
 def _highest_total(watch: profile) -> int:

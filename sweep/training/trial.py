@@ -26,7 +26,7 @@ from storage.records import (
     PrunedSlow,
 )
 from sweep.training.adapters import Attached, attached
-from sweep.training.device import Device, is_out_of_memory, requested_bytes
+from sweep.training.device import Device, requested_bytes
 from sweep.training.meter import CardReader, CardReading, is_precise, is_steady, median_interval
 from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective
@@ -82,8 +82,8 @@ class Trial:
                 outcome = self._train(attachment)
         except InputError as error:
             outcome = Invalid(rule="target_modules", detail=str(error))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        except Exception as error:
+            if not self.device.ran_out(error):
                 raise
             failure = (str(error) or type(error).__name__)[:_DETAIL_LENGTH]
             requested = requested_bytes(error)

@@ -37,7 +37,9 @@ class Ledger(TorchDispatchMode):
         self.events: list[Event] = []
         self.sizes: list[int] = []
         self.marks: list[tuple[str, int]] = []
-        self._live: dict[int, int] = {t.untyped_storage()._cdata: -1 for t in ignored}
+        # Held, so that nothing new is ever born at the address of one of them.
+        self._ignored = [tensor.untyped_storage() for tensor in ignored]
+        self._live: dict[int, int] = {storage._cdata: -1 for storage in self._ignored}
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._next_mark: str | None = None
 

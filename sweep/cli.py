@@ -1,0 +1,178 @@
+"""Owns the terminal: options, and the one place where errors become a message and an exit code.
+
+Imports nothing heavy, so that ``--help`` answers at once; commands import what they need when they
+run. Exit codes: 0 done, 1 done and nothing fits, 2 bad input, 3 environment, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from search_spaces.errors import EnvironmentFault, InputError, SweepError
+from sweep.console import ReaderGoneError, note
+from sweep.places import crash_log_directory
+
+app = typer.Typer(
+    name="sweep",
+    help="Name a GPU, get the fastest QLoRA configuration that fits it, and proof.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+StorageOption = Annotated[
+    str | None,
+    typer.Option("--storage", help="Database URL; sqlite:///runs/sweep.db by default."),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
+]
+StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
+
+
+@app.command()
+def run(
+    space: Annotated[str, typer.Argument(metavar="SPACE", help="A preset or a YAML file.")],
+    gpu: Annotated[
+        str | None, typer.Option(help="Card whose budget counts; auto is the one that is here.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Shipped architecture, directory or hub id.")
+    ] = None,
+    study: Annotated[str | None, typer.Option(help="Name; the space's by default.")] = None,
+    storage: StorageOption = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Trials of the study in all, earlier runs included.")
+    ] = None,
+    time_budget: Annotated[
+        str | None, typer.Option(help="Stop this run after 10m, 1h30m, 90s.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampling, weights and tokens.")] = None,
+    sampler: Annotated[str | None, typer.Option(help="tpe, gp, random or grid.")] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Start or resume a study."""
+    from search_spaces.loading import parse_duration
+    from sweep import commands
+
+    overrides = {
+        "gpu": gpu,
+        "model": model,
+        "trials": trials,
+        "time_budget_seconds": None if time_budget is None else parse_duration(time_budget),
+        "seed": seed,
+        "sampler": sampler,
+    }
+    return commands.run(space, overrides=overrides, study=study, storage=storage, as_json=as_json)
+
+
+@app.command()
+def status(
+    study: Annotated[
+        str | None, typer.Argument(metavar="[STUDY]", help="One study; all of them without.")
+    ] = None,
+    storage: StorageOption = None,
+) -> int:
+    """Show what ran, what is running, and the best so far."""
+    from sweep import commands
+
+    return commands.status(study, storage=storage)
+
+
+@app.command()
+def best(study: StudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> int:
+    """Show a study's winner."""
+    from sweep import commands
+
+    return commands.best(study, storage=storage, as_json=as_json)
+
+
+@app.command()
+def report(
+    study: StudyArgument,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="runs/STUDY/report.html by default.")
+    ] = None,
+    storage: StorageOption = None,
+) -> int:
+    """Write a study's report, one HTML file."""
+    from sweep import commands
+
+    return commands.report(study, storage=storage, output=output)
+
+
+@app.command()
+def presets() -> int:
+    """List the shipped search spaces."""
+    from sweep import commands
+
+    return commands.presets()
+
+
+@app.command()
+def gpus() -> int:
+    """List the cards of the catalogue."""
+    from sweep import commands
+
+    return commands.gpus()
+
+
+@app.command()
+def models() -> int:
+    """List the shipped architectures."""
+    from sweep import commands
+
+    return commands.models()
+
+
+@app.command()
+def doctor() -> int:
+    """Check this machine, and say what to do."""
+    from sweep import commands
+
+    return commands.doctor()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that was typed and return the exit code."""
+    try:
+        return int(app(args=arguments, prog_name="sweep", standalone_mode=False) or 0)
+    except SweepError as error:
+        note(f"error: {error}")
+        return error.exit_code
+    except ReaderGoneError:
+        return 0
+    except typer.TyperException as error:
+        note(f"error: {error.format_message()}")
+        return InputError.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except Exception as error:  # noqa: BLE001 - the edge: what is left is a mistake of ours
+        note(_report_crash(error))
+        return EnvironmentFault.exit_code
+
+
+def _report_crash(error: Exception) -> str:
+    """Keep the traceback in a file and return one line about it; no password is in either."""
+    from storage.urls import redact
+
+    text = redact("".join(traceback.format_exception(error)))
+    name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
+    said = redact(f"error: {type(error).__name__}: {error}")
+    for directory in (crash_log_directory(), Path(tempfile.gettempdir())):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(text, encoding="utf-8")
+        except OSError:
+            continue
+        return f"{said}\nThis is a mistake in sweep; the traceback is in {directory / name}"
+    return said

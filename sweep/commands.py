@@ -1,0 +1,186 @@
+"""Owns what each command does once its options are read: call, print, and say how it ended.
+
+Knows nothing of how options are spelled or how errors become exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from reports import units
+from reports.answer import emulation_note
+from reports.page import write_report
+from search_spaces.errors import EnvironmentFault
+from search_spaces.gpus import gpu_catalogue
+from search_spaces.loading import preset_names
+from search_spaces.model_files import model_names
+from storage.definition import StudySnapshot
+from storage.ranking import best_document
+from storage.studies import LeasedStudy, list_studies, read_study, redact
+from sweep.board import Board
+from sweep.cards import read_card
+from sweep.console import note, say, table
+from sweep.doctor import check, examine, findings_text, is_healthy
+from sweep.events import Listener, StopReason
+from sweep.interruption import Interruption
+from sweep.live import watching
+from sweep.places import default_storage, report_path, runs_directory
+from sweep.session import drive, prepare
+from sweep.summary import best_text, has_fit, status_text, studies_text, study_summary
+from sweep.tuner import trials_spent
+
+DONE, NOTHING_FITS, ENVIRONMENT, INTERRUPTED = 0, 1, 3, 130
+_REASONS = {
+    StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
+    StopReason.EXHAUSTED: "Every configuration of the space has been tried.",
+    StopReason.INTERRUPTED: "Interrupted; the same command goes on where this one stopped.",
+}
+
+
+def run(
+    space: str,
+    *,
+    overrides: Mapping[str, Any],
+    study: str | None,
+    storage: str | None,
+    as_json: bool,
+) -> int:
+    """Start or resume a study; write its report; print the winner, or the document of `best`."""
+    prepared = prepare(space, overrides=overrides, study=study, card=read_card)
+    url = storage or default_storage()
+    reason = drive(prepared, storage=url, watch=_watch, warn=lambda text: note(f"warning: {text}"))
+    if reason in _REASONS:
+        note(_REASONS[reason])
+    snapshot = read_study(prepared.name, url=url, home=runs_directory())
+    report, fault = _write_report(snapshot, report_path(prepared.name))
+    if as_json:
+        say(json.dumps(best_document(snapshot)))
+    else:
+        option = f" --storage {shlex.quote(redact(storage))}" if storage else ""
+        say(study_summary(snapshot, report=report, storage_option=option))
+    if fault is not None:
+        raise fault
+    if reason is StopReason.INTERRUPTED:
+        return INTERRUPTED
+    return DONE if has_fit(snapshot) else NOTHING_FITS
+
+
+def _write_report(
+    snapshot: StudySnapshot, path: Path
+) -> tuple[Path | None, EnvironmentFault | None]:
+    """Write the report; a fault is handed back, so that the results are printed all the same."""
+    try:
+        write_report(snapshot, path)
+    except EnvironmentFault as fault:
+        return None, fault
+    return path, None
+
+
+@contextmanager
+def _watch(study: LeasedStudy, interruption: Interruption) -> Iterator[Listener]:
+    """Say what begins or goes on, then show it on stderr."""
+    definition, records = study.definition, study.records()
+    total = definition.space.trials
+    if study.was_resumed:
+        done = trials_spent(records)
+        note(f"Resuming study {study.study.study_name}: {done} of {total} trials are done.")
+    else:
+        note(f"Starting study {study.study.study_name}: {units.plural(total, 'trial')}.")
+    emulation = emulation_note(definition.target)
+    if emulation is not None:
+        note(emulation)
+    board = Board(
+        name=study.study.study_name,
+        definition=definition,
+        records=list(records),
+        clock=time.monotonic,
+    )
+    with watching(board, is_stopping=interruption.is_requested, stream=sys.stderr) as listener:
+        yield listener
+
+
+def status(study: str | None, *, storage: str | None) -> int:
+    """Print what ran, what is running and the best so far, of one study or of all."""
+    url = storage or default_storage()
+    if study is None:
+        say(studies_text(list_studies(url, runs_directory())))
+    else:
+        say(status_text(read_study(study, url=url, home=runs_directory())))
+    return DONE
+
+
+def best(study: str, *, storage: str | None, as_json: bool) -> int:
+    """Print the winner of a study."""
+    snapshot = read_study(study, url=storage or default_storage(), home=runs_directory())
+    say(json.dumps(best_document(snapshot)) if as_json else best_text(snapshot))
+    return DONE if has_fit(snapshot) else NOTHING_FITS
+
+
+def report(study: str, *, storage: str | None, output: Path | None) -> int:
+    """Write a study's report and print where it is."""
+    snapshot = read_study(study, url=storage or default_storage(), home=runs_directory())
+    path = output or report_path(study)
+    write_report(snapshot, path)
+    say(str(path))
+    return DONE
+
+
+def presets() -> int:
+    """Print the shipped search spaces."""
+    rows = [
+        (p.name, p.gpu, p.model, units.count(p.combinations), p.description) for p in preset_names()
+    ]
+    say(table(("preset", "gpu", "model", "configurations", "what"), rows))
+    return DONE
+
+
+def gpus() -> int:
+    """Print the cards of the catalogue, and which of them is here."""
+    rows = [
+        (
+            spec.name,
+            spec.product,
+            units.gib(spec.memory_bytes),
+            units.gib(spec.budget_bytes),
+            f"{spec.bandwidth_bytes_per_second / 1e9:,.0f} GB/s",
+            f"{max(spec.peak_flops.values()) / 1e12:,.0f}",
+        )
+        for spec in gpu_catalogue().values()
+    ]
+    header = ("gpu", "product", "memory", "for a training", "bandwidth", "peak TFLOP/s")
+    say(table(header, rows))
+    card = read_card()
+    note("No NVIDIA GPU here." if card is None else f"Here: {card.product}.")
+    return DONE
+
+
+def models() -> int:
+    """Print the shipped architectures."""
+    rows = [
+        (
+            model.name,
+            f"{model.parameters / 1e9:.2f} B",
+            units.count(model.layers),
+            units.count(model.hidden_size),
+            units.count(model.vocab_size),
+            units.count(model.max_positions),
+        )
+        for model in model_names()
+    ]
+    say(table(("model", "parameters", "layers", "width", "vocabulary", "positions"), rows))
+    note("A directory with a config.json or a hub id (org/name) is a model as well.")
+    return DONE
+
+
+def doctor() -> int:
+    """Print a check-up of this machine."""
+    findings = check(examine())
+    say(findings_text(findings))
+    return DONE if is_healthy(findings) else ENVIRONMENT
