@@ -135,6 +135,11 @@ class TrialConfig(BaseModel):
         """Tokens per optimizer step."""
         return self.samples_per_step * self.seq_len
 
+    def checkpointed_layers(self, layers: int) -> frozenset[int]:
+        """Return which of so many decoder layers are recomputed: a share of them, evenly spread."""
+        count = round(self.checkpoint_fraction * layers)
+        return frozenset(index * layers // count for index in range(count))
+
     def key(self) -> str:
         """Return the canonical JSON text; equal for equal configurations."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)

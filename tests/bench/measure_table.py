@@ -3,7 +3,8 @@
 Writes one JSON document per line: model, configuration, bytes after build and after attaching, peak bytes by stage of
 the step, peaks over all steps, step times. ``tests/data/measurements_*.jsonl`` were made by it.
 
-    python tests/bench/measure_table.py OUT.jsonl [--seconds 480] [--only mistral] [--snapshots DIR]
+    python tests/bench/measure_table.py OUT.jsonl [--seconds 480] [--known OLD.jsonl]
+        [--snapshots BLOCKS.jsonl]
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ def others() -> list[dict[str, Any]]:
         _sized(4, 512, lora_rank=8, target_modules="qv", checkpoint_fraction=0.0, **LEAN),
         _sized(8, 512, upcast_fp32=False, checkpoint_fraction=0.5),
         _sized(4, 512, kernels="fused-loss", lora_dropout=0.05, target_modules="all-linear"),
+        _sized(1, 1024, lora_rank=128, kernels="liger", checkpoint_fraction=0.75),
+        _sized(16, 256, target_modules="qv", upcast_fp32=False, optimizer="adamw_torch_fused"),
     ]
 
 
@@ -155,7 +158,7 @@ def measure(base: BaseModel, config: TrialConfig, *, device: CudaDevice) -> dict
         loop.note()
         times: list[float] = []
         begun = time.perf_counter()
-        while len(times) < 5 or (time.perf_counter() - begun < 2.0 and len(times) < 12):
+        while len(times) < 5 or (time.perf_counter() - begun < 1.0 and len(times) < 9):
             torch.cuda.synchronize()
             start = time.perf_counter()
             loop.step()
@@ -229,19 +232,22 @@ def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("out", type=Path)
     arguments.add_argument("--seconds", type=float, default=480.0)
-    arguments.add_argument("--only", default="")
+    arguments.add_argument("--known", type=Path, help="rows of an earlier run are not repeated")
     arguments.add_argument("--snapshots", type=Path)
     options = arguments.parse_args()
     begun = time.perf_counter()
     device = CudaDevice()
     device.warm_up()
     base: BaseModel | None = None
+    known = _known(options.known)
     with options.out.open("a", encoding="utf-8") as out:
         for name, table in TABLE.items():
-            if options.only not in name:
-                continue
             spec = load_model_spec(name)
-            configs = list(enumerate(parse_config(values) for values in table()))
+            configs = [
+                (index, config)
+                for index, config in enumerate(parse_config(values) for values in table())
+                if (name, config.key()) not in known
+            ]
             for index, config in sorted(configs, key=lambda pair: str(BaseKey.of(pair[1]))):
                 if time.perf_counter() - begun > options.seconds:
                     return
@@ -280,6 +286,12 @@ def main() -> None:
                         file.write(json.dumps({"config": row["config"], "blocks": rows[:300]}))
                         file.write("\n")
                     device.release()
+
+
+def _known(path: Path | None) -> set[tuple[str, str]]:
+    lines = [] if path is None else path.read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {(row["model"], parse_config(row["config"]).key()) for row in rows}
 
 
 def _summary(row: dict[str, Any]) -> str:
