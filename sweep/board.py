@@ -5,7 +5,6 @@ Knows nothing of terminals.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -116,7 +115,9 @@ def outcome_line(record: TrialRecord) -> str:
     if measured is not None:
         speed = units.rate(measured.tokens_per_second)
         return f"{label}, {speed} tokens/s, {units.gib(measured.peak_allocated_bytes)}"
-    detail = textwrap.shorten(_detail(record), _DETAIL_LENGTH, placeholder="...")
+    detail = " ".join(_detail(record).split())
+    if len(detail) > _DETAIL_LENGTH:
+        detail = f"{detail[:_DETAIL_LENGTH]}..."
     return f"{label} ({detail})" if detail else label
 
 

@@ -7,9 +7,10 @@ run. Exit codes: 0 done, 1 done and nothing fits, 2 bad input, 3 environment, 13
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +24,6 @@ from sweep.places import crash_log_directory
 app = typer.Typer(
     name="sweep",
     help="Name a GPU, get the fastest QLoRA configuration that fits it, and proof.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -144,8 +144,14 @@ def doctor() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that was typed and return the exit code."""
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
+
+
+def guarded(command: Callable[[], int | None]) -> int:
+    """Run a command; return its exit code, or that of its error once that has been told."""
     try:
-        return int(app(args=arguments, prog_name="sweep", standalone_mode=False) or 0)
+        return command() or 0
     except SweepError as error:
         note(f"error: {error}")
         return error.exit_code

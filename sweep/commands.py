@@ -166,7 +166,7 @@ def models() -> int:
     rows = [
         (
             model.name,
-            f"{model.parameters / 1e9:.2f} B",
+            f"{model.parameters / 1e6:,.0f} M",
             units.count(model.layers),
             units.count(model.hidden_size),
             units.count(model.vocab_size),

@@ -34,6 +34,7 @@ from sweep.interruption import Interruption
 from sweep.places import cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory import MemoryPredictor
 from sweep.preflight import Preflight
+from sweep.runner import Runner
 from sweep.samplers import make_sampler, quiet_optuna
 from sweep.speed_forecast import SpeedForecast
 from sweep.supervisor import SupervisedRunner
@@ -115,8 +116,24 @@ def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-")[:100]
 
 
+def supervised_runner(prepared: Prepared) -> Runner:
+    """Return the real runner; its child starts with the first trial."""
+    return SupervisedRunner(
+        prepared.model,
+        target=prepared.target,
+        weights=prepared.space.weights,
+        log_path=worker_log_path(prepared.name),
+        seed=prepared.space.seed,
+    )
+
+
 def drive(
-    prepared: Prepared, *, storage: str, watch: Watch, warn: Callable[[str], None]
+    prepared: Prepared,
+    *,
+    storage: str,
+    watch: Watch,
+    warn: Callable[[str], None],
+    new_runner: Callable[[Prepared], Runner] = supervised_runner,
 ) -> StopReason:
     """Create or resume the study and run it until it stops.
 
@@ -125,6 +142,7 @@ def drive(
         storage: URL of the database.
         watch: shows the study while it runs.
         warn: told of what works less well than it could.
+        new_runner: what runs the trials.
 
     Raises:
         InputError: the storage's study of that name is about something else.
@@ -133,12 +151,14 @@ def drive(
     quiet_optuna()
     space, target = prepared.space, prepared.target
     cost_of = _cost_of(space, target)
-    preflight = _preflight(prepared, warn=warn)
+    speed = _speed(prepared)
+    preflight = _preflight(prepared, speed=speed, warn=warn)
     sampler = make_sampler(
         space.sampler,
         space,
         seed=space.seed,
         refuses=lambda config: preflight.check(config) is not None,
+        expects=speed.predict if speed is not None and _is_speed(space) else None,
     )
     study = open_study(
         prepared.name,
@@ -148,13 +168,7 @@ def drive(
         environment=fingerprint(device=target.device),
         home=runs_directory(),
     )
-    runner = SupervisedRunner(
-        prepared.model,
-        target=target,
-        weights=space.weights,
-        log_path=worker_log_path(prepared.name),
-        seed=space.seed,
-    )
+    runner = new_runner(prepared)
     interruption = Interruption(cancel=runner.cancel)
     with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
         return tune(
@@ -174,9 +188,27 @@ def _overridden(space: SearchSpace, changed: Mapping[str, Any]) -> SearchSpace:
         raise InputError(f"space '{space.name}': {explain_validation(error)}") from error
 
 
-def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
+def _speed(prepared: Prepared) -> SpeedForecast | None:
+    """Return the forecast for the card that really runs; None where it has no data sheet."""
+    target = prepared.target
+    if target.device == "cpu":
+        return None
+    host = match_product(target.emulated_on or target.gpu)
+    return None if host is None else SpeedForecast(model=prepared.model, gpu=host)
+
+
+def _is_speed(space: SearchSpace) -> bool:
+    """Whether what the study is after rises with speed alone."""
+    return space.objectives in (("tokens_per_second",), ("cost",))
+
+
+def _preflight(
+    prepared: Prepared, *, speed: SpeedForecast | None, warn: Callable[[str], None]
+) -> Preflight:
     target, model = prepared.target, prepared.model
-    host = match_product(target.emulated_on or target.gpu) if target.device == "cuda" else None
+    # What is predicted is a CUDA allocator's memory; a process on the CPU takes other amounts.
+    cache = cache_directory() / "memory"
+    is_predicted = target.device == "cuda"
     return Preflight(
         model=model,
         budget_bytes=target.budget_bytes,
@@ -186,11 +218,8 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
             compute_capability=prepared.compute_capability,
             device=target.device,
         ),
-        # What is predicted is a CUDA allocator's memory; a process on the CPU takes other amounts.
-        predictor=MemoryPredictor(model, cache_dir=cache_directory() / "memory")
-        if target.device == "cuda"
-        else None,
-        speed=SpeedForecast(model=model, gpu=host) if host is not None else None,
+        predictor=MemoryPredictor(model, cache_dir=cache) if is_predicted else None,
+        speed=speed,
         warn=warn,
     )
 

@@ -25,10 +25,10 @@ from sweep.events import (
     TrialProgress,
     TrialStarted,
 )
+from sweep.grid import Frontier
 from sweep.preflight import Preflight
 from sweep.pruning import is_hopeless, rivals_among
 from sweep.runner import Progress, Runner
-from sweep.samplers import Frontier
 from sweep.streaks import FailureStreak
 
 

@@ -175,7 +175,6 @@ def measure(base: BaseModel, config: TrialConfig, *, device: CudaDevice) -> dict
             "step_seconds": statistics.median(times),
             "step_times": [round(t, 5) for t in times],
         }
-        loop.close()
     return result
 
 
@@ -191,7 +190,6 @@ def snapshot(base: BaseModel, config: TrialConfig) -> list[dict[str, Any]]:
             loop.step()
         torch.cuda.synchronize()
         trace = torch.cuda.memory._snapshot()["device_traces"][0]
-        loop.close()
     torch.cuda.memory._record_memory_history(enabled=None)
     return [
         {"size": 0, "count": 1, "stack": f"allocated before attaching: {before}"},

@@ -12,8 +12,9 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.space import SamplerName, SearchSpace
 from sweep.encoding import Encoding, identity
-from sweep.samplers import Frontier, make_sampler, quiet_optuna
-from tests.sweep.simulated_device import BUDGET, a_space, peak_bytes, tokens_per_second
+from sweep.grid import Frontier
+from sweep.samplers import Expectation, make_sampler, quiet_optuna
+from tests.sweep.simulated_device import BUDGET, a_space, best_speed, peak_bytes, tokens_per_second
 
 quiet_optuna()
 
@@ -88,6 +89,29 @@ def test_a_trial_without_parameters_does_not_keep_a_sampler_from_learning(
     sampler = make_sampler(name, space, seed=4)
     configs = asked(sampler, space, trials=14, first_without_parameters=True)
     assert len(configs) == 14
+
+
+def test_expected_speed_brings_a_study_nearer_to_the_best_in_fewer_trials() -> None:
+    space = a_space()
+
+    def does_not_fit(config: TrialConfig) -> bool:
+        return peak_bytes(config) > BUDGET
+
+    def best_of(expects: Expectation | None, seed: int) -> float:
+        sampler = make_sampler("tpe", space, seed=seed, refuses=does_not_fit, expects=expects)
+        return max(map(tokens_per_second, asked(sampler, space, trials=12)))
+
+    seeds = range(5)
+    guided = sum(best_of(tokens_per_second, seed) for seed in seeds)
+    blind = sum(best_of(None, seed) for seed in seeds)
+    assert guided > 1.02 * blind
+    assert guided > 0.9 * len(seeds) * best_speed(space)
+
+
+def test_an_expectation_that_knows_nothing_does_no_harm() -> None:
+    space = a_small_space()
+    sampler = make_sampler("tpe", space, seed=9, expects=lambda _: None)
+    assert len({identity(config) for config in asked(sampler, space, trials=10)}) == 10
 
 
 def test_several_objectives_are_sampled_as_well() -> None:

@@ -75,11 +75,11 @@ class Linear4bit(torch.nn.Linear):
         return -(-self.in_features * self.out_features // _BLOCK_WEIGHTS)
 
     def constant_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of each tensor that describes the packed weights."""
+        """Return the bytes of each tensor that describes the packed weights, in the order they are made."""
         if not self.is_nested:
             return (self.scales * 4, _CODE_BYTES)
         second = -(-self.scales // _BLOCK_SCALES) * 4
-        return (self.scales, second, _SECOND_CODE_BYTES, _OFFSET_BYTES, _CODE_BYTES)
+        return (_CODE_BYTES, _OFFSET_BYTES, second, self.scales, _SECOND_CODE_BYTES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply by the dequantised weight; the output has the input's dtype."""

@@ -6,21 +6,17 @@ exactly as on a device; what a kernel takes and gives back inside one operator i
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-@dataclass(frozen=True)
-class Event:
-    """A storage was born (``is_birth``) or died."""
-
-    storage: int
-    is_birth: bool
+Event = tuple[int, bool]
+"""A storage's number, and whether it was born (or died)."""
 
 
 class Ledger(TorchDispatchMode):
@@ -51,6 +47,12 @@ class Ledger(TorchDispatchMode):
         """Set a boundary at the next operator: what dies before it belongs to what went before."""
         self._next_mark = name
 
+    def segments(self) -> list[tuple[str, list[Event]]]:
+        """Return each boundary's name and the events from there to the next one."""
+        bounds = [*(start for _, start in self.marks), len(self.events)]
+        pairs = zip(self.marks, itertools.pairwise(bounds), strict=True)
+        return [(name, self.events[start:end]) for (name, _), (start, end) in pairs]
+
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage; None where it is not counted."""
         number = self._live.get(tensor.untyped_storage()._cdata, -1)
@@ -80,11 +82,11 @@ class Ledger(TorchDispatchMode):
             return
         number = len(self.sizes)
         self.sizes.append(storage.nbytes())
-        self.events.append(Event(number, True))
+        self.events.append((number, True))
 
         def died(_: object) -> None:
             del self._live[key], self._watches[number]
-            self.events.append(Event(number, False))
+            self.events.append((number, False))
 
         self._live[key] = number
         self._watches[number] = weakref.ref(storage, died)

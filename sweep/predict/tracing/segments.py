@@ -9,7 +9,7 @@ import itertools
 from typing import Any
 
 from sweep.predict.polynomials import Polynomial, add_to, is_covered
-from sweep.predict.tracing.ledger import Event, Ledger
+from sweep.predict.tracing.ledger import Ledger
 from sweep.predict.tracing.symbols import Symbols
 
 Account = dict[str, Polynomial]
@@ -31,16 +31,15 @@ def segments(ledger: Ledger, symbols: Symbols, *, gradients: frozenset[int]) -> 
         gradients: numbers of the storages that ended as gradients of the adapters.
     """
     polynomials = [symbols.polynomial(size) for size in ledger.sizes]
-    bounds = [*(start for _, start in ledger.marks), len(ledger.events)]
     births: dict[int, str] = {}
     result = {}
-    for (name, _), (start, end) in zip(ledger.marks, itertools.pairwise(bounds), strict=True):
+    for name, events in ledger.segments():
         entries = []
-        for event in ledger.events[start:end]:
-            birth = births.setdefault(event.storage, name)
-            purpose = "gradients" if event.storage in gradients else _purpose(birth)
-            entries.append((_repeated(purpose, birth, name), event))
-        result[name] = _segment(entries, polynomials)
+        for storage, is_birth in events:
+            birth = births.setdefault(storage, name)
+            purpose = "gradients" if storage in gradients else _purpose(birth)
+            entries.append((_repeated(purpose, birth, name), polynomials[storage], is_birth))
+        result[name] = _segment(entries)
     return result
 
 
@@ -54,12 +53,12 @@ def _repeated(purpose: str, birth: str, name: str) -> str:
     return f"{purpose} {layer}" if name in _ONCE and kind not in _ONCE else purpose
 
 
-def _segment(entries: list[tuple[str, Event]], polynomials: list[Polynomial]) -> dict[str, Any]:
+def _segment(entries: list[tuple[str, Polynomial, bool]]) -> dict[str, Any]:
     running: Account = {}
     humps: list[Account] = []
-    for (key, event), following in itertools.zip_longest(entries, entries[1:]):
-        add_to(running.setdefault(key, {}), polynomials[event.storage], 1 if event.is_birth else -1)
-        if event.is_birth and (following is None or not following[1].is_birth):
+    for (key, size, is_birth), following in itertools.zip_longest(entries, entries[1:]):
+        add_to(running.setdefault(key, {}), size, 1 if is_birth else -1)
+        if is_birth and (following is None or not following[2]):
             humps.append({purpose: dict(part) for purpose, part in running.items()})
     return {"kept": running, "humps": _highest(humps)}
 

@@ -1,0 +1,140 @@
+"""Owns what every export tells: a study's winner, what it runs on, and what was measured of it.
+
+Knows nothing of any format. Names are people's own text: here they become single printable lines.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from reports import units
+from reports.answer import emulation_note
+from reports.measured import rankable
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError, shown
+from search_spaces.linears import resolve_targets
+from search_spaces.models import ModelSpec
+from storage.definition import StudySnapshot, Target
+from storage.ranking import winner
+from storage.records import Measurement
+
+LEARNING_RATE = 2e-4
+WEIGHT_DECAY = 0.01
+MAX_GRAD_NORM = 1.0
+SCHEDULE = "linear"
+"""What a measured step does beside the configuration; none of it changes memory or speed."""
+
+_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel")
+_COMMENT_WIDTH = 96
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The winner of a study, with all that an export of it says."""
+
+    study: str
+    number: int
+    config: TrialConfig
+    measurement: Measurement
+    model: ModelSpec
+    target: Target
+    environment: dict[str, Any]
+
+    @property
+    def target_modules(self) -> tuple[str, ...] | None:
+        """Names of the layers with an adapter; None for every linear layer."""
+        if self.config.target_modules == "all-linear":
+            return None
+        return resolve_targets(self.config, self.model)
+
+    @property
+    def weights(self) -> str | None:
+        """Where the weights are, a directory or a hub id; None for a shipped architecture."""
+        if self.model.source == "shipped":
+            return None
+        if self.model.source == "directory" and self.model.path is not None:
+            return str(self.model.path)
+        return self.model.name
+
+    def facts(self) -> tuple[str, ...]:
+        """Return what was measured, of what and on what, a sentence or two each."""
+        return (
+            f"The fastest configuration of study {shown(self.study)}: trial {self.number}.",
+            _numbers(self.measurement),
+            emulation_note(self.target) or f"Measured on {self._device()}.",
+            f"Model: {self.model.name}. Libraries: {self._libraries()}.",
+        )
+
+    def _device(self) -> str:
+        if self.target.device == "cpu":
+            return "a CPU"
+        return str(self.environment.get("gpu") or self.target.gpu)
+
+    def _libraries(self) -> str:
+        versions = self.environment.get("versions") or {}
+        known = [f"{name} {versions[name]}" for name in _LIBRARIES if versions.get(name)]
+        return ", ".join(known) or "not recorded"
+
+
+def recipe_of(snapshot: StudySnapshot) -> Recipe:
+    """Return the recipe of a study's winner.
+
+    Raises:
+        InputError: nothing that was tried was measured to fit.
+    """
+    best = winner(rankable(snapshot.records))
+    if best is None or best.measurement is None:
+        raise InputError(
+            f"study {shown(snapshot.name)} has nothing to export: no trial of "
+            f"{len(snapshot.records)} was measured to fit"
+        )
+    return Recipe(
+        study=snapshot.name,
+        number=best.number,
+        config=best.config,
+        measurement=best.measurement,
+        model=ModelSpec.from_json(snapshot.definition.model),
+        target=snapshot.definition.target,
+        environment=snapshot.environment,
+    )
+
+
+def _numbers(measured: Measurement) -> str:
+    reserved = measured.peak_reserved_bytes
+    also = "" if reserved is None else f", {units.gib(reserved)} reserved"
+    flags = f" Flags: {', '.join(measured.flags)}." if measured.flags else ""
+    return (
+        f"{units.rate(measured.tokens_per_second)} tokens/s at the median step of "
+        f"{units.step_time(measured.step_seconds)}, peak {units.gib(measured.peak_allocated_bytes)} "
+        f"allocated{also}, {units.count(measured.trainable_parameters)} trainable parameters.{flags}"
+    )
+
+
+def comment(paragraphs: Iterable[str]) -> str:
+    """Return paragraphs as lines that begin with ``#``; nothing in them can end a line.
+
+    A paragraph that begins with ``- `` is a list item, one that begins with spaces is kept whole.
+    """
+    return "\n".join(line for text in paragraphs for line in _commented(text))
+
+
+def _commented(text: str) -> Iterator[str]:
+    safe = printable(text)
+    if not safe:
+        yield "#"
+    elif safe.startswith(" "):
+        yield f"# {safe}"
+    else:
+        hanging = "  " if safe.startswith("- ") else ""
+        for line in textwrap.wrap(
+            safe, _COMMENT_WIDTH, subsequent_indent=hanging, break_on_hyphens=False
+        ):
+            yield f"# {line}"
+
+
+def printable(text: str) -> str:
+    """Return text with everything that does not print, line ends included, as its escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

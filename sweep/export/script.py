@@ -1,0 +1,81 @@
+"""Owns the training script of a recipe: Python on transformers, PEFT and bitsandbytes, nothing else.
+
+Knows nothing of studies. It takes the measured steps: what `sweep.training` does, in Trainer's words.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from search_spaces.config import TrialConfig
+from sweep.export.recipe import (
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    SCHEDULE,
+    WEIGHT_DECAY,
+    Recipe,
+    comment,
+)
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""What torch calls a compute dtype."""
+
+
+def script(recipe: Recipe) -> str:
+    """Return the training script of a recipe, ready to run."""
+    config, names = recipe.config, recipe.target_modules
+    upcasts = config.upcast_fp32 and config.quantization != "none"
+    imports = ["LoraConfig", "get_peft_model"]
+    return _template().render(
+        header=comment(recipe.facts()),
+        config=config,
+        measurement=recipe.measurement,
+        weights=recipe.weights,
+        alpha=plain_number(config.alpha),
+        target_modules="all-linear" if names is None else list(names),
+        dtype=DTYPES[config.compute_dtype],
+        is_quantized=config.quantization != "none",
+        peft_imports=", ".join([*imports, "prepare_model_for_kbit_training"][: 3 if upcasts else 2]),
+        liger=liger_kernels(config),
+        needs="" if config.kernels == "hf" else ", liger-kernel",
+        learning_rate=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=MAX_GRAD_NORM,
+        schedule=SCHEDULE,
+    )
+
+
+def liger_kernels(config: TrialConfig) -> dict[str, bool] | None:
+    """Return which of Liger's kernels were measured, by Liger's names; None where none were."""
+    if config.kernels == "hf":
+        return None
+    everything = config.kernels == "liger"
+    return {
+        "fused_linear_cross_entropy": True,
+        "cross_entropy": False,
+        "rms_norm": everything,
+        "swiglu": everything,
+        "rope": everything,
+    }
+
+
+def plain_number(value: float) -> float | int:
+    """Return a whole number without its decimal point."""
+    return int(value) if value == int(value) else value
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("sweep.export"),
+        # What it writes is Python, not markup; every text of people's goes through `python`.
+        autoescape=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["python"] = repr
+    return environment.get_template("script.py.j2")

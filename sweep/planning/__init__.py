@@ -1,0 +1,1 @@
+"""What `sweep plan` answers, worked out from values alone: nothing here reads, prints or runs."""

@@ -1,0 +1,138 @@
+"""Owns what a study's trials say of the numbers of a plan: calibration, settled fits, measurements.
+
+Pure: a study's snapshot in, evidence out. Knows nothing of storage URLs or terminals.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.gpus import GpuSpec, gpu_catalogue, match_product
+from search_spaces.models import ModelSpec
+from search_spaces.rules import canonical
+from storage.definition import StudySnapshot, Target
+from storage.records import OutOfMemory, TrialRecord, Verdict
+from sweep.predict.speed import Calibration, calibrate
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a study has shown of a model, as far as it holds for one card."""
+
+    study: str | None = None
+    """Name of the study; None where nothing was asked."""
+    budget_bytes: int = 0
+    """Budget that its trials ran under."""
+    calibration: Calibration | None = None
+    """Of the speed; None where its trials ran on another card."""
+    trials: Mapping[TrialConfig, TrialRecord] = field(default_factory=dict)
+    """Trials measured to the end, on any card, by canonical configuration."""
+    ran_out: frozenset[TrialConfig] = frozenset()
+    """Configurations that really ran out of memory."""
+    is_same_card: bool = False
+    """Whether its trials ran on the card of the plan."""
+    memory_errors: tuple[float, ...] = ()
+    """Predicted peak over the measured one, less 1, where a trial has both."""
+    notes: tuple[str, ...] = ()
+    """What of the study cannot be used, and why."""
+
+    @property
+    def memory_error(self) -> float | None:
+        """Median size of the memory prediction's relative error; None where nothing tells."""
+        return statistics.median(map(abs, self.memory_errors)) if self.memory_errors else None
+
+    def fits(self, config: TrialConfig, *, budget_bytes: int) -> bool | None:
+        """Return whether a trial settled that ``config`` fits; None where none did."""
+        known = canonical(config)
+        if known in self.trials and self.budget_bytes <= budget_bytes:
+            return True
+        if known in self.ran_out and self.budget_bytes >= budget_bytes:
+            return False
+        return None
+
+    def trial(self, config: TrialConfig) -> TrialRecord | None:
+        """Return the trial that measured ``config`` on the card of the plan."""
+        return self.trials.get(canonical(config)) if self.is_same_card else None
+
+
+NO_EVIDENCE = Evidence()
+
+
+def evidence_from(snapshot: StudySnapshot, *, model: ModelSpec, gpu: GpuSpec) -> Evidence:
+    """Return what a study says of ``model`` on ``gpu``.
+
+    Raises:
+        InputError: the study is about another model, or ran on a CPU.
+    """
+    definition, target = snapshot.definition, snapshot.definition.target
+    if definition.model_fingerprint != model.fingerprint:
+        raise InputError(
+            f"study '{snapshot.name}' is about model '{definition.model.get('name')}' and says "
+            f"nothing of '{model.name}'"
+        )
+    if target.device == "cpu":
+        raise InputError(f"study '{snapshot.name}' ran on a CPU and says nothing of a card")
+    host = _host(target)
+    is_same_card = host is not None and host.name == gpu.name
+    measured = {
+        canonical(record.config): record
+        for record in snapshot.records
+        if record.verdict is Verdict.FITS
+    }
+    calibration = _calibration(measured.values(), model=model, gpu=gpu) if is_same_card else None
+    notes = () if is_same_card else (_other_card(snapshot.name, target, gpu),)
+    return Evidence(
+        study=snapshot.name,
+        budget_bytes=target.budget_bytes,
+        calibration=calibration,
+        trials=measured,
+        ran_out=frozenset(
+            canonical(record.config)
+            for record in snapshot.records
+            if isinstance(record.outcome, OutOfMemory)
+        ),
+        is_same_card=is_same_card,
+        memory_errors=_memory_errors(measured.values()),
+        notes=notes,
+    )
+
+
+def _host(target: Target) -> GpuSpec | None:
+    """Return the catalogue's card that really ran the trials; None where it has none."""
+    if target.emulated_on is not None:
+        return match_product(target.emulated_on)
+    return gpu_catalogue().get(target.gpu)
+
+
+def _calibration(
+    records: Iterable[TrialRecord], *, model: ModelSpec, gpu: GpuSpec
+) -> Calibration | None:
+    observations = [
+        (record.config, record.measurement.step_seconds)
+        for record in records
+        if record.measurement is not None
+    ]
+    try:
+        return calibrate(observations, model=model, gpu=gpu) if observations else None
+    except InputError:
+        # The architecture has no speed prediction, which the forecast says itself.
+        return None
+
+
+def _memory_errors(records: Iterable[TrialRecord]) -> tuple[float, ...]:
+    return tuple(
+        record.prediction.peak_allocated_bytes / record.measurement.peak_allocated_bytes - 1.0
+        for record in records
+        if record.prediction is not None and record.measurement is not None
+    )
+
+
+def _other_card(study: str, target: Target, gpu: GpuSpec) -> str:
+    return (
+        f"study '{study}' ran on {target.emulated_on or target.gpu}: its speeds do not calibrate "
+        f"those of {gpu.name}"
+    )

@@ -1,0 +1,215 @@
+"""Owns the view over a whole space: how much of it fits, its fastest configurations, a study's time.
+
+Pure. Memory only grows with the micro-batch and speed never falls with it, so each row (everything
+but the micro-batch) is settled by a few predictions instead of one for each configuration.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from search_spaces.config import TrialConfig
+from search_spaces.space import Dimension, FloatRange, SearchSpace
+from sweep.planning.forecast import Forecast, Forecaster
+from sweep.predict.memory import Fit
+
+ROWS_MAX = 6_000
+"""Spaces with more rows, or a continuous dimension, are judged by a sample."""
+ROWS_SAMPLED = 1_500
+STEPS_SAMPLED = 64
+"""Fitting configurations whose step times make the mean that a study's length follows from."""
+START_SECONDS = 25.0
+"""A worker's start: imports and the model's build."""
+TRIAL_SECONDS = 1.5
+"""What a trial takes beside its training steps: attach, detach, storage."""
+COMPILE_SECONDS = 10.0
+"""The first shape of a compiled configuration."""
+
+ClassKey = tuple[int, str | tuple[str, ...], int]
+"""Rank, target modules, length: what a configuration can learn, and from how much context."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Configurations by what is expected of them."""
+
+    fit: int = 0
+    uncertain: int = 0
+    too_large: int = 0
+    invalid: Mapping[str, int] = Counter()
+    """By the rule that forbids them."""
+
+    @property
+    def looked_at(self) -> int:
+        """All of them."""
+        return self.fit + self.uncertain + self.too_large + sum(self.invalid.values())
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a space holds for one card."""
+
+    space: SearchSpace
+    total: int | None
+    """Configurations of the space; None where a dimension is continuous."""
+    counts: Counts
+    """Of the configurations looked at: all of them, or a sample where the space is too large."""
+    fastest_by_class: Mapping[ClassKey, Forecast]
+    """The fastest that surely fits; where none does, of those that perhaps do."""
+    least_bytes: int | None
+    """The smallest peak seen; None where no configuration is valid."""
+    mean_step_seconds: float | None
+    """Over configurations that fit; None where none does, or speed has no prediction."""
+    compiled_share: float = 0.0
+    """Share of the fitting configurations whose layers are compiled."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the counts are a sample's."""
+        return self.total != self.counts.looked_at
+
+    @property
+    def recommended(self) -> Forecast | None:
+        """The fastest of all; the one with most tokens where no speed is known."""
+        return max(self.fastest_by_class.values(), key=merit, default=None)
+
+    def study_seconds(self) -> tuple[float, float] | None:
+        """Return how long a study of this space takes, at least and at most; None where unknown."""
+        space, step = self.space, self.mean_step_seconds
+        if step is None:
+            return None
+        trials = space.trials
+        if not self.is_sampled:
+            trials = min(trials, self.counts.fit + self.counts.uncertain)
+        budget = space.steps
+        shortest = (budget.warmup_min + budget.measured_min) * step
+        measured = max(budget.measured_min * step, budget.seconds_max)
+        longest = budget.warmup_max * step + min(budget.measured_max * step, measured)
+        overhead = TRIAL_SECONDS + self.compiled_share * COMPILE_SECONDS
+        limit = space.time_budget_seconds or math.inf
+        low, high = (START_SECONDS + trials * (overhead + one) for one in (shortest, longest))
+        return min(low, limit), min(high, limit)
+
+
+def merit(forecast: Forecast) -> tuple[bool, float, int]:
+    """Return what makes a forecast better than another: sure first, then speed, then tokens."""
+    speed = forecast.tokens_per_second or 0.0
+    return forecast.fit is Fit.YES, speed, forecast.config.tokens_per_micro_batch
+
+
+def survey(space: SearchSpace, forecaster: Forecaster) -> Survey:
+    """Return what ``space`` holds for the forecaster's card.
+
+    Raises:
+        InputError: memory cannot be predicted.
+        EnvironmentFault: the tracing process does not answer.
+    """
+    invalid: Counter[str] = Counter()
+    fit = uncertain = too_large = 0
+    sure: list[TrialConfig] = []
+    fastest: dict[ClassKey, Forecast] = {}
+    least: int | None = None
+    for row in rows(space):
+        valid = _valid(row, forecaster, invalid)
+        if not valid:
+            continue
+        smallest = forecaster.memory(valid[0]).peak_allocated_bytes
+        least = smallest if least is None else min(least, smallest)
+        certain, possible = _settle(valid, forecaster)
+        fit += certain
+        uncertain += possible - certain
+        too_large += len(valid) - possible
+        sure += valid[:certain]
+        if possible:
+            _keep_fastest(fastest, forecaster.forecast(valid[(certain or possible) - 1]))
+    return Survey(
+        space=space,
+        total=space.size(),
+        counts=Counts(fit, uncertain, too_large, invalid),
+        fastest_by_class=fastest,
+        least_bytes=least,
+        mean_step_seconds=_mean_step_seconds(sure, forecaster),
+        compiled_share=sum(config.compile for config in sure) / max(1, len(sure)),
+    )
+
+
+def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
+    """Yield configurations that differ in their micro-batch alone, the smallest first.
+
+    All of the space where that is little enough, else a sample that is the same every time.
+    """
+    others = {key: d for key, d in space.dimensions.items() if key != "micro_batch_size"}
+    batches = _batches(space)
+    for values in _row_values(others, seed=space.seed):
+        params = dict(zip(others, values, strict=True))
+        yield [space.config({**params, **batch}) for batch in batches]
+
+
+def _batches(space: SearchSpace) -> list[dict[str, Any]]:
+    dimension = space.dimensions.get("micro_batch_size")
+    if dimension is None:
+        return [{}]
+    return [{"micro_batch_size": batch} for batch in sorted(dimension.values() or ())]
+
+
+def _row_values(dimensions: Mapping[str, Dimension], *, seed: int) -> Iterator[tuple[Any, ...]]:
+    columns = [dimension.values() for dimension in dimensions.values()]
+    known = [column for column in columns if column is not None]
+    if len(known) == len(columns) and math.prod(map(len, known)) <= ROWS_MAX:
+        yield from itertools.product(*known)
+        return
+    draw = random.Random(seed)
+    for _ in range(ROWS_SAMPLED):
+        yield tuple(_drawn(dimension, draw) for dimension in dimensions.values())
+
+
+def _drawn(dimension: Dimension, draw: random.Random) -> Any:
+    values = dimension.values()
+    if values is not None:
+        return draw.choice(values)
+    assert isinstance(dimension, FloatRange)
+    return draw.uniform(dimension.low, dimension.high)
+
+
+def _valid(
+    row: Sequence[TrialConfig], forecaster: Forecaster, invalid: Counter[str]
+) -> list[TrialConfig]:
+    """Return the configurations that no rule forbids, and count the others."""
+    valid = []
+    for config in row:
+        broken = forecaster.broken(config)
+        if broken is None:
+            valid.append(config)
+        else:
+            invalid[broken.rule] += 1
+    return valid
+
+
+def _settle(row: Sequence[TrialConfig], forecaster: Forecaster) -> tuple[int, int]:
+    """Return how many of a row, smallest first, fit surely, and how many perhaps or surely."""
+    possible = bisect_left(row, True, key=lambda config: forecaster.fit(config) is Fit.NO)
+    certain = bisect_left(
+        row, True, hi=possible, key=lambda config: forecaster.fit(config) is not Fit.YES
+    )
+    return certain, possible
+
+
+def _keep_fastest(fastest: dict[ClassKey, Forecast], candidate: Forecast) -> None:
+    config = candidate.config
+    key = (config.lora_rank, config.target_modules, config.seq_len)
+    if key not in fastest or merit(candidate) > merit(fastest[key]):
+        fastest[key] = candidate
+
+
+def _mean_step_seconds(sure: Sequence[TrialConfig], forecaster: Forecaster) -> float | None:
+    some = random.Random(0).sample(sure, min(STEPS_SAMPLED, len(sure)))
+    seconds = [forecaster.forecast(config).step_seconds for config in some]
+    known = [one for one in seconds if one is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,115 @@
+"""Owns the table of batch by sequence length: what fits, how fast, the largest batch per length.
+
+Knows nothing of spaces, prices or terminals.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from search_spaces.config import TrialConfig
+from sweep.planning.forecast import Forecast, Forecaster
+from sweep.predict.memory import Fit
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+LENGTHS = (512, 1024, 2048, 4096)
+"""Rows and columns where nothing else is asked."""
+BATCH_MAX = 65_536
+"""No configuration has a larger micro-batch."""
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest micro-batches at one length; 0 where none does."""
+
+    sure: int
+    """That fits surely."""
+    possible: int
+    """That is not surely too large."""
+
+
+@dataclass(frozen=True)
+class ShapeTable:
+    """One structure at several sizes."""
+
+    base: TrialConfig
+    """What every cell has in common, beside micro-batch and length."""
+    batches: tuple[int, ...]
+    lengths: tuple[int, ...]
+    cells: Mapping[tuple[int, int], Forecast]
+    """By micro-batch and length."""
+    largest: Mapping[int, LargestBatch]
+    """By length."""
+
+
+def shape_table(
+    forecaster: Forecaster,
+    base: TrialConfig,
+    *,
+    batches: Iterable[int] = BATCHES,
+    lengths: Iterable[int] = LENGTHS,
+) -> ShapeTable:
+    """Return ``base`` at every size; its own size is among them.
+
+    Lengths beyond the model's positions are left out, as are micro-batches that the effective
+    batch is no multiple of. Batches end with the first one that fits at no length.
+    """
+    positions = forecaster.model.max_positions or max(base.seq_len, *lengths)
+    columns = sorted({base.seq_len, *(length for length in lengths if length <= positions)})
+    allowed = _allowed_batches(base)
+    rows = sorted(batch for batch in {base.micro_batch_size, *batches} if batch in allowed)
+    cells: dict[tuple[int, int], Forecast] = {}
+    shown: list[int] = []
+    for batch in rows:
+        shown.append(batch)
+        row = {(batch, length): _at(forecaster, base, batch, length) for length in columns}
+        cells |= row
+        if batch >= base.micro_batch_size and all(cell.fit is Fit.NO for cell in row.values()):
+            break
+    largest = {length: _largest_batch(forecaster, base, length) for length in columns}
+    return ShapeTable(base, tuple(shown), tuple(columns), cells, largest)
+
+
+def _allowed_batches(base: TrialConfig) -> Sequence[int]:
+    """Return every micro-batch that the effective batch can be made of."""
+    every = range(1, BATCH_MAX + 1)
+    whole = base.effective_batch_size
+    return every if whole is None else [batch for batch in every[:whole] if whole % batch == 0]
+
+
+def reshaped(base: TrialConfig, *, micro_batch_size: int, seq_len: int) -> TrialConfig:
+    """Return ``base`` at another size."""
+    return base.model_copy(update={"micro_batch_size": micro_batch_size, "seq_len": seq_len})
+
+
+def _at(forecaster: Forecaster, base: TrialConfig, batch: int, length: int) -> Forecast:
+    return forecaster.forecast(reshaped(base, micro_batch_size=batch, seq_len=length))
+
+
+def _largest_batch(forecaster: Forecaster, base: TrialConfig, length: int) -> LargestBatch:
+    allowed = _allowed_batches(base)
+
+    def fit(batch: int) -> Fit:
+        config = reshaped(base, micro_batch_size=batch, seq_len=length)
+        return Fit.NO if forecaster.broken(config) else forecaster.fit(config)
+
+    return LargestBatch(
+        sure=last_while(allowed, lambda batch: fit(batch) is Fit.YES),
+        possible=last_while(allowed, lambda batch: fit(batch) is not Fit.NO),
+    )
+
+
+def last_while(ascending: Sequence[int], holds: Callable[[int], bool]) -> int:
+    """Return the last value up to which ``holds``; 0 where it does not hold for the first.
+
+    What holds for a value must hold for every smaller one. It is asked a logarithmic number of
+    times in the position of the answer, as each question may be a prediction.
+    """
+    end = 1
+    while end <= len(ascending) and holds(ascending[end - 1]):
+        end *= 2
+    known, unknown = end // 2, min(end - 1, len(ascending))
+    count = bisect_left(ascending, True, known, unknown, key=lambda value: not holds(value))
+    return ascending[count - 1] if count else 0

@@ -1,0 +1,143 @@
+"""Owns a simulation of torch's caching allocator: what blocks really take, and what is reserved around them.
+
+A block may be larger than what was asked for, by a remainder that the allocator does not split off, and that counts as
+allocated. Rules and sizes are those of torch's ``CUDACachingAllocator.cpp`` with its default settings. Knows nothing of
+tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MIB = 2**20
+
+GRAIN_BYTES = 512
+"""Every request is rounded up to this."""
+SMALL_BYTES = MIB
+"""Requests up to this have a pool of their own; of a larger block, a remainder up to this is not split off."""
+SMALL_SEGMENT_BYTES = 2 * MIB
+_MIDDLE_BYTES = 10 * MIB
+_MIDDLE_SEGMENT_BYTES = 20 * MIB
+_LARGE_GRAIN_BYTES = 2 * MIB
+
+
+def rounded(size: int) -> int:
+    """Return the bytes of the smallest block for a request of so many."""
+    return -(-size // GRAIN_BYTES) * GRAIN_BYTES
+
+
+@dataclass
+class _Pool:
+    """Free blocks of one kind. Segments lie apart, so that blocks of two never touch."""
+
+    unsplit_bytes: int
+    """A remainder up to this stays with its block."""
+    by_size: list[tuple[int, int]] = field(default_factory=list)
+    """(size, address), in order."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Size by address."""
+    starts: dict[int, int] = field(default_factory=dict)
+    """Address by the address where the block ends."""
+
+    def put(self, address: int, size: int) -> None:
+        self.sizes[address] = size
+        self.starts[address + size] = address
+        insort(self.by_size, (size, address))
+
+    def forget(self, address: int) -> int:
+        """Drop a block and return its size."""
+        size = self.sizes.pop(address)
+        del self.starts[address + size]
+        self.by_size.pop(bisect_left(self.by_size, (size, address)))
+        return size
+
+
+class CachingAllocator:
+    """Serves requests as torch does on a card that never fills up.
+
+    Args:
+        allocated_bytes: what is in use from before, and never given back.
+        reserved_bytes: what was taken from the driver before.
+        holes: free blocks from before, that serve large requests.
+
+    Attributes:
+        allocated_bytes: sum of the blocks in use.
+        reserved_bytes: sum of the segments taken from the driver.
+        peak_allocated_bytes: the most that `allocated_bytes` was.
+        peak_reserved_bytes: the most that `reserved_bytes` was.
+    """
+
+    def __init__(
+        self, *, allocated_bytes: int = 0, reserved_bytes: int = 0, holes: Iterable[int] = ()
+    ) -> None:
+        self.allocated_bytes = self.peak_allocated_bytes = allocated_bytes
+        self.reserved_bytes = self.peak_reserved_bytes = reserved_bytes
+        self._small, self._large = _Pool(unsplit_bytes=0), _Pool(unsplit_bytes=SMALL_BYTES)
+        self._used: dict[int, int] = {}
+        self._segments: dict[int, int] = {}
+        self._next_address = GRAIN_BYTES
+        for size in holes:
+            self._large.put(self._place(size), size)
+
+    def allocate(self, size: int) -> int:
+        """Return the address of a block for a request: the smallest free one that holds it."""
+        size = -(-size // GRAIN_BYTES) * GRAIN_BYTES
+        pool = self._small if size <= SMALL_BYTES else self._large
+        index = bisect_left(pool.by_size, (size, 0))
+        if index < len(pool.by_size):
+            found, address = pool.by_size.pop(index)
+            del pool.sizes[address], pool.starts[address + found]
+        else:
+            found, address = self._new_segment(size)
+        if found - size > pool.unsplit_bytes:
+            pool.put(address + size, found - size)
+            found = size
+        self._used[address] = found
+        self.allocated_bytes += found
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        return address
+
+    def free(self, address: int) -> None:
+        """Give a block back; it merges with the free ones that it touches."""
+        size = self._used.pop(address)
+        self.allocated_bytes -= size
+        pool = self._small if size <= SMALL_BYTES else self._large
+        if address + size in pool.sizes:
+            size += pool.forget(address + size)
+        if address in pool.starts:
+            address = pool.starts[address]
+            size += pool.forget(address)
+        pool.put(address, size)
+
+    def empty_cache(self) -> None:
+        """Give the segments in which nothing is in use back to the driver."""
+        for pool in (self._small, self._large):
+            for address, size in list(pool.sizes.items()):
+                if self._segments.get(address) == size:
+                    self.reserved_bytes -= pool.forget(address)
+
+    def holes(self) -> list[int]:
+        """Return the sizes of the free blocks that serve large requests."""
+        return [size for size, _ in self._large.by_size]
+
+    def _new_segment(self, size: int) -> tuple[int, int]:
+        """Return the size and the address of a segment for a request."""
+        if size <= SMALL_BYTES:
+            length = SMALL_SEGMENT_BYTES
+        elif size < _MIDDLE_BYTES:
+            length = _MIDDLE_SEGMENT_BYTES
+        else:
+            length = -(-size // _LARGE_GRAIN_BYTES) * _LARGE_GRAIN_BYTES
+        address = self._place(length)
+        self._segments[address] = length
+        self.reserved_bytes += length
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return length, address
+
+    def _place(self, length: int) -> int:
+        address = self._next_address
+        self._next_address += length + GRAIN_BYTES
+        return address

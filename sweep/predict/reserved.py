@@ -1,0 +1,95 @@
+"""Owns the reserved memory of one step: the tapes of its segments replayed through a simulated allocator.
+
+Knows nothing of where tapes come from, nor of what their tensors are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sweep.predict.allocator import SMALL_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator
+
+BIRTH, DEATH, LEAVE, TAKE, TAKE_ALL = range(5)
+"""A temporary is born or dies; something is left for a later segment; what another left dies, in one layer or in all."""
+
+Entry = tuple[int, int | str, int]
+"""What happens, to what (a temporary's number or a path), and the index of its size or the layers it lived through."""
+
+
+
+@dataclass(frozen=True)
+class Take:
+    """A tape at real sizes. Small requests are only summed up: they have segments of their own, that waste little."""
+
+    entries: list[tuple[int, int | str, int]]
+    """As `Entry`, with bytes for the index, and without what is small."""
+    small_kept_bytes: int
+    small_hump_bytes: int
+
+
+def take(tape: Sequence[Entry], sizes: Sequence[int]) -> Take:
+    """Return a tape at real sizes, given in bytes by the tape's index."""
+    entries: list[tuple[int, int | str, int]] = []
+    small: dict[int | str, int] = {}
+    kept = hump = 0
+    for what, key, value in tape:
+        if what in (BIRTH, LEAVE):
+            size = sizes[value]
+            if size > SMALL_BYTES:
+                entries.append((what, key, size))
+            else:
+                small[key] = size
+                kept += size
+                hump = max(hump, kept)
+        elif key in small and what == DEATH:
+            kept -= small.pop(key)
+        else:
+            entries.append((what, key, value))
+    return Take(entries, kept, hump)
+
+
+class Replay:
+    """Replays segments one after another."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self._allocator = allocator
+        self._small_bytes = self._small_peak_bytes = 0
+        self._left: dict[int | str, dict[int, int]] = {}
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """Most bytes in segments so far."""
+        small = -(-self._small_peak_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+        return self._allocator.peak_reserved_bytes + small
+
+    def hold(self, sizes: Iterable[int]) -> None:
+        """Allocate what stays."""
+        for size in sizes:
+            if size > SMALL_BYTES:
+                self._allocator.allocate(size)
+            else:
+                self._small_bytes += size
+
+    def play(self, part: Take, *, layer: int = 0) -> None:
+        """Replay a segment of a layer of the whole model, or of the step as a whole."""
+        self._small_peak_bytes = max(
+            self._small_peak_bytes, self._small_bytes + part.small_hump_bytes
+        )
+        self._small_bytes += part.small_kept_bytes
+        allocate, free, left = self._allocator.allocate, self._allocator.free, self._left
+        temporaries: dict[int | str, int] = {}
+        for what, key, value in part.entries:
+            if what == BIRTH:
+                temporaries[key] = allocate(value)
+            elif what == DEATH:
+                free(temporaries.pop(key))
+            elif what == LEAVE:
+                left.setdefault(key, {})[layer] = allocate(value)
+            elif what == TAKE:
+                address = left.get(key, {}).pop(layer - value, None)
+                if address is not None:
+                    free(address)
+            else:
+                for address in left.pop(key, {}).values():
+                    free(address)

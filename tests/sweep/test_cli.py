@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.errors import EnvironmentFault, InputError
+from sweep.cli import guarded, main
+from sweep.console import ReaderGoneError
+from sweep.preflight import Preflight
+from sweep.replay import ReplayRunner
+from sweep.tuner import tune
+from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home, on a machine that shows no card."""
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+@pytest.fixture
+def study(home: Path) -> str:
+    """A finished study called ``study``."""
+    preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+    with a_study(home / "runs", trials=12) as study:
+        tune(study, runner=ReplayRunner(otherwise=train), preflight=preflight)
+    return "study"
+
+
+def sweep(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a person does, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", "from sweep.cli import main; raise SystemExit(main())", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        timeout=120,
+        check=False,
+    )
+
+
+def test_help_answers_at_once_and_without_a_heavy_import() -> None:
+    program = (
+        "import sys; from sweep.cli import main; code = main(['run', '--help']);"
+        "heavy = {'torch', 'optuna', 'plotly', 'numpy', 'rich'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
+    assert time.perf_counter() - started < 2.0  # 0.1 s on an idle machine
+
+
+def test_the_parent_process_never_imports_torch(study: str) -> None:
+    program = (
+        "import sys, sweep.session; from sweep.cli import main; code = main(['best', 'study']);"
+        "heavy = {'torch', 'transformers', 'peft', 'bitsandbytes'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_best_as_json_is_one_document_and_nothing_else(
+    study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["best", study, "--json"]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert err == ""
+    assert document["study"] == study
+    assert document["gpu"] == {"name": "a10", "budget_bytes": BUDGET, "emulated_on": None}
+    assert document["trials"]["total"] == 12
+    assert document["best"]["measurement"]["tokens_per_second"] > 0
+    assert {"model", "objective", "seconds", "tied", "fastest_by_class"} <= document.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["best", "study"], '"micro_batch_size"'),
+        (["status", "study"], "Study study: 12 trials"),
+        (["status"], "study  a10  seven-billion"),
+        (["presets"], "cpu-demo"),
+        (["gpus"], "NVIDIA A10"),
+        (["models"], "mistral-7b-v0.3"),
+        (["--help"], "Start or resume a study."),
+        ([], "Start or resume a study."),
+    ],
+)
+def test_results_go_to_stdout(
+    study: str, arguments: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_the_report_is_written_where_it_is_expected_or_asked_for(
+    study: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", study]) == 0
+    assert (home / "runs" / study / "report.html").read_text().startswith("<!")
+    asked = home / "elsewhere" / "page.html"
+    assert main(["report", study, "-o", str(asked)]) == 0
+    assert asked.exists()
+    assert str(asked) in capsys.readouterr().out
+
+
+def test_a_study_in_which_nothing_fits_ends_with_1(home: Path) -> None:
+    preflight = Preflight(model=MODEL, budget_bytes=1, violation=lambda _: None)
+    baseline = {"micro_batch_size": 32, "checkpoint_fraction": 0.0}
+    with a_study(home / "runs", trials=1, baseline=baseline) as study:
+        tune(study, runner=ReplayRunner(otherwise=train), preflight=preflight)
+    assert main(["best", "study"]) == 1
+    assert main(["best", "study", "--json"]) == 1
+
+
+BAD_INPUT: list[Any] = [
+    (["run", "cpu-dmo"], "did you mean 'cpu-demo'"),
+    (["run", "missing.yaml"], "missing.yaml: no such file"),
+    (["run", "cpu-demo", "--model", "demmo"], "unknown model 'demmo'; did you mean 'demo'"),
+    (["run", "cpu-demo", "--gpu", "a11"], "unknown GPU 'a11'"),
+    (["run", "cpu-demo", "--trials", "0"], "trials must be at least 1, got 0"),
+    (["run", "cpu-demo", "--trials", "many"], "--trials"),
+    (["run", "cpu-demo", "--sampler", "tpee"], "sampler must be one of"),
+    (["run", "cpu-demo", "--time-budget", "soon"], "a duration is written like 10m"),
+    (["run", "cpu-demo", "--storage", "mysql://u:secret@host/db"], "known are sqlite"),
+    (["run", "cpu-demo", "--study", "../etc"], "study name must be"),
+    (["run"], "SPACE"),
+    (["run", "cpu-demo", "--tirals", "3"], "--tirals"),
+    (["best", "nope"], "no studies yet"),
+    (["stauts"], "stauts"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT)
+def test_bad_input_ends_with_2_one_message_and_nothing_written(
+    home: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert "secret" not in err
+    assert list(home.iterdir()) == []
+
+
+def test_a_gpu_preset_without_a_gpu_ends_with_3_and_advice(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "a10"]) == 3
+    assert "sweep doctor" in capsys.readouterr().err
+    assert list(home.iterdir()) == []
+
+
+def test_a_home_that_cannot_be_written_ends_with_3(home: Path) -> None:
+    (home / "runs").write_text("a file where a directory should be")
+    assert main(["run", "cpu-demo"]) == 3
+
+
+def raising(error: BaseException) -> Any:
+    def command() -> int:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (InputError("not so"), 2, "error: not so\n"),
+        (EnvironmentFault("no disk"), 3, "error: no disk\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (ReaderGoneError(), 0, ""),
+    ],
+)
+def test_every_error_has_its_exit_code(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert guarded(raising(error)) == code
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_mistake_of_ours_leaves_a_traceback_in_a_file_and_no_password_anywhere(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = RuntimeError("cannot reach postgresql://me:hunter2@db/sweep")
+    assert guarded(raising(error)) == 3
+    err = capsys.readouterr().err
+    (log,) = (home / "runs" / "crashes").iterdir()
+    assert str(log) in err
+    assert "RuntimeError" in err
+    assert "Traceback" not in err
+    assert "Traceback" in log.read_text()
+    assert "hunter2" not in err + log.read_text()
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -c 'from sweep.cli import main; raise SystemExit(main())' gpus"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | true"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_the_doctor_checks_this_machine(home: Path) -> None:
+    done = sweep("doctor", SWEEP_HOME=str(home))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok    torch" in done.stdout
+    assert "cpu-demo" in done.stdout

@@ -1,0 +1,79 @@
+"""The command as a person runs it: a real study of real trainings on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-c", "from sweep.cli import main; raise SystemExit(main())"]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*COMMAND, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "SWEEP_HOME": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def test_a_study_on_the_cpu_finds_a_winner_writes_its_report_and_goes_on(
+    start: Start, tmp_path: Path
+) -> None:
+    out, err = start("run", "cpu-demo", "--trials", "4", "--json").communicate(timeout=150)
+    document = json.loads(out)
+    assert document["trials"]["total"] == 4
+    assert document["best"]["measurement"]["tokens_per_second"] > 0
+    assert document["baseline"]["tokens_per_second"] > 0
+    assert "Starting study cpu-demo: 4 trials." in err
+    assert "\x1b" not in err
+    assert (tmp_path / "runs" / "cpu-demo" / "report.html").stat().st_size > 100_000
+
+    again = start("run", "cpu-demo", "--trials", "4")
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0
+    assert "Resuming study cpu-demo: 4 of 4 trials are done." in err
+    assert "The fastest configuration that fits is trial" in out
+
+
+def test_two_interrupts_end_the_study_and_its_worker_at_once(start: Start) -> None:
+    process = start("run", "cpu-demo", "--trials", "20")
+    worker = _worker_of(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "the same command goes on" in err
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def _worker_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """Wait until the study's worker runs, and return it."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if "sweep.worker" in child.cmdline():
+                return child
+        time.sleep(0.1)
+    raise AssertionError("no worker was started")
