@@ -78,6 +78,11 @@ class Board:
         return ranking.gain_over_baseline(rankable(self.records))
 
     @property
+    def is_first(self) -> bool:
+        """Whether no trial has finished in this run."""
+        return self._finished_here == 0
+
+    @property
     def trials_done(self) -> int:
         """Trials that count towards the study's total."""
         return trials_spent(self.records)
@@ -92,7 +97,7 @@ class Board:
         """Seconds left at the pace of this run, or of its time budget; None where unknown."""
         limit = self.definition.space.time_budget_seconds
         left = None if limit is None else max(0.0, limit - self.elapsed_seconds)
-        if not self._finished_here:
+        if self.is_first:
             return left
         trials_left = max(0, self.definition.space.trials - self.trials_done)
         at_pace = trials_left * self.elapsed_seconds / self._finished_here

@@ -77,8 +77,14 @@ def _read(handle: Any) -> Card:
         compute_capability=(int(major), int(minor)),
         driver=pynvml.nvmlSystemGetDriverVersion(),
         cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
-        processes=tuple(
-            CardProcess(pid=process.pid, used_bytes=process.usedGpuMemory)
-            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        ),
+        processes=_processes(handle),
     )
+
+
+def _processes(handle: Any) -> tuple[CardProcess, ...]:
+    """Return who has memory on the card; nobody where the driver does not say, as in containers."""
+    try:
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        return ()
+    return tuple(CardProcess(pid=one.pid, used_bytes=one.usedGpuMemory) for one in running)

@@ -111,6 +111,24 @@ def report(
 
 
 @app.command()
+def export(
+    study: StudyArgument,
+    format: Annotated[
+        str,
+        typer.Option("--format", help="script, json, axolotl, llama-factory or trl."),
+    ] = "script",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A file; - or nothing is stdout.")
+    ] = None,
+    storage: StorageOption = None,
+) -> int:
+    """Write a study's winner as a recipe that runs."""
+    from sweep import commands
+
+    return commands.export(study, format=format, storage=storage, output=output)
+
+
+@app.command()
 def presets() -> int:
     """List the shipped search spaces."""
     from sweep import commands

@@ -29,6 +29,7 @@ from sweep.cards import read_card
 from sweep.console import note, say, table
 from sweep.doctor import check, examine, findings_text, is_healthy
 from sweep.events import Listener, StopReason
+from sweep.export import formats
 from sweep.interruption import Interruption
 from sweep.live import watching
 from sweep.places import default_storage, report_path, runs_directory
@@ -129,6 +130,18 @@ def report(study: str, *, storage: str | None, output: Path | None) -> int:
     path = output or report_path(study)
     write_report(snapshot, path)
     say(str(path))
+    return DONE
+
+
+def export(study: str, *, format: str, storage: str | None, output: Path | None) -> int:
+    """Print a study's winner as a recipe, or write it and print where it is."""
+    snapshot = read_study(study, url=storage or default_storage(), home=runs_directory())
+    text = formats.export(snapshot, format=format)
+    if output is None or str(output) == "-":
+        say(text.removesuffix("\n"))
+    else:
+        formats.save(text, output)
+        say(str(output))
     return DONE
 
 

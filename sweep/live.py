@@ -19,7 +19,7 @@ from rich.text import Text
 from reports import units
 from sweep.board import Board, outcome_line, verdict_words
 from sweep.console import note
-from sweep.events import Event, Listener, TrialFinished
+from sweep.events import Event, Listener, TrialFinished, TrialStarted
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 40
@@ -50,10 +50,16 @@ def _plain(board: Board, *, is_stopping: Callable[[], bool]) -> Listener:
         if is_stopping() and not board.is_stopping:
             board.is_stopping = True
             note(STOPPING)
+        if isinstance(event, TrialStarted) and board.is_first:
+            note(f"{_time()} trial {event.number} starts the worker and builds the model")
         if isinstance(event, TrialFinished):
-            note(f"{datetime.now():%H:%M:%S} {trial_line(board, event)}")
+            note(f"{_time()} {trial_line(board, event)}")
 
     return listen
+
+
+def _time() -> str:
+    return f"{datetime.now():%H:%M:%S}"
 
 
 def trial_line(board: Board, event: TrialFinished) -> str:

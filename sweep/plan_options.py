@@ -22,7 +22,8 @@ class ConfigOption:
     """One key of a configuration on the command line."""
 
     key: str
-    kind: Any
+    optional: Any
+    """Type of the value, or None where it was not typed."""
     help: str
     aliases: tuple[str, ...] = ()
     """Other spellings, shown before the key's own."""
@@ -31,27 +32,29 @@ class ConfigOption:
     def spellings(self) -> tuple[str, ...]:
         """Return every spelling; a truth value has its opposite beside it."""
         name = self.key.replace("_", "-")
-        own = f"--{name}/--no-{name}" if self.kind is bool else f"--{name}"
+        own = f"--{name}/--no-{name}" if self.optional == bool | None else f"--{name}"
         return (*self.aliases, own)
 
 
 CONFIG_OPTIONS = (
-    ConfigOption("micro_batch_size", int, "Sequences in one pass.", ("--batch-size",)),
-    ConfigOption("seq_len", int, "Tokens in a sequence."),
-    ConfigOption("lora_rank", int, "Rank of the adapters.", ("--rank",)),
-    ConfigOption("lora_alpha", float, "Scale of the adapters; twice the rank.", ("--alpha",)),
-    ConfigOption("lora_dropout", float, "Dropout of the adapters' input.", ("--dropout",)),
-    ConfigOption("target_modules", str, "qv, attention, all-linear, or names with commas."),
-    ConfigOption("effective_batch_size", int, "Sequences per optimizer step."),
-    ConfigOption("compute_dtype", str, "bf16, fp16 or fp32."),
-    ConfigOption("quantization", str, "nf4, fp4 or none."),
-    ConfigOption("double_quant", bool, "Quantise the quantisation constants too."),
-    ConfigOption("checkpoint_fraction", float, "Share of layers recomputed, 0 to 1."),
-    ConfigOption("upcast_fp32", bool, "Keep norms, embeddings and head in fp32."),
-    ConfigOption("kernels", str, "hf, fused-loss or liger."),
-    ConfigOption("attention", str, "sdpa, flash_attention_2 or eager."),
-    ConfigOption("optimizer", str, "adamw_8bit, paged_adamw_8bit or adamw_torch_fused."),
-    ConfigOption("compile", bool, "Compile each decoder layer."),
+    ConfigOption("micro_batch_size", int | None, "Sequences in one pass.", ("--batch-size",)),
+    ConfigOption("seq_len", int | None, "Tokens in a sequence."),
+    ConfigOption("lora_rank", int | None, "Rank of the adapters.", ("--rank",)),
+    ConfigOption(
+        "lora_alpha", float | None, "Scale of the adapters; twice the rank.", ("--alpha",)
+    ),
+    ConfigOption("lora_dropout", float | None, "Dropout of the adapters' input.", ("--dropout",)),
+    ConfigOption("target_modules", str | None, "qv, attention, all-linear, or names with commas."),
+    ConfigOption("effective_batch_size", int | None, "Sequences per optimizer step."),
+    ConfigOption("compute_dtype", str | None, "bf16, fp16 or fp32."),
+    ConfigOption("quantization", str | None, "nf4, fp4 or none."),
+    ConfigOption("double_quant", bool | None, "Quantise the quantisation constants too."),
+    ConfigOption("checkpoint_fraction", float | None, "Share of layers recomputed, 0 to 1."),
+    ConfigOption("upcast_fp32", bool | None, "Keep norms, embeddings and head in fp32."),
+    ConfigOption("kernels", str | None, "hf, fused-loss or liger."),
+    ConfigOption("attention", str | None, "sdpa, flash_attention_2 or eager."),
+    ConfigOption("optimizer", str | None, "adamw_8bit, paged_adamw_8bit or adamw_torch_fused."),
+    ConfigOption("compile", bool | None, "Compile each decoder layer."),
 )
 """An option for each key; those that were not typed are left to the recipe."""
 
@@ -76,12 +79,12 @@ def with_config_options(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _parameter(option: ConfigOption) -> inspect.Parameter:
-    annotation = Annotated[
-        option.kind | None,
-        typer.Option(*option.spellings, help=option.help, show_default=False),
-    ]
+    described = typer.Option(*option.spellings, help=option.help, show_default=False)
     return inspect.Parameter(
-        option.key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+        option.key,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[option.optional, described],
     )
 
 
@@ -89,7 +92,7 @@ def given(typed: dict[str, Any]) -> dict[str, Any]:
     """Return what was typed of a configuration, as it reads it; keys not typed are left out."""
     values = {key: value for key, value in typed.items() if value is not None}
     targets = values.get("target_modules")
-    # A word that is neither a set nor looks like modules is a set misspelt: its own message is best.
+    # Any other word is a set misspelt, and the message about sets is the better one.
     if targets is not None and targets not in TARGET_SETS and ("," in targets or "_" in targets):
         values["target_modules"] = [name.strip() for name in targets.split(",") if name.strip()]
     return values

@@ -1,6 +1,7 @@
 """Owns the seam between the tuner and whatever runs a configuration.
 
-Real: `supervisor.SupervisedRunner`, a child process that owns the device. Test: `replay.ReplayRunner`.
+Real: `supervisor.SupervisedRunner`, a child process that owns the device. Test:
+`replay.ReplayRunner`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Progress:
     tokens_per_second: float | None = None
     """At the median measured step so far."""
     tokens_per_second_high: float | None = None
-    """The most that the 95 % interval of the median still allows; None before there is an interval."""
+    """The most that the 95 % interval of the median still allows; None before there is an interval.
+    """
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
 
@@ -42,7 +44,8 @@ def keep_going(_: Progress) -> bool:
 class Runner(Protocol):
     """Runs configurations one after another on one device, under one memory budget.
 
-    A runner never raises for what a configuration does: out of memory, a crash, a hang and a non-finite loss are
+    A runner never raises for what a configuration does: out of memory, a crash, a hang and a non-
+    finite loss are
     outcomes. It raises `EnvironmentFault` where the device itself is not to be had.
     """
 
@@ -53,7 +56,9 @@ class Runner(Protocol):
         ...
 
     def cancel(self) -> None:
-        """End the running trial at once, from a signal handler or another thread; `run` returns `Lost`."""
+        """End the running trial at once, from a signal handler or another thread; `run` returns
+        `Lost`.
+        """
         ...
 
     def close(self) -> None:

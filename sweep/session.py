@@ -38,7 +38,7 @@ from sweep.runner import Runner
 from sweep.samplers import make_sampler, quiet_optuna
 from sweep.speed_forecast import SpeedForecast
 from sweep.supervisor import SupervisedRunner
-from sweep.targets import check_budget, resolve_target
+from sweep.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.tuner import tune
 
 Watch = Callable[[LeasedStudy, Interruption], AbstractContextManager[Listener]]
@@ -52,7 +52,7 @@ class Prepared:
     name: str
     definition: StudyDefinition
     model: ModelSpec
-    compute_capability: tuple[int, int] | None
+    resolved: ResolvedTarget
 
     @property
     def space(self) -> SearchSpace:
@@ -106,7 +106,7 @@ def prepare(
         name=study or default_study_name(space, changed),
         definition=definition,
         model=model,
-        compute_capability=resolved.compute_capability,
+        resolved=resolved,
     )
 
 
@@ -207,18 +207,23 @@ def _preflight(
 ) -> Preflight:
     target, model = prepared.target, prepared.model
     # What is predicted is a CUDA allocator's memory; a process on the CPU takes other amounts.
-    cache = cache_directory() / "memory"
-    is_predicted = target.device == "cuda"
+    predictor = None
+    if target.device == "cuda":
+        predictor = MemoryPredictor(
+            model,
+            cache_dir=cache_directory() / "memory",
+            compute_capability=prepared.resolved.host_capability,
+        )
     return Preflight(
         model=model,
         budget_bytes=target.budget_bytes,
         violation=partial(
             violation,
             model=model,
-            compute_capability=prepared.compute_capability,
+            compute_capability=prepared.resolved.compute_capability,
             device=target.device,
         ),
-        predictor=MemoryPredictor(model, cache_dir=cache) if is_predicted else None,
+        predictor=predictor,
         speed=speed,
         warn=warn,
     )

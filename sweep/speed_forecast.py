@@ -29,9 +29,7 @@ class SpeedForecast:
         """Return tokens/s; None where the architecture or the compute type has no prediction."""
         try:
             if self._calibration is None and len(self._observations) >= TRIALS_TO_CALIBRATE:
-                self._calibration = calibrate(
-                    self._observations, model=self._model, gpu=self._gpu
-                )
+                self._calibration = calibrate(self._observations, model=self._model, gpu=self._gpu)
             return predict_step(
                 config, model=self._model, gpu=self._gpu, calibration=self._calibration
             ).tokens_per_second

@@ -1,4 +1,5 @@
-"""Owns the worker's life: starts it, watches its beats, kills what hangs, replaces what ended, types every end.
+"""Owns the worker's life: starts it, watches its beats, kills what hangs, replaces what ended,
+types every end.
 
 Satisfies `runner.Runner`. Knows nothing of torch, studies or samplers.
 """
@@ -18,7 +19,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import ComputeDtype, TrialConfig
 from search_spaces.errors import EnvironmentFault
 from search_spaces.gpus import match_product
 from search_spaces.models import ModelSpec, Weights
@@ -38,11 +39,13 @@ from sweep.wire import (
     event_adapter,
 )
 
-# Fixed sizes and one arena make the CPU budget repeatable: freed tensors go back to the kernel at once.
-_CPU_ALLOCATOR = {
+_CPU_ENVIRONMENT = {
+    # Fixed sizes and one arena make the budget repeatable: freed tensors go back at once.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
+    # bitsandbytes compiles its optimizers on the CPU, one C++ build for each shape, in the budget.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -53,7 +56,9 @@ _QUIET = {
 
 
 _PATIENCE = 5.0
-"""Seconds that a worker whose pipe closed gets to end by itself, so that its own exit status is seen."""
+"""Seconds that a worker whose pipe closed gets to end by itself, so that its own exit status is
+seen.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,11 @@ class Deadlines:
         return float(getattr(self, phase))
 
 
-class WorkerEnded(Exception):
+class WorkerEnded(Exception):  # noqa: N818 - an end is not always an error
     """The worker's pipe closed."""
 
 
-class WorkerSilent(Exception):
+class WorkerSilent(Exception):  # noqa: N818 - nor is silence
     """The worker gave no sign of life within its phase's deadline."""
 
 
@@ -89,7 +94,7 @@ class _Worker:
         read_end, write_end = os.pipe()
         environment = {**os.environ, **_QUIET}
         if settings.device == "cpu":
-            environment |= _CPU_ALLOCATOR
+            environment |= _CPU_ENVIRONMENT
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 # -P: a module of the user's directory must not shadow ours.
@@ -168,7 +173,8 @@ class _Worker:
 
 
 class SupervisedRunner:
-    """Runs configurations in a child process that owns the device and keeps the base model resident.
+    """Runs configurations in a child process that owns the device and keeps the base model
+    resident.
 
     Args:
         model: what is trained.
@@ -306,7 +312,7 @@ def _progress(alive: Alive) -> Progress:
     )
 
 
-def _peak_flops(target: Target) -> dict[str, float]:  # type: ignore[type-arg]
+def _peak_flops(target: Target) -> dict[ComputeDtype, float]:
     """Return the peak FLOP/s of the card that really runs."""
     if target.device == "cpu":
         return {}

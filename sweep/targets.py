@@ -29,7 +29,9 @@ class ResolvedTarget:
 
     target: Target
     compute_capability: tuple[int, int] | None
-    """The least of the target's and its host's; None on a CPU."""
+    """What may be relied on: the least of the target's and its host's; None on a CPU."""
+    host_capability: tuple[int, int] | None
+    """Of the card that really runs; None on a CPU."""
 
 
 def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
@@ -40,7 +42,7 @@ def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
         EnvironmentFault: there is no card here, or a smaller one than asked for.
     """
     if space.gpu == "cpu":
-        return ResolvedTarget(_cpu(space), None)
+        return ResolvedTarget(_cpu(space), None, None)
     wanted = None if space.gpu == "auto" else find_gpu(space.gpu)
     if card is None:
         asked = "a GPU" if wanted is None else f"the {wanted.name}"
@@ -49,10 +51,11 @@ def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
         )
     host = match_product(card.product)
     if wanted is None or wanted == host:
-        return ResolvedTarget(_itself(space, card, host), card.compute_capability)
-    return ResolvedTarget(
-        _emulated(space, card, wanted), min(card.compute_capability, wanted.compute_capability)
-    )
+        return ResolvedTarget(
+            _itself(space, card, host), card.compute_capability, card.compute_capability
+        )
+    common = min(card.compute_capability, wanted.compute_capability)
+    return ResolvedTarget(_emulated(space, card, wanted), common, card.compute_capability)
 
 
 def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:

@@ -1,4 +1,6 @@
-"""Owns the messages between the tuner's process and the worker: one JSON document per line, both ways."""
+"""Owns the messages between the tuner's process and the worker: one JSON document per line, both
+ways.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Owns the child process that owns the device: configurations in, signs of life and outcomes out.
 
-Run as ``python -P -m sweep.worker FD``, where FD is the pipe for events; commands come on stdin. Keeps the base
+Run as ``python -P -m sweep.worker FD``, where FD is the pipe for events; commands come on stdin.
+Keeps the base
 model resident between trials. Knows nothing of studies, samplers or storage.
 """
 
@@ -16,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -78,7 +79,8 @@ class Worker:
         self._device.warm_up()
         self._rehearse()
         self._device.release()
-        # The libraries' million objects are here to stay; collecting around each trial need not visit them.
+        # The libraries' million objects are here to stay; collecting around each trial need not
+        # visit them.
         gc.freeze()
         self._device.cap(self._settings.budget_bytes)
 
@@ -150,7 +152,7 @@ class Worker:
                 device=self._device.torch_device,
                 seed=self._settings.seed,
             )
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - sorted below; the rest is raised again
             detail = f"{type(error).__name__}: {error}"[:_DETAIL_LENGTH]
             if not self._device.ran_out(error):
                 if isinstance(error, OSError | ValueError | KeyError):
@@ -206,7 +208,7 @@ def _has_bf16(device: str) -> bool:
 
 
 def _pci_bus_id() -> str:
-    card = torch.cuda.get_device_properties(torch.cuda.current_device())
+    card: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     return f"{card.pci_domain_id:08x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
 
 
@@ -238,7 +240,7 @@ def _serve(worker: Worker, commands: IO[bytes], send: Callable[[Event], None]) -
     while (command := runs.get()) is not None:
         try:
             finished = worker.run(command)
-        except Exception as error:  # noqa: BLE001 - whatever a library raises is this trial's verdict
+        except Exception as error:  # noqa: BLE001 - it is this trial's verdict
             traceback.print_exc()
             detail = f"{type(error).__name__}: {error}"[:_DETAIL_LENGTH]
             # After an unknown failure the device's state is unknown too.
@@ -269,7 +271,7 @@ def main() -> None:
         worker = Worker(settings, send=send)
         worker.prepare()
         name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
-    except Exception as error:  # noqa: BLE001 - told to the tuner, which raises it as the environment's fault
+    except Exception as error:  # noqa: BLE001 - the tuner raises it
         traceback.print_exc()
         send(Unusable(reason=f"{type(error).__name__}: {error}"[:_DETAIL_LENGTH]))
         return

@@ -51,6 +51,11 @@ class Recipe:
         return resolve_targets(self.config, self.model)
 
     @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Decoder layers whose activations are recomputed, in order."""
+        return tuple(sorted(self.config.checkpointed_layers(self.model.hidden_layers)))
+
+    @property
     def weights(self) -> str | None:
         """Where the weights are, a directory or a hub id; None for a shipped architecture."""
         if self.model.source == "shipped":
@@ -106,33 +111,29 @@ def _numbers(measured: Measurement) -> str:
     reserved = measured.peak_reserved_bytes
     also = "" if reserved is None else f", {units.gib(reserved)} reserved"
     flags = f" Flags: {', '.join(measured.flags)}." if measured.flags else ""
+    speed, step = units.rate(measured.tokens_per_second), units.step_time(measured.step_seconds)
     return (
-        f"{units.rate(measured.tokens_per_second)} tokens/s at the median step of "
-        f"{units.step_time(measured.step_seconds)}, peak {units.gib(measured.peak_allocated_bytes)} "
-        f"allocated{also}, {units.count(measured.trainable_parameters)} trainable parameters.{flags}"
+        f"{speed} tokens/s at the median step of {step}, "
+        f"peak {units.gib(measured.peak_allocated_bytes)} allocated{also}, "
+        f"{units.count(measured.trainable_parameters)} trainable parameters.{flags}"
     )
 
 
 def comment(paragraphs: Iterable[str]) -> str:
     """Return paragraphs as lines that begin with ``#``; nothing in them can end a line.
 
-    A paragraph that begins with ``- `` is a list item, one that begins with spaces is kept whole.
+    A paragraph that begins with ``- `` is a list item.
     """
     return "\n".join(line for text in paragraphs for line in _commented(text))
 
 
 def _commented(text: str) -> Iterator[str]:
-    safe = printable(text)
-    if not safe:
-        yield "#"
-    elif safe.startswith(" "):
-        yield f"# {safe}"
-    else:
-        hanging = "  " if safe.startswith("- ") else ""
-        for line in textwrap.wrap(
-            safe, _COMMENT_WIDTH, subsequent_indent=hanging, break_on_hyphens=False
-        ):
-            yield f"# {line}"
+    hanging = "  " if text.startswith("- ") else ""
+    lines = textwrap.wrap(
+        printable(text), _COMMENT_WIDTH, subsequent_indent=hanging, break_on_hyphens=False
+    )
+    for line in lines or [""]:
+        yield f"# {line}".rstrip()
 
 
 def printable(text: str) -> str:

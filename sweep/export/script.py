@@ -1,6 +1,6 @@
-"""Owns the training script of a recipe: Python on transformers, PEFT and bitsandbytes, nothing else.
+"""Owns the training script of a recipe, which needs transformers, PEFT and bitsandbytes alone.
 
-Knows nothing of studies. It takes the measured steps: what `sweep.training` does, in Trainer's words.
+Knows nothing of studies. The script does what `sweep.training` measured, in Trainer's words.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def script(recipe: Recipe) -> str:
     """Return the training script of a recipe, ready to run."""
     config, names = recipe.config, recipe.target_modules
-    upcasts = config.upcast_fp32 and config.quantization != "none"
+    is_quantized = config.quantization != "none"
     imports = ["LoraConfig", "get_peft_model"]
+    if config.upcast_fp32 and is_quantized:
+        imports.append("prepare_model_for_kbit_training")
     return _template().render(
         header=comment(recipe.facts()),
         config=config,
@@ -36,8 +38,8 @@ def script(recipe: Recipe) -> str:
         alpha=plain_number(config.alpha),
         target_modules="all-linear" if names is None else list(names),
         dtype=DTYPES[config.compute_dtype],
-        is_quantized=config.quantization != "none",
-        peft_imports=", ".join([*imports, "prepare_model_for_kbit_training"][: 3 if upcasts else 2]),
+        is_quantized=is_quantized,
+        peft_imports=", ".join(imports),
         liger=liger_kernels(config),
         needs="" if config.kernels == "hf" else ", liger-kernel",
         learning_rate=LEARNING_RATE,
@@ -77,5 +79,11 @@ def _template() -> Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["python"] = repr
+    environment.filters["python"] = _literal
     return environment.get_template("script.py.j2")
+
+
+def _literal(value: object) -> str:
+    """Return a value as Python, in double quotes where nothing in it needs care."""
+    text = repr(value)
+    return text if '"' in text or "\\" in text else text.replace("'", '"')

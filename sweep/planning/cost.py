@@ -1,4 +1,4 @@
-"""Owns what a person's fine-tune costs: the amount of work that was asked about, its bills by offer.
+"""Owns what a person's fine-tune costs: how much work was asked about, and its bills by offer.
 
 Pure. Billing itself is `sweep.predict.cost`.
 """

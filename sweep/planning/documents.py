@@ -100,7 +100,9 @@ def _table(table: ShapeTable) -> dict[str, Any]:
                 "seq_len": length,
                 "fits": cell.fits,
                 "fits_certainty": "uncertain" if cell.fit is Fit.UNCERTAIN else "sure",
-                "peak_allocated_bytes": cell.memory and cell.memory.peak_allocated_bytes,
+                "peak_allocated_bytes": None
+                if cell.memory is None
+                else cell.memory.peak_allocated_bytes,
                 "tokens_per_second": cell.tokens_per_second,
             }
             for (batch, length), cell in table.cells.items()

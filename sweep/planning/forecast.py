@@ -6,7 +6,7 @@ prices, files or terminals.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from search_spaces.config import TrialConfig
@@ -102,6 +102,7 @@ class Forecaster:
         self.evidence = evidence
         self._predictor = memory
         self._predicted: dict[TrialConfig, MemoryPrediction] = {}
+        self._settled: dict[TrialConfig, Fit] = {}
 
     def broken(self, config: TrialConfig) -> Violation | None:
         """Return the rule that forbids ``config`` on this model and card, or None."""
@@ -118,8 +119,20 @@ class Forecaster:
             self._predicted[config] = self._predictor.predict(config)
         return self._predicted[config]
 
+    def is_hopeless(self, config: TrialConfig) -> bool:
+        """Whether the predicted peak alone says that a valid configuration does not fit."""
+        if self.evidence.fits(config, budget_bytes=self.budget_bytes):
+            return False
+        memory = self.memory(config)
+        return memory.peak_allocated_bytes > self.budget_bytes * (1.0 + memory.uncertainty)
+
     def fit(self, config: TrialConfig) -> Fit:
         """Return whether a valid configuration fits; a trial that settled it overrules."""
+        if config not in self._settled:
+            self._settled[config] = self._fit(config)
+        return self._settled[config]
+
+    def _fit(self, config: TrialConfig) -> Fit:
         known = self.evidence.fits(config, budget_bytes=self.budget_bytes)
         if known is not None:
             return Fit.YES if known else Fit.NO
@@ -168,9 +181,5 @@ class Forecaster:
 
 
 def _is_likely(memory: MemoryPrediction, budget_bytes: int) -> bool:
-    """Whether a configuration in doubt fits more likely than not.
-
-    Under a cap the allocator gives cached blocks back before it fails, yet never all of them: the
-    need lies between what is allocated and what would be reserved without a cap.
-    """
-    return (memory.peak_allocated_bytes + memory.peak_reserved_bytes) / 2 <= budget_bytes
+    """Whether a configuration in doubt fits if the prediction is exactly right."""
+    return replace(memory, uncertainty=0.0).fits(budget_bytes) is Fit.YES

@@ -17,7 +17,7 @@ from search_spaces.space import SearchSpace
 from sweep.planning.cost import STEPS, AskedWork, bills
 from sweep.planning.evidence import Evidence
 from sweep.planning.forecast import Forecast, Forecaster
-from sweep.planning.survey import Survey, merit, survey
+from sweep.planning.survey import Survey, merit
 from sweep.planning.table import BATCHES, LENGTHS, ShapeTable, shape_table
 from sweep.predict.cost import Bill, Comparison, compare
 
@@ -55,16 +55,15 @@ class CardPlan:
 
 
 def plan_space(
-    space: SearchSpace, *, forecaster: Forecaster, work: AskedWork, offers: Sequence[Offer]
+    found: Survey, *, forecaster: Forecaster, work: AskedWork, offers: Sequence[Offer]
 ) -> CardPlan:
-    """Return the plan of a space: what it holds, and its fastest configuration.
+    """Return the plan of a space that was looked over: what it holds, its fastest configuration.
 
     Raises:
         InputError: memory cannot be predicted, or an amount of work that is not positive.
         EnvironmentFault: the tracing process does not answer.
     """
-    found = survey(space, forecaster)
-    best, table = found.recommended, None
+    space, best, table = found.space, found.recommended, None
     if best is not None:
         table = shape_table(
             forecaster,
@@ -101,9 +100,7 @@ def _card_plan(
         shown=shown,
         table=table,
         survey=found,
-        bills=()
-        if shown is None
-        else bills(shown, work=work, offers=offers, model=model),
+        bills=() if shown is None else bills(shown, work=work, offers=offers, model=model),
         evidence=forecaster.evidence,
     )
 

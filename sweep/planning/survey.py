@@ -1,4 +1,4 @@
-"""Owns the view over a whole space: how much of it fits, its fastest configurations, a study's time.
+"""Owns the view over a whole space: how much of it fits, what is fastest, how long a study takes.
 
 Pure. Memory only grows with the micro-batch and speed never falls with it, so each row (everything
 but the micro-batch) is settled by a few predictions instead of one for each configuration.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.space import Dimension, FloatRange, SearchSpace
 from sweep.planning.forecast import Forecast, Forecaster
+from sweep.planning.settling import settle
 from sweep.predict.memory import Fit
 
 ROWS_MAX = 6_000
@@ -40,10 +40,10 @@ ClassKey = tuple[int, str | tuple[str, ...], int]
 class Counts:
     """Configurations by what is expected of them."""
 
-    fit: int = 0
-    uncertain: int = 0
-    too_large: int = 0
-    invalid: Mapping[str, int] = Counter()
+    fit: int
+    uncertain: int
+    too_large: int
+    invalid: Mapping[str, int]
     """By the rule that forbids them."""
 
     @property
@@ -64,7 +64,7 @@ class Survey:
     fastest_by_class: Mapping[ClassKey, Forecast]
     """The fastest that surely fits; where none does, of those that perhaps do."""
     least_bytes: int | None
-    """The smallest peak seen; None where no configuration is valid."""
+    """The smallest peak of those that cannot fit whatever the micro-batch; None without any."""
     mean_step_seconds: float | None
     """Over configurations that fit; None where none does, or speed has no prediction."""
     compiled_share: float = 0.0
@@ -98,6 +98,11 @@ class Survey:
         return min(low, limit), min(high, limit)
 
 
+def class_of(config: TrialConfig) -> ClassKey:
+    """Return a configuration's capacity class."""
+    return config.lora_rank, config.target_modules, config.seq_len
+
+
 def merit(forecast: Forecast) -> tuple[bool, float, int]:
     """Return what makes a forecast better than another: sure first, then speed, then tokens."""
     speed = forecast.tokens_per_second or 0.0
@@ -111,33 +116,62 @@ def survey(space: SearchSpace, forecaster: Forecaster) -> Survey:
         InputError: memory cannot be predicted.
         EnvironmentFault: the tracing process does not answer.
     """
-    invalid: Counter[str] = Counter()
-    fit = uncertain = too_large = 0
-    sure: list[TrialConfig] = []
-    fastest: dict[ClassKey, Forecast] = {}
-    least: int | None = None
+    tally = _Tally()
     for row in rows(space):
-        valid = _valid(row, forecaster, invalid)
-        if not valid:
-            continue
-        smallest = forecaster.memory(valid[0]).peak_allocated_bytes
-        least = smallest if least is None else min(least, smallest)
-        certain, possible = _settle(valid, forecaster)
-        fit += certain
-        uncertain += possible - certain
-        too_large += len(valid) - possible
-        sure += valid[:certain]
-        if possible:
-            _keep_fastest(fastest, forecaster.forecast(valid[(certain or possible) - 1]))
+        tally.take(row, forecaster)
     return Survey(
         space=space,
         total=space.size(),
-        counts=Counts(fit, uncertain, too_large, invalid),
-        fastest_by_class=fastest,
-        least_bytes=least,
-        mean_step_seconds=_mean_step_seconds(sure, forecaster),
-        compiled_share=sum(config.compile for config in sure) / max(1, len(sure)),
+        counts=Counts(len(tally.sure), tally.uncertain, tally.too_large, tally.invalid),
+        fastest_by_class=tally.fastest,
+        least_bytes=tally.least_bytes,
+        mean_step_seconds=_mean_step_seconds(tally.sure, forecaster),
+        compiled_share=sum(config.compile for config in tally.sure) / max(1, len(tally.sure)),
     )
+
+
+@dataclass
+class _Tally:
+    """What the rows so far hold."""
+
+    sure: list[TrialConfig] = field(default_factory=list)
+    uncertain: int = 0
+    too_large: int = 0
+    invalid: Counter[str] = field(default_factory=Counter)
+    fastest: dict[ClassKey, Forecast] = field(default_factory=dict)
+    least_bytes: int | None = None
+    near: int = 1
+    """How many of the last row fitted: neighbours are alike."""
+
+    def take(self, row: Sequence[TrialConfig], forecaster: Forecaster) -> None:
+        """Count one row, the smallest micro-batch first."""
+        valid = self._valid(row, forecaster)
+        if not valid:
+            return
+        certain, possible = settle(
+            len(valid), valid.__getitem__, forecaster=forecaster, near=self.near
+        )
+        self.near = max(1, possible)
+        self.sure += valid[:certain]
+        self.uncertain += possible - certain
+        self.too_large += len(valid) - possible
+        if possible:
+            # The largest micro-batch is the fastest of its row.
+            self._keep(forecaster.forecast(valid[(certain or possible) - 1]))
+        else:
+            least = forecaster.memory(valid[0]).peak_allocated_bytes
+            self.least_bytes = min(least, self.least_bytes or least)
+
+    def _valid(self, row: Sequence[TrialConfig], forecaster: Forecaster) -> list[TrialConfig]:
+        """Return the configurations that no rule forbids, and count the others."""
+        broken = [forecaster.broken(config) for config in row]
+        self.invalid.update(one.rule for one in broken if one is not None)
+        return [config for config, one in zip(row, broken, strict=True) if one is None]
+
+    def _keep(self, candidate: Forecast) -> None:
+        key = class_of(candidate.config)
+        if key not in self.fastest or merit(candidate) > merit(self.fastest[key]):
+            self.fastest[key] = candidate
 
 
 def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
@@ -176,36 +210,6 @@ def _drawn(dimension: Dimension, draw: random.Random) -> Any:
         return draw.choice(values)
     assert isinstance(dimension, FloatRange)
     return draw.uniform(dimension.low, dimension.high)
-
-
-def _valid(
-    row: Sequence[TrialConfig], forecaster: Forecaster, invalid: Counter[str]
-) -> list[TrialConfig]:
-    """Return the configurations that no rule forbids, and count the others."""
-    valid = []
-    for config in row:
-        broken = forecaster.broken(config)
-        if broken is None:
-            valid.append(config)
-        else:
-            invalid[broken.rule] += 1
-    return valid
-
-
-def _settle(row: Sequence[TrialConfig], forecaster: Forecaster) -> tuple[int, int]:
-    """Return how many of a row, smallest first, fit surely, and how many perhaps or surely."""
-    possible = bisect_left(row, True, key=lambda config: forecaster.fit(config) is Fit.NO)
-    certain = bisect_left(
-        row, True, hi=possible, key=lambda config: forecaster.fit(config) is not Fit.YES
-    )
-    return certain, possible
-
-
-def _keep_fastest(fastest: dict[ClassKey, Forecast], candidate: Forecast) -> None:
-    config = candidate.config
-    key = (config.lora_rank, config.target_modules, config.seq_len)
-    if key not in fastest or merit(candidate) > merit(fastest[key]):
-        fastest[key] = candidate
 
 
 def _mean_step_seconds(sure: Sequence[TrialConfig], forecaster: Forecaster) -> float | None:

@@ -5,12 +5,12 @@ Knows nothing of spaces, prices or terminals.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
 from sweep.planning.forecast import Forecast, Forecaster
+from sweep.planning.settling import settle
 from sweep.predict.memory import Fit
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -91,25 +91,10 @@ def _at(forecaster: Forecaster, base: TrialConfig, batch: int, length: int) -> F
 def _largest_batch(forecaster: Forecaster, base: TrialConfig, length: int) -> LargestBatch:
     allowed = _allowed_batches(base)
 
-    def fit(batch: int) -> Fit:
-        config = reshaped(base, micro_batch_size=batch, seq_len=length)
-        return Fit.NO if forecaster.broken(config) else forecaster.fit(config)
+    def sized(index: int) -> TrialConfig:
+        return reshaped(base, micro_batch_size=allowed[index], seq_len=length)
 
-    return LargestBatch(
-        sure=last_while(allowed, lambda batch: fit(batch) is Fit.YES),
-        possible=last_while(allowed, lambda batch: fit(batch) is not Fit.NO),
-    )
-
-
-def last_while(ascending: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """Return the last value up to which ``holds``; 0 where it does not hold for the first.
-
-    What holds for a value must hold for every smaller one. It is asked a logarithmic number of
-    times in the position of the answer, as each question may be a prediction.
-    """
-    end = 1
-    while end <= len(ascending) and holds(ascending[end - 1]):
-        end *= 2
-    known, unknown = end // 2, min(end - 1, len(ascending))
-    count = bisect_left(ascending, True, known, unknown, key=lambda value: not holds(value))
-    return ascending[count - 1] if count else 0
+    if forecaster.broken(sized(0)) is not None:
+        return LargestBatch(sure=0, possible=0)
+    counts = settle(len(allowed), sized, forecaster=forecaster)
+    return LargestBatch(*(allowed[count - 1] if count else 0 for count in counts))

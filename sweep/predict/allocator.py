@@ -54,13 +54,18 @@ class _Pool:
         return size
 
 
+class OutOfSegments(Exception):  # noqa: N818 - an outcome of the simulation, not a fault
+    """A request does not fit under the limit, even with every free segment given back."""
+
+
 class CachingAllocator:
-    """Serves requests as torch does on a card that never fills up.
+    """Serves requests as torch does.
 
     Args:
         allocated_bytes: what is in use from before, and never given back.
         reserved_bytes: what was taken from the driver before.
         holes: free blocks from before, that serve large requests.
+        limit_bytes: the most that may be reserved; None where the card never fills up.
 
     Attributes:
         allocated_bytes: sum of the blocks in use.
@@ -70,11 +75,17 @@ class CachingAllocator:
     """
 
     def __init__(
-        self, *, allocated_bytes: int = 0, reserved_bytes: int = 0, holes: Iterable[int] = ()
+        self,
+        *,
+        allocated_bytes: int = 0,
+        reserved_bytes: int = 0,
+        holes: Iterable[int] = (),
+        limit_bytes: int | None = None,
     ) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = allocated_bytes
         self.reserved_bytes = self.peak_reserved_bytes = reserved_bytes
         self._small, self._large = _Pool(unsplit_bytes=0), _Pool(unsplit_bytes=SMALL_BYTES)
+        self._limit_bytes = limit_bytes
         self._used: dict[int, int] = {}
         self._segments: dict[int, int] = {}
         self._next_address = GRAIN_BYTES
@@ -82,7 +93,11 @@ class CachingAllocator:
             self._large.put(self._place(size), size)
 
     def allocate(self, size: int) -> int:
-        """Return the address of a block for a request: the smallest free one that holds it."""
+        """Return the address of a block for a request: the smallest free one that holds it.
+
+        Raises:
+            OutOfSegments: it would pass the limit.
+        """
         size = -(-size // GRAIN_BYTES) * GRAIN_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
         index = bisect_left(pool.by_size, (size, 0))
@@ -131,11 +146,19 @@ class CachingAllocator:
             length = _MIDDLE_SEGMENT_BYTES
         else:
             length = -(-size // _LARGE_GRAIN_BYTES) * _LARGE_GRAIN_BYTES
+        self._make_room(length)
         address = self._place(length)
         self._segments[address] = length
         self.reserved_bytes += length
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return length, address
+
+    def _make_room(self, length: int) -> None:
+        if self._limit_bytes is None or self.reserved_bytes + length <= self._limit_bytes:
+            return
+        self.empty_cache()
+        if self.reserved_bytes + length > self._limit_bytes:
+            raise OutOfSegments
 
     def _place(self, length: int) -> int:
         address = self._next_address

@@ -6,27 +6,31 @@ that cannot be traced: what they keep and take is modelled (`sweep.predict.traci
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
+from sweep.predict.allocator import MIB
 from sweep.predict.child import TracingChild
-from sweep.predict.polynomials import Values, evaluate
-from sweep.predict.profiles import Account, Profile, ProfileStore, Structure, Tracer
-from sweep.predict.states import optimizer_bytes, rounded
+from sweep.predict.peak import find_peak
+from sweep.predict.polynomials import Values
+from sweep.predict.profiles import Profile, ProfileStore, Structure, Tracer
+from sweep.predict.reserved import reserved_bytes
+from sweep.predict.step import Step
 
-MIB = 2**20
-_WORKSPACE_BYTES = 64 * MIB
+HOPPER = (9, 0)
+
+_WORKSPACES = 2
+"""cuBLAS keeps one for the thread that runs forward, and one for autograd's."""
+_HOPPER_WORKSPACE_BYTES = 32 * MIB
+_OLDER_WORKSPACE_BYTES = 8 * MIB + 128 * 1024
 _PADDED_LENGTH = 128
 """Rows that an attention kernel's backward pass works on at once."""
 _UNCERTAINTY = 0.01
 _COMPILE_UNCERTAINTY = 0.1
-_RESERVED_FACTOR = 1.05
-_FREE = ("activations", "gradients", "loss")
 
 
 class Fit(StrEnum):
@@ -43,8 +47,6 @@ class MemoryPrediction:
 
     peak_allocated_bytes: int
     """What `torch.cuda.max_memory_allocated` would read over the first steps."""
-    peak_reserved_bytes: int
-    """What `torch.cuda.max_memory_reserved` would read where nothing caps it."""
     breakdown: dict[str, int]
     """The peak's parts: ``weights``, ``adapters``, ``gradients``, ``optimizer``, ``activations``, ``loss``.
 
@@ -53,17 +55,29 @@ class MemoryPrediction:
     moment: str
     """When the peak is reached: ``forward``, ``loss``, ``backward`` or ``optimizer``."""
     uncertainty: float
-    """Relative; the truth is expected within this much of the peak."""
+    """Relative: the truth is expected within this much of the peak."""
+    step: Step = field(repr=False)
+    """What was walked."""
+
+    @cached_property
+    def peak_reserved_bytes(self) -> int:
+        """What `torch.cuda.max_memory_reserved` would read where nothing caps it; some milliseconds, once."""
+        reserved = reserved_bytes(self.step)
+        assert reserved is not None, "an allocator without a limit cannot pass it"
+        return reserved
 
     def fits(self, budget_bytes: int) -> Fit:
-        """Return whether it fits: surely, surely not, or too close to say.
+        """Return whether it runs where no more than the budget may be reserved: surely, surely not, or too close.
 
-        Between the allocated peak and the reserved one the allocator gives cached blocks back before it fails.
+        Under a cap the allocator gives cached blocks back before it fails, so the step is replayed under it.
         """
-        if self.peak_allocated_bytes * (1 - self.uncertainty) > budget_bytes:
+        slack = int(budget_bytes * self.uncertainty)
+        if self.peak_allocated_bytes > budget_bytes + slack:
             return Fit.NO
-        if self.peak_reserved_bytes * (1 + self.uncertainty) <= budget_bytes:
+        if reserved_bytes(self.step, limit_bytes=budget_bytes - slack) is not None:
             return Fit.YES
+        if reserved_bytes(self.step, limit_bytes=budget_bytes + slack) is None:
+            return Fit.NO
         return Fit.UNCERTAIN
 
 
@@ -73,11 +87,20 @@ class MemoryPredictor:
     Args:
         model: the model.
         cache_dir: where structures that were traced once are kept.
-        tracer: traces structures; a child process of this predictor's own by default.
+        compute_capability: of the card; None where it is not known, which is taken for the largest need.
+        tracer: traces structures; by default a child process, started at the first one that is not kept.
     """
 
-    def __init__(self, model: ModelSpec, *, cache_dir: Path, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        cache_dir: Path,
+        compute_capability: tuple[int, int] | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._model = model
+        self._workspace_bytes = _workspace_bytes(compute_capability or HOPPER)
         self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer or TracingChild())
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
@@ -89,35 +112,56 @@ class MemoryPredictor:
             EnvironmentFault: the tracing process does not answer.
         """
         step = self._step(config)
-        peak = max(step.states(), key=lambda state: state.total)
-        breakdown = {**step.resident(), **peak.parts}
-        breakdown["activations"] += _WORKSPACE_BYTES
-        allocated = sum(breakdown.values())
+        peak = find_peak(step)
         return MemoryPrediction(
-            peak_allocated_bytes=allocated,
-            peak_reserved_bytes=int(allocated * _RESERVED_FACTOR),
-            breakdown=breakdown,
+            peak_allocated_bytes=peak.total_bytes,
+            breakdown=peak.parts,
             moment=peak.moment,
             uncertainty=_COMPILE_UNCERTAINTY if config.compile else _UNCERTAINTY,
+            step=step,
         )
 
     def _step(self, config: TrialConfig) -> Step:
-        some = config.checkpoint_fraction > 0
-        profile = self._profile(config, is_checkpointed=some)
+        is_checkpointed = config.checkpoint_fraction > 0
+        profile = self._profile(config, is_checkpointed=is_checkpointed)
         layers = len(profile.positions)
         chosen = config.checkpointed_layers(layers)
-        flags = tuple(index in chosen for index in range(layers))
-        profiles = {
-            flag: profile if flag == some else self._profile(config, is_checkpointed=flag)
-            for flag in {*flags, some}
-        }
-        return Step(config, profiles, flags, _values(config, self._model))
+        flags = tuple(layer in chosen for layer in range(layers))
+        return Step(
+            config=config,
+            profiles={f: self._profile(config, is_checkpointed=f) for f in set(flags)},
+            flags=flags,
+            values=_values(config, self._model),
+            workspace_bytes=self._workspace_bytes,
+        )
 
     def _profile(self, config: TrialConfig, *, is_checkpointed: bool) -> Profile:
-        structure = Structure.of(config, is_checkpointed=is_checkpointed)
-        profile = self._profiles.get(structure)
+        profile = self._profiles.get(Structure.of(config, is_checkpointed=is_checkpointed))
         if profile.window is None or config.seq_len < profile.window:
             return profile
-        return self._profiles.get(
-            Structure.of(config, is_checkpointed=is_checkpointed, is_long=True)
-        )
+        longer = Structure.of(config, is_checkpointed=is_checkpointed, is_long=True)
+        return self._profiles.get(longer)
+
+
+def _workspace_bytes(compute_capability: tuple[int, int]) -> int:
+    """Return what cuBLAS takes from torch's allocator (torch's ``CublasHandlePool.cpp``)."""
+    is_hopper = compute_capability >= HOPPER
+    return _WORKSPACES * (_HOPPER_WORKSPACE_BYTES if is_hopper else _OLDER_WORKSPACE_BYTES)
+
+
+def _values(config: TrialConfig, model: ModelSpec) -> Values:
+    """Return the polynomials' symbols (`polynomials.SYMBOLS`) for a configuration."""
+    return {
+        "b": config.micro_batch_size,
+        "s": config.seq_len,
+        "r": config.lora_rank,
+        "c": _chunk_tokens(config.tokens_per_micro_batch, model),
+        "p": -(-config.seq_len // _PADDED_LENGTH) * _PADDED_LENGTH,
+    }
+
+
+def _chunk_tokens(tokens: int, model: ModelSpec) -> int:
+    """Return the rows of a chunk of Liger's fused loss: as many logits as there are hidden elements, at most."""
+    chunks = -(-model.vocab_size // model.hidden_size)
+    rows = -(-tokens // chunks)
+    return min(1 << (rows - 1).bit_length(), tokens)

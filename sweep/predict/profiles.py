@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +44,7 @@ class Structure:
     attention: str
     target_modules: TargetModules
     has_dropout: bool
+    is_compiled: bool
     is_checkpointed: bool
     """Whether every decoder layer is recomputed, or none; what lies between is put together from both."""
     is_long: bool = False
@@ -62,6 +63,7 @@ class Structure:
             attention=config.attention,
             target_modules=config.target_modules,
             has_dropout=config.lora_dropout > 0,
+            is_compiled=config.compile,
             is_checkpointed=is_checkpointed,
             is_long=is_long,
         )
@@ -93,12 +95,49 @@ class Structure:
         )
 
 
+BIRTH, DEATH, LEAVE, TAKE, TAKE_ALL = range(5)
+"""A temporary is born or dies; something is left for a later segment; what another left dies, in one layer or in all."""
+
+Entry = tuple[int, int | str, int]
+"""What happens, to what (a temporary's number or a path), and the index of its size or the layers it lived through."""
+
+
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a training step: how much it leaves behind, and how high it can rise on the way."""
+    """A stretch of a training step."""
 
     kept: Account
+    """How much more is alive at its end than at its beginning."""
     humps: tuple[Account, ...]
+    """How high it can rise above its beginning: those of its moments that can be the highest at some size."""
+    tape: tuple[Entry, ...]
+    """Its births and deaths in order."""
+
+    @cached_property
+    def repeated(self) -> Account:
+        """The part of `kept` that each layer adds."""
+        return {key: part for key, part in self.kept.items() if " " in key}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Segment:
+        """Read what the tracing child writes."""
+        return cls(
+            kept=values["kept"],
+            humps=tuple(values["humps"]),
+            tape=tuple((what, key, value) for what, key, value in values["tape"]),
+        )
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen base on the card."""
+
+    allocated_bytes: int
+    """What its tensors take, remainders that the allocator does not split off included."""
+    reserved_bytes: int
+    """The segments that hold it."""
+    holes: tuple[int, ...]
+    """Free blocks within those segments."""
 
 
 @dataclass(frozen=True)
@@ -107,26 +146,26 @@ class Profile:
 
     positions: tuple[int, ...]
     """For each decoder layer, the traced layer that stands for it."""
-    weights: tuple[tuple[int, int], ...]
-    """(bytes, count) of the frozen tensors."""
-    adapters: tuple[tuple[int, int], ...]
-    """(elements for each unit of rank, count) of the trained tensors."""
+    base: Base
+    adapters: tuple[tuple[int, ...], ...]
+    """Elements for each unit of rank of every trained tensor, by traced layer, in the order they are attached."""
     segments: dict[str, Segment]
     """``embed``, ``forward 0``..., ``head``, ``head_backward``, ``backward 0``..., by traced layer."""
+    sizes: tuple[Polynomial, ...]
+    """Bytes, by the tapes' index."""
     window: int | None
     """Length from which the structure is another one; None where there is none."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Profile:
         """Read what the tracing child writes."""
+        base = values["base"]
         return cls(
             positions=tuple(values["positions"]),
-            weights=tuple((size, count) for size, count in values["weights"]),
-            adapters=tuple((size, count) for size, count in values["adapters"]),
-            segments={
-                name: Segment(kept=segment["kept"], humps=tuple(segment["humps"]))
-                for name, segment in values["segments"].items()
-            },
+            base=Base(base["allocated_bytes"], base["reserved_bytes"], tuple(base["holes"])),
+            adapters=tuple(map(tuple, values["adapters"])),
+            segments={n: Segment.from_json(part) for n, part in values["segments"].items()},
+            sizes=tuple(values["sizes"]),
             window=values["window"],
         )
 

@@ -1,4 +1,4 @@
-"""Owns the reserved memory of one step: the tapes of its segments replayed through a simulated allocator.
+"""Owns the reserved memory of a step: the tapes of its segments replayed through a simulated allocator.
 
 Knows nothing of where tapes come from, nor of what their tensors are for.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sweep.predict.allocator import SMALL_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator
-
-BIRTH, DEATH, LEAVE, TAKE, TAKE_ALL = range(5)
-"""A temporary is born or dies; something is left for a later segment; what another left dies, in one layer or in all."""
-
-Entry = tuple[int, int | str, int]
-"""What happens, to what (a temporary's number or a path), and the index of its size or the layers it lived through."""
-
-
+from sweep.predict.allocator import (
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    CachingAllocator,
+    OutOfSegments,
+)
+from sweep.predict.polynomials import evaluate
+from sweep.predict.profiles import BIRTH, DEATH, LEAVE, TAKE, Entry
+from sweep.predict.step import Step
 
 @dataclass(frozen=True)
 class Take:
@@ -93,3 +93,38 @@ class Replay:
             else:
                 for address in left.pop(key, {}).values():
                     free(address)
+
+
+def base_allocator(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
+    """Return the allocator as the frozen base and the libraries' workspaces leave it."""
+    base = step.profile.base
+    return CachingAllocator(
+        allocated_bytes=base.allocated_bytes + step.workspace_bytes,
+        reserved_bytes=base.reserved_bytes + step.workspace_bytes,
+        holes=base.holes,
+        limit_bytes=limit_bytes,
+    )
+
+
+def reserved_bytes(step: Step, *, limit_bytes: int | None = None) -> int | None:
+    """Return the most that the allocator would hold in a step; None where it would pass the limit."""
+    replay = Replay(base_allocator(step, limit_bytes=limit_bytes))
+    try:
+        _play(step, replay)
+    except OutOfSegments:
+        return None
+    return replay.peak_reserved_bytes
+
+
+def _play(step: Step, replay: Replay) -> None:
+    replay.hold(step.adapters)
+    replay.hold(step.states)
+    if step.accumulates:
+        replay.hold(step.adapters)
+    takes: dict[tuple[str, bool], Take] = {}
+    for visit in step.visits():
+        key = (visit.name, visit.is_checkpointed)
+        if key not in takes:
+            sizes = [evaluate(size, step.values) for size in step.profiles[key[1]].sizes]
+            takes[key] = take(step.segment(visit).tape, sizes)
+        replay.play(takes[key], layer=visit.layer)

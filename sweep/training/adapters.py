@@ -1,4 +1,5 @@
-"""Owns what is put on the resident base for one trial and taken off again: adapters, checkpointing, compilation.
+"""Owns what is put on the resident base for one trial and taken off again: adapters, checkpointing,
+compilation.
 
 Knows nothing of data, steps or measurements.
 """
@@ -6,8 +7,9 @@ Knows nothing of data, steps or measurements.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -81,9 +83,8 @@ def target_modules(model: torch.nn.Module, config: TrialConfig) -> str | list[st
     suffixes = {name.rpartition(".")[2] for name in names}
     for target in wanted or ():
         if not any(name == target or name.endswith("." + target) for name in names):
-            raise InputError(
-                f"target_modules: the model has no linear layer '{target}'{did_you_mean(target, suffixes)}"
-            )
+            nearest = did_you_mean(target, suffixes)
+            raise InputError(f"target_modules: the model has no linear layer '{target}'{nearest}")
     return list(wanted or ())
 
 
@@ -98,6 +99,7 @@ def _checkpointing(base: BaseModel, attachment: Attached) -> Iterator[None]:
     """Recompute the chosen layers only, and count each time that one really does."""
     model = base.model
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layer: Any
     for index, layer in enumerate(attachment.layers):
         layer.gradient_checkpointing = index in attachment.checkpointed
         layer._gradient_checkpointing_func = _counted(
@@ -110,8 +112,10 @@ def _checkpointing(base: BaseModel, attachment: Attached) -> Iterator[None]:
         model.disable_input_require_grads()
 
 
-def _counted(checkpoint, attachment: Attached, index: int):  # type: ignore[no-untyped-def]
-    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+def _counted(
+    checkpoint: Callable[..., Any], attachment: Attached, index: int
+) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         attachment.checkpoint_calls[index] = attachment.checkpoint_calls.get(index, 0) + 1
         return checkpoint(*args, **kwargs)
 
@@ -120,7 +124,9 @@ def _counted(checkpoint, attachment: Attached, index: int):  # type: ignore[no-u
 
 @contextlib.contextmanager
 def _compiled(layers: list[torch.nn.Module]) -> Iterator[None]:
-    """Compile each decoder layer for any batch and length; compiling the whole PEFT model compiles nothing."""
+    """Compile each decoder layer for any batch and length; compiling the whole PEFT model compiles
+    nothing.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Owns the tokens a trial trains on: full-length random ones, the worst case for memory and speed."""
+"""Owns the tokens a trial trains on: full-length random ones, the worst case for memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ _DISTINCT_BATCHES = 2
 def random_token_loader(
     *, vocab_size: int, micro_batch_size: int, seq_len: int, seed: int
 ) -> DataLoader[Any]:
-    """Return a loader of ``{"input_ids", "labels"}`` micro-batches, int64 of shape (micro_batch_size, seq_len).
+    """Return a loader of ``{"input_ids", "labels"}`` micro-batches, int64 of shape
+    (micro_batch_size, seq_len).
 
-    Every position carries loss: there is no padding. A few distinct batches are enough, since neither memory nor
+    Every position carries loss: there is no padding. A few distinct batches are enough, since
+    neither memory nor
     speed depends on the values.
     """
     rows = np.random.default_rng(seed).integers(

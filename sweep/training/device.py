@@ -1,4 +1,5 @@
-"""Owns what differs between a CUDA card and the CPU: the cap, memory counters, failures of allocation.
+"""Owns what differs between a CUDA card and the CPU: the cap, memory counters, failures of
+allocation.
 
 Knows nothing of models or configurations.
 """
@@ -12,7 +13,7 @@ import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -93,7 +94,7 @@ class CudaDevice:
         self._retries_before = 0
 
     def cap(self, budget_bytes: int) -> None:
-        """See `Device.cap`: the allocator raises where the reserved memory would pass the budget."""
+        """See `Device.cap`: the allocator raises where reserved memory would pass the budget."""
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total))
 
@@ -147,9 +148,11 @@ class CudaDevice:
 
 
 class CpuDevice:
-    """The CPU, with a budget that the kernel enforces on this process's private memory (`RLIMIT_DATA`).
+    """The CPU, with a budget that the kernel enforces on this process's private memory
+    (`RLIMIT_DATA`).
 
-    Peaks are read from the allocations that torch's profiler sees in the observed steps, on top of the
+    Peaks are read from the allocations that torch's profiler sees in the observed steps, on top of
+    the
     tensors that were there before; they repeat to the byte.
     """
 
@@ -190,21 +193,34 @@ class CpuDevice:
     def reset_peak(self) -> None:
         """See `Device.reset_peak`: what is not a tensor by now is not this trial's either."""
         self._peak = self.allocated_bytes() or 0
-        if self._budget is not None:
-            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            limit = _private_bytes() - self._peak + self._budget
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        self._arm()
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
         """See `Device.observed`: follow every allocation while the context is open."""
         before = self.allocated_bytes() or 0
         watch = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        watch.start()
         try:
-            with watch:
-                yield
+            yield
         finally:
+            # What the profiler takes to sum up is not the training's.
+            self._disarm()
+            watch.stop()
             self._peak = max(self._peak, before + _highest_total(watch))
+            del watch
+            self._arm()
+
+    def _arm(self) -> None:
+        """Let the process hold the budget's worth of tensors on top of what is not a tensor."""
+        if self._budget is not None:
+            limit = _private_bytes() - (self.allocated_bytes() or 0) + self._budget
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+    def _disarm(self) -> None:
+        if self._budget is not None:
+            unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_DATA, unlimited)
 
     def peak_allocated_bytes(self) -> int:
         """See `Device.peak_allocated_bytes`."""
@@ -229,9 +245,10 @@ class CpuDevice:
 def _highest_total(watch: profile) -> int:
     """Return the highest running total of allocated minus freed bytes in a profile."""
     results = watch.profiler.kineto_results if watch.profiler is not None else None
-    events = [] if results is None else [e for e in results.events() if e.name() == "[memory]"]
+    events: list[Any] = [] if results is None else results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
     total = highest = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    for event in sorted(changes, key=lambda event: event.start_ns()):
         total += event.nbytes()
         highest = max(highest, total)
     return highest
@@ -246,7 +263,9 @@ def _private_bytes() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out: the allocator's, the driver's, cuBLAS's, Triton's."""
+    """Whether an exception means that memory ran out: the allocator's, the driver's, cuBLAS's,
+    Triton's.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if type(error).__name__ == "OutOfResources":

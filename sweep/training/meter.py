@@ -1,4 +1,5 @@
-"""Owns how a step time becomes a measurement: steadiness, the interval of the median, and what NVML tells.
+"""Owns how a step time becomes a measurement: steadiness, the interval of the median, and what NVML
+tells.
 
 Pure but for `CardReader`, which reads NVML. Knows nothing of models.
 """
@@ -26,9 +27,11 @@ _THROTTLE_BITS = {
 
 @cache
 def _interval_rank(count: int) -> int:
-    """Return k such that order statistics k and count+1-k bound the median at 95 % or more; 0 for none.
+    """Return k such that order statistics k and count+1-k bound the median at 95 % or more; 0 for
+    none.
 
-    The number of samples under the median is binomial(count, 1/2), whatever the distribution of step times.
+    The number of samples under the median is binomial(count, 1/2), whatever the distribution of
+    step times.
     """
     tail, rank = 0.0, 0
     for k in range(count // 2):
@@ -49,7 +52,9 @@ def median_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
 
 
 def is_steady(seconds: Sequence[float], *, tolerance: float = 0.05) -> bool:
-    """Whether the last two steps agree: warm-up pays for kernel selection and allocator growth until they do."""
+    """Whether the last two steps agree: warm-up pays for kernel selection and allocator growth
+    until they do.
+    """
     if len(seconds) < 2:
         return False
     last, before = seconds[-1], seconds[-2]

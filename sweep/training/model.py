@@ -1,6 +1,8 @@
-"""Owns the frozen base model: built from random weights straight into 4 bits, or loaded, ready for adapters.
+"""Owns the frozen base model: built from random weights straight into 4 bits, or loaded, ready for
+adapters.
 
-Knows nothing of adapters, steps or measurements. A base depends on a few keys of the configuration only
+Knows nothing of adapters, steps or measurements. A base depends on a few keys of the configuration
+only
 (`BaseKey`), so that it can stay on the device from one trial to the next.
 """
 
@@ -90,9 +92,9 @@ def build_base(
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the decoder layers in order: the longest list of like modules."""
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 0]
-    uniform = [m for m in lists if len({type(layer) for layer in m}) == 1]
-    return list(max(uniform, key=len)) if uniform else []
+    lists = [list(m) for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    uniform = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
+    return max(uniform, key=len, default=[])
 
 
 def bnb_config(key: BaseKey) -> BitsAndBytesConfig | None:
@@ -180,7 +182,9 @@ def _upcast(model: PreTrainedModel) -> None:
 
 
 def _quantize_random(module: bnb.nn.Linear4bit, *, key: BaseKey, device: torch.device) -> None:
-    """Give a linear layer random 16-bit weights and quantise them at once, so that only one is ever wide."""
+    """Give a linear layer random 16-bit weights and quantise them at once, so that only one is ever
+    wide.
+    """
     dtype = DTYPES[key.compute_dtype]
     shape = (module.out_features, module.in_features)
     wide = torch.empty(shape, device=device, dtype=dtype).normal_(0.0, 0.02)
@@ -200,7 +204,9 @@ def _quantize_random(module: bnb.nn.Linear4bit, *, key: BaseKey, device: torch.d
 
 @contextlib.contextmanager
 def _kernels(model: PreTrainedModel, kernels: str) -> Iterator[None]:
-    """Apply Liger's kernels to the instance; on exit restore the modelling module that Liger also patches."""
+    """Apply Liger's kernels to the instance; on exit restore the modelling module that Liger also
+    patches.
+    """
     if kernels == "hf":
         yield
         return

@@ -1,6 +1,8 @@
-"""Owns the proof that every knob took effect: what the first steps left behind, compared with what was asked.
+"""Owns the proof that every knob took effect: what the first steps left behind, compared with what
+was asked.
 
-A compile that fell back to eager, an attention kernel that was not used, a checkpoint flag that did nothing: the run
+A compile that fell back to eager, an attention kernel that was not used, a checkpoint flag that did
+nothing: the run
 does not count as that configuration.
 """
 
@@ -36,7 +38,7 @@ class KernelWatch(TorchDispatchMode):
 def ineffective(
     config: TrialConfig, *, attached: Attached, loop: TrainingLoop, watch: KernelWatch | None
 ) -> Ineffective | None:
-    """Return the first knob that did not take effect in the steps done so far; None where all did."""
+    """Return the first knob that had no effect in the steps done so far; None where all had."""
     checks = (
         _quantization(config, attached),
         _checkpointing(config, attached),
@@ -120,7 +122,8 @@ def _compile(config: TrialConfig) -> Ineffective | None:
 def _attention(config: TrialConfig, watch: KernelWatch) -> Ineffective | None:
     """`sdpa` must reach a fused kernel: its fallback materialises the scores as `eager` does.
 
-    In fp32 with grouped-query heads torch has no fused kernel at all, so there the fallback is what people get.
+    In fp32 with grouped-query heads torch has no fused kernel at all, so there the fallback is what
+    people get.
     """
     is_fused = any(kind in name for name in watch.attention for kind in _FAST_ATTENTION)
     if config.attention == "sdpa" and config.compute_dtype != "fp32" and not is_fused:

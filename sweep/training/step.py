@@ -1,6 +1,7 @@
 """Owns one optimizer step, as transformers' Trainer would do it, and its stages.
 
-Accumulation, mixed precision, clipping, optimizer and schedule go through accelerate; the loss is read every step,
+Accumulation, mixed precision, clipping, optimizer and schedule go through accelerate; the loss is
+read every step,
 as Trainer reads it for its log. Knows nothing of time or memory.
 """
 
@@ -108,7 +109,9 @@ def make_optimizer(
 
 
 def _accelerator(config: TrialConfig) -> Accelerator:
-    """Return an accelerator for this configuration; accelerate keeps its precision in a process-wide state."""
+    """Return an accelerator for this configuration; accelerate keeps its precision in a process-
+    wide state.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return Accelerator(

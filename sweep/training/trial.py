@@ -33,13 +33,17 @@ from sweep.training.proof import KernelWatch, ineffective
 from sweep.training.step import TrainingLoop, is_finite
 
 _OBSERVED_STEPS = 2
-"""The first step makes the optimizer's state, the second has it from the start: the peak is in one of them."""
+"""The first step makes the optimizer's state, the second has it from the start: the peak is in one
+of them.
+"""
 _DETAIL_LENGTH = 600
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One sign of life. Seconds are of the step that just ended; None for a micro-batch within a step."""
+    """One sign of life. Seconds are of the step that just ended; None for a micro-batch within a
+    step.
+    """
 
     phase: Phase
     step: int
@@ -83,6 +87,7 @@ class Trial:
         except InputError as error:
             outcome = Invalid(rule="target_modules", detail=str(error))
         except Exception as error:
+            # Memory can run out in any library, each with an exception of its own.
             if not self.device.ran_out(error):
                 raise
             failure = (str(error) or type(error).__name__)[:_DETAIL_LENGTH]
@@ -113,7 +118,9 @@ class Trial:
         return self._warm_up(attachment, loop) or self._measure(attachment, loop)
 
     def _warm_up(self, attachment: Attached, loop: TrainingLoop) -> Outcome | None:
-        """Do the steps that are not the steady rate; return an outcome only where they end the trial."""
+        """Do the steps that are not the steady rate; return an outcome only where they end the
+        trial.
+        """
         watch = None if self.config.compile else KernelWatch()
         with self.device.observed():
             for index in range(_OBSERVED_STEPS):
@@ -172,7 +179,8 @@ class Trial:
         return loss
 
     def _tick(self, phase: Phase) -> None:
-        self.report(Beat(phase=phase, step=len(self._warmup) + len(self._measured)))
+        done = self._warmup if phase == "warmup" else self._measured
+        self.report(Beat(phase=phase, step=len(done)))
 
     def _beat(self, phase: Phase) -> bool:
         interval = median_interval(self._measured)
@@ -236,7 +244,8 @@ class Trial:
 def flops_per_token(attachment: Attached, model_config: object, seq_len: int) -> float:
     """Return FLOP per token of a frozen base with trained adapters, causal attention included.
 
-    A frozen weight costs 2 forward and 2 for the input's gradient; an adapter's 2 more for its own gradient. Causal
+    A frozen weight costs 2 forward and 2 for the input's gradient; an adapter's 2 more for its own
+    gradient. Causal
     attention is two products of seq_len/2 x hidden forward, and twice that backward.
     """
     frozen = adapters = 0

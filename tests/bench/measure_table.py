@@ -1,6 +1,7 @@
 """Measure peak memory and step time of many configurations on the card that is here.
 
-Writes one JSON document per line: model, configuration, bytes after build and after attaching, peak bytes by stage of
+Writes one JSON document per line: model, configuration, bytes after build and after attaching, peak
+bytes by stage of
 the step, peaks over all steps, step times. ``tests/data/measurements_*.jsonl`` were made by it.
 
     python tests/bench/measure_table.py OUT.jsonl [--seconds 480] [--known OLD.jsonl]
@@ -165,7 +166,7 @@ def measure(base: BaseModel, config: TrialConfig, *, device: CudaDevice) -> dict
             torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
         loop.note()
-        result = {
+        return {
             "base_bytes": base_bytes,
             "attached_bytes": attached_bytes,
             "stage_peaks": dict(loop.peaks),
@@ -175,7 +176,6 @@ def measure(base: BaseModel, config: TrialConfig, *, device: CudaDevice) -> dict
             "step_seconds": statistics.median(times),
             "step_times": [round(t, 5) for t in times],
         }
-    return result
 
 
 def snapshot(base: BaseModel, config: TrialConfig) -> list[dict[str, Any]]:
@@ -268,7 +268,7 @@ def main() -> None:
                 start = time.perf_counter()
                 try:
                     row |= measure(base, config, device=device)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - a row says why it has no figures
                     failure = f"{type(error).__name__}: {error}"[:300]
                     row |= {"oom": is_out_of_memory(error)}
                 if failure is not None:

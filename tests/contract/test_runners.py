@@ -129,7 +129,9 @@ def test_an_interval_comes_with_the_fewest_steps_that_give_one(case: Case, runne
 def test_an_observer_can_stop_a_trial_and_keeps_what_was_measured(
     case: Case, runner: Runner
 ) -> None:
-    steps = STEPS.model_copy(update={"measured_max": 1000, "relative_interval": 1e-9})
+    steps = STEPS.model_copy(
+        update={"measured_max": 1000, "relative_interval": 1e-9, "seconds_max": 60}
+    )
     outcome = runner.run(
         case.fits, steps=steps, observe=lambda p: p.tokens_per_second_high is not None
     )

@@ -66,14 +66,15 @@ def test_without_a_terminal_there_is_a_line_per_trial_and_no_control_codes(
     board = a_board(trials=9)
     stopping: list[bool] = []
     with watching(board, is_stopping=lambda: bool(stopping), stream=io.StringIO()) as listener:
-        for event in (STARTED, PROGRESS, finished(1, attempt=2)):
+        for event in (STARTED, PROGRESS, finished(1, attempt=2), STARTED):
             listener(event)
         stopping.append(True)
         listener(PROGRESS)
         listener(PROGRESS)
     out, err = capsys.readouterr()
     assert out == ""
-    trial, stop = err.splitlines()
+    start, trial, stop = err.splitlines()
+    assert "trial 1 starts the worker" in start
     assert re.match(r"\d\d:\d\d:\d\d trial 1, attempt 2 \(1 of 9\): fits, ", trial)
     assert stop == STOPPING
     assert "\x1b" not in err

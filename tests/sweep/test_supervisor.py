@@ -1,4 +1,4 @@
-"""The worker's life: whatever it does, the trial gets a typed end and the next one a working process."""
+"""The worker's life: whatever it does, the trial gets a typed end and the next one a process."""
 
 from __future__ import annotations
 

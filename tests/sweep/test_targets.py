@@ -46,6 +46,7 @@ def test_a_bigger_card_stands_in_under_the_targets_budget() -> None:
 def test_a_configuration_must_be_valid_on_the_target_and_on_its_host() -> None:
     resolved = resolve_target(a_space(gpu="t4"), a_card("h200"))
     assert resolved.compute_capability == find_gpu("t4").compute_capability
+    assert resolved.host_capability == find_gpu("h200").compute_capability
 
 
 def test_a_card_that_the_catalogue_does_not_have_is_its_own_target() -> None:

@@ -19,6 +19,11 @@ Event = tuple[int, bool]
 """A storage's number, and whether it was born (or died)."""
 
 
+_READ = torch.ops.aten._local_scalar_dense.default
+_TRUTHS = {torch.ops.aten.all: True, torch.ops.aten.any: False}
+"""What model code finds when it asks a mask of a full batch: all of it counts, and nothing in it is odd."""
+
+
 class Ledger(TorchDispatchMode):
     """Counts storages while it is entered.
 
@@ -38,6 +43,7 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, int] = {storage._cdata: -1 for storage in self._ignored}
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._next_mark: str | None = None
+        self._truths: dict[int, bool] = {}
 
     def mark(self, name: str) -> None:
         """Set a boundary: what happens from here on belongs to ``name``."""
@@ -69,10 +75,14 @@ class Ledger(TorchDispatchMode):
         if self._next_mark is not None:
             self.mark(self._next_mark)
             self._next_mark = None
+        if func is _READ and args[0].untyped_storage()._cdata in self._truths:
+            return self._truths[args[0].untyped_storage()._cdata]
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, torch.Tensor):
                 self._note(value)
+        if func.overloadpacket in _TRUTHS:
+            self._truths[result.untyped_storage()._cdata] = _TRUTHS[func.overloadpacket]
         return result
 
     def _note(self, tensor: torch.Tensor) -> None:

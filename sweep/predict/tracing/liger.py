@@ -126,19 +126,20 @@ def _rotate(q: Any, k: Any, cos: Any, sin: Any, *_: Any, **__: Any) -> Any:
 
 
 @contextlib.contextmanager
-def patched(model: Any, kernels: str, *, chunk_tokens: int) -> Iterator[None]:
-    """Put the stand-ins where Liger puts its kernels: the loss for ``fused-loss``, all of them for ``liger``.
+def patched(model: Any, *, loss: bool, layers: bool, chunk_tokens: int) -> Iterator[None]:
+    """Put the stand-ins where Liger puts its kernels.
 
     Args:
         model: a causal language model; it stays patched.
-        kernels: ``hf`` patches nothing.
+        loss: whether to fuse the head with the loss.
+        layers: whether to replace norms, feed-forward blocks and rotary embeddings.
         chunk_tokens: what stands for the rows of a chunk of the loss.
     """
     module = sys.modules[type(model).__module__]
     original = dict(vars(module))
-    if kernels != "hf":
+    if loss:
         _patch_loss(model, chunk_tokens)
-    if kernels == "liger":
+    if layers:
         _patch_layers(model)
         if hasattr(module, "apply_rotary_pos_emb"):
             vars(module)["apply_rotary_pos_emb"] = _rotate

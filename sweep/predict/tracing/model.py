@@ -7,7 +7,6 @@ Knows nothing of tracing.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from transformers import AutoConfig, PreTrainedModel
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
-from sweep.predict.tracing.fourbit import Linear4bit
 from sweep.training.adapters import target_modules
 from sweep.training.model import BaseKey, decoder_layers, skeleton
 
@@ -140,26 +138,3 @@ def attach(base: PreTrainedModel, config: TrialConfig, *, rank: int) -> Traceabl
     with torch.device("meta"):
         model = get_peft_model(base, lora)
     return Traceable(base=base, model=model.train(), layers=layers)
-
-
-def weight_blocks(base: PreTrainedModel, positions: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return (bytes, count) of the tensors of the whole frozen model, repeated layers counted."""
-    repeats = Counter(positions)
-    layers = decoder_layers(base)
-    times = {id(m): repeats[i] for i, layer in enumerate(layers) for m in layer.modules()}
-    blocks: Counter[int] = Counter()
-    seen: set[int] = set()
-    for module in base.modules():
-        for size in _own_tensor_bytes(module, seen):
-            blocks[size] += times.get(id(module), 1)
-    return sorted(blocks.items())
-
-
-def _own_tensor_bytes(module: torch.nn.Module, seen: set[int]) -> Iterator[int]:
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            yield storage.nbytes()
-    if isinstance(module, Linear4bit):
-        yield from module.constant_bytes()

@@ -6,16 +6,17 @@ Knows nothing of processes or files.
 from __future__ import annotations
 
 import traceback
-from collections import Counter
 from typing import Any
 
 import torch
-from transformers import masking_utils
+from transformers import PreTrainedModel
 
+from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
 from sweep.predict.profiles import Structure, Untraceable
 from sweep.predict.tracing import liger
+from sweep.predict.tracing.building import built
 from sweep.predict.tracing.ledger import Ledger
 from sweep.predict.tracing.model import (
     Excerpt,
@@ -23,17 +24,14 @@ from sweep.predict.tracing.model import (
     attach,
     build_base,
     excerpt,
-    weight_blocks,
 )
 from sweep.predict.tracing.segments import segments
 from sweep.predict.tracing.symbols import Symbols
+from sweep.predict.tracing.tapes import tapes
 from sweep.predict.tracing.walk import walk
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 _SHAPE_FAULTS = ("shape", "size of tensor", "invalid for input", "must match", "split")
-
-# Looks for packed sequences among the positions' values, and finds none in a plain batch.
-masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
@@ -48,19 +46,25 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         symbols = _symbols(part, structure)
         config = structure.to_config()
         base = build_base(config, part.spec)
-        weights = weight_blocks(base, part.positions)
+        on_card = built(base, config, part.positions)
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"its config cannot be built: {_line(error)}") from error
-    with liger.patched(base, structure.kernels, chunk_tokens=symbols.c):
-        target = attach(base, config, rank=symbols.r)
+        raise InputError(f"it cannot be built: {_line(error)}") from error
+    fuses_loss = structure.kernels != "hf"
+    # The compiler recomputes what is elementwise, as Liger's kernels do: near enough to call it uncertain.
+    fuses_layers = structure.kernels == "liger" or structure.is_compiled
+    with liger.patched(base, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
+        target = _attach(base, config, symbols)
         ledger = _walk(target, symbols, structure)
+    sizes, tape_of = tapes(ledger, symbols)
+    accounts = segments(ledger, symbols, gradients=_gradients(target, ledger))
     return {
         "positions": part.positions,
-        "weights": weights,
-        "adapters": _adapters(target, part, symbols),
-        "segments": segments(ledger, symbols, gradients=_gradients(target, ledger)),
+        "base": on_card,
+        "adapters": _adapters(target, symbols),
+        "segments": {name: {**accounts[name], "tape": tape} for name, tape in tape_of.items()},
+        "sizes": sizes,
         "window": part.window,
     }
 
@@ -72,6 +76,15 @@ def _symbols(part: Excerpt, structure: Structure) -> Symbols:
         longest=min((limit for limit in limits if limit), default=None),
         longer_than=part.window if structure.is_long and part.window else 0,
     )
+
+
+def _attach(base: PreTrainedModel, config: TrialConfig, symbols: Symbols) -> Traceable:
+    try:
+        return attach(base, config, rank=symbols.r)
+    except InputError:
+        raise
+    except Exception as error:
+        raise Untraceable(f"adapters cannot be attached: {_line(error)}") from error
 
 
 def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Ledger:
@@ -105,14 +118,12 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
-def _adapters(target: Traceable, part: Excerpt, symbols: Symbols) -> list[tuple[int, int]]:
-    repeats = Counter(part.positions)
-    elements: Counter[int] = Counter()
-    for index, layer in enumerate(target.layers):
-        for parameter in layer.parameters():
-            if parameter.requires_grad:
-                elements[parameter.numel() // symbols.r] += repeats[index]
-    return sorted(elements.items())
+def _adapters(target: Traceable, symbols: Symbols) -> list[list[int]]:
+    """Return the elements for each unit of rank of every trained tensor, by layer, in the order they are attached."""
+    return [
+        [p.numel() // symbols.r for p in layer.parameters() if p.requires_grad]
+        for layer in target.layers
+    ]
 
 
 def _gradients(target: Traceable, ledger: Ledger) -> frozenset[int]:

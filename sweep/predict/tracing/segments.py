@@ -48,9 +48,13 @@ def _purpose(birth: str) -> str:
 
 
 def _repeated(purpose: str, birth: str, name: str) -> str:
-    """Return the account's key for a death in segment ``name`` of what was born in segment ``birth``."""
-    kind, _, layer = birth.partition(" ")
-    return f"{purpose} {layer}" if name in _ONCE and kind not in _ONCE else purpose
+    """Return the account's key for a death in segment ``name`` of what was born in segment ``birth``.
+
+    What the embedding leaves is let go by the first layer, recomputed or not, so it counts as that layer's.
+    """
+    if name not in _ONCE or birth in _LOSS or birth == name:
+        return purpose
+    return f"{purpose} {birth.partition(' ')[2] or 0}"
 
 
 def _segment(entries: list[tuple[str, Polynomial, bool]]) -> dict[str, Any]:

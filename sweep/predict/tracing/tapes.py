@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Any
 
 from sweep.predict.polynomials import Polynomial
-from sweep.predict.reserved import BIRTH, DEATH, LEAVE, TAKE, TAKE_ALL, Entry
+from sweep.predict.profiles import BIRTH, DEATH, LEAVE, TAKE, TAKE_ALL, Entry
 from sweep.predict.tracing.ledger import Ledger
 from sweep.predict.tracing.symbols import Symbols
 

@@ -1,0 +1,80 @@
+"""Owns the formats of an export by name, and writing one to a file. The way into this package."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, shown
+from storage.definition import StudySnapshot
+from sweep.export.axolotl import axolotl
+from sweep.export.llama_factory import llama_factory
+from sweep.export.recipe import Recipe, recipe_of
+from sweep.export.script import script
+from sweep.export.trl import trl
+
+
+def _document(recipe: Recipe) -> str:
+    values = {
+        "study": recipe.study,
+        "number": recipe.number,
+        "model": {"name": recipe.model.name, "weights": recipe.weights},
+        "gpu": {
+            "name": recipe.target.gpu,
+            "budget_bytes": recipe.target.budget_bytes,
+            "emulated_on": recipe.target.emulated_on,
+        },
+        "config": recipe.config.model_dump(mode="json"),
+        "measurement": recipe.measurement.model_dump(mode="json"),
+        "versions": recipe.environment.get("versions"),
+    }
+    return json.dumps(values, indent=2) + "\n"
+
+
+_FORMATS: dict[str, Callable[[Recipe], str]] = {
+    "script": script,
+    "json": _document,
+    "axolotl": axolotl,
+    "llama-factory": llama_factory,
+    "trl": trl,
+}
+
+
+def format_names() -> tuple[str, ...]:
+    """Return the names of all formats, the one that expresses everything first."""
+    return tuple(_FORMATS)
+
+
+def export(snapshot: StudySnapshot, *, format: str) -> str:
+    """Return the winner of a study as a recipe, the text of one file.
+
+    Args:
+        snapshot: the study.
+        format: one of `format_names`.
+
+    Raises:
+        InputError: no such format, or nothing that was tried fits.
+    """
+    if format not in _FORMATS:
+        raise InputError(f"unknown format {shown(format)}{did_you_mean(format, _FORMATS)}")
+    return _FORMATS[format](recipe_of(snapshot))
+
+
+def save(text: str, path: Path) -> None:
+    """Write an export to ``path``, whole or not at all; missing directories are made.
+
+    Raises:
+        EnvironmentFault: it cannot be written there; what was there before is untouched.
+    """
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error

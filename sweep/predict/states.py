@@ -1,0 +1,27 @@
+"""Owns what an optimizer keeps on the card for a trained tensor. Knows nothing of models."""
+
+from __future__ import annotations
+
+from search_spaces.config import OptimizerName
+
+FP32_BYTES = 4
+
+_MIN_8BIT_ELEMENTS = 4096
+"""bitsandbytes keeps the states of smaller tensors in fp32."""
+_MIN_PAGED_ELEMENTS = 100_000
+"""bitsandbytes keeps the states of smaller tensors on the card; others are managed memory, which no counter sees."""
+_BLOCK_ELEMENTS = 256
+"""Elements that share a scale."""
+
+
+def state_bytes(optimizer: OptimizerName, elements: int) -> tuple[int, ...]:
+    """Return the bytes of each tensor that the optimizer keeps on the card for a trained one of so many elements."""
+    if optimizer == "adamw_torch_fused":
+        # The step count is on the card too.
+        return (FP32_BYTES, elements * FP32_BYTES, elements * FP32_BYTES)
+    if elements < _MIN_8BIT_ELEMENTS:
+        return (elements * FP32_BYTES,) * 2
+    scales = -(-elements // _BLOCK_ELEMENTS) * FP32_BYTES
+    if optimizer == "paged_adamw_8bit" and elements >= _MIN_PAGED_ELEMENTS:
+        return (scales, scales)
+    return (elements, elements, scales, scales)

@@ -1,0 +1,65 @@
+"""Studies with a winner to export."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from search_spaces.models import ModelSpec
+from search_spaces.space import SearchSpace
+from storage.definition import StudyDefinition, StudySnapshot, Target
+from storage.records import Measured, Measurement, TrialRecord
+
+MODEL = ModelSpec(
+    name="mistral-7b-v0.3",
+    source="shipped",
+    config={"model_type": "mistral", "num_hidden_layers": 32},
+)
+SPACE = {"name": "small", "dimensions": {"micro_batch_size": {"choices": [1, 2, 4]}}}
+HOSTILE = "x'''\"\"\"\\\n__import__('os').abort()\r# {{ 7*7 }} {% raw %}\u2028: - &a !!python\udcff"
+
+
+def a_measurement(**changes: Any) -> Measurement:
+    values: dict[str, Any] = {
+        "tokens_per_second": 16_800.0,
+        "samples_per_second": 32.8,
+        "step_seconds": 0.305,
+        "step_seconds_ci95": (0.304, 0.306),
+        "steps_measured": 12,
+        "steps_warmup": 3,
+        "peak_allocated_bytes": 20 * GIB,
+        "peak_reserved_bytes": 21 * GIB,
+        "trainable_parameters": 13_631_488,
+        "final_loss": 10.4,
+        "setup_seconds": 0.8,
+        "measured_seconds": 3.6,
+        "flags": ("emulated",),
+    }
+    return Measurement.model_validate(values | changes)
+
+
+def a_study(
+    config: TrialConfig | None = None,
+    *,
+    measurement: Measurement | None = None,
+    name: str = "a10-mistral",
+    model: ModelSpec = MODEL,
+    emulated_on: str | None = "NVIDIA H200",
+) -> StudySnapshot:
+    """Return a study of one trial, which fits."""
+    outcome = Measured(measurement=measurement or a_measurement())
+    definition = StudyDefinition(
+        space=SearchSpace.model_validate(SPACE),
+        model=model.to_json(),
+        model_fingerprint="f00d",
+        target=Target(
+            gpu="a10", device="cuda", budget_bytes=int(21.5 * GIB), emulated_on=emulated_on
+        ),
+    )
+    return StudySnapshot(
+        name=name,
+        definition=definition,
+        environment={"gpu": "NVIDIA A10", "versions": {"torch": "2.13.0", "triton": None}},
+        records=(TrialRecord(number=17, config=config or TrialConfig(), outcome=outcome),),
+    )

@@ -1,0 +1,357 @@
+"""A study's winner in the words of a script and of three trainers: nothing lost, nothing broken."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from search_spaces.config import CONFIG_KEYS, TrialConfig
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.models import ModelSpec
+from sweep.export.formats import export, format_names, save
+from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study
+
+TRAINERS = ("axolotl", "llama-factory", "trl")
+BASE = TrialConfig(upcast_fp32=False, checkpoint_fraction=0.0)
+OTHER: dict[str, Any] = {
+    "lora_rank": 64,
+    "lora_alpha": 24.5,
+    "lora_dropout": 0.05,
+    "target_modules": "all-linear",
+    "micro_batch_size": 10,
+    "seq_len": 2048,
+    "effective_batch_size": 16,
+    "compute_dtype": "fp16",
+    "quantization": "fp4",
+    "double_quant": False,
+    "checkpoint_fraction": 0.3,
+    "upcast_fp32": True,
+    "kernels": "fused-loss",
+    "attention": "flash_attention_2",
+    "optimizer": "paged_adamw_8bit",
+    "compile": True,
+}
+CONFIGS = [
+    TrialConfig(),
+    *(BASE.model_copy(update={key: value}) for key, value in OTHER.items()),
+    TrialConfig(quantization="none", kernels="liger", compute_dtype="fp32", attention="eager"),
+]
+
+
+def read(text: str, *, format: str) -> dict[str, Any]:
+    """Return what a file says, by the names it says it with."""
+    if format == "json":
+        return dict(json.loads(text))
+    if format != "script":
+        return dict(yaml.safe_load(text))
+    return {
+        statement.targets[0].id: ast.literal_eval(statement.value)
+        for statement in ast.parse(text).body
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.targets[0], ast.Name)
+        and statement.targets[0].id != "COMPUTE_DTYPE"
+    }
+
+
+def said(text: str) -> str:
+    """Return the comment that a file opens with, as one line."""
+    lines = text.splitlines()
+    return " ".join(line.lstrip("#! ") for line in lines if line.startswith("#"))
+
+
+@pytest.mark.parametrize("format", format_names())
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config.changes_from(BASE)))
+def test_every_configuration_makes_a_file_that_parses(config: TrialConfig, format: str) -> None:
+    assert read(export(a_study(config), format=format), format=format)
+
+
+@pytest.mark.parametrize("format", format_names())
+@pytest.mark.parametrize("key", CONFIG_KEYS)
+def test_no_knob_is_silently_dropped(key: str, format: str) -> None:
+    changed = BASE.model_copy(update={key: OTHER[key]})
+    assert export(a_study(changed), format=format) != export(a_study(BASE), format=format)
+
+
+@pytest.mark.parametrize(
+    ("format", "expected"),
+    [
+        (
+            "axolotl",
+            {
+                "adapter": "qlora",
+                "load_in_4bit": True,
+                "bnb_config_kwargs": {
+                    "bnb_4bit_quant_type": "fp4",
+                    "bnb_4bit_use_double_quant": False,
+                },
+                "lora_r": 64,
+                "lora_alpha": 128,
+                "lora_dropout": 0.05,
+                "lora_target_modules": ["q_proj", "v_proj"],
+                "sequence_len": 2048,
+                "micro_batch_size": 2,
+                "gradient_accumulation_steps": 8,
+                "bf16": False,
+                "fp16": True,
+                "attn_implementation": "flash_attention_2",
+                "sample_packing": True,
+                "gradient_checkpointing": True,
+                "optimizer": "paged_adamw_8bit",
+                "liger_fused_linear_cross_entropy": True,
+                "liger_rms_norm": True,
+            },
+        ),
+        (
+            "llama-factory",
+            {
+                "quantization_bit": 4,
+                "quantization_type": "fp4",
+                "double_quantization": False,
+                "lora_rank": 64,
+                "lora_alpha": 128,
+                "lora_dropout": 0.05,
+                "lora_target": "q_proj,v_proj",
+                "cutoff_len": 2048,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 8,
+                "bf16": False,
+                "fp16": True,
+                "flash_attn": "fa2",
+                "disable_gradient_checkpointing": False,
+                "optim": "paged_adamw_8bit",
+                "enable_liger_kernel": True,
+                "upcast_layernorm": False,
+            },
+        ),
+        (
+            "trl",
+            {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "fp4",
+                "use_bnb_nested_quant": False,
+                "dtype": "float16",
+                "lora_r": 64,
+                "lora_alpha": 128,
+                "lora_dropout": 0.05,
+                "lora_target_modules": ["q_proj", "v_proj"],
+                "max_length": 2048,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 8,
+                "bf16": False,
+                "fp16": True,
+                "attn_implementation": "flash_attention_2",
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": False},
+                "optim": "paged_adamw_8bit",
+                "use_liger_kernel": True,
+            },
+        ),
+        (
+            "script",
+            {
+                "LORA_RANK": 64,
+                "LORA_ALPHA": 128,
+                "LORA_DROPOUT": 0.05,
+                "TARGET_MODULES": ["q_proj", "v_proj"],
+                "MICRO_BATCH_SIZE": 2,
+                "ACCUMULATION_STEPS": 8,
+                "SEQ_LEN": 2048,
+                "CHECKPOINT_FRACTION": 1.0,
+                "MEASURED_TRAINABLE_PARAMETERS": 13_631_488,
+                "MEASURED_TOKENS_PER_SECOND": 16_800.0,
+            },
+        ),
+    ],
+)
+def test_what_a_format_can_express_is_what_was_measured(
+    format: str, expected: dict[str, Any]
+) -> None:
+    config = TrialConfig(
+        lora_rank=64,
+        lora_dropout=0.05,
+        target_modules="qv",
+        micro_batch_size=2,
+        effective_batch_size=16,
+        seq_len=2048,
+        compute_dtype="fp16",
+        quantization="fp4",
+        double_quant=False,
+        upcast_fp32=False,
+        kernels="liger",
+        attention="flash_attention_2",
+        optimizer="paged_adamw_8bit",
+    )
+    values = read(export(a_study(config), format=format), format=format)
+    assert {key: values[key] for key in expected} == expected
+
+
+def test_the_document_holds_the_configuration_and_the_measurement_whole() -> None:
+    config = TrialConfig(lora_rank=64, target_modules=("q_proj", "up_proj"))
+    document = json.loads(export(a_study(config), format="json"))
+    assert TrialConfig.model_validate(document["config"]) == config
+    assert type(a_measurement()).model_validate(document["measurement"]) == a_measurement()
+    assert document["gpu"]["emulated_on"] == "NVIDIA H200"
+
+
+@pytest.mark.parametrize("format", ["script", *TRAINERS])
+@pytest.mark.parametrize(
+    ("emulated_on", "device"),
+    [
+        ("NVIDIA H200", "Measured on NVIDIA H200 with its memory capped to the budget of a10"),
+        (None, "Measured on NVIDIA A10."),
+    ],
+)
+def test_the_header_says_what_was_measured_and_on_what(
+    format: str, emulated_on: str | None, device: str
+) -> None:
+    header = said(export(a_study(emulated_on=emulated_on), format=format))
+    for fact in ("16,800 tokens/s", "20.00 GiB", "13,631,488", "trial 17", "torch 2.13.0", device):
+        assert fact in header
+
+
+@pytest.mark.parametrize(
+    ("format", "change", "named"),
+    [
+        ("axolotl", {"upcast_fp32": True}, "upcast_fp32"),
+        ("axolotl", {"checkpoint_fraction": 0.5}, "checkpoint_fraction 0.5"),
+        ("axolotl", {"compile": True}, "it may not fit"),
+        ("axolotl", {"lora_alpha": 24.5}, "lora_alpha 24.5"),
+        ("axolotl", {"attention": "sdpa"}, "does not pack"),
+        ("llama-factory", {"upcast_fp32": True}, "upcast_fp32"),
+        ("llama-factory", {"kernels": "fused-loss"}, "kernels fused-loss"),
+        ("llama-factory", {"compute_dtype": "fp32"}, "compute_dtype fp32"),
+        ("llama-factory", {"checkpoint_fraction": 0.5}, "checkpoint_fraction 0.5"),
+        ("llama-factory", {"compile": True}, "it may not fit"),
+        ("trl", {"upcast_fp32": True}, "upcast_fp32"),
+        ("trl", {"quantization": "nf4"}, "keeps them in bf16"),
+        ("trl", {"checkpoint_fraction": 0.3}, "checkpoint_fraction 0.3"),
+        ("trl", {"compile": True}, "it may not fit"),
+    ],
+)
+def test_what_a_trainer_cannot_express_is_named(
+    format: str, change: dict[str, Any], named: str
+) -> None:
+    assert named in said(export(a_study(BASE.model_copy(update=change)), format=format))
+
+
+def test_a_trainer_that_has_every_knob_is_said_to_have_it() -> None:
+    assert "nothing known" in said(export(a_study(BASE), format="llama-factory"))
+
+
+@pytest.mark.parametrize(
+    ("fraction", "every"), [(1.0, None), (0.5, 2), (0.25, 4), (1 / 32, 32), (0.3, None)]
+)
+def test_trl_recomputes_the_measured_layers_where_they_are_every_nth(
+    fraction: float, every: int | None
+) -> None:
+    config = BASE.model_copy(update={"checkpoint_fraction": fraction})
+    values = read(export(a_study(config), format="trl"), format="trl")
+    assert values["gradient_checkpointing"] is True
+    assert values["gradient_checkpointing_kwargs"].get("every_n_layers") == every
+
+
+@pytest.mark.parametrize(
+    ("format", "key", "value"),
+    [
+        ("axolotl", "gradient_checkpointing", False),
+        ("llama-factory", "disable_gradient_checkpointing", True),
+        ("trl", "gradient_checkpointing", False),
+    ],
+)
+def test_a_share_too_small_for_one_layer_recomputes_none(
+    format: str, key: str, value: bool
+) -> None:
+    config = BASE.model_copy(update={"checkpoint_fraction": 0.01})
+    assert read(export(a_study(config), format=format), format=format)[key] is value
+
+
+@pytest.mark.parametrize(
+    ("format", "key", "every"),
+    [
+        ("axolotl", "lora_target_linear", True),
+        ("llama-factory", "lora_target", "all"),
+        ("trl", "lora_target_modules", ["all-linear"]),
+        ("script", "TARGET_MODULES", "all-linear"),
+    ],
+)
+def test_all_linear_layers_have_a_name_in_every_format(format: str, key: str, every: Any) -> None:
+    config = TrialConfig(target_modules="all-linear")
+    assert read(export(a_study(config), format=format), format=format)[key] == every
+
+
+@pytest.mark.parametrize("format", format_names())
+def test_names_that_try_to_break_out_stay_data(format: str) -> None:
+    model = dataclasses.replace(MODEL, name=HOSTILE, source="directory", path=Path(HOSTILE))
+    config = TrialConfig(target_modules=(HOSTILE, "q_proj"))
+    study = a_study(
+        config,
+        measurement=a_measurement(flags=(HOSTILE,)),
+        name=HOSTILE,
+        model=model,
+        emulated_on=HOSTILE,
+    )
+    text = export(study, format=format)
+    text.encode("utf-8")
+    values = read(text, format=format)
+    modules = {
+        "script": lambda: values["TARGET_MODULES"],
+        "json": lambda: values["config"]["target_modules"],
+        "axolotl": lambda: values["lora_target_modules"],
+        "llama-factory": lambda: [values["lora_target"].removeprefix("q_proj,"), "q_proj"],
+        "trl": lambda: values["lora_target_modules"],
+    }[format]()
+    assert set(modules) == {HOSTILE, "q_proj"}
+    if format == "script":
+        nodes = list(ast.walk(ast.parse(text)))
+        assert HOSTILE in [node.value for node in nodes if isinstance(node, ast.Constant)]
+        assert "__import__" not in [node.id for node in nodes if isinstance(node, ast.Name)]
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"),
+    [
+        (MODEL, "path/or/hub-id/of/mistral-7b-v0.3"),
+        (ModelSpec("org/model", "hub", MODEL.config, Path("/cache/x")), "org/model"),
+        (ModelSpec("mine", "directory", MODEL.config, Path("/data/mine")), "/data/mine"),
+    ],
+)
+def test_a_file_names_the_weights_as_far_as_they_are_known(model: ModelSpec, weights: str) -> None:
+    for format, key in (("axolotl", "base_model"), ("trl", "model_name_or_path")):
+        assert read(export(a_study(model=model), format=format), format=format)[key] == weights
+
+
+@pytest.mark.parametrize("format", format_names())
+def test_a_study_where_nothing_fits_has_nothing_to_export(format: str) -> None:
+    study = dataclasses.replace(a_study(), records=())
+    with pytest.raises(InputError, match="has nothing to export: no trial") as caught:
+        export(study, format=format)
+    assert caught.value.exit_code == 2
+
+
+def test_an_unknown_format_names_the_nearest_one() -> None:
+    with pytest.raises(InputError, match="unknown format 'axolot'; did you mean 'axolotl'"):
+        export(a_study(), format="axolot")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "train.py"
+    save("first\n", path)
+    save("second\n", path)
+    assert path.read_text() == "second\n"
+    assert [entry.name for entry in path.parent.iterdir()] == ["train.py"]
+
+
+def test_a_place_that_cannot_be_written_says_so_and_keeps_what_was_there(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "kept").write_text("kept")
+    with pytest.raises(EnvironmentFault, match="cannot write"):
+        save("text", taken)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
+    assert (taken / "kept").read_text() == "kept"
