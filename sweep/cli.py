@@ -13,13 +13,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from search_spaces.errors import EnvironmentFault, InputError, SweepError
 from sweep.console import ReaderGoneError, note
 from sweep.places import crash_log_directory
+from sweep.plan_options import with_config_options
 
 app = typer.Typer(
     name="sweep",
@@ -73,6 +74,59 @@ def run(
         "sampler": sampler,
     }
     return commands.run(space, overrides=overrides, study=study, storage=storage, as_json=as_json)
+
+
+@app.command()
+@with_config_options
+def plan(
+    space: Annotated[
+        str | None, typer.Argument(metavar="SPACE", help="A preset, a YAML file or a card.")
+    ] = None,
+    gpu: Annotated[
+        list[str] | None, typer.Option(help="Card; name several to compare them.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Shipped architecture, directory or hub id.")
+    ] = None,
+    from_file: Annotated[
+        str | None, typer.Option(help="Configurations, one JSON object a line; - is stdin.")
+    ] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="Your prices; runs/prices.yaml where that is there.")
+    ] = None,
+    study: Annotated[str | None, typer.Option(help="Calibrate by this study's trials.")] = None,
+    storage: StorageOption = None,
+    steps: Annotated[int | None, typer.Option(help="Cost of so many steps; 1000.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Cost of so many samples.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Cost of so many tokens.")] = None,
+    dataset_samples: Annotated[int | None, typer.Option(help="Samples of an epoch.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Epochs of that dataset; 1.")] = None,
+    as_json: JsonOption = False,
+    *,
+    configuration: dict[str, Any],
+) -> int:
+    """Predict what fits, how fast and at what cost; needs no GPU.
+
+    With an option of a configuration, that one is asked about: what is not typed is the standard
+    recipe's.
+    """
+    from sweep import plan_command
+    from sweep.planning.cost import AskedWork
+
+    return plan_command.plan(
+        plan_command.PlanRequest(
+            space=space,
+            gpus=tuple(gpu or ()),
+            model=model,
+            configuration=configuration,
+            from_file=from_file,
+            work=AskedWork(steps, samples, tokens, dataset_samples, epochs),
+            prices=prices,
+            study=study,
+            storage=storage,
+            as_json=as_json,
+        )
+    )
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from reports import units
@@ -22,7 +23,9 @@ _HEADER = ("offer", "per hour", "1,000 steps", "1 M tokens", "sample", "in all",
 
 def usd(amount: float) -> str:
     """Return dollars: ``$1.10``, and with three digits where they are few: ``$0.000114``."""
-    return f"${amount:,.2f}" if amount >= 1 else f"${amount:.3g}"
+    if amount >= 1 or amount <= 0:
+        return f"${amount:,.2f}"
+    return f"${amount:.{2 - math.floor(math.log10(amount))}f}"
 
 
 def bill_lines(bills: Sequence[Bill]) -> Iterator[str]:
@@ -34,9 +37,17 @@ def bill_lines(bills: Sequence[Bill]) -> Iterator[str]:
         if item.seconds > 0:
             yield f"  {_item(item)}"
     if cheapest.usd_per_epoch is not None:
-        yield f"an epoch of {cheapest.workload.dataset_samples:,} samples: " + usd(
-            cheapest.usd_per_epoch
-        )
+        size = cheapest.workload.dataset_samples
+        yield f"an epoch of {size:,} samples: {usd(cheapest.usd_per_epoch)}"
+
+
+def work_words(bill: Bill) -> str:
+    """Return an amount of work: ``1,000 steps (8,000 samples, 4.1 M tokens)``."""
+    work = bill.workload
+    return (
+        f"{units.plural(work.steps, 'step')} ({units.plural(work.samples, 'sample')}, "
+        f"{work.tokens / 1e6:,.1f} M tokens)"
+    )
 
 
 def _item(item: BillItem) -> str:
@@ -68,6 +79,8 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
     yield f"soonest: {soonest.offer.label}, {soonest.wall_hours:.2f} h, {usd(soonest.usd)}"
     for point in comparison.break_evens:
         yield _break_even(point)
+    if not comparison.break_evens:
+        yield "no break-even: the cheapest is that for any amount of work"
 
 
 def _break_even(point: BreakEven) -> str:

@@ -6,6 +6,7 @@ other asks anew. A cache that cannot be read or written costs time only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -99,4 +100,5 @@ def _write(path: Path, values: dict[str, Any]) -> None:
         partial.write_text(json.dumps(values), encoding="utf-8")
         partial.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()

@@ -15,9 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
-from rich.padding import Padding
-from rich.text import Text
+from rich.console import Console
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import InputError, did_you_mean
@@ -30,10 +28,9 @@ from search_spaces.space import SearchSpace
 from sweep.cards import Card, read_card
 from sweep.console import say
 from sweep.places import cache_directory, default_storage, runs_directory
-from sweep.plan_bills import comparison_lines
 from sweep.plan_cache import kept_survey
 from sweep.plan_file import read_configurations
-from sweep.plan_view import configurations_view, plan_view, rendered
+from sweep.plan_view import configurations_view, plan_view, plans_view, rendered
 from sweep.planning.cost import AskedWork, bills
 from sweep.planning.documents import card_document, comparison_document, forecast_document
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
@@ -147,7 +144,11 @@ def _settle(
 ) -> Question:
     _check(request)
     space, named = _space(request.space)
-    gpus = tuple(dict.fromkeys(map(find_gpu, request.gpus))) or _gpus_of(space, named, card)
+    if named is not None and request.gpus:
+        raise InputError(f"'{request.space}' is a card and --gpu names another: use --gpu alone")
+    inner = named.name if named is not None else "auto" if space is None else space.gpu
+    found = [_gpu(name, card) for name in request.gpus or (inner,)]
+    gpus = tuple({gpu.name: gpu for gpu in found}.values())
     if request.from_file is not None and len(gpus) > 1:
         raise InputError(f"--from-file answers for one card, got {len(gpus)}: name one --gpu")
     model = load_model_spec(request.model or (space.model if space else DEFAULT_MODEL))
@@ -187,29 +188,25 @@ def _space(name: str | None) -> tuple[SearchSpace | None, GpuSpec | None]:
         ) from None
 
 
-def _gpus_of(
-    space: SearchSpace | None, named: GpuSpec | None, card: Callable[[], Card | None]
-) -> tuple[GpuSpec, ...]:
-    """Return the card of the space, the one named in its place, or the one in this machine."""
-    if named is not None:
-        return (named,)
-    if space is not None and space.gpu == "cpu":
+def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
+    """Return the card of that name; ``auto`` is the one in this machine."""
+    if name == "cpu":
         raise InputError(
-            f"space '{space.name}' is for the CPU, and a plan is for a card: name one with --gpu, "
-            f"or measure with `sweep run {space.name}`"
+            "gpu is cpu, and what is predicted is a card's memory and speed: name a card with "
+            "--gpu, or measure with `sweep run`"
         )
-    if space is not None and space.gpu != "auto":
-        return (find_gpu(space.gpu),)
+    if name != "auto":
+        return find_gpu(name)
     here = card()
     if here is None:
         raise InputError("no GPU is named and none is here: name one with --gpu (`sweep gpus`)")
-    found = match_product(here.product)
-    if found is None:
+    spec = match_product(here.product)
+    if spec is None:
         raise InputError(
-            f"the catalogue does not have the {here.product} that is here: name one with --gpu "
+            f"the catalogue does not have the {here.product} that is here: name a card with --gpu "
             "(`sweep gpus`)"
         )
-    return (found,)
+    return spec
 
 
 def _own_prices() -> Path | None:
@@ -256,12 +253,7 @@ def _cards(question: Question) -> tuple[str, bool]:
     else:
         comparison = compare_cards(plans, work=question.request.work, offers=question.offers)
         document = comparison_document(plans, comparison)
-        lines = ["nothing to compare"] if comparison is None else comparison_lines(comparison)
-        view = Group(
-            *(Padding(plan_view(one), (0, 0, 1, 0)) for one in plans),
-            Text("The same work on each", style="bold"),
-            Padding(Group(*map(Text, lines)), (0, 0, 0, 2)),
-        )
+        view = plans_view(plans, comparison)
     return (_json(document) if question.request.as_json else _text(view)), fits
 
 

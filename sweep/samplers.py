@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import optuna
@@ -27,12 +27,8 @@ Refusal = Callable[[TrialConfig], bool]
 Expectation = Callable[[TrialConfig], float | None]
 """What a configuration promises, more being better; None where that is not known."""
 
-CHOICES = 8
-"""Draws that a guided trial is chosen from.
-
-On a simulated card 40 trials of the a10 preset came within 2 % of the best configuration, rather
-than 6 %, even with predictions that were off by 30 %.
-"""
+BREADTH = 1024
+"""Combinations whose promise is compared for a guided trial."""
 LOOKAHEAD = 256
 """Random combinations that are looked at before a hopeless draw is let through."""
 STARTUP_TRIALS = 10
@@ -62,7 +58,7 @@ def make_sampler(
         refuses: what not to ask for as long as something else is left. The grid asks for
             everything.
         expects: expected speed, where speed is what the study is after. It guides ``tpe`` alone:
-            every other trial is the most promising of several draws, the rest are its own.
+            every other trial is the most promising of the space, the rest are its own.
 
     Raises:
         InputError: a grid over a continuous dimension, or over far too many combinations.
@@ -109,7 +105,7 @@ class WithoutRepeats(BaseSampler):
     combinations, an acceptable one that was not tried is taken. Failing that a hopeless one passes:
     it gets its verdict without the device, and the sampler learns from it.
 
-    With an expectation, every other trial is the most promising of `CHOICES` acceptable draws.
+    With an expectation, every other trial is the most promising one of a broad look at the space.
     """
 
     def __init__(
@@ -140,28 +136,38 @@ class WithoutRepeats(BaseSampler):
     ) -> Params:
         """Draw all parameters at once."""
         tried = tried_already(study, trial, encoding=self._encoding)
-        wanted = CHOICES if self._expects is not None and trial.number % 2 == 0 else 1
-        choices: list[tuple[TrialConfig, Params]] = []
+        if self._expects is not None and trial.number % 2 == 0:
+            promising = self._most_promising(self._expects, tried)
+            if promising is not None:
+                return {name: promising[name] for name in search_space}
         hopeless: Params | None = None
         candidate: Params = {}
         for candidate in self._candidates(study, trial, search_space):
             config = self._encoding.config(candidate)
             if identity(config) in tried:
                 continue
-            if self._refuses(config):
-                hopeless = hopeless or candidate
-                continue
-            tried.add(identity(config))
-            choices.append((config, candidate))
-            if len(choices) == wanted:
-                break
-        return self._most_promising(choices) or hopeless or candidate
+            if not self._refuses(config):
+                return candidate
+            hopeless = hopeless or candidate
+        return hopeless or candidate
 
-    def _most_promising(self, choices: Sequence[tuple[TrialConfig, Params]]) -> Params | None:
-        if not choices:
-            return None
-        expects = self._expects or (lambda _: None)
-        return max(choices, key=lambda choice: expects(choice[0]) or 0.0)[1]
+    def _most_promising(self, expects: Expectation, tried: Collection[str]) -> Params | None:
+        """Return the acceptable combination that promises most; None where none is found."""
+        ranked = sorted(
+            ((expects(config) or 0.0, index) for index, config in self._broad_look()), reverse=True
+        )
+        for _, index in ranked[:LOOKAHEAD]:
+            combination = self._encoding.combination(index)
+            config = self._encoding.config(combination)
+            if identity(config) not in tried and not self._refuses(config):
+                return combination
+        return None
+
+    def _broad_look(self) -> Iterator[tuple[int, TrialConfig]]:
+        size = self._encoding.size
+        if size is not None:
+            for index in self._random.sample(range(size), min(size, BREADTH)):
+                yield index, self._encoding.config(self._encoding.combination(index))
 
     def sample_independent(
         self,

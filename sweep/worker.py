@@ -152,7 +152,7 @@ class Worker:
                 device=self._device.torch_device,
                 seed=self._settings.seed,
             )
-        except Exception as error:  # noqa: BLE001 - sorted below; the rest is raised again
+        except Exception as error:
             detail = f"{type(error).__name__}: {error}"[:_DETAIL_LENGTH]
             if not self._device.ran_out(error):
                 if isinstance(error, OSError | ValueError | KeyError):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, shown
 from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
@@ -18,6 +18,8 @@ from sweep.predict.cost import Bill, Workload, bill
 
 STEPS = 1000
 """Optimizer steps where nothing else is asked."""
+AMOUNT_MAX = 1e15
+"""More steps, samples or tokens than this is a slip."""
 CHECKPOINT_BYTES = 2
 """Bytes of a parameter as models are published: bf16."""
 
@@ -27,7 +29,7 @@ class AskedWork:
     """How much training is asked about, in one of four ways; 1,000 steps where in none.
 
     Raises:
-        InputError: in more than one way, or epochs of no dataset.
+        InputError: in more than one way, an amount out of range, or epochs of no dataset.
     """
 
     steps: int | None = None
@@ -37,24 +39,26 @@ class AskedWork:
     epochs: float | None = None
 
     def __post_init__(self) -> None:
-        named = {
+        amounts = {
             "--steps": self.steps,
             "--samples": self.samples,
             "--tokens": self.tokens,
             "--dataset-samples": self.dataset_samples,
         }
-        given = [option for option, value in named.items() if value is not None]
+        for option, value in {**amounts, "--epochs": self.epochs}.items():
+            if value is not None and not 0 < value <= AMOUNT_MAX:
+                raise InputError(
+                    f"{option} must be greater than 0 and at most {AMOUNT_MAX:g}, "
+                    f"got {shown(value)}"
+                )
+        given = [option for option, value in amounts.items() if value is not None]
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} both say how much to train: keep one")
         if self.epochs is not None and self.dataset_samples is None:
             raise InputError("--epochs needs --dataset-samples: how many samples an epoch has")
 
     def workload(self, config: TrialConfig, *, model: ModelSpec) -> Workload:
-        """Return the work for ``config``: the fewest whole steps of its effective batch.
-
-        Raises:
-            InputError: an amount that is not positive.
-        """
+        """Return the work for ``config``: the fewest whole steps of its effective batch."""
         per_step, per_sample = config.samples_per_step, float(config.seq_len)
         download = float((parameters(model) or 0) * CHECKPOINT_BYTES)
         if self.samples is not None:
@@ -86,13 +90,9 @@ class AskedWork:
 def bills(
     forecast: Forecast, *, work: AskedWork, offers: Sequence[Offer], model: ModelSpec
 ) -> tuple[Bill, ...]:
-    """Return what the work costs under each offer, the cheapest first; none where speed is unknown.
-
-    Raises:
-        InputError: an amount of work that is not positive.
-    """
-    workload = work.workload(forecast.config, model=model)
+    """Return the work's bills, the cheapest first; none where the speed is unknown."""
     if forecast.step_seconds is None:
         return ()
+    workload = work.workload(forecast.config, model=model)
     every = (bill(workload, step_seconds=forecast.step_seconds, offer=offer) for offer in offers)
     return tuple(sorted(every, key=lambda one: one.usd))

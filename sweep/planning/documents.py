@@ -140,7 +140,7 @@ def _survey(survey: Survey) -> dict[str, Any]:
             }
             for (rank, targets, length), forecast in survey.fastest_by_class.items()
         ],
-        "trials": survey.space.trials,
+        "trials": survey.trials,
         "study_seconds": None if seconds is None else list(seconds),
     }
 

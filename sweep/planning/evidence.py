@@ -47,6 +47,8 @@ class Evidence:
 
     def fits(self, config: TrialConfig, *, budget_bytes: int) -> bool | None:
         """Return whether a trial settled that ``config`` fits; None where none did."""
+        if self.study is None:
+            return None
         known = canonical(config)
         if known in self.trials and self.budget_bytes <= budget_bytes:
             return True

@@ -49,7 +49,7 @@ class Forecast:
     fits: bool
     """The best guess, also where ``fit`` is uncertain."""
     speed: SpeedPrediction | None
-    """None where the architecture or the compute type has no prediction."""
+    """None where the architecture or the compute type has no prediction, or a rule forbids it."""
     trial: TrialRecord | None = None
     """The trial of a study that measured this configuration on this card."""
     notes: tuple[str, ...] = ()
@@ -149,7 +149,7 @@ class Forecaster:
         if broken is not None:
             return self._forbidden(config, broken)
         memory, fit = self.memory(config), self.fit(config)
-        speed, notes = self._speed(config)
+        speed, notes = self.speed(config)
         return Forecast(
             config=config,
             broken=None,
@@ -162,15 +162,15 @@ class Forecaster:
         )
 
     def _forbidden(self, config: TrialConfig, broken: Violation) -> Forecast:
-        """What a rule forbids does not fit; what can be said of its needs is said all the same."""
-        speed, _ = self._speed(config)
+        """What a rule forbids does not fit; where its memory can be predicted, that is said."""
         try:
             memory = self.memory(config)
         except InputError:
             memory = None
-        return Forecast(config, broken, memory, Fit.NO, False, speed, notes=(broken.reason,))
+        return Forecast(config, broken, memory, fit=Fit.NO, fits=False, speed=None)
 
-    def _speed(self, config: TrialConfig) -> tuple[SpeedPrediction | None, tuple[str, ...]]:
+    def speed(self, config: TrialConfig) -> tuple[SpeedPrediction | None, tuple[str, ...]]:
+        """Return the predicted speed, and why there is none."""
         try:
             prediction = predict_step(
                 config, model=self.model, gpu=self.gpu, calibration=self.evidence.calibration

@@ -60,7 +60,7 @@ def plan_space(
     """Return the plan of a space that was looked over: what it holds, its fastest configuration.
 
     Raises:
-        InputError: memory cannot be predicted, or an amount of work that is not positive.
+        InputError: memory cannot be predicted.
         EnvironmentFault: the tracing process does not answer.
     """
     space, best, table = found.space, found.recommended, None

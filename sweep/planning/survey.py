@@ -80,14 +80,18 @@ class Survey:
         """The fastest of all; the one with most tokens where no speed is known."""
         return max(self.fastest_by_class.values(), key=merit, default=None)
 
+    @property
+    def trials(self) -> int:
+        """Trials of a study: what the space asks for, or all that may fit where those are fewer."""
+        if self.is_sampled:
+            return self.space.trials
+        return min(self.space.trials, self.counts.fit + self.counts.uncertain)
+
     def study_seconds(self) -> tuple[float, float] | None:
         """Return how long a study of this space takes, at least and at most; None where unknown."""
-        space, step = self.space, self.mean_step_seconds
+        space, step, trials = self.space, self.mean_step_seconds, self.trials
         if step is None:
             return None
-        trials = space.trials
-        if not self.is_sampled:
-            trials = min(trials, self.counts.fit + self.counts.uncertain)
         budget = space.steps
         shortest = (budget.warmup_min + budget.measured_min) * step
         measured = max(budget.measured_min * step, budget.seconds_max)
@@ -214,6 +218,6 @@ def _drawn(dimension: Dimension, draw: random.Random) -> Any:
 
 def _mean_step_seconds(sure: Sequence[TrialConfig], forecaster: Forecaster) -> float | None:
     some = random.Random(0).sample(sure, min(STEPS_SAMPLED, len(sure)))
-    seconds = [forecaster.forecast(config).step_seconds for config in some]
-    known = [one for one in seconds if one is not None]
+    predicted = [forecaster.speed(config)[0] for config in some]
+    known = [speed.step_seconds for speed in predicted if speed is not None]
     return sum(known) / len(known) if known else None

@@ -1,8 +1,9 @@
-"""Owns a simulation of torch's caching allocator: what blocks really take, and what is reserved around them.
+"""Owns a simulation of torch's caching allocator: what blocks really take, and what is reserved
+around them.
 
-A block may be larger than what was asked for, by a remainder that the allocator does not split off, and that counts as
-allocated. Rules and sizes are those of torch's ``CUDACachingAllocator.cpp`` with its default settings. Knows nothing of
-tensors.
+A block may be larger than what was asked for, by a remainder that the allocator does not split off,
+and that counts as allocated. Rules and sizes are those of torch's ``CUDACachingAllocator.cpp`` with
+its default settings. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ MIB = 2**20
 GRAIN_BYTES = 512
 """Every request is rounded up to this."""
 SMALL_BYTES = MIB
-"""Requests up to this have a pool of their own; of a larger block, a remainder up to this is not split off."""
+"""Requests up to this have a pool of their own; of a larger block, a remainder up to this is not
+split off.
+"""
 SMALL_SEGMENT_BYTES = 2 * MIB
 _MIDDLE_BYTES = 10 * MIB
 _MIDDLE_SEGMENT_BYTES = 20 * MIB

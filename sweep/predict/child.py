@@ -1,6 +1,8 @@
-"""Owns the tracing child: started at the first question, asked in JSON lines, gone when its owner is.
+"""Owns the tracing child: started at the first question, asked in JSON lines, gone when its owner
+is.
 
-Knows nothing of what is asked. The child is where torch and transformers are imported; this process never does.
+Knows nothing of what is asked. The child is where torch and transformers are imported; this process
+never does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Owns the memory prediction of one configuration: its structure's profile, scaled and walked through a step.
+"""Owns the memory prediction of one configuration: its structure's profile, scaled and walked
+through a step.
 
-Knows nothing of Optuna, processes or files. Liger's kernels, bitsandbytes' and attention's are Triton and CUDA programs
-that cannot be traced: what they keep and take is modelled (`sweep.predict.tracing.liger`, `.fourbit`, `.attention`).
+Knows nothing of Optuna, processes or files. Liger's kernels, bitsandbytes' and attention's are
+Triton and CUDA programs that cannot be traced: what they keep and take is modelled
+(`sweep.predict.tracing.liger`, `.fourbit`, `.attention`).
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class MemoryPrediction:
     peak_allocated_bytes: int
     """What `torch.cuda.max_memory_allocated` would read over the first steps."""
     breakdown: dict[str, int]
-    """The peak's parts: ``weights``, ``adapters``, ``gradients``, ``optimizer``, ``activations``, ``loss``.
+    """The peak's parts: ``weights``, ``adapters``, ``gradients``, ``optimizer``, ``activations``,
+    ``loss``.
 
     The libraries' workspaces count as activations.
     """
@@ -61,15 +64,19 @@ class MemoryPrediction:
 
     @cached_property
     def peak_reserved_bytes(self) -> int:
-        """What `torch.cuda.max_memory_reserved` would read where nothing caps it; some milliseconds, once."""
+        """What `torch.cuda.max_memory_reserved` would read where nothing caps it; some
+        milliseconds, once.
+        """
         reserved = reserved_bytes(self.step)
         assert reserved is not None, "an allocator without a limit cannot pass it"
         return reserved
 
     def fits(self, budget_bytes: int) -> Fit:
-        """Return whether it runs where no more than the budget may be reserved: surely, surely not, or too close.
+        """Return whether it runs where no more than the budget may be reserved: surely, surely not,
+        or too close.
 
-        Under a cap the allocator gives cached blocks back before it fails, so the step is replayed under it.
+        Under a cap the allocator gives cached blocks back before it fails, so the step is replayed
+        under it.
         """
         slack = int(budget_bytes * self.uncertainty)
         if self.peak_allocated_bytes > budget_bytes + slack:
@@ -87,8 +94,10 @@ class MemoryPredictor:
     Args:
         model: the model.
         cache_dir: where structures that were traced once are kept.
-        compute_capability: of the card; None where it is not known, which is taken for the largest need.
-        tracer: traces structures; by default a child process, started at the first one that is not kept.
+        compute_capability: of the card; None where it is not known, which is taken for the largest
+        need.
+        tracer: traces structures; by default a child process, started at the first one that is not
+        kept.
     """
 
     def __init__(
@@ -161,7 +170,9 @@ def _values(config: TrialConfig, model: ModelSpec) -> Values:
 
 
 def _chunk_tokens(tokens: int, model: ModelSpec) -> int:
-    """Return the rows of a chunk of Liger's fused loss: as many logits as there are hidden elements, at most."""
+    """Return the rows of a chunk of Liger's fused loss: as many logits as there are hidden
+    elements, at most.
+    """
     chunks = -(-model.vocab_size // model.hidden_size)
     rows = -(-tokens // chunks)
     return min(1 << (rows - 1).bit_length(), tokens)

@@ -1,7 +1,8 @@
-"""Owns what is known of a structure's memory, and where it comes from: memory, disk, or the tracing child.
+"""Owns what is known of a structure's memory, and where it comes from: memory, disk, or the tracing
+child.
 
-A structure is what of a configuration decides which tensors exist; batch, length, rank and number of steps only scale
-them. Knows nothing of predictions.
+A structure is what of a configuration decides which tensors exist; batch, length, rank and number
+of steps only scale them. Knows nothing of predictions.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from search_spaces.models import ModelSpec
 from sweep.predict.polynomials import Polynomial
 
 Account = dict[str, Polynomial]
-"""Polynomial by what the bytes are for; ``activations 2`` is added once for each layer that layer 2 stands for."""
+"""Polynomial by what the bytes are for; ``activations 2`` is added once for each layer that layer 2
+stands for.
+"""
 
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 _TRACED_BY = ("tracing/*.py", "trace.py", "../training/model.py", "../training/adapters.py")
 
 
-class Untraceable(InputError):
+class Untraceable(InputError):  # noqa: N818 - the name says what happened
     """The model's code cannot be walked without data; the message names the module and why."""
 
 
@@ -46,7 +49,9 @@ class Structure:
     has_dropout: bool
     is_compiled: bool
     is_checkpointed: bool
-    """Whether every decoder layer is recomputed, or none; what lies between is put together from both."""
+    """Whether every decoder layer is recomputed, or none; what lies between is put together from
+    both.
+    """
     is_long: bool = False
     """Whether the sequence passes the attention window, so that a mask has to exist."""
 
@@ -96,10 +101,14 @@ class Structure:
 
 
 BIRTH, DEATH, LEAVE, TAKE, TAKE_ALL = range(5)
-"""A temporary is born or dies; something is left for a later segment; what another left dies, in one layer or in all."""
+"""A temporary is born or dies; something is left for a later segment; what another left dies, in
+one layer or in all.
+"""
 
 Entry = tuple[int, int | str, int]
-"""What happens, to what (a temporary's number or a path), and the index of its size or the layers it lived through."""
+"""What happens, to what (a temporary's number or a path), and the index of its size or the layers
+it lived through.
+"""
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,9 @@ class Segment:
     kept: Account
     """How much more is alive at its end than at its beginning."""
     humps: tuple[Account, ...]
-    """How high it can rise above its beginning: those of its moments that can be the highest at some size."""
+    """How high it can rise above its beginning: those of its moments that can be the highest at
+    some size.
+    """
     tape: tuple[Entry, ...]
     """Its births and deaths in order."""
 
@@ -148,9 +159,13 @@ class Profile:
     """For each decoder layer, the traced layer that stands for it."""
     base: Base
     adapters: tuple[tuple[int, ...], ...]
-    """Elements for each unit of rank of every trained tensor, by traced layer, in the order they are attached."""
+    """Elements for each unit of rank of every trained tensor, by traced layer, in the order they
+    are attached.
+    """
     segments: dict[str, Segment]
-    """``embed``, ``forward 0``..., ``head``, ``head_backward``, ``backward 0``..., by traced layer."""
+    """``embed``, ``forward 0``..., ``head``, ``head_backward``, ``backward 0``..., by traced
+    layer.
+    """
     sizes: tuple[Polynomial, ...]
     """Bytes, by the tapes' index."""
     window: int | None

@@ -1,4 +1,5 @@
-"""Owns the reserved memory of a step: the tapes of its segments replayed through a simulated allocator.
+"""Owns the reserved memory of a step: the tapes of its segments replayed through a simulated
+allocator.
 
 Knows nothing of where tapes come from, nor of what their tensors are for.
 """
@@ -18,9 +19,15 @@ from sweep.predict.polynomials import evaluate
 from sweep.predict.profiles import BIRTH, DEATH, LEAVE, TAKE, Entry
 from sweep.predict.step import Step
 
+_HEAVY_STATES = 0.05
+"""Share of what is allocated, above which it matters where the optimizer's states lie."""
+
+
 @dataclass(frozen=True)
 class Take:
-    """A tape at real sizes. Small requests are only summed up: they have segments of their own, that waste little."""
+    """A tape at real sizes. Small requests are only summed up: they have segments of their own,
+    that waste little.
+    """
 
     entries: list[tuple[int, int | str, int]]
     """As `Entry`, with bytes for the index, and without what is small."""
@@ -95,6 +102,14 @@ class Replay:
                     free(address)
 
 
+    def let_go(self) -> None:
+        """Free what was left and never taken: the gradients, at the end of a step."""
+        for addresses in self._left.values():
+            for address in addresses.values():
+                self._allocator.free(address)
+        self._left.clear()
+
+
 def base_allocator(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
     """Return the allocator as the frozen base and the libraries' workspaces leave it."""
     base = step.profile.base
@@ -107,9 +122,15 @@ def base_allocator(step: Step, *, limit_bytes: int | None = None) -> CachingAllo
 
 
 def reserved_bytes(step: Step, *, limit_bytes: int | None = None) -> int | None:
-    """Return the most that the allocator would hold in a step; None where it would pass the limit."""
-    replay = Replay(base_allocator(step, limit_bytes=limit_bytes))
+    """Return the most that the allocator would hold in a step; None where it passes the limit."""
+    allocator = base_allocator(step, limit_bytes=limit_bytes)
+    replay = Replay(allocator)
     try:
+        replay.hold(step.adapters)
+        if sum(step.states) > _HEAVY_STATES * allocator.allocated_bytes:
+            # They are made at the end of the first step, in what it has left free.
+            _play(step, replay)
+        replay.hold(step.states)
         _play(step, replay)
     except OutOfSegments:
         return None
@@ -117,8 +138,6 @@ def reserved_bytes(step: Step, *, limit_bytes: int | None = None) -> int | None:
 
 
 def _play(step: Step, replay: Replay) -> None:
-    replay.hold(step.adapters)
-    replay.hold(step.states)
     if step.accumulates:
         replay.hold(step.adapters)
     takes: dict[tuple[str, bool], Take] = {}
@@ -128,3 +147,4 @@ def _play(step: Step, replay: Replay) -> None:
             sizes = [evaluate(size, step.values) for size in step.profiles[key[1]].sizes]
             takes[key] = take(step.segment(visit).tape, sizes)
         replay.play(takes[key], layer=visit.layer)
+    replay.let_go()

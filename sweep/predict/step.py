@@ -1,4 +1,5 @@
-"""Owns one training step of a configuration as memory sees it: what stays, and its segments in order, at real sizes.
+"""Owns one training step of a configuration as memory sees it: what stays, and its segments in
+order, at real sizes.
 
 Knows nothing of how profiles are made, nor of the allocator.
 """
@@ -55,7 +56,7 @@ class Step:
 
     @property
     def profile(self) -> Profile:
-        """The last layer's: where it ends, the loss begins. What happens once is alike in both."""
+        """The last layer's: where it ends, the loss begins. What does not vary is alike in both."""
         return self.profiles[self.flags[-1]]
 
     @property
@@ -67,7 +68,7 @@ class Step:
         """Yield the step's segments in order."""
         last = self.flags[-1]
         layers = list(enumerate(zip(self.profile.positions, self.flags, strict=True)))
-        yield Visit("embed", last)
+        yield Visit("embed", self.flags[0])
         yield from (Visit(f"forward {at}", flag, layer) for layer, (at, flag) in layers)
         yield Visit("head", last)
         yield Visit("head_backward", last)
@@ -110,7 +111,9 @@ class Step:
         return [n * rank for position in self.profile.positions for n in of_layer[position]]
 
     def _scaled(self, account: Account, is_checkpointed: bool) -> Amounts:
-        """Return an account at real sizes, with what each layer adds counted once for each of its kind."""
+        """Return an account at real sizes, with what each layer adds counted once for each of its
+        kind.
+        """
         result: Amounts = {}
         for key, polynomial in account.items():
             part, _, layer = key.partition(" ")

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, did_you_mean
+from search_spaces.linears import resolve_targets
+from search_spaces.models import ModelSpec
 from sweep.training.model import BaseModel, decoder_layers
-
-_SETS = {"qv": ("q_proj", "v_proj"), "attention": ("q_proj", "k_proj", "v_proj", "o_proj")}
 
 
 @dataclass
@@ -57,7 +59,7 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
         undo.callback(peft_model.unload)
         peft_model.train()
         layers = decoder_layers(base.model)
-        chosen = checkpointed_layers(config.checkpoint_fraction, len(layers))
+        chosen = config.checkpointed_layers(len(layers))
         result = Attached(model=peft_model, layers=layers, checkpointed=chosen)
         if chosen:
             undo.enter_context(_checkpointing(base, result))
@@ -66,32 +68,24 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
         yield result
 
 
-def target_modules(model: torch.nn.Module, config: TrialConfig) -> str | list[str]:
+def target_modules(model: PreTrainedModel, config: TrialConfig) -> str | list[str]:
     """Return what PEFT calls the configuration's target modules.
 
     Raises:
         InputError: a name that no linear layer of the model ends in.
     """
-    if config.target_modules == "all-linear":
+    spec = ModelSpec(name="this", source="directory", config=model.config.to_dict())
+    wanted = resolve_targets(config, spec)
+    if wanted == ("all-linear",):
         return "all-linear"
-    wanted = (
-        _SETS.get(config.target_modules)
-        if isinstance(config.target_modules, str)
-        else config.target_modules
-    )
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    linear = (torch.nn.Linear, Conv1D)
+    names = [name for name, module in model.named_modules() if isinstance(module, linear)]
     suffixes = {name.rpartition(".")[2] for name in names}
-    for target in wanted or ():
+    for target in wanted:
         if not any(name == target or name.endswith("." + target) for name in names):
             nearest = did_you_mean(target, suffixes)
             raise InputError(f"target_modules: the model has no linear layer '{target}'{nearest}")
-    return list(wanted or ())
-
-
-def checkpointed_layers(fraction: float, layers: int) -> frozenset[int]:
-    """Return the layers to recompute: ``round(fraction * layers)`` of them, evenly spread."""
-    count = round(fraction * layers)
-    return frozenset(index * layers // count for index in range(count)) if count else frozenset()
+    return list(wanted)
 
 
 @contextlib.contextmanager

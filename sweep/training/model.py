@@ -222,6 +222,7 @@ def _kernels(model: PreTrainedModel, kernels: str) -> Iterator[None]:
         cross_entropy=False,
         rms_norm=everything,
         swiglu=everything,
+        geglu=everything,
         rope=everything,
     )
     try:

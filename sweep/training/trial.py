@@ -37,6 +37,7 @@ _OBSERVED_STEPS = 2
 of them.
 """
 _DETAIL_LENGTH = 600
+_STEPS_TO_JUDGE = 2
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Beat:
     step: int
     median_seconds: float | None = None
     fastest_median_seconds: float | None = None
-    """Lower end of the 95 % interval of the median step."""
+    """The least that the median step can still turn out to be."""
 
 
 @dataclass
@@ -183,13 +184,12 @@ class Trial:
         self.report(Beat(phase=phase, step=len(done)))
 
     def _beat(self, phase: Phase) -> bool:
-        interval = median_interval(self._measured)
         return self.report(
             Beat(
                 phase=phase,
                 step=len(self._measured),
                 median_seconds=statistics.median(self._measured),
-                fastest_median_seconds=None if interval is None else interval[0],
+                fastest_median_seconds=_fastest_median(self._measured),
             )
         )
 
@@ -239,6 +239,17 @@ class Trial:
             return None
         per_token = flops_per_token(attachment, self.base.model.config, self.config.seq_len)
         return per_token * self.config.tokens_per_step / step_seconds / self.peak_flops
+
+
+def _fastest_median(seconds: list[float]) -> float | None:
+    """Return the lower end of the 95 % interval of the median.
+
+    Before there are steps enough for one, a tenth under the fastest step stands in.
+    """
+    interval = median_interval(seconds)
+    if interval is not None:
+        return interval[0]
+    return 0.9 * min(seconds) if len(seconds) >= _STEPS_TO_JUDGE else None
 
 
 def flops_per_token(attachment: Attached, model_config: object, seq_len: int) -> float:

@@ -1,1 +1,3 @@
-"""What runs in the tracing child alone: everything here may import torch, nothing here is imported by the parent."""
+"""What runs in the tracing child alone: everything here may import torch, nothing here is imported
+by the parent.
+"""

@@ -1,7 +1,8 @@
-"""Owns stand-ins of CUDA's attention kernels: what each keeps for the backward pass and takes while it runs.
+"""Owns stand-ins of CUDA's attention kernels: what each keeps for the backward pass and takes while
+it runs.
 
-Knows nothing of autocast or models. Read in torch's `sdp_utils.cpp` (which kernel), `attention.cu` and
-`attention_backward.cu` (what it allocates).
+Knows nothing of autocast or models. Read in torch's `sdp_utils.cpp` (which kernel), `attention.cu`
+and `attention_backward.cu` (what it allocates).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _HEAD_MULTIPLE = 8
 
 
 class FlashAttention(torch.autograd.Function):
-    """Keeps q, k, v, the output and one fp32 per row and head; the backward pass sums into an fp32 dq."""
+    """Keeps q, k, v, the output and one fp32 per row and head; the backward pass sums into an fp32
+    dq.
+    """
 
     @staticmethod
     def forward(
@@ -88,7 +91,9 @@ def scaled_dot_product_attention(
     *,
     padded_length: int,
 ) -> torch.Tensor:
-    """Return the attention output through the kernel that CUDA would pick: flash, memory-efficient, or none."""
+    """Return the attention output through the kernel that CUDA would pick: flash, memory-efficient,
+    or none.
+    """
     _check(query, key, value)
     is_small = query.shape[-1] == value.shape[-1] <= _FLASH_HEAD_MAX
     if attn_mask is None and query.dtype in _HALF and is_small:

@@ -1,8 +1,9 @@
-"""Owns what the frozen base takes on the card, allocator's waste included: the build replayed block by block.
+"""Owns what the frozen base takes on the card, allocator's waste included: the build replayed block
+by block.
 
-Follows `sweep.training.model`: one module after another, each linear layer wide for a moment and then packed, as
-bitsandbytes packs it. A base that is loaded instead has the same tensors and nearly the same waste. Knows nothing of
-adapters or steps.
+Follows `sweep.training.model`: one module after another, each linear layer wide for a moment and
+then packed, as bitsandbytes packs it. A base that is loaded instead has the same tensors and nearly
+the same waste. Knows nothing of adapters or steps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Owns what a CUDA card does and tensors without data do not: autocast's policy, the kernels it picks for dropout,
-softmax and attention.
+"""Owns what is decided by device: autocast's policy, the kernels of dropout, softmax and attention.
 
-The tensors are on torch's meta device, whose operators follow the same derivative formulas as CUDA's; what is decided
-by device is decided here, on the way from Python into torch. The policy is that of torch's `autocast_mode.h`. Knows
-nothing of models.
+The tensors are on torch's meta device, whose operators follow the same derivative formulas as
+CUDA's; what would differ is decided as on a card here, on the way from Python into torch. The
+policy is that of torch's `autocast_mode.h`. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from sweep.predict.tracing.attention import scaled_dot_product_attention
 Policy = str
 
 _LOWER = """
-conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu addmm addmv addr matmul einsum mm mv
-linear addbmm baddbmm bmm chain_matmul scaled_dot_product_attention __matmul__ __rmatmul__
+conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu addmm addmv addr
+matmul einsum mm mv linear addbmm baddbmm bmm chain_matmul scaled_dot_product_attention __matmul__
+__rmatmul__
 """
 _FP32 = """
-acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus
-layer_norm rms_norm group_norm cosine_similarity nll_loss cross_entropy kl_div l1_loss smooth_l1_loss huber_loss
-mse_loss binary_cross_entropy_with_logits logsumexp cdist
+acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__
+softplus layer_norm rms_norm group_norm cosine_similarity nll_loss cross_entropy kl_div l1_loss
+smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits logsumexp cdist
 """
 _FP32_RESULT = "prod softmax log_softmax cumprod cumsum sum norm"
 _WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add"
@@ -52,7 +52,8 @@ _SOFTMAXES = frozenset({functional.softmax, torch.softmax, torch.Tensor.softmax}
 class Cuda(TorchFunctionMode):
     """Makes operators on tensors without data choose as they would on a card.
 
-    Enter `region` where the real program enters autocast: around the forward pass and around each recomputation.
+    Enter `region` where the real program enters autocast: around the forward pass and around each
+    recomputation.
 
     Args:
         autocast_dtype: the lower precision; None where the training does without autocast.
@@ -68,13 +69,15 @@ class Cuda(TorchFunctionMode):
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """Autocast is on inside; the casts of trained weights live until the outermost region ends."""
+        """Autocast is on inside; casts of trained weights live until the outermost region ends."""
         before = torch.is_autocast_enabled("cuda")
         # PEFT asks this flag whether it must convert by itself.
         torch.set_autocast_enabled("cuda", self._dtype is not None)
+        if self._dtype is not None:
+            torch.set_autocast_dtype("cuda", self._dtype)
         self._depth += 1
         try:
-            with torch.device("meta"), self:
+            with self:
                 yield
         finally:
             self._depth -= 1
@@ -113,7 +116,7 @@ class Cuda(TorchFunctionMode):
             isinstance(a, torch.Tensor) and a.dtype == torch.float32 for a in args
         ):
             cast = self._lower
-        return tuple(cast(a) for a in args), {name: cast(a) for name, a in kwargs.items()}
+        return tuple(map(cast, args)), {name: cast(a) for name, a in kwargs.items()}
 
     def _lower(self, value: Any) -> Any:
         if isinstance(value, list | tuple):

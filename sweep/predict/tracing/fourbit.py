@@ -1,10 +1,12 @@
-"""Owns a stand-in of the bitsandbytes package: its 4-bit linear layer, with the real one's tensors and copies.
+"""Owns a stand-in of the bitsandbytes package: its 4-bit linear layer, with the real one's tensors
+and copies.
 
-The real layer's packed parameter cannot be built from tensors without data, and the package takes most of a second to
-import. What is copied from bitsandbytes 0.50: the input is cast to the compute dtype; forward and backward each
-dequantise the whole weight to a temporary (and, with double quantisation, its constants); nothing but the weight is
-kept for the backward pass; the output is cast back to the input's dtype, so that fp32 activations stay fp32 around
-every layer; a bias is cast to the compute dtype for good. Small matrix products, which bitsandbytes does without the
+The real layer's packed parameter cannot be built from tensors without data, and the package takes
+most of a second to import. What is copied from bitsandbytes 0.50: the input is cast to the compute
+dtype; forward and backward each dequantise the whole weight to a temporary (and, with double
+quantisation, its constants); nothing but the weight is kept for the backward pass; the output is
+cast back to the input's dtype, so that fp32 activations stay fp32 around every layer; a bias is
+cast to the compute dtype for good. Small matrix products, which bitsandbytes does without the
 temporary in the forward pass, are not told apart: the backward pass has it anyway.
 """
 
@@ -65,9 +67,8 @@ class Linear4bit(torch.nn.Linear):
             compress_statistics=compress_statistics,
             quant_type=quant_type,
         )
-        self.bias = (
-            torch.nn.Parameter(torch.empty(output_features, device="meta")) if bias else None
-        )
+        empty = torch.empty(output_features, device="meta") if bias else None
+        self.register_parameter("bias", None if empty is None else torch.nn.Parameter(empty))
 
     @property
     def scales(self) -> int:
@@ -75,7 +76,9 @@ class Linear4bit(torch.nn.Linear):
         return -(-self.in_features * self.out_features // _BLOCK_WEIGHTS)
 
     def constant_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of each tensor that describes the packed weights, in the order they are made."""
+        """Return the bytes of each tensor that describes the packed weights, in the order they are
+        made.
+        """
         if not self.is_nested:
             return (self.scales * 4, _CODE_BYTES)
         second = -(-self.scales // _BLOCK_SCALES) * 4
@@ -90,7 +93,9 @@ class Linear4bit(torch.nn.Linear):
         return _Product.apply(x, self, self.bias).to(dtype)
 
     def take_scales(self) -> torch.Tensor | None:
-        """Return what the unpacked scales of a doubly quantised weight take; None where they are stored so."""
+        """Return what the unpacked scales of a doubly quantised weight take; None where they are
+        stored so.
+        """
         return torch.empty(self.scales, device="meta") if self.is_nested else None
 
     def take_weight(self, dtype: torch.dtype) -> torch.Tensor:
@@ -120,7 +125,9 @@ class _Product(torch.autograd.Function):
 
 
 def install() -> None:
-    """Put the stand-in where ``import bitsandbytes`` finds it; before transformers and PEFT are imported."""
+    """Put the stand-in where ``import bitsandbytes`` finds it; before transformers and PEFT are
+    imported.
+    """
     package, layers = types.ModuleType("bitsandbytes"), types.ModuleType("bitsandbytes.nn")
     package.__spec__ = importlib.machinery.ModuleSpec("bitsandbytes", None, is_package=True)
     package.__path__ = []

@@ -1,6 +1,7 @@
-"""Owns counting: the birth and death of every tensor storage while real model code runs on tensors without data.
+"""Owns counting: the birth and death of every tensor storage while real model code runs on no data.
 
-Knows nothing of models. A storage is born when an operator returns it and dies when nothing refers to it any more,
+Knows nothing of models. What stands for the card is torch's meta device; tensors elsewhere are not
+counted. A storage is born when an operator returns it and dies when nothing refers to it any more,
 exactly as on a device; what a kernel takes and gives back inside one operator is not seen.
 """
 
@@ -14,14 +15,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 Event = tuple[int, bool]
 """A storage's number, and whether it was born (or died)."""
 
-
 _READ = torch.ops.aten._local_scalar_dense.default
 _TRUTHS = {torch.ops.aten.all: True, torch.ops.aten.any: False}
-"""What model code finds when it asks a mask of a full batch: all of it counts, and nothing in it is odd."""
+"""What model code finds when it asks a full batch's mask: all of it counts, nothing in it is odd."""
+
+_MOST_STORAGES = 50_000
+"""Some hundred times what a few decoder layers make."""
 
 
 class Ledger(TorchDispatchMode):
@@ -61,7 +63,7 @@ class Ledger(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage; None where it is not counted."""
-        number = self._live.get(tensor.untyped_storage()._cdata, -1)
+        number = self._live.get(_key(tensor), -1)
         return None if number < 0 else number
 
     def __torch_dispatch__(
@@ -75,14 +77,14 @@ class Ledger(TorchDispatchMode):
         if self._next_mark is not None:
             self.mark(self._next_mark)
             self._next_mark = None
-        if func is _READ and args[0].untyped_storage()._cdata in self._truths:
-            return self._truths[args[0].untyped_storage()._cdata]
+        if func is _READ and (truth := self._truths.get(_key(args[0]))) is not None:
+            return truth
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.is_meta:
                 self._note(value)
         if func.overloadpacket in _TRUTHS:
-            self._truths[result.untyped_storage()._cdata] = _TRUTHS[func.overloadpacket]
+            self._truths[_key(result)] = _TRUTHS[func.overloadpacket]
         return result
 
     def _note(self, tensor: torch.Tensor) -> None:
@@ -91,12 +93,19 @@ class Ledger(TorchDispatchMode):
         if key in self._live:
             return
         number = len(self.sizes)
+        if number == _MOST_STORAGES:
+            raise RuntimeError(f"more than {number} tensors: it loops over the tokens")
         self.sizes.append(storage.nbytes())
         self.events.append((number, True))
 
         def died(_: object) -> None:
             del self._live[key], self._watches[number]
+            self._truths.pop(key, None)
             self.events.append((number, False))
 
         self._live[key] = number
         self._watches[number] = weakref.ref(storage, died)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,11 +1,12 @@
-"""Owns the model that is traced: the real one's modules on the meta device, with as few decoder layers as tell all.
+"""Owns the model that is traced: the real one's modules without data, in as few layers as tell all.
 
-The base is built by the same functions as the one that trains (`sweep.training.model`), so that there is one truth.
-Knows nothing of tracing.
+The base is built by the same functions as the one that trains (`sweep.training.model`), so that
+there is one truth. Knows nothing of tracing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from transformers import AutoConfig, PreTrainedModel
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from sweep.training.adapters import target_modules
-from sweep.training.model import BaseKey, decoder_layers, skeleton
+from sweep.training.model import BaseKey, BaseModel, decoder_layers, skeleton
 
 _DYNAMIC_ROPES = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that read the positions' values; their tensors have the default's shapes."""
@@ -56,7 +57,8 @@ class Traceable:
 def excerpt(spec: ModelSpec) -> Excerpt:
     """Choose the first layer, the last, and between them one of each kind.
 
-    The first differs because nothing before it is trained; kinds are told apart by the per-layer lists of the config.
+    The first differs because nothing before it is trained; kinds are told apart by the per-layer
+    lists of the config.
 
     Raises:
         ValueError, KeyError, TypeError: transformers cannot read the config.
@@ -70,8 +72,8 @@ def excerpt(spec: ModelSpec) -> Excerpt:
     stands_for = [chosen.index(first_of[kind]) for kind in kinds[1:-1]]
     ends = [0, len(chosen) - 1] if count > 1 else [0]
     name = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    reduced = {k: [column[i] for i in chosen] for k, column in lists.items()}
-    reduced |= {name: len(chosen), **_plain_rope(values)}
+    columns = {key: [column[i] for i in chosen] for key, column in lists.items()}
+    reduced: dict[str, Any] = {name: len(chosen), **columns, **_plain_rope(values)}
     return Excerpt(
         spec=dataclasses.replace(spec, config={**spec.config, **reduced}),
         positions=(*ends[:1], *stands_for, *ends[1:]),
@@ -107,21 +109,20 @@ def _whole_numbers(value: Any) -> Iterator[int]:
         yield value
 
 
-def build_base(config: TrialConfig, spec: ModelSpec) -> PreTrainedModel:
-    """Return the frozen base, as `sweep.training.model.build_base` prepares it but for the kernels."""
-    # flash-attn's own kernel keeps what torch's flash attention keeps, and need not be installed here.
+def build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
+    """Return the frozen base as it trains, but without data and without other kernels."""
+    # flash-attn's kernel keeps what torch's flash attention keeps, and need not be installed here.
     attention = "eager" if config.attention == "eager" else "sdpa"
     key = dataclasses.replace(BaseKey.of(config), attention=attention)
     model = skeleton(key, spec=spec)
     model.config.use_cache = False
-    with torch.device("meta"):
-        if key.upcast_fp32:
-            prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if key.upcast_fp32:
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     model.requires_grad_(False)
-    return model.train()
+    return BaseModel(key=key, spec=spec, model=model.train(), undo=contextlib.ExitStack())
 
 
-def attach(base: PreTrainedModel, config: TrialConfig, *, rank: int) -> Traceable:
+def attach(base: BaseModel, config: TrialConfig, *, rank: int) -> Traceable:
     """Put adapters of the given rank on the configuration's target modules.
 
     Raises:
@@ -134,7 +135,7 @@ def attach(base: PreTrainedModel, config: TrialConfig, *, rank: int) -> Traceabl
         target_modules=target_modules(base, config),
         init_lora_weights=False,
     )
-    layers = decoder_layers(base)
+    layers = decoder_layers(base.model)
     with torch.device("meta"):
-        model = get_peft_model(base, lora)
-    return Traceable(base=base, model=model.train(), layers=layers)
+        model = get_peft_model(base.model, lora)
+    return Traceable(base=base.model, model=model.train(), layers=layers)

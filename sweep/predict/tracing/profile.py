@@ -1,4 +1,5 @@
-"""Owns one structure's profile: build the excerpt, walk a step, reduce what was counted. And what its failures mean.
+"""Owns one structure's profile: build the excerpt, walk a step, reduce what was counted. And what
+its failures mean.
 
 Knows nothing of processes or files.
 """
@@ -9,7 +10,7 @@ import traceback
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import masking_utils
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -29,9 +30,13 @@ from sweep.predict.tracing.segments import segments
 from sweep.predict.tracing.symbols import Symbols
 from sweep.predict.tracing.tapes import tapes
 from sweep.predict.tracing.walk import walk
+from sweep.training.model import BaseModel
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 _SHAPE_FAULTS = ("shape", "size of tensor", "invalid for input", "must match", "split")
+
+# The same question in another form; the ledger knows the answer to this one.
+masking_utils.fast_all = torch.all
 
 
 def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
@@ -46,15 +51,18 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         symbols = _symbols(part, structure)
         config = structure.to_config()
         base = build_base(config, part.spec)
-        on_card = built(base, config, part.positions)
+        on_card = built(base.model, config, part.positions)
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"it cannot be built: {_line(error)}") from error
     fuses_loss = structure.kernels != "hf"
-    # The compiler recomputes what is elementwise, as Liger's kernels do: near enough to call it uncertain.
+    # The compiler recomputes what is elementwise, as Liger's kernels do: near enough to call it
+    # uncertain.
     fuses_layers = structure.kernels == "liger" or structure.is_compiled
-    with liger.patched(base, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
+    with liger.patched(
+        base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c
+    ):
         target = _attach(base, config, symbols)
         ledger = _walk(target, symbols, structure)
     sizes, tape_of = tapes(ledger, symbols)
@@ -70,15 +78,13 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
 
 
 def _symbols(part: Excerpt, structure: Structure) -> Symbols:
-    limits = [part.longest, None if structure.is_long else part.window and part.window - 1]
-    return Symbols(
-        part.dimensions,
-        longest=min((limit for limit in limits if limit), default=None),
-        longer_than=part.window if structure.is_long and part.window else 0,
-    )
+    if structure.is_long and part.window is not None:
+        return Symbols(part.dimensions, longer_than=part.window)
+    limits = [part.longest, part.window and part.window - 1]
+    return Symbols(part.dimensions, longest=min((n for n in limits if n), default=None))
 
 
-def _attach(base: PreTrainedModel, config: TrialConfig, symbols: Symbols) -> Traceable:
+def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable:
     try:
         return attach(base, config, rank=symbols.r)
     except InputError:
@@ -119,7 +125,9 @@ def _line(error: BaseException) -> str:
 
 
 def _adapters(target: Traceable, symbols: Symbols) -> list[list[int]]:
-    """Return the elements for each unit of rank of every trained tensor, by layer, in the order they are attached."""
+    """Return the elements for each unit of rank of every trained tensor, by layer, in the order
+    they are attached.
+    """
     return [
         [p.numel() // symbols.r for p in layer.parameters() if p.requires_grad]
         for layer in target.layers

@@ -1,4 +1,5 @@
-"""Owns reducing a walk's births and deaths to a few polynomials a segment: what it keeps, and how high it can rise.
+"""Owns reducing a walk's births and deaths to a few polynomials a segment: what it keeps, and how
+high it can rise.
 
 Knows nothing of models.
 """
@@ -15,7 +16,8 @@ from sweep.predict.tracing.symbols import Symbols
 Account = dict[str, Polynomial]
 """Polynomial by what the bytes are for: ``activations``, ``gradients`` or ``loss``.
 
-In the segments that happen once, ``activations 2`` is what each layer that the traced layer 2 stands for adds.
+In the segments that happen once, ``activations 2`` is what each layer that the traced layer 2
+stands for adds.
 """
 
 _ONCE = ("embed", "head", "head_backward")
@@ -48,9 +50,11 @@ def _purpose(birth: str) -> str:
 
 
 def _repeated(purpose: str, birth: str, name: str) -> str:
-    """Return the account's key for a death in segment ``name`` of what was born in segment ``birth``.
+    """Return the account's key for a death in segment ``name`` of what was born in segment
+    ``birth``.
 
-    What the embedding leaves is let go by the first layer, recomputed or not, so it counts as that layer's.
+    What the embedding leaves is let go by the first layer, recomputed or not, so it counts as that
+    layer's.
     """
     if name not in _ONCE or birth in _LOSS or birth == name:
         return purpose
@@ -68,7 +72,9 @@ def _segment(entries: list[tuple[str, Polynomial, bool]]) -> dict[str, Any]:
 
 
 def _highest(humps: list[Account]) -> list[Account]:
-    """Return the humps that no other one covers at every batch, length, rank and number of layers."""
+    """Return the humps that no other one covers at every batch, length, rank and number of
+    layers.
+    """
     totals = [_total(hump) for hump in humps]
     kept: list[int] = []
     for index, total in enumerate(totals):
@@ -80,7 +86,9 @@ def _highest(humps: list[Account]) -> list[Account]:
 
 
 def _total(account: Account) -> Polynomial:
-    """Return the sum of an account, with the repetition by layer kept apart as if it were a symbol."""
+    """Return the sum of an account, with the repetition by layer kept apart as if it were a
+    symbol.
+    """
     total: Polynomial = {}
     for purpose, part in account.items():
         layer = purpose.partition(" ")[2]

@@ -1,7 +1,8 @@
-"""Owns the trick that makes one trace hold for every batch, length and rank: sizes that are large primes.
+"""Owns the trick that lets one trace hold for every batch, length and rank: sizes that are primes.
 
-A tensor's bytes are a product of the model's own dimensions, which are small and smooth, and of powers of the
-symbols' primes; so factoring a number of bytes gives its polynomial back. Knows nothing of torch.
+A tensor's bytes are a product of the model's own dimensions, which these large primes do not divide,
+and of powers of the primes; so factoring a number of bytes gives its polynomial back. Knows nothing
+of torch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Symbols:
         return {"b": self.b, "c": self.c, "p": self.p, "r": self.r, "s": self.s}
 
     def polynomial(self, size: int) -> Polynomial:
-        """Return the polynomial of a number of bytes that was observed while the symbols had these values."""
+        """Return the polynomial that has this value where each symbol is its prime."""
         if size not in self._known:
             self._known[size] = self._factor(size)
         return self._known[size]

@@ -1,15 +1,15 @@
-"""Owns writing a walk down as tapes: each segment's births and deaths, so that more layers than were traced can be
-replayed.
+"""Owns writing a walk down as tapes: each segment's births and deaths, so that more layers than
+were traced can be replayed.
 
-A storage that dies in the segment it was born in is a temporary. Any other is known by its path: the kinds of segment
-it is born and dies in, how many layers lie between, and its rank among those of the same path. So a layer that was not
-traced finds what its neighbours left. Knows nothing of models.
+A storage that dies in the segment it was born in is a temporary. Any other is known by its path:
+the kinds of segment it is born and dies in, how many layers lie between, and its rank among those
+of the same path. So a layer that was not traced finds what its neighbours left. Knows nothing of
+models.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from sweep.predict.polynomials import Polynomial
 from sweep.predict.profiles import BIRTH, DEATH, LEAVE, TAKE, TAKE_ALL, Entry
@@ -21,7 +21,9 @@ _NEVER = "end"
 
 
 def tapes(ledger: Ledger, symbols: Symbols) -> tuple[list[Polynomial], dict[str, list[Entry]]]:
-    """Return the distinct sizes, and each marked segment's tape, whose births refer to them by index."""
+    """Return the distinct sizes, and each marked segment's tape, whose births refer to them by
+    index.
+    """
     paths = _paths(ledger)
     indices: dict[int, int] = {}
     result: dict[str, list[Entry]] = {}
@@ -41,7 +43,9 @@ def tapes(ledger: Ledger, symbols: Symbols) -> tuple[list[Polynomial], dict[str,
 
 
 def _paths(ledger: Ledger) -> dict[int, tuple[str, int | None]]:
-    """Return the path of each storage that outlives its segment, and the layers it lives through."""
+    """Return the path of each storage that outlives its segment, and the layers it lives
+    through.
+    """
     births: dict[int, str] = {}
     deaths: dict[int, str] = {}
     for name, events in ledger.segments():
@@ -61,6 +65,8 @@ def _paths(ledger: Ledger) -> dict[int, tuple[str, int | None]]:
 
 
 def _layers_between(birth: str, death: str) -> int | None:
-    """Return how many layers further a storage dies; None where it is born or dies outside of the layers."""
+    """Return how many layers further a storage dies; None where it is born or dies outside of the
+    layers.
+    """
     (born, _, first), (dies, _, last) = birth.partition(" "), death.partition(" ")
     return int(last) - int(first) if born in _LAYERED and dies in _LAYERED else None

@@ -1,4 +1,5 @@
-"""Owns walking one training step of a model without data, and cutting what it allocates into segments.
+"""Owns walking one training step of a model without data, and cutting what it allocates into
+segments.
 
 Knows nothing of how the model was built or what the profile is used for.
 """
@@ -60,7 +61,9 @@ def _widened(value: Any) -> Any:
 
 
 def _checkpoint(target: Traceable, cuda: Cuda) -> None:
-    """Recompute every layer, and enter autocast again for it, as torch does with the state it saved."""
+    """Recompute every layer, and enter autocast again for it, as torch does with the state it
+    saved.
+    """
     target.base.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={
             "use_reentrant": False,

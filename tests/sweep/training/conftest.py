@@ -11,7 +11,7 @@ import pytest
 # As the supervisor does for a worker on the CPU; torch reads it when it is imported.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-import sweep.training.trial  # noqa: E402, F401 - so that the libraries' objects can be frozen
+import sweep.training.trial  # noqa: F401 - so that the libraries' objects can be frozen
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from sweep.training.adapters import attached, checkpointed_layers
+from sweep.training.adapters import attached
 from tests.sweep.training.tiny import tiny_base, tiny_config
 
 
@@ -24,7 +25,7 @@ from tests.sweep.training.tiny import tiny_base, tiny_config
 def test_checkpointed_layers_are_evenly_spread(
     fraction: float, layers: int, expected: set[int]
 ) -> None:
-    assert checkpointed_layers(fraction, layers) == expected
+    assert TrialConfig(checkpoint_fraction=fraction).checkpointed_layers(layers) == expected
 
 
 def test_detaching_leaves_the_base_as_it_was() -> None:

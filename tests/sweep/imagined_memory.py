@@ -1,0 +1,56 @@
+"""A memory predictor that is a formula, for tests of what is made of predictions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from sweep.predict.memory import Fit, MemoryPrediction
+
+BASE_BYTES = 5 * GIB
+BYTES_PER_TOKEN = 1024 * 1024
+RESERVED_FACTOR = 1.1
+
+
+@dataclass(frozen=True)
+class ImaginedMemory(MemoryPrediction):
+    """A prediction without a step behind it."""
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        return int(self.peak_allocated_bytes * RESERVED_FACTOR)
+
+    def fits(self, budget_bytes: int) -> Fit:
+        if self.peak_allocated_bytes * (1 - self.uncertainty) > budget_bytes:
+            return Fit.NO
+        if self.peak_allocated_bytes * (1 + self.uncertainty) <= budget_bytes:
+            return Fit.YES
+        return Fit.UNCERTAIN
+
+
+class ImaginedPredictor:
+    """Five GiB, and a MiB a token; without recomputation two, and with each unit of rank 1 MiB."""
+
+    def __init__(self, *, uncertainty: float = 0.02, fault: Exception | None = None) -> None:
+        self.uncertainty = uncertainty
+        self.fault = fault
+        self.asked: list[TrialConfig] = []
+
+    def predict(self, config: TrialConfig) -> ImaginedMemory:
+        self.asked.append(config)
+        if self.fault is not None:
+            raise self.fault
+        activations = int(
+            config.tokens_per_micro_batch * BYTES_PER_TOKEN * (2 - config.checkpoint_fraction)
+        )
+        adapters = config.lora_rank * BYTES_PER_TOKEN
+        parts = {"weights": BASE_BYTES, "adapters": adapters, "gradients": 0, "optimizer": 0}
+        breakdown = {**parts, "activations": activations, "loss": 0}
+        return ImaginedMemory(
+            peak_allocated_bytes=sum(breakdown.values()),
+            breakdown=breakdown,
+            moment="backward",
+            uncertainty=self.uncertainty,
+            step=None,  # type: ignore[arg-type]
+        )
