@@ -111,10 +111,11 @@ def plan(
     recipe's.
     """
     from sweep import plan_command
+    from sweep.plan_question import PlanRequest
     from sweep.planning.cost import AskedWork
 
     return plan_command.plan(
-        plan_command.PlanRequest(
+        PlanRequest(
             space=space,
             gpus=tuple(gpu or ()),
             model=model,

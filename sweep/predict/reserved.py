@@ -146,5 +146,8 @@ def _play(step: Step, replay: Replay) -> None:
         if key not in takes:
             sizes = [evaluate(size, step.values) for size in step.profiles[key[1]].sizes]
             takes[key] = take(step.segment(visit).tape, sizes)
+        elif visit.moment == "backward" and sum(step.kept(visit).values()) <= 0:
+            # The same layer again, with less alive than before it: nothing new can come.
+            break
         replay.play(takes[key], layer=visit.layer)
     replay.let_go()

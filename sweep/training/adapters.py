@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.linears import resolve_targets
-from search_spaces.models import ModelSpec
 from sweep.training.model import BaseModel, decoder_layers
 
 
@@ -52,7 +50,7 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
         r=config.lora_rank,
         lora_alpha=config.alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=target_modules(base.model, config),
+        target_modules=target_modules(base, config),
     )
     with contextlib.ExitStack() as undo:
         peft_model = get_peft_model(base.model, lora)
@@ -68,18 +66,17 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
         yield result
 
 
-def target_modules(model: PreTrainedModel, config: TrialConfig) -> str | list[str]:
+def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
     """Return what PEFT calls the configuration's target modules.
 
     Raises:
         InputError: a name that no linear layer of the model ends in.
     """
-    spec = ModelSpec(name="this", source="directory", config=model.config.to_dict())
-    wanted = resolve_targets(config, spec)
+    wanted = resolve_targets(config, base.spec)
     if wanted == ("all-linear",):
         return "all-linear"
     linear = (torch.nn.Linear, Conv1D)
-    names = [name for name, module in model.named_modules() if isinstance(module, linear)]
+    names = [name for name, module in base.model.named_modules() if isinstance(module, linear)]
     suffixes = {name.rpartition(".")[2] for name in names}
     for target in wanted:
         if not any(name == target or name.endswith("." + target) for name in names):

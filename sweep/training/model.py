@@ -56,6 +56,7 @@ class BaseModel:
     """A frozen base on the device."""
 
     key: BaseKey
+    spec: ModelSpec
     model: PreTrainedModel
     undo: contextlib.ExitStack
     """Takes back what the kernels patched outside the instance."""
@@ -83,11 +84,11 @@ def build_base(
         model = build(key, spec=spec, device=device)
         model.config.use_cache = False
         if key.upcast_fp32:
-            _upcast(model)
+            upcast(model)
         model.requires_grad_(False)
         model.train()
         undo.enter_context(_kernels(model, key.kernels))
-        return BaseModel(key=key, model=model, undo=undo.pop_all())
+        return BaseModel(key=key, spec=spec, model=model, undo=undo.pop_all())
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -165,7 +166,7 @@ def _mark_quantized(model: PreTrainedModel, quantization: BitsAndBytesConfig) ->
     model.config.quantization_config = quantization
 
 
-def _upcast(model: PreTrainedModel) -> None:
+def upcast(model: PreTrainedModel) -> None:
     """Put norms, embeddings, biases and head in fp32, and leave the frozen matrices as they are.
 
     PEFT's function does that for a 4-bit base; on a 16-bit one it would widen the matrices too.

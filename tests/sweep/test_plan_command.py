@@ -21,9 +21,10 @@ from storage.studies import open_study
 from sweep import plan_options
 from sweep.cards import Card
 from sweep.cli import main
-from sweep.plan_command import PlanRequest, plan
+from sweep.plan_command import plan
 from sweep.plan_file import read_configurations
 from sweep.plan_options import CONFIG_OPTIONS, given
+from sweep.plan_question import PlanRequest
 from sweep.planning.cost import AskedWork
 from sweep.samplers import make_sampler
 from tests.sweep.imagined_memory import ImaginedPredictor
