@@ -53,7 +53,7 @@ def plan_view(plan: CardPlan) -> RenderableType:
 
 def plans_view(plans: Sequence[CardPlan], comparison: Comparison | None) -> RenderableType:
     """Return the plans of several cards, and the same work on each."""
-    lines = ["fewer than two of them can do it, so there is nothing to compare"]
+    lines = ["nothing to compare: fewer than two can do it, or no price is known"]
     if comparison is not None:
         lines = list(comparison_lines(comparison))
     views = [part for one in plans for part in (Text(""), plan_view(one))]
@@ -173,7 +173,7 @@ def _space_lines(survey: Survey) -> Iterator[str]:
     whole = "no end of configurations" if total is None else units.plural(total, "configuration")
     yield f"{survey.space.name}: {whole}"
     if survey.is_sampled:
-        yield f"of {units.plural(counts.looked_at, 'configuration')} drawn at random:"
+        yield f"of a sample of {units.plural(counts.looked_at, 'configuration')}:"
     yield (
         f"{counts.fit:,} surely fit, {counts.uncertain:,} are too close to say, "
         f"{counts.too_large:,} cannot fit"

@@ -17,7 +17,7 @@ from search_spaces.space import SearchSpace
 from sweep.planning.cost import STEPS, AskedWork, bills
 from sweep.planning.evidence import Evidence
 from sweep.planning.forecast import Forecast, Forecaster
-from sweep.planning.survey import Survey, merit
+from sweep.planning.survey import Survey, merit, thinned
 from sweep.planning.table import BATCHES, LENGTHS, ShapeTable, shape_table
 from sweep.predict.cost import Bill, Comparison, compare
 
@@ -140,13 +140,9 @@ def _best_dtype(gpu: GpuSpec, model: ModelSpec) -> str:
 
 
 def _shown_values(space: SearchSpace, key: str) -> list[int]:
-    """Return at most a dozen of a dimension's values, its ends among them; none where fixed."""
+    """Return at most a dozen of a dimension's values; none where it is fixed."""
     values = space.dimensions[key].values() if key in space.dimensions else None
-    every = sorted(set(values or ()))
-    if len(every) <= VALUES_SHOWN:
-        return every
-    last = len(every) - 1
-    return sorted({every[round(i * last / (VALUES_SHOWN - 1))] for i in range(VALUES_SHOWN)})
+    return thinned(values or (), most=VALUES_SHOWN)
 
 
 def compare_cards(

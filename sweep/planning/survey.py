@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,11 @@ from sweep.planning.settling import settle
 from sweep.predict.memory import Fit
 
 ROWS_MAX = 6_000
-"""Spaces with more rows, or a continuous dimension, are judged by a sample."""
+CONFIGURATIONS_MAX = 60_000
+"""Spaces with more of either, or with a continuous dimension, are judged by a sample of rows."""
 ROWS_SAMPLED = 1_500
+BATCHES_MAX = 256
+"""Micro-batches that are looked at in one row."""
 STEPS_SAMPLED = 64
 """Fitting configurations whose step times make the mean that a study's length follows from."""
 START_SECONDS = 25.0
@@ -60,7 +63,7 @@ class Survey:
     total: int | None
     """Configurations of the space; None where a dimension is continuous."""
     counts: Counts
-    """Of the configurations looked at: all of them, or a sample where the space is too large."""
+    """Of the configurations looked at: all, or a sample where there are too many."""
     fastest_by_class: Mapping[ClassKey, Forecast]
     """The fastest that surely fits; where none does, of those that perhaps do."""
     least_bytes: int | None
@@ -185,7 +188,7 @@ def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
     """
     others = {key: d for key, d in space.dimensions.items() if key != "micro_batch_size"}
     batches = _batches(space)
-    for values in _row_values(others, seed=space.seed):
+    for values in _row_values(others, batches=len(batches), seed=space.seed):
         params = dict(zip(others, values, strict=True))
         yield [space.config({**params, **batch}) for batch in batches]
 
@@ -194,17 +197,29 @@ def _batches(space: SearchSpace) -> list[dict[str, Any]]:
     dimension = space.dimensions.get("micro_batch_size")
     if dimension is None:
         return [{}]
-    return [{"micro_batch_size": batch} for batch in sorted(dimension.values() or ())]
+    batches = thinned(dimension.values() or (), most=BATCHES_MAX)
+    return [{"micro_batch_size": batch} for batch in batches]
 
 
-def _row_values(dimensions: Mapping[str, Dimension], *, seed: int) -> Iterator[tuple[Any, ...]]:
+def thinned(values: Iterable[Any], *, most: int) -> list[Any]:
+    """Return at most ``most`` of the values in order, evenly spread, both ends among them."""
+    every = sorted(set(values))
+    if len(every) <= most:
+        return every
+    return [every[round(i * (len(every) - 1) / (most - 1))] for i in range(most)]
+
+
+def _row_values(
+    dimensions: Mapping[str, Dimension], *, batches: int, seed: int
+) -> Iterator[tuple[Any, ...]]:
     columns = [dimension.values() for dimension in dimensions.values()]
     known = [column for column in columns if column is not None]
-    if len(known) == len(columns) and math.prod(map(len, known)) <= ROWS_MAX:
+    most = min(ROWS_MAX, CONFIGURATIONS_MAX // batches)
+    if len(known) == len(columns) and math.prod(map(len, known)) <= most:
         yield from itertools.product(*known)
         return
     draw = random.Random(seed)
-    for _ in range(ROWS_SAMPLED):
+    for _ in range(min(ROWS_SAMPLED, most)):
         yield tuple(_drawn(dimension, draw) for dimension in dimensions.values())
 
 

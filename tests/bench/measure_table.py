@@ -5,7 +5,7 @@ bytes by stage of
 the step, peaks over all steps, step times. ``tests/data/measurements_*.jsonl`` were made by it.
 
     python tests/bench/measure_table.py OUT.jsonl [--seconds 480] [--known OLD.jsonl]
-        [--snapshots BLOCKS.jsonl]
+        [--snapshots BLOCKS.jsonl] [--held-out tests/data/models]
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import collections
 import json
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -113,7 +116,41 @@ def others() -> list[dict[str, Any]]:
     ]
 
 
-TABLE = {
+DRAWS: dict[str, tuple[Any, ...]] = {
+    "lora_rank": (8, 16, 32, 64, 128),
+    "target_modules": ("qv", "attention", "all-linear"),
+    "micro_batch_size": (1, 2, 3, 4, 6, 8),
+    "seq_len": (256, 384, 512, 1000, 1024, 2048),
+    "compute_dtype": ("bf16", "bf16", "bf16", "fp16"),
+    "checkpoint_fraction": (0.0, 0.25, 0.5, 0.75, 1.0, 1.0),
+    "upcast_fp32": (True, False),
+    "kernels": ("hf", "fused-loss", "liger"),
+    "lora_dropout": (0.0, 0.05),
+    "optimizer": ("adamw_8bit", "adamw_8bit", "adamw_torch_fused"),
+    "quantization": ("nf4", "nf4", "fp4", "none"),
+    "attention": ("sdpa", "sdpa", "sdpa", "eager"),
+}
+COMPILED = [
+    _sized(8, 512, compile=True, checkpoint_fraction=0.0, upcast_fp32=False, kernels="fused-loss"),
+    _sized(4, 512, compile=True, checkpoint_fraction=0.5),
+    _sized(4, 1024, compile=True, target_modules="all-linear", lora_rank=64, **LEAN),
+]
+
+
+def drawn(seed: int, count: int) -> list[dict[str, Any]]:
+    """Return configurations drawn at random: what a predictor must not have been made for."""
+    random = Random(seed)
+    return [{key: random.choice(values) for key, values in DRAWS.items()} for _ in range(count)]
+
+
+def held_out(models: Path) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+    """Return random configurations for models of the table and for others."""
+    names = [*TABLE, *sorted(str(path) for path in models.iterdir())]
+    tables = {name: partial(drawn, seed, 6) for seed, name in enumerate(names)}
+    return {**tables, "mistral-7b-v0.3": lambda: [*drawn(0, 6), *COMPILED]}
+
+
+TABLE: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "mistral-7b-v0.3": mistral,
     "llama-3.1-8b": others,
     "qwen2.5-7b": others,
@@ -232,21 +269,25 @@ def main() -> None:
     arguments.add_argument("--seconds", type=float, default=480.0)
     arguments.add_argument("--known", type=Path, help="rows of an earlier run are not repeated")
     arguments.add_argument("--snapshots", type=Path)
+    arguments.add_argument(
+        "--held-out", type=Path, metavar="MODELS", help="random configurations, these models too"
+    )
     options = arguments.parse_args()
+    tables = TABLE if options.held_out is None else held_out(options.held_out)
     begun = time.perf_counter()
     device = CudaDevice()
     device.warm_up()
     base: BaseModel | None = None
     known = _known(options.known)
     with options.out.open("a", encoding="utf-8") as out:
-        for name, table in TABLE.items():
+        for name, table in tables.items():
             spec = load_model_spec(name)
             configs = [
                 (index, config)
                 for index, config in enumerate(parse_config(values) for values in table())
-                if (name, config.key()) not in known
+                if (Path(name).name, config.key()) not in known
             ]
-            for index, config in sorted(configs, key=lambda pair: str(BaseKey.of(pair[1]))):
+            for index, config in sorted(configs, key=_by_base):
                 if time.perf_counter() - begun > options.seconds:
                     return
                 key = BaseKey.of(config)
@@ -263,7 +304,7 @@ def main() -> None:
                     torch.cuda.synchronize()
                     print(f"build {name} {time.perf_counter() - start:.2f} s", flush=True)
                 device.release()
-                row = {"model": name, "config": config.model_dump(mode="json")}
+                row = {"model": Path(name).name, "config": config.model_dump(mode="json")}
                 failure = None
                 start = time.perf_counter()
                 try:
@@ -284,6 +325,11 @@ def main() -> None:
                         file.write(json.dumps({"config": row["config"], "blocks": rows[:300]}))
                         file.write("\n")
                     device.release()
+
+
+def _by_base(pair: tuple[int, TrialConfig]) -> tuple[bool, str]:
+    """Order configurations by their base model, the ones that compile last."""
+    return pair[1].compile, str(BaseKey.of(pair[1]))
 
 
 def _known(path: Path | None) -> set[tuple[str, str]]:

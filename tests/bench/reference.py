@@ -1,6 +1,6 @@
-"""Measure one reference configuration before and after others ran out of memory, under a card's budget.
+"""Measure one reference configuration before and after others ran out of a card's memory.
 
-    python tests/bench/reference.py a10
+python tests/bench/reference.py a10
 """
 
 from __future__ import annotations

@@ -311,6 +311,14 @@ def test_a_space_without_end_is_judged_by_a_sample(dimensions: Mapping[str, Any]
     assert found.recommended is not None
 
 
+def test_a_fine_grid_of_micro_batches_is_thinned() -> None:
+    space = a_space(dimensions={"micro_batch_size": {"low": 1, "high": 10_000}})
+    found = survey(space, a_forecaster())
+    assert found.is_sampled
+    assert found.counts.looked_at == surveys.BATCHES_MAX
+    assert surveys.thinned([5, 1, 2, 3, 4, 9, 7], most=3) == [1, 4, 9]
+
+
 def test_without_a_speed_the_most_tokens_are_recommended() -> None:
     found = survey(a_space(), a_forecaster(model=UNKNOWN, budget_gib=10))
     assert found.recommended is not None

@@ -6,6 +6,7 @@ there is one truth. Knows nothing of tracing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from transformers import AutoConfig, PreTrainedModel
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from sweep.training.adapters import target_modules
-from sweep.training.model import BaseKey, decoder_layers, skeleton, upcast
+from sweep.training.model import BaseKey, BaseModel, decoder_layers, skeleton, upcast
 
 _DYNAMIC_ROPES = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that read the positions' values; their tensors have the default's shapes."""
@@ -108,7 +109,7 @@ def _whole_numbers(value: Any) -> Iterator[int]:
         yield value
 
 
-def build_base(config: TrialConfig, spec: ModelSpec) -> PreTrainedModel:
+def build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
     """Return the frozen base as it trains, but without data and without other kernels."""
     # flash-attn's kernel keeps what torch's flash attention keeps, and need not be installed here.
     attention = "eager" if config.attention == "eager" else "sdpa"
@@ -118,10 +119,10 @@ def build_base(config: TrialConfig, spec: ModelSpec) -> PreTrainedModel:
     if key.upcast_fp32:
         upcast(model)
     model.requires_grad_(False)
-    return model.train()
+    return BaseModel(key=key, spec=spec, model=model.train(), undo=contextlib.ExitStack())
 
 
-def attach(base: PreTrainedModel, config: TrialConfig, *, rank: int) -> Traceable:
+def attach(base: BaseModel, config: TrialConfig, *, rank: int) -> Traceable:
     """Put adapters of the given rank on the configuration's target modules.
 
     Raises:
@@ -134,7 +135,7 @@ def attach(base: PreTrainedModel, config: TrialConfig, *, rank: int) -> Traceabl
         target_modules=target_modules(base, config),
         init_lora_weights=False,
     )
-    layers = decoder_layers(base)
+    layers = decoder_layers(base.model)
     with torch.device("meta"):
-        model = get_peft_model(base, lora)
-    return Traceable(base=base, model=model.train(), layers=layers)
+        model = get_peft_model(base.model, lora)
+    return Traceable(base=base.model, model=model.train(), layers=layers)

@@ -10,7 +10,7 @@ import traceback
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, masking_utils
+from transformers import masking_utils
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -30,6 +30,7 @@ from sweep.predict.tracing.segments import segments
 from sweep.predict.tracing.symbols import Symbols
 from sweep.predict.tracing.tapes import tapes
 from sweep.predict.tracing.walk import walk
+from sweep.training.model import BaseModel
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 _SHAPE_FAULTS = ("shape", "size of tensor", "invalid for input", "must match", "split")
@@ -50,7 +51,7 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         symbols = _symbols(part, structure)
         config = structure.to_config()
         base = build_base(config, part.spec)
-        on_card = built(base, config, part.positions)
+        on_card = built(base.model, config, part.positions)
     except InputError:
         raise
     except Exception as error:
@@ -60,7 +61,7 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     # uncertain.
     fuses_layers = structure.kernels == "liger" or structure.is_compiled
     with liger.patched(
-        base, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c
+        base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c
     ):
         target = _attach(base, config, symbols)
         ledger = _walk(target, symbols, structure)
@@ -83,7 +84,7 @@ def _symbols(part: Excerpt, structure: Structure) -> Symbols:
     return Symbols(part.dimensions, longest=min((n for n in limits if n), default=None))
 
 
-def _attach(base: PreTrainedModel, config: TrialConfig, symbols: Symbols) -> Traceable:
+def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable:
     try:
         return attach(base, config, rank=symbols.r)
     except InputError:
