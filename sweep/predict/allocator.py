@@ -130,6 +130,20 @@ class CachingAllocator:
             size += pool.forget(address)
         pool.put(address, size)
 
+    def take_segment(self, length: int) -> None:
+        """Reserve so many bytes, for good where the caller keeps them.
+
+        Raises:
+            OutOfSegments: it would pass the limit, even with every free segment given back.
+        """
+        limit = self._limit_bytes
+        if limit is not None and self.reserved_bytes + length > limit:
+            self.empty_cache()
+            if self.reserved_bytes + length > limit:
+                raise OutOfSegments
+        self.reserved_bytes += length
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
     def empty_cache(self) -> None:
         """Give the segments in which nothing is in use back to the driver."""
         for pool in (self._small, self._large):
@@ -149,19 +163,10 @@ class CachingAllocator:
             length = _MIDDLE_SEGMENT_BYTES
         else:
             length = -(-size // _LARGE_GRAIN_BYTES) * _LARGE_GRAIN_BYTES
-        self._make_room(length)
+        self.take_segment(length)
         address = self._place(length)
         self._segments[address] = length
-        self.reserved_bytes += length
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return length, address
-
-    def _make_room(self, length: int) -> None:
-        if self._limit_bytes is None or self.reserved_bytes + length <= self._limit_bytes:
-            return
-        self.empty_cache()
-        if self.reserved_bytes + length > self._limit_bytes:
-            raise OutOfSegments
 
     def _place(self, length: int) -> int:
         address = self._next_address

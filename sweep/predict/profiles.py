@@ -7,6 +7,7 @@ of steps only scale them. Knows nothing of predictions.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -242,7 +243,8 @@ def _write(path: Path, values: dict[str, Any]) -> None:
         partial.write_text(json.dumps(values), encoding="utf-8")
         partial.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 @cache

@@ -61,14 +61,8 @@ class Replay:
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
-        self._small_bytes = self._small_peak_bytes = 0
+        self._small_bytes = self._small_room_bytes = 0
         self._left: dict[int | str, dict[int, int]] = {}
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """Most bytes in segments so far."""
-        small = -(-self._small_peak_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-        return self._allocator.peak_reserved_bytes + small
 
     def hold(self, sizes: Iterable[int]) -> None:
         """Allocate what stays."""
@@ -77,12 +71,11 @@ class Replay:
                 self._allocator.allocate(size)
             else:
                 self._small_bytes += size
+        self._make_small_room(0)
 
     def play(self, part: Take, *, layer: int = 0) -> None:
         """Replay a segment of a layer of the whole model, or of the step as a whole."""
-        self._small_peak_bytes = max(
-            self._small_peak_bytes, self._small_bytes + part.small_hump_bytes
-        )
+        self._make_small_room(part.small_hump_bytes)
         self._small_bytes += part.small_kept_bytes
         allocate, free, left = self._allocator.allocate, self._allocator.free, self._left
         temporaries: dict[int | str, int] = {}
@@ -109,6 +102,13 @@ class Replay:
                 self._allocator.free(address)
         self._left.clear()
 
+    def _make_small_room(self, hump_bytes: int) -> None:
+        missing = self._small_bytes + hump_bytes - self._small_room_bytes
+        if missing > 0:
+            length = -(-missing // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+            self._allocator.take_segment(length)
+            self._small_room_bytes += length
+
 
 def base_allocator(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
     """Return the allocator as the frozen base and the libraries' workspaces leave it."""
@@ -134,7 +134,7 @@ def reserved_bytes(step: Step, *, limit_bytes: int | None = None) -> int | None:
         _play(step, replay)
     except OutOfSegments:
         return None
-    return replay.peak_reserved_bytes
+    return allocator.peak_reserved_bytes
 
 
 def _play(step: Step, replay: Replay) -> None:

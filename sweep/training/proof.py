@@ -119,6 +119,15 @@ def _compile(config: TrialConfig) -> Ineffective | None:
     return None
 
 
+def is_from_the_compiler(error: Exception) -> bool:
+    """Whether an exception says that `torch.compile` could not compile a layer.
+
+    Dynamo also raises what the traced code raised, and then names the lines it was tracing.
+    """
+    is_dynamos_own = isinstance(error, torch._dynamo.exc.TorchDynamoException)
+    return is_dynamos_own or "from user code:" in str(error)
+
+
 def _attention(config: TrialConfig, watch: KernelWatch) -> Ineffective | None:
     """`sdpa` must reach a fused kernel: its fallback materialises the scores as `eager` does.
 

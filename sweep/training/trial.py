@@ -17,6 +17,7 @@ from search_spaces.errors import InputError
 from search_spaces.space import StepBudget
 from storage.records import (
     Diverged,
+    Ineffective,
     Invalid,
     Measured,
     Measurement,
@@ -29,7 +30,7 @@ from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device, requested_bytes
 from sweep.training.meter import CardReader, CardReading, is_precise, is_steady, median_interval
 from sweep.training.model import BaseModel
-from sweep.training.proof import KernelWatch, ineffective
+from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
 from sweep.training.step import TrainingLoop, is_finite
 
 _OBSERVED_STEPS = 2
@@ -79,8 +80,11 @@ class Trial:
     _loop: TrainingLoop | None = None
 
     def run(self) -> Outcome:
-        """Return how it ended. On return the base is as it was before, whatever happened."""
-        failure: str | None = None
+        """Return how it ended. On return the base is as it was before, whatever happened.
+
+        Raises:
+            Exception: what is neither memory nor the compiler nor a rule.
+        """
         try:
             self.device.reset_peak()
             with attached(self.base, self.config) as attachment:
@@ -88,29 +92,29 @@ class Trial:
         except InputError as error:
             outcome = Invalid(rule="target_modules", detail=str(error))
         except Exception as error:
-            # Memory can run out in any library, each with an exception of its own.
-            if not self.device.ran_out(error):
+            verdict = self._verdict(error)
+            if verdict is None:
                 raise
-            failure = (str(error) or type(error).__name__)[:_DETAIL_LENGTH]
-            requested = requested_bytes(error)
-        # Outside the except block: a caught exception keeps the frames, and so the tensors, alive.
-        if failure is not None:
-            outcome = self._out_of_memory(failure, requested)
+            outcome = verdict
+        # Outside the except blocks: a caught exception keeps the frames, and so the tensors, alive.
         self._loop = None
         self.device.release()
         return _with_setup(outcome, time.perf_counter() - self.started)
 
-    def _out_of_memory(self, detail: str, requested: int | None) -> OutOfMemory:
-        peak = self.device.peak_allocated_bytes()
-        stage = "load" if self._loop is None else self._loop.stage
-        step = 0 if self._loop is None else self._loop.micro_step
-        return OutOfMemory(
-            stage=stage,
-            step=step,
-            requested_bytes=requested,
-            peak_allocated_bytes=peak,
-            detail=detail,
-        )
+    def _verdict(self, error: Exception) -> Outcome | None:
+        """Return what an exception means, in strings and numbers alone; None for the unknown."""
+        detail = (str(error) or type(error).__name__)[:_DETAIL_LENGTH]
+        if self.device.ran_out(error):
+            return OutOfMemory(
+                stage="load" if self._loop is None else self._loop.stage,
+                step=0 if self._loop is None else self._loop.micro_step,
+                requested_bytes=requested_bytes(error),
+                peak_allocated_bytes=self.device.peak_allocated_bytes(),
+                detail=detail,
+            )
+        if self.config.compile and is_from_the_compiler(error):
+            return Ineffective(knob="compile", detail=detail)
+        return None
 
     def _train(self, attachment: Attached) -> Outcome:
         vocab_size = int(self.base.model.get_input_embeddings().num_embeddings)

@@ -28,7 +28,7 @@ from sweep.plan_question import PlanRequest
 from sweep.planning.cost import AskedWork
 from sweep.samplers import make_sampler
 from tests.sweep.imagined_memory import ImaginedPredictor
-from tests.sweep.test_planning import INTERFACE_KEYS, TRIALS, a_snapshot
+from tests.sweep.imagined_study import INTERFACE_KEYS, TRIALS, a_snapshot
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import GIB, find_gpu
-from search_spaces.model_files import load_model_spec
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace
-from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.records import Measured, Measurement, OutOfMemory, PredictionRecord, TrialRecord
+from storage.definition import StudySnapshot
+from storage.records import OutOfMemory
 from sweep.planning import survey as surveys
 from sweep.planning.cost import AskedWork, bills
 from sweep.planning.documents import card_document, comparison_document, forecast_document
@@ -34,10 +33,16 @@ from sweep.planning.table import shape_table
 from sweep.predict.memory import Fit
 from sweep.predict.speed import predict_step
 from tests.sweep.imagined_memory import ImaginedPredictor
+from tests.sweep.imagined_study import (
+    INTERFACE_KEYS,
+    MISTRAL,
+    TRIALS,
+    a_record,
+    a_snapshot,
+    a_space,
+)
 
-MISTRAL = load_model_spec("mistral-7b-v0.3")
 UNKNOWN = ModelSpec("mine", "directory", {**MISTRAL.config, "model_type": "mine"})
-BATCHES = (1, 2, 4, 6, 8, 10, 12, 16)
 
 
 def a_forecaster(
@@ -56,16 +61,6 @@ def a_forecaster(
         memory=predictor or ImaginedPredictor(),
         evidence=evidence,
     )
-
-
-def a_space(**changes: Any) -> SearchSpace:
-    dimensions: dict[str, Any] = {
-        "micro_batch_size": {"choices": list(BATCHES)},
-        "seq_len": {"choices": [512, 1024]},
-        "lora_rank": {"choices": [8, 64]},
-        "checkpoint_fraction": {"choices": [0.0, 1.0]},
-    }
-    return SearchSpace.model_validate({"name": "small", "dimensions": dimensions} | changes)
 
 
 def an_offer(**terms: Any) -> Offer:
@@ -451,17 +446,6 @@ def test_one_configuration_is_compared_as_it_is() -> None:
 
 # Documents
 
-INTERFACE_KEYS = {
-    "config",
-    "fits",
-    "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "breakdown",
-    "step_seconds",
-    "tokens_per_second",
-    "bottleneck",
-    "cost",
-}
 PARTS = {"weights", "adapters", "gradients", "optimizer", "activations", "loss"}
 
 
@@ -490,53 +474,6 @@ def test_a_plans_document_is_json(budget_gib: float) -> None:
 
 
 # What a study has shown
-
-
-def a_record(
-    number: int, config: TrialConfig, *, gpu: str = "a10", off: float = 1.2, **changes: Any
-) -> TrialRecord:
-    seconds = off * predict_step(config, model=MISTRAL, gpu=find_gpu(gpu)).step_seconds
-    measurement = Measurement(
-        tokens_per_second=config.tokens_per_step / seconds,
-        samples_per_second=config.samples_per_step / seconds,
-        step_seconds=seconds,
-        step_seconds_ci95=(seconds, seconds),
-        steps_measured=6,
-        steps_warmup=2,
-        peak_allocated_bytes=10 * GIB,
-        trainable_parameters=1,
-        final_loss=2.0,
-        setup_seconds=1.0,
-        measured_seconds=1.0,
-    )
-    values: dict[str, Any] = {
-        "number": number,
-        "config": config,
-        "outcome": Measured(measurement=measurement),
-        "prediction": PredictionRecord(peak_allocated_bytes=11 * GIB, peak_reserved_bytes=12 * GIB),
-    }
-    return TrialRecord.model_validate(values | changes)
-
-
-def a_snapshot(*records: TrialRecord, **target: Any) -> StudySnapshot:
-    values = {"gpu": "a10", "device": "cuda", "budget_bytes": 20 * GIB}
-    return StudySnapshot(
-        name="mine",
-        definition=StudyDefinition(
-            space=a_space(),
-            model=MISTRAL.to_json(),
-            model_fingerprint=MISTRAL.fingerprint,
-            target=Target.model_validate(values | target),
-        ),
-        environment={},
-        records=records,
-    )
-
-
-TRIALS = [
-    a_record(number, TrialConfig(micro_batch_size=batch, seq_len=length))
-    for number, (batch, length) in enumerate(itertools.product((1, 4, 8), (512, 1024)))
-]
 
 
 def test_a_study_on_the_card_calibrates_speed_and_judges_memory() -> None:

@@ -16,6 +16,7 @@ _BLOCK_BYTES = 512
 """The caching allocator's granularity; what depends on no symbol is rounded to it here."""
 _SMALLEST = 101
 _LARGEST = 20011
+_CHOICES = 100
 _NEIGHBOURS = (1, -1)
 """A shifted or padded sequence has one token more or less."""
 
@@ -38,7 +39,8 @@ class Symbols:
         lengths = [p for p in usable if longer_than < p <= top]
         if not lengths:
             raise ValueError(f"no traceable length above {longer_than} and up to {top}")
-        self.s = lengths[-1] if longer_than == 0 else lengths[0]
+        near = lengths[:_CHOICES] if longer_than else lengths[-_CHOICES:]
+        self.s = max(near, key=_neighbours_largest_factor)
         others = [p for p in reversed(usable) if p != self.s]
         self.b, self.r, self.c, self.p = others[:4]
         self._known: dict[int, Polynomial] = {}
@@ -70,6 +72,20 @@ class Symbols:
         if not monomial:
             size = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
         return {monomial: size}
+
+
+def _neighbours_largest_factor(prime: int) -> int:
+    """Return how large the prime factors are that tell a sequence with one token more or less."""
+    return min(_largest_factor(prime + step) for step in _NEIGHBOURS)
+
+
+def _largest_factor(number: int) -> int:
+    largest, factor = 1, 2
+    while number > 1:
+        while number % factor == 0:
+            number, largest = number // factor, factor
+        factor += 1
+    return largest
 
 
 def _primes() -> list[int]:

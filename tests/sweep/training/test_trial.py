@@ -158,6 +158,23 @@ def test_an_error_that_is_not_memory_is_not_called_memory() -> None:
         trial_on(base, config, device=device).run()
 
 
+@pytest.mark.parametrize(
+    ("compiled", "expected"), [(True, Ineffective), (False, None)], ids=["compiled", "eager"]
+)
+def test_a_compiler_that_gives_up_is_not_a_crash(
+    compiled: bool, expected: type[Ineffective] | None
+) -> None:
+    error = AssertionError("\n\nfrom user code:\n   File modeling.py, line 222")
+    config = tiny_config(compile=compiled)
+    with tiny_base(config) as base:
+        trial = trial_on(base, config, device=_Failing(error, at=3))
+        if expected is None:
+            with pytest.raises(AssertionError):
+                trial.run()
+        else:
+            assert isinstance(trial.run(), expected)
+
+
 def test_measuring_stops_at_the_step_budget_and_says_that_it_is_noisy() -> None:
     config = tiny_config()
     steps = StepBudget(
