@@ -16,8 +16,7 @@ import plotly.graph_objects as go
 
 from reports import units
 from reports.marks import HOVER_TEMPLATE, MARKS, OUTLINE, WINNER_COLOUR
-from reports.measured import rankable
-from storage import ranking
+from reports.measured import measured_trials
 from storage.definition import StudySnapshot
 from storage.records import OUT_OF_MEMORY, TrialRecord, Verdict
 
@@ -33,13 +32,13 @@ class Effect:
     key: str
     label: str
     speeds: tuple[float, ...]
-    """Tokens/s of each configuration that fitted."""
+    """Tokens/s of each trial that fitted, also of those stopped as too slow."""
     out_of_memory: int
 
 
 def effects_of(snapshot: StudySnapshot) -> tuple[Effect, ...]:
     """Return the effects of every dimension that was tried at more than one value."""
-    fitting = ranking.fitting(rankable(snapshot.records))
+    fitting = [record for record, _ in measured_trials(snapshot.records)]
     return tuple(
         effect
         for key in snapshot.definition.space.dimensions

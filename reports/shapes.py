@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 
 from reports import units
 from reports.marks import HOVER_TEMPLATE, hover
-from reports.measured import rankable
+from reports.measured import measured_trials, rankable
 from storage import ranking
 from storage.definition import StudySnapshot
 from storage.records import OUT_OF_MEMORY, TrialRecord, Verdict
@@ -33,7 +33,7 @@ class Cell:
 
     text: str
     tokens_per_second: float | None
-    """The best that fitted; None where nothing did."""
+    """The best that fitted, measured to the end or in part; None where nothing did."""
     hovertext: str
 
 
@@ -74,13 +74,17 @@ def _cell(records: Sequence[TrialRecord]) -> Cell:
         rate = best.measurement.tokens_per_second
         tried = f"best of {units.plural(len(records), 'trial')}"
         return Cell(units.short_rate(rate), rate, f"{tried}<br>{hover(best)}")
+    partial = measured_trials(records)
+    if partial:
+        slow, measured = max(partial, key=lambda pair: pair[1].tokens_per_second)
+        rate = measured.tokens_per_second
+        return Cell(f"~{units.short_rate(rate)}", rate, f"stopped as too slow<br>{hover(slow)}")
     verdicts = {record.verdict for record in records}
     names = "<br>".join(f"trial {r.number}: {r.verdict.value}" for r in records[:_TRIALS_NAMED])
     if verdicts <= OUT_OF_MEMORY:
         text = "✕ OOM" if Verdict.OOM in verdicts else "✕ over budget"
         return Cell(text, None, f"does not fit<br>{names}")
-    slow = Verdict.PRUNED_SLOW in verdicts
-    return Cell("slow" if slow else "no result", None, f"no full measurement<br>{names}")
+    return Cell("no result", None, f"no measurement<br>{names}")
 
 
 def _add_cells(

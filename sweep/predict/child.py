@@ -1,5 +1,4 @@
-"""Owns the tracing child: started at the first question, asked in JSON lines, gone when its owner
-is.
+"""Owns the tracing child: started at the first question, asked in JSON lines, gone with its owner.
 
 Knows nothing of what is asked. The child is where torch and transformers are imported; this process
 never does.

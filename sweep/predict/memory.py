@@ -1,5 +1,4 @@
-"""Owns the memory prediction of one configuration: its structure's profile, scaled and walked
-through a step.
+"""Owns the memory prediction of one configuration: its structure's profile, scaled and walked.
 
 Knows nothing of Optuna, processes or files. Liger's kernels, bitsandbytes' and attention's are
 Triton and CUDA programs that cannot be traced: what they keep and take is modelled
@@ -8,7 +7,7 @@ Triton and CUDA programs that cannot be traced: what they keep and take is model
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +23,7 @@ from sweep.predict.reserved import reserved_bytes
 from sweep.predict.step import Step
 
 HOPPER = (9, 0)
+AMPERE = (8, 0)
 
 _WORKSPACES = 2
 """cuBLAS keeps one for the thread that runs forward, and one for autograd's."""
@@ -115,7 +115,9 @@ class MemoryPredictor:
         tracer: Tracer | None = None,
     ) -> None:
         self._model = model
-        self._workspace_bytes = _workspace_bytes(compute_capability or HOPPER)
+        capability = compute_capability or HOPPER
+        self._workspace_bytes = _workspace_bytes(capability)
+        self._has_flash = capability >= AMPERE
         self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer or TracingChild())
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
@@ -151,11 +153,13 @@ class MemoryPredictor:
         )
 
     def _profile(self, config: TrialConfig, *, is_checkpointed: bool) -> Profile:
-        profile = self._profiles.get(Structure.of(config, is_checkpointed=is_checkpointed))
+        structure = Structure.of(config, is_checkpointed=is_checkpointed, has_flash=self._has_flash)
+        profile = self._profiles.get(structure)
         if profile.window is None or config.seq_len < profile.window:
             return profile
-        longer = Structure.of(config, is_checkpointed=is_checkpointed, is_long=True)
-        return self._profiles.get(longer)
+        # flash-attn's own kernel takes the window as a number; the others need a mask.
+        is_long = config.attention != "flash_attention_2"
+        return self._profiles.get(replace(structure, is_long=is_long))
 
 
 def _workspace_bytes(compute_capability: tuple[int, int]) -> int:

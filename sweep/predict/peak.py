@@ -1,5 +1,6 @@
-"""Owns finding the most that is alive at once in a step, and what it consists of. Knows nothing of
-reserved memory.
+"""Owns finding the most that is alive at once in a step, and what it consists of.
+
+Knows nothing of reserved memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Owns bytes as a polynomial in what a configuration sets: batch, length, rank and what follows
-from them.
+"""Owns bytes as a polynomial in what a configuration sets: batch, length, rank, what follows.
 
 A polynomial maps a monomial to its coefficient; a monomial is its symbols' letters in order
 (``bss`` is batch x length x length, the empty one is a constant). Plain values, so that it travels
@@ -33,9 +32,7 @@ def evaluate(polynomial: Polynomial, values: Values) -> int:
 
 
 def add_to(total: Polynomial, term: Polynomial, sign: int = 1) -> None:
-    """Add a polynomial (or with ``sign=-1`` take it off) in place; monomials that cancel
-    disappear.
-    """
+    """Add a polynomial in place, or take it off with ``sign=-1``; what cancels disappears."""
     for monomial, coefficient in term.items():
         value = total.get(monomial, 0) + sign * coefficient
         if value:
@@ -45,9 +42,7 @@ def add_to(total: Polynomial, term: Polynomial, sign: int = 1) -> None:
 
 
 def is_covered(smaller: Polynomial, larger: Polynomial) -> bool:
-    """Whether ``larger`` is at least ``smaller`` for all positive values of the symbols, by
-    coefficients.
-    """
+    """Whether ``larger`` is at least ``smaller`` wherever all symbols are positive."""
     return all(
         smaller.get(monomial, 0) <= larger.get(monomial, 0) for monomial in {*smaller, *larger}
     )

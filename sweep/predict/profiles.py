@@ -1,5 +1,4 @@
-"""Owns what is known of a structure's memory, and where it comes from: memory, disk, or the tracing
-child.
+"""Owns what is known of a structure's memory, and where that comes from: disk or the tracing child.
 
 A structure is what of a configuration decides which tensors exist; batch, length, rank and number
 of steps only scale them. Knows nothing of predictions.
@@ -24,9 +23,7 @@ from search_spaces.models import ModelSpec
 from sweep.predict.polynomials import Polynomial
 
 Account = dict[str, Polynomial]
-"""Polynomial by what the bytes are for; ``activations 2`` is added once for each layer that layer 2
-stands for.
-"""
+"""Polynomial by purpose; ``activations 2`` is added once for each layer that layer 2 stands for."""
 
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 _TRACED_BY = ("tracing/*.py", "trace.py", "../training/model.py", "../training/adapters.py")
@@ -49,15 +46,22 @@ class Structure:
     target_modules: TargetModules
     has_dropout: bool
     is_compiled: bool
+    has_flash: bool
+    """Whether the card has flash attention."""
     is_checkpointed: bool
-    """Whether every decoder layer is recomputed, or none; what lies between is put together from
-    both.
-    """
+    """Whether all decoder layers are recomputed, or none; both together give what lies between."""
     is_long: bool = False
     """Whether the sequence passes the attention window, so that a mask has to exist."""
 
     @classmethod
-    def of(cls, config: TrialConfig, *, is_checkpointed: bool, is_long: bool = False) -> Structure:
+    def of(
+        cls,
+        config: TrialConfig,
+        *,
+        is_checkpointed: bool,
+        has_flash: bool = True,
+        is_long: bool = False,
+    ) -> Structure:
         """Return a configuration's structure, with all layers recomputed or none."""
         is_quantized = config.quantization != "none"
         return cls(
@@ -70,6 +74,7 @@ class Structure:
             target_modules=config.target_modules,
             has_dropout=config.lora_dropout > 0,
             is_compiled=config.compile,
+            has_flash=has_flash,
             is_checkpointed=is_checkpointed,
             is_long=is_long,
         )
@@ -77,12 +82,12 @@ class Structure:
     def to_config(self) -> TrialConfig:
         """Return a configuration that has this structure."""
         return TrialConfig(
-            compute_dtype=self.compute_dtype,  # type: ignore[arg-type]
+            compute_dtype=self.compute_dtype,
             quantization="nf4" if self.is_quantized else "none",
             double_quant=self.double_quant,
             upcast_fp32=self.upcast_fp32,
-            kernels=self.kernels,  # type: ignore[arg-type]
-            attention=self.attention,  # type: ignore[arg-type]
+            kernels=self.kernels,
+            attention=self.attention,
             target_modules=self.target_modules,
             lora_dropout=0.1 if self.has_dropout else 0.0,
             checkpoint_fraction=1.0 if self.is_checkpointed else 0.0,
@@ -101,14 +106,14 @@ class Structure:
         )
 
 
-BIRTH, DEATH, LEAVE, TAKE, TAKE_ALL = range(5)
-"""A temporary is born or dies; something is left for a later segment; what another left dies, in
-one layer or in all.
+BIRTH, DEATH, LEAVE, FETCH, FETCH_ALL = range(5)
+"""What happens in a segment: a temporary is born, or dies; something is left for a later segment;
+what an earlier one left dies, in one layer or in all.
 """
 
 Entry = tuple[int, int | str, int]
-"""What happens, to what (a temporary's number or a path), and the index of its size or the layers
-it lived through.
+"""What happens, to what (a temporary's number or a path), and the index of the size that is born or
+the layers that what dies lived through.
 """
 
 
@@ -119,9 +124,7 @@ class Segment:
     kept: Account
     """How much more is alive at its end than at its beginning."""
     humps: tuple[Account, ...]
-    """How high it can rise above its beginning: those of its moments that can be the highest at
-    some size.
-    """
+    """How high it can rise above its beginning: its moments that are the highest at some size."""
     tape: tuple[Entry, ...]
     """Its births and deaths in order."""
 
@@ -160,13 +163,9 @@ class Profile:
     """For each decoder layer, the traced layer that stands for it."""
     base: Base
     adapters: tuple[tuple[int, ...], ...]
-    """Elements for each unit of rank of every trained tensor, by traced layer, in the order they
-    are attached.
-    """
+    """Elements of every trained tensor for each unit of rank, by traced layer, as attached."""
     segments: dict[str, Segment]
-    """``embed``, ``forward 0``..., ``head``, ``head_backward``, ``backward 0``..., by traced
-    layer.
-    """
+    """``embed``, ``forward 0``..., ``head``, ``head_backward``, ``backward 0``..., as traced."""
     sizes: tuple[Polynomial, ...]
     """Bytes, by the tapes' index."""
     window: int | None

@@ -1,5 +1,4 @@
-"""Owns the reserved memory of a step: the tapes of its segments replayed through a simulated
-allocator.
+"""Owns the reserved memory of a step: its segments' tapes replayed through a simulated allocator.
 
 Knows nothing of where tapes come from, nor of what their tensors are for.
 """
@@ -16,7 +15,7 @@ from sweep.predict.allocator import (
     OutOfSegments,
 )
 from sweep.predict.polynomials import evaluate
-from sweep.predict.profiles import BIRTH, DEATH, LEAVE, TAKE, Entry
+from sweep.predict.profiles import BIRTH, DEATH, FETCH, LEAVE, Entry
 from sweep.predict.step import Step
 
 _HEAVY_STATES = 0.05
@@ -24,40 +23,39 @@ _HEAVY_STATES = 0.05
 
 
 @dataclass(frozen=True)
-class Take:
-    """A tape at real sizes. Small requests are only summed up: they have segments of their own,
-    that waste little.
-    """
+class SizedTape:
+    """A tape at real sizes; small temporaries, in segments of their own, are only summed up."""
 
-    entries: list[tuple[int, int | str, int]]
-    """As `Entry`, with bytes for the index, and without what is small."""
-    small_kept_bytes: int
+    entries: list[Entry]
+    """With bytes for the index of a size; negative for what is small and outlives the tape."""
     small_hump_bytes: int
+    """How high small requests rise above where the tape begins."""
 
 
-def take(tape: Sequence[Entry], sizes: Sequence[int]) -> Take:
+def sized(tape: Sequence[Entry], sizes: Sequence[int]) -> SizedTape:
     """Return a tape at real sizes, given in bytes by the tape's index."""
-    entries: list[tuple[int, int | str, int]] = []
+    entries: list[Entry] = []
     small: dict[int | str, int] = {}
-    kept = hump = 0
+    rise = hump = 0
     for what, key, value in tape:
-        if what in (BIRTH, LEAVE):
-            size = sizes[value]
-            if size > SMALL_BYTES:
-                entries.append((what, key, size))
-            else:
-                small[key] = size
-                kept += size
-                hump = max(hump, kept)
-        elif key in small and what == DEATH:
-            kept -= small.pop(key)
-        else:
+        size = sizes[value] if what in (BIRTH, LEAVE) else 0
+        if size > SMALL_BYTES:
+            entries.append((what, key, size))
+        elif size:
+            small[key] = size
+            rise += size
+            hump = max(hump, rise)
+            if what == LEAVE:
+                entries.append((LEAVE, key, -size))
+        elif what == DEATH and key in small:
+            rise -= small.pop(key)
+        elif what not in (BIRTH, LEAVE):
             entries.append((what, key, value))
-    return Take(entries, kept, hump)
+    return SizedTape(entries, hump)
 
 
 class Replay:
-    """Replays segments one after another."""
+    """Replays tapes one after another."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
@@ -67,40 +65,45 @@ class Replay:
     def hold(self, sizes: Iterable[int]) -> None:
         """Allocate what stays."""
         for size in sizes:
-            if size > SMALL_BYTES:
-                self._allocator.allocate(size)
-            else:
-                self._small_bytes += size
+            self._allocate(size if size > SMALL_BYTES else -size)
         self._make_small_room(0)
 
-    def play(self, part: Take, *, layer: int = 0) -> None:
+    def play(self, tape: SizedTape, *, layer: int) -> None:
         """Replay a segment of a layer of the whole model, or of the step as a whole."""
-        self._make_small_room(part.small_hump_bytes)
-        self._small_bytes += part.small_kept_bytes
-        allocate, free, left = self._allocator.allocate, self._allocator.free, self._left
+        self._make_small_room(tape.small_hump_bytes)
         temporaries: dict[int | str, int] = {}
-        for what, key, value in part.entries:
+        for what, key, value in tape.entries:
             if what == BIRTH:
-                temporaries[key] = allocate(value)
+                temporaries[key] = self._allocator.allocate(value)
             elif what == DEATH:
-                free(temporaries.pop(key))
+                self._allocator.free(temporaries.pop(key))
             elif what == LEAVE:
-                left.setdefault(key, {})[layer] = allocate(value)
-            elif what == TAKE:
-                address = left.get(key, {}).pop(layer - value, None)
-                if address is not None:
-                    free(address)
+                self._left.setdefault(key, {})[layer] = self._allocate(value)
+            elif what == FETCH:
+                self._free(self._left.get(key, {}).pop(layer - value, 0))
             else:
-                for address in left.pop(key, {}).values():
-                    free(address)
+                for address in self._left.pop(key, {}).values():
+                    self._free(address)
 
-
-    def let_go(self) -> None:
-        """Free what was left and never taken: the gradients, at the end of a step."""
+    def end_step(self) -> None:
+        """Free what was left and never fetched: the gradients."""
         for addresses in self._left.values():
             for address in addresses.values():
-                self._allocator.free(address)
+                self._free(address)
         self._left.clear()
+
+    def _allocate(self, size: int) -> int:
+        """Return the block's address; for a small request, which comes negative, itself."""
+        if size > 0:
+            return self._allocator.allocate(size)
+        self._small_bytes -= size
+        return size
+
+    def _free(self, address: int) -> None:
+        if address > 0:
+            self._allocator.free(address)
+        else:
+            self._small_bytes += address
 
     def _make_small_room(self, hump_bytes: int) -> None:
         missing = self._small_bytes + hump_bytes - self._small_room_bytes
@@ -140,14 +143,14 @@ def reserved_bytes(step: Step, *, limit_bytes: int | None = None) -> int | None:
 def _play(step: Step, replay: Replay) -> None:
     if step.accumulates:
         replay.hold(step.adapters)
-    takes: dict[tuple[str, bool], Take] = {}
+    tapes: dict[tuple[str, bool], SizedTape] = {}
     for visit in step.visits():
         key = (visit.name, visit.is_checkpointed)
-        if key not in takes:
+        if key not in tapes:
             sizes = [evaluate(size, step.values) for size in step.profiles[key[1]].sizes]
-            takes[key] = take(step.segment(visit).tape, sizes)
+            tapes[key] = sized(step.segment(visit).tape, sizes)
         elif visit.moment == "backward" and sum(step.kept(visit).values()) <= 0:
             # The same layer again, with less alive than before it: nothing new can come.
             break
-        replay.play(takes[key], layer=visit.layer)
-    replay.let_go()
+        replay.play(tapes[key], layer=visit.layer)
+    replay.end_step()

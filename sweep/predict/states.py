@@ -9,17 +9,13 @@ FP32_BYTES = 4
 _MIN_8BIT_ELEMENTS = 4096
 """bitsandbytes keeps the states of smaller tensors in fp32."""
 _MIN_PAGED_ELEMENTS = 100_000
-"""bitsandbytes keeps the states of smaller tensors on the card; others are managed memory, which no
-counter sees.
-"""
+"""bitsandbytes keeps smaller states on the card; larger ones are in memory no counter sees."""
 _BLOCK_ELEMENTS = 256
 """Elements that share a scale."""
 
 
 def state_bytes(optimizer: OptimizerName, elements: int) -> tuple[int, ...]:
-    """Return the bytes of each tensor that the optimizer keeps on the card for a trained one of so
-    many elements.
-    """
+    """Return the bytes of each tensor that is kept on the card for a trained one."""
     if optimizer == "adamw_torch_fused":
         # The step count is on the card too.
         return (FP32_BYTES, elements * FP32_BYTES, elements * FP32_BYTES)

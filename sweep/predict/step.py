@@ -1,5 +1,4 @@
-"""Owns one training step of a configuration as memory sees it: what stays, and its segments in
-order, at real sizes.
+"""Owns one training step as memory sees it: what stays, and its segments in order, at real sizes.
 
 Knows nothing of how profiles are made, nor of the allocator.
 """
@@ -111,9 +110,7 @@ class Step:
         return [n * rank for position in self.profile.positions for n in of_layer[position]]
 
     def _scaled(self, account: Account, is_checkpointed: bool) -> Amounts:
-        """Return an account at real sizes, with what each layer adds counted once for each of its
-        kind.
-        """
+        """Return an account at real sizes, with what a layer adds counted for each of its kind."""
         result: Amounts = {}
         for key, polynomial in account.items():
             part, _, layer = key.partition(" ")

@@ -1,5 +1,4 @@
-"""Owns stand-ins of CUDA's attention kernels: what each keeps for the backward pass and takes while
-it runs.
+"""Owns stand-ins of CUDA's attention kernels: what each keeps, and what it takes while it runs.
 
 Knows nothing of autocast or models. Read in torch's `sdp_utils.cpp` (which kernel), `attention.cu`
 and `attention_backward.cu` (what it allocates).
@@ -18,9 +17,7 @@ _HEAD_MULTIPLE = 8
 
 
 class FlashAttention(torch.autograd.Function):
-    """Keeps q, k, v, the output and one fp32 per row and head; the backward pass sums into an fp32
-    dq.
-    """
+    """Keeps q, k, v, the output and an fp32 a row and head; sums dq in fp32 on the way back."""
 
     @staticmethod
     def forward(
@@ -90,13 +87,12 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     padded_length: int,
+    has_flash: bool,
 ) -> torch.Tensor:
-    """Return the attention output through the kernel that CUDA would pick: flash, memory-efficient,
-    or none.
-    """
+    """Return the output of the kernel that CUDA would pick: flash, memory-efficient, or none."""
     _check(query, key, value)
     is_small = query.shape[-1] == value.shape[-1] <= _FLASH_HEAD_MAX
-    if attn_mask is None and query.dtype in _HALF and is_small:
+    if has_flash and attn_mask is None and query.dtype in _HALF and is_small:
         return _flash(query, key, value, padded_length)
     if query.shape[1] == key.shape[1]:
         return EfficientAttention.apply(query, key, value, _additive(attn_mask, query.dtype))

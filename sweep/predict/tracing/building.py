@@ -1,9 +1,8 @@
-"""Owns what the frozen base takes on the card, allocator's waste included: the build replayed block
-by block.
+"""Owns what the frozen base takes on the card: its build, replayed block by block.
 
 Follows `sweep.training.model`: one module after another, each linear layer wide for a moment and
-then packed, as bitsandbytes packs it. A base that is loaded instead has the same tensors and nearly
-the same waste. Knows nothing of adapters or steps.
+then packed, as bitsandbytes packs it; what the allocator wastes on the way counts. A base that is
+loaded instead has the same tensors and nearly the same waste. Knows nothing of adapters or steps.
 """
 
 from __future__ import annotations
@@ -21,9 +20,11 @@ from sweep.training.model import DTYPES, decoder_layers
 
 _FP32_BYTES = 4
 
-
 _Placed = tuple[int, torch.nn.Module]
 """A layer of the whole model (-1 outside of them) and a module of the excerpt that is in it."""
+
+_Addresses = dict[tuple[int, int], int]
+"""Where a tensor is, by layer and identity."""
 
 
 def built(base: torch.nn.Module, config: TrialConfig, positions: tuple[int, ...]) -> dict[str, Any]:
@@ -37,7 +38,19 @@ def built(base: torch.nn.Module, config: TrialConfig, positions: tuple[int, ...]
     allocator = CachingAllocator()
     width = DTYPES[config.compute_dtype].itemsize
     placed = list(_in_order(base, positions))
-    addresses: dict[tuple[int, int], int] = {}
+    narrow = _build(allocator, placed, width)
+    _widen(allocator, placed, width, narrow)
+    allocator.empty_cache()
+    return {
+        "allocated_bytes": allocator.allocated_bytes,
+        "reserved_bytes": allocator.reserved_bytes,
+        "holes": allocator.holes(),
+    }
+
+
+def _build(allocator: CachingAllocator, placed: list[_Placed], width: int) -> _Addresses:
+    """Put every module on the card, and return where its unpacked tensors are."""
+    addresses: _Addresses = {}
     twice: list[int] = []
     for layer, module in placed:
         if isinstance(module, Linear4bit):
@@ -49,19 +62,20 @@ def built(base: torch.nn.Module, config: TrialConfig, positions: tuple[int, ...]
     # Tied weights are built apart and then tied.
     for address in twice:
         allocator.free(address)
+    return addresses
+
+
+def _widen(
+    allocator: CachingAllocator, placed: list[_Placed], width: int, narrow: _Addresses
+) -> None:
+    """Put what is wanted in fp32 there, one tensor after another."""
     for layer, module in placed:
         for tensor in _plain_tensors(module):
             if _built_width(tensor, width) < tensor.element_size():
-                narrow = addresses.pop((layer, id(tensor)), None)
-                if narrow is not None:
+                address = narrow.pop((layer, id(tensor)), None)
+                if address is not None:
                     allocator.allocate(tensor.nbytes)
-                    allocator.free(narrow)
-    allocator.empty_cache()
-    return {
-        "allocated_bytes": allocator.allocated_bytes,
-        "reserved_bytes": allocator.reserved_bytes,
-        "holes": allocator.holes(),
-    }
+                    allocator.free(address)
 
 
 def _in_order(base: torch.nn.Module, positions: tuple[int, ...]) -> Iterator[_Placed]:

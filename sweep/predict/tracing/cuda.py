@@ -8,6 +8,7 @@ policy is that of torch's `autocast_mode.h`. Knows nothing of models.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,12 +59,17 @@ class Cuda(TorchFunctionMode):
     Args:
         autocast_dtype: the lower precision; None where the training does without autocast.
         padded_length: what stands for a sequence padded to the attention kernel's blocks.
+        has_flash: whether the card has flash attention.
     """
 
-    def __init__(self, autocast_dtype: torch.dtype | None, *, padded_length: int) -> None:
+    def __init__(
+        self, autocast_dtype: torch.dtype | None, *, padded_length: int, has_flash: bool
+    ) -> None:
         super().__init__()
         self._dtype = autocast_dtype
-        self._padded_length = padded_length
+        self._attention = functools.partial(
+            scaled_dot_product_attention, padded_length=padded_length, has_flash=has_flash
+        )
         self._casts: dict[int, torch.Tensor] = {}
         self._depth = 0
 
@@ -97,7 +103,7 @@ class Cuda(TorchFunctionMode):
         if self._dtype is not None and func in _POLICIES:
             args, kwargs = self._cast(_POLICIES[func], args, kwargs)
         if func is functional.scaled_dot_product_attention:
-            return scaled_dot_product_attention(*args, padded_length=self._padded_length, **kwargs)
+            return self._attention(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
         if func in _SOFTMAXES and _is_fused_softmax(args, kwargs):

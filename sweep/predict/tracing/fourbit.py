@@ -1,5 +1,4 @@
-"""Owns a stand-in of the bitsandbytes package: its 4-bit linear layer, with the real one's tensors
-and copies.
+"""Owns a stand-in of the bitsandbytes package: its 4-bit layer, with the real one's tensors.
 
 The real layer's packed parameter cannot be built from tensors without data, and the package takes
 most of a second to import. What is copied from bitsandbytes 0.50: the input is cast to the compute
@@ -76,9 +75,7 @@ class Linear4bit(torch.nn.Linear):
         return -(-self.in_features * self.out_features // _BLOCK_WEIGHTS)
 
     def constant_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of each tensor that describes the packed weights, in the order they are
-        made.
-        """
+        """Return the bytes of each tensor that describes the packed weights, in building order."""
         if not self.is_nested:
             return (self.scales * 4, _CODE_BYTES)
         second = -(-self.scales // _BLOCK_SCALES) * 4
@@ -93,9 +90,7 @@ class Linear4bit(torch.nn.Linear):
         return _Product.apply(x, self, self.bias).to(dtype)
 
     def take_scales(self) -> torch.Tensor | None:
-        """Return what the unpacked scales of a doubly quantised weight take; None where they are
-        stored so.
-        """
+        """Return what unpacking doubly quantised scales takes; None where they are plain."""
         return torch.empty(self.scales, device="meta") if self.is_nested else None
 
     def take_weight(self, dtype: torch.dtype) -> torch.Tensor:
@@ -125,9 +120,7 @@ class _Product(torch.autograd.Function):
 
 
 def install() -> None:
-    """Put the stand-in where ``import bitsandbytes`` finds it; before transformers and PEFT are
-    imported.
-    """
+    """Put the stand-in where ``import bitsandbytes`` finds it, before transformers and PEFT do."""
     package, layers = types.ModuleType("bitsandbytes"), types.ModuleType("bitsandbytes.nn")
     package.__spec__ = importlib.machinery.ModuleSpec("bitsandbytes", None, is_package=True)
     package.__path__ = []

@@ -20,7 +20,7 @@ Event = tuple[int, bool]
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _TRUTHS = {torch.ops.aten.all: True, torch.ops.aten.any: False}
-"""What model code finds when it asks a full batch's mask: all of it counts, nothing in it is odd."""
+"""What model code finds when it asks a full batch's mask: all of it counts, nothing is odd."""
 
 _MOST_STORAGES = 30_000
 """A decoder layer makes some hundreds, forward, recomputed and backward."""

@@ -3,15 +3,13 @@
 What is copied from liger-kernel 0.8.5 is what each kernel keeps, takes and returns:
 
 - fused linear cross-entropy computes the gradient of the hidden states in the forward pass, chunk
-by chunk, and keeps
-  only that; a chunk's logits become their own gradient in place. Where the hidden states, the head
-  and autocast agree on the type, one buffer of chunk x vocabulary serves all chunks; otherwise each
-  product casts the whole head.
+  by chunk, and keeps only that; a chunk's logits become their own gradient in place. Where the
+  hidden states, the head and autocast agree on the type, one buffer of chunk x vocabulary serves
+  all chunks; otherwise each product casts the whole head.
 - RMSNorm keeps its input and one fp32 a row, and writes the input's gradient over the output's
-(except on the
-  architectures where Liger itself does not).
+  (except on the architectures where Liger itself does not).
 - SwiGLU (and GeGLU) keeps gate and up, recomputes the activation, and writes both gradients over
-them.
+  them.
 - RoPE rotates q and k in place, in both directions.
 
 Which modules Liger patches is copied as a rule rather than as its list of architectures: norms by
@@ -121,9 +119,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _by_token(heads: torch.Tensor) -> torch.Tensor:
-    """Return (batch, heads, length, size) laid out by token underneath: a copy only where it is not
-    yet.
-    """
+    """Return (batch, heads, length, size) laid out by token underneath; mostly it already is."""
     return heads.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -47,7 +47,8 @@ class Traceable:
 
     base: PreTrainedModel
     model: PeftModel
-    layers: list[torch.nn.Module]
+    layers: list[Any]
+    """The decoder layers."""
 
     def adapters(self) -> list[torch.nn.Parameter]:
         """Return the trained parameters."""

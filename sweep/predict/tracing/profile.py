@@ -1,7 +1,6 @@
-"""Owns one structure's profile: build the excerpt, walk a step, reduce what was counted. And what
-its failures mean.
+"""Owns one structure's profile: build the excerpt, walk a step, reduce what was counted.
 
-Knows nothing of processes or files.
+Also what the failures on that way mean. Knows nothing of processes or files.
 """
 
 from __future__ import annotations
@@ -57,12 +56,10 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     except Exception as error:
         raise InputError(f"it cannot be built: {_line(error)}") from error
     fuses_loss = structure.kernels != "hf"
-    # The compiler recomputes what is elementwise, as Liger's kernels do: near enough to call it
-    # uncertain.
+    # The compiler recomputes what is elementwise, as Liger's kernels do; not quite, so the
+    # prediction says that it is less certain.
     fuses_layers = structure.kernels == "liger" or structure.is_compiled
-    with liger.patched(
-        base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c
-    ):
+    with liger.patched(base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
         target = _attach(base, config, symbols)
         ledger = _walk(target, symbols, structure)
     sizes, tape_of = tapes(ledger, symbols)
@@ -99,6 +96,7 @@ def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Ledger:
             target,
             symbols=symbols,
             autocast_dtype=_AUTOCAST[structure.compute_dtype],
+            has_flash=structure.has_flash,
             is_checkpointed=structure.is_checkpointed,
         )
     except Exception as error:
@@ -125,9 +123,7 @@ def _line(error: BaseException) -> str:
 
 
 def _adapters(target: Traceable, symbols: Symbols) -> list[list[int]]:
-    """Return the elements for each unit of rank of every trained tensor, by layer, in the order
-    they are attached.
-    """
+    """Return the elements of every trained tensor for each unit of rank, by layer, as attached."""
     return [
         [p.numel() // symbols.r for p in layer.parameters() if p.requires_grad]
         for layer in target.layers

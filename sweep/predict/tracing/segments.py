@@ -1,5 +1,4 @@
-"""Owns reducing a walk's births and deaths to a few polynomials a segment: what it keeps, and how
-high it can rise.
+"""Owns reducing a walk to a few polynomials a segment: what it keeps, and how high it can rise.
 
 Knows nothing of models.
 """
@@ -50,8 +49,7 @@ def _purpose(birth: str) -> str:
 
 
 def _repeated(purpose: str, birth: str, name: str) -> str:
-    """Return the account's key for a death in segment ``name`` of what was born in segment
-    ``birth``.
+    """Return the account's key for a death in segment ``name`` of what ``birth`` left.
 
     What the embedding leaves is let go by the first layer, recomputed or not, so it counts as that
     layer's.
@@ -72,9 +70,7 @@ def _segment(entries: list[tuple[str, Polynomial, bool]]) -> dict[str, Any]:
 
 
 def _highest(humps: list[Account]) -> list[Account]:
-    """Return the humps that no other one covers at every batch, length, rank and number of
-    layers.
-    """
+    """Return the humps that no other covers at every batch, length, rank and number of layers."""
     totals = [_total(hump) for hump in humps]
     kept: list[int] = []
     for index, total in enumerate(totals):
@@ -86,9 +82,7 @@ def _highest(humps: list[Account]) -> list[Account]:
 
 
 def _total(account: Account) -> Polynomial:
-    """Return the sum of an account, with the repetition by layer kept apart as if it were a
-    symbol.
-    """
+    """Return the sum of an account; what each layer repeats stays apart, as by another symbol."""
     total: Polynomial = {}
     for purpose, part in account.items():
         layer = purpose.partition(" ")[2]

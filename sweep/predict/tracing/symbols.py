@@ -1,8 +1,8 @@
 """Owns the trick that lets one trace hold for every batch, length and rank: sizes that are primes.
 
-A tensor's bytes are a product of the model's own dimensions, which these large primes do not divide,
-and of powers of the primes; so factoring a number of bytes gives its polynomial back. Knows nothing
-of torch.
+A tensor's bytes are a product of the model's own dimensions, which these large primes do not
+divide, and of powers of the primes; so factoring a number of bytes gives its polynomial back. Knows
+nothing of torch.
 """
 
 from __future__ import annotations

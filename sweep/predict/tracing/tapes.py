@@ -1,5 +1,4 @@
-"""Owns writing a walk down as tapes: each segment's births and deaths, so that more layers than
-were traced can be replayed.
+"""Owns writing a walk down as tapes, from which more layers than were traced can be replayed.
 
 A storage that dies in the segment it was born in is a temporary. Any other is known by its path:
 the kinds of segment it is born and dies in, how many layers lie between, and its rank among those
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 from sweep.predict.polynomials import Polynomial
-from sweep.predict.profiles import BIRTH, DEATH, LEAVE, TAKE, TAKE_ALL, Entry
+from sweep.predict.profiles import BIRTH, DEATH, FETCH, FETCH_ALL, LEAVE, Entry
 from sweep.predict.tracing.ledger import Ledger
 from sweep.predict.tracing.symbols import Symbols
 
@@ -21,9 +20,7 @@ _NEVER = "end"
 
 
 def tapes(ledger: Ledger, symbols: Symbols) -> tuple[list[Polynomial], dict[str, list[Entry]]]:
-    """Return the distinct sizes, and each marked segment's tape, whose births refer to them by
-    index.
-    """
+    """Return the distinct sizes, and each segment's tape, whose births name them by index."""
     paths = _paths(ledger)
     indices: dict[int, int] = {}
     result: dict[str, list[Entry]] = {}
@@ -37,15 +34,13 @@ def tapes(ledger: Ledger, symbols: Symbols) -> tuple[list[Polynomial], dict[str,
             elif path is None:
                 tape.append((DEATH, storage, 0))
             else:
-                tape.append((TAKE_ALL, path, 0) if layers is None else (TAKE, path, layers))
+                tape.append((FETCH_ALL, path, 0) if layers is None else (FETCH, path, layers))
         result[name] = tape
     return [symbols.polynomial(size) for size in indices], result
 
 
 def _paths(ledger: Ledger) -> dict[int, tuple[str, int | None]]:
-    """Return the path of each storage that outlives its segment, and the layers it lives
-    through.
-    """
+    """Return the path of each storage that outlives its segment, and through how many layers."""
     births: dict[int, str] = {}
     deaths: dict[int, str] = {}
     for name, events in ledger.segments():
@@ -65,8 +60,6 @@ def _paths(ledger: Ledger) -> dict[int, tuple[str, int | None]]:
 
 
 def _layers_between(birth: str, death: str) -> int | None:
-    """Return how many layers further a storage dies; None where it is born or dies outside of the
-    layers.
-    """
+    """Return how many layers further a storage dies; None where it is not from layer to layer."""
     (born, _, first), (dies, _, last) = birth.partition(" "), death.partition(" ")
     return int(last) - int(first) if born in _LAYERED and dies in _LAYERED else None

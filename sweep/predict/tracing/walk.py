@@ -1,5 +1,4 @@
-"""Owns walking one training step of a model without data, and cutting what it allocates into
-segments.
+"""Owns walking one training step of a model without data, and marking where its segments begin.
 
 Knows nothing of how the model was built or what the profile is used for.
 """
@@ -23,13 +22,14 @@ def walk(
     *,
     symbols: Symbols,
     autocast_dtype: torch.dtype | None,
+    has_flash: bool,
     is_checkpointed: bool,
 ) -> Ledger:
     """Run forward and backward once and return what was counted, with a mark at each boundary.
 
     Marks in order: ``embed``, ``forward 0..n-1``, ``head``, ``head_backward``, ``backward n-1..0``.
     """
-    cuda = Cuda(autocast_dtype, padded_length=symbols.p)
+    cuda = Cuda(autocast_dtype, padded_length=symbols.p, has_flash=has_flash)
     if is_checkpointed:
         _checkpoint(target, cuda)
     ledger = Ledger(ignored=[*target.model.parameters(), *target.model.buffers()])
@@ -61,9 +61,7 @@ def _widened(value: Any) -> Any:
 
 
 def _checkpoint(target: Traceable, cuda: Cuda) -> None:
-    """Recompute every layer, and enter autocast again for it, as torch does with the state it
-    saved.
-    """
+    """Recompute every layer, and enter autocast again for that, as torch does."""
     target.base.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={
             "use_reentrant": False,

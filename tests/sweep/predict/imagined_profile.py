@@ -1,4 +1,4 @@
-"""A tracer that traces nothing: a small profile written by hand, whose memory can be added up on paper."""
+"""A tracer that traces nothing: a profile written by hand, whose memory adds up on paper."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from search_spaces.models import ModelSpec
 from sweep.predict.allocator import MIB
-from sweep.predict.profiles import BIRTH, DEATH, LEAVE, TAKE, Structure
+from sweep.predict.profiles import BIRTH, DEATH, FETCH, LEAVE, Structure
 
 KIB = 1024
 LAYERS = 4
@@ -29,9 +29,9 @@ MODEL = ModelSpec(
 class ImaginedTracer:
     """Answers at once; ``asked`` counts what would have been traced.
 
-    A layer keeps 4 KiB a token (1 KiB where it is recomputed) and rises by 10 KiB a token on the way; the loss
-    rises by ``loss_bytes`` a token and keeps half of that until it is done. From a length of ``window`` on, masks
-    of length x length bytes are there throughout.
+    A layer keeps 4 KiB a token (1 KiB where it is recomputed) and rises by 10 KiB a token on the
+    way; the loss rises by ``loss_bytes`` a token and keeps half of that until it is done. From a
+    length of ``window`` on, masks of length x length bytes are there throughout.
     """
 
     def __init__(self, *, loss_bytes: int = 64 * KIB, window: int | None = None) -> None:
@@ -52,7 +52,7 @@ class ImaginedTracer:
         backward = {
             "kept": {"activations": {"bs": -kept}, **gradient},
             "humps": [{"activations": {"bs": 10 * KIB}}],
-            "tape": [(BIRTH, 0, 1), (TAKE, "forward>backward0#0", 0), (DEATH, 0, 0)],
+            "tape": [(BIRTH, 0, 1), (FETCH, "forward>backward0#0", 0), (DEATH, 0, 0)],
         }
         loss = self._loss_bytes
         return {

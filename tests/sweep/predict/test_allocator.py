@@ -78,9 +78,7 @@ def test_under_a_limit_free_segments_are_given_back_before_it_fails() -> None:
 
 
 def test_holes_from_before_serve_large_requests() -> None:
-    allocator = CachingAllocator(
-        allocated_bytes=6 * MIB, reserved_bytes=20 * MIB, holes=[14 * MIB]
-    )
+    allocator = CachingAllocator(allocated_bytes=6 * MIB, reserved_bytes=20 * MIB, holes=[14 * MIB])
     allocator.allocate(13 * MIB)
     assert allocator.reserved_bytes == 20 * MIB
     assert allocator.allocated_bytes == 20 * MIB

@@ -1,4 +1,4 @@
-"""The memory prediction: its algebra on a profile written by hand, its truth on what a card measured."""
+"""The memory prediction: its algebra on a profile written by hand, its truth on a card's peaks."""
 
 from __future__ import annotations
 
@@ -119,6 +119,16 @@ def test_an_older_card_has_smaller_workspaces(tmp_path: Path) -> None:
 
     assert peak(None) == peak((9, 0))
     assert peak((9, 0)) - peak((8, 6)) == 2 * (32 * MIB - (8 * MIB + 128 * KIB))
+
+
+def test_a_card_before_ampere_has_no_flash_attention(tmp_path: Path) -> None:
+    tracer = ImaginedTracer()
+    for capability in ((7, 5), (8, 0)):
+        predictor = MemoryPredictor(
+            MODEL, cache_dir=tmp_path, compute_capability=capability, tracer=tracer
+        )
+        predictor.predict(TrialConfig())
+    assert [structure.has_flash for structure in tracer.asked] == [False, True]
 
 
 def test_a_structure_is_traced_once_and_then_read_from_disk(tmp_path: Path) -> None:
