@@ -169,7 +169,7 @@ def _workspace_bytes(compute_capability: tuple[int, int]) -> int:
 
 
 def _values(config: TrialConfig, model: ModelSpec) -> Values:
-    """Return the polynomials' symbols (`polynomials.SYMBOLS`) for a configuration."""
+    """Return a configuration's values of the symbols that `polynomials` lists."""
     return {
         "b": config.micro_batch_size,
         "s": config.seq_len,

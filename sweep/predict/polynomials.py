@@ -2,7 +2,13 @@
 
 A polynomial maps a monomial to its coefficient; a monomial is its symbols' letters in order
 (``bss`` is batch x length x length, the empty one is a constant). Plain values, so that it travels
-as JSON. Knows nothing of what the bytes are for.
+as JSON. Knows nothing of what the bytes are for. The symbols:
+
+    b   sequences in a micro-batch
+    s   tokens in a sequence
+    r   rank of the adapters
+    c   tokens in a chunk of the fused loss
+    p   tokens in a sequence, padded to the blocks of an attention kernel
 """
 
 from __future__ import annotations
@@ -11,14 +17,6 @@ from collections.abc import Mapping
 
 Polynomial = dict[str, int]
 Values = Mapping[str, int]
-
-SYMBOLS = {
-    "b": "sequences in a micro-batch",
-    "s": "tokens in a sequence",
-    "r": "rank of the adapters",
-    "c": "tokens in a chunk of the fused loss",
-    "p": "tokens in a sequence, padded to the blocks of an attention kernel",
-}
 
 
 def evaluate(polynomial: Polynomial, values: Values) -> int:

@@ -181,16 +181,19 @@ def test_any_study_has_a_report(records: Sequence[TrialRecord], said: str) -> No
     assert all("NaN" not in script for script in page.scripts[:1])
 
 
-def test_a_report_of_a_thousand_trials_takes_less_than_two_seconds() -> None:
+def test_the_time_a_report_takes_grows_no_faster_than_its_trials() -> None:
     trials = [
         fits(n, 5_000.0 + n, TrialConfig(micro_batch_size=1 + n), peak_allocated_bytes=GIB + n)
         for n in range(1_000)
     ]
-    study = snapshot(trials)
     render(snapshot(trials[:2]))
+    assert _seconds(trials) < 30 * _seconds(trials[:100])
+
+
+def _seconds(trials: Sequence[TrialRecord]) -> float:
     began = time.perf_counter()
-    render(study)
-    assert time.perf_counter() - began < 2.0
+    render(snapshot(trials))
+    return time.perf_counter() - began
 
 
 def test_a_report_is_written_where_no_directory_is_and_replaces_the_one_before(

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +50,13 @@ def sweep(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_help_answers_at_once_and_without_a_heavy_import() -> None:
+def test_help_answers_without_a_heavy_import() -> None:
     program = (
         "import sys; from sweep.cli import main; code = main(['run', '--help']);"
         "heavy = {'torch', 'optuna', 'plotly', 'numpy', 'rich'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
-    started = time.perf_counter()
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
-    assert time.perf_counter() - started < 2.0  # 0.1 s on an idle machine
 
 
 def test_the_parent_process_never_imports_torch(study: str) -> None:
