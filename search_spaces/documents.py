@@ -74,7 +74,10 @@ def read_text(path: Path, *, label: str) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """The safe loader without aliases: a few nested ones can stand for gigabytes."""
+    """The safe loader without aliases, whose every error names a line.
+
+    A few nested aliases can stand for gigabytes.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -83,6 +86,15 @@ class _StrictLoader(yaml.SafeLoader):
                 problem_mark=self.get_mark(),
             )
         return super().compose_node(parent, index)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except ValueError as error:
+            # A date with a month of 13, for one; PyYAML lets it through without its place.
+            raise yaml.MarkedYAMLError(
+                problem=f"{error}, got {shown(node.value)}", problem_mark=node.start_mark
+            ) from error
 
 
 def parse_yaml(text: str, *, label: str) -> Document:

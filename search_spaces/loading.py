@@ -60,7 +60,7 @@ def load_space(name_or_path: str) -> SearchSpace:
 
 
 def _is_path(text: str, path: Path) -> bool:
-    return path.suffix in (".yaml", ".yml") or "/" in text or path.exists()
+    return path.suffix in (".yaml", ".yml") or "/" in text or (text != "" and path.exists())
 
 
 def preset_names() -> list[PresetSummary]:

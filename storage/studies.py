@@ -17,7 +17,7 @@ from typing import Any
 import optuna
 from optuna.exceptions import ExperimentalWarning
 
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, shown
 from storage import mapping
 from storage.agreement import differences
 from storage.database import PATIENCE, Patience, close, faults, open_for_writing
@@ -60,7 +60,7 @@ def open_study(
     """
     if not _NAME.fullmatch(name):
         raise InputError(
-            f"study name must be at most 100 letters, digits, '.', '_' and '-', got {name!r}"
+            f"study name must be at most 100 letters, digits, '.', '_' and '-', got {shown(name)}"
         )
     database = parse_url(url)
     with ExitStack() as undo:

@@ -20,6 +20,8 @@ _SCHEMES = ("sqlite", "sqlite+pysqlite", *_POSTGRESQL)
 # A password may hold '@', '/' or ':' unescaped, so everything up to the last '@' counts as one.
 _USERINFO = re.compile(r"(://[^:/@\s]*):\S*@")
 _PARAMETER = re.compile(r"(password=)[^&\s]*", re.IGNORECASE)
+# In a URL that is none, whatever is between the first ':' and the last '@' may be a password.
+_SUSPECT = re.compile(r":\S*@")
 
 
 @dataclass(frozen=True)
@@ -66,20 +68,28 @@ def parse_url(url: str) -> DatabaseUrl:
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
-        raise InputError(
-            f"storage '{redact(url)}' is no database URL; did you mean 'sqlite:///{redact(url)}'?"
-        )
+        meant = _EXAMPLE if "@" in url else f"sqlite:///{redact(url) or 'runs/sweep.db'}"
+        raise InputError(f"storage '{_guarded(url)}' is no database URL; did you mean '{meant}'?")
     if scheme not in _SCHEMES:
         raise InputError(
-            f"storage '{redact(url)}': unknown database '{scheme}'; known are sqlite and postgresql"
+            f"storage '{_guarded(url)}': unknown database '{scheme}'; "
+            "known are sqlite and postgresql"
         )
     return _parse_postgresql(url) if scheme in _POSTGRESQL else _parse_sqlite(url, rest)
+
+
+def _guarded(url: str) -> str:
+    """Return a URL that is not right without anything that could be meant as a password."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "", url
+    return f"{scheme}{separator}{_SUSPECT.sub(':***@', redact(rest))}"
 
 
 def _parse_sqlite(url: str, rest: str) -> SqliteUrl:
     if not rest.startswith("/"):
         raise InputError(
-            f"storage '{url}': three slashes and a path, as in 'sqlite:///runs/sweep.db'"
+            f"storage '{_guarded(url)}': three slashes and a path, as in 'sqlite:///runs/sweep.db'"
         )
     path = rest[1:]
     if path in ("", ":memory:"):
@@ -88,7 +98,7 @@ def _parse_sqlite(url: str, rest: str) -> SqliteUrl:
         )
     if "?" in path or "\0" in path:
         raise InputError(
-            f"storage '{url}': options behind '?' are not supported; give the path alone"
+            f"storage '{_guarded(url)}': options behind '?' are not supported; give the path alone"
         )
     return SqliteUrl(Path(path).expanduser().resolve())
 

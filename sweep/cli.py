@@ -62,18 +62,26 @@ def run(
     as_json: JsonOption = False,
 ) -> int:
     """Start or resume a study."""
-    from search_spaces.loading import parse_duration
     from sweep import commands
 
     overrides = {
         "gpu": gpu,
         "model": model,
         "trials": trials,
-        "time_budget_seconds": None if time_budget is None else parse_duration(time_budget),
+        "time_budget_seconds": None if time_budget is None else _seconds(time_budget),
         "seed": seed,
         "sampler": sampler,
     }
     return commands.run(space, overrides=overrides, study=study, storage=storage, as_json=as_json)
+
+
+def _seconds(time_budget: str) -> float:
+    from search_spaces.loading import parse_duration
+
+    try:
+        return parse_duration(time_budget)
+    except InputError as error:
+        raise InputError(f"--time-budget: {error}") from error
 
 
 @app.command()

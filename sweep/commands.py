@@ -32,7 +32,7 @@ from sweep.events import Listener, StopReason
 from sweep.export import formats
 from sweep.interruption import Interruption
 from sweep.live import watching
-from sweep.places import default_storage, report_path, runs_directory
+from sweep.places import report_path, runs_directory, storage_url
 from sweep.session import drive, prepare
 from sweep.summary import best_text, has_fit, status_text, studies_text, study_summary
 from sweep.tuner import trials_spent
@@ -55,7 +55,7 @@ def run(
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
     prepared = prepare(space, overrides=overrides, study=study, card=read_card)
-    url = storage or default_storage()
+    url = storage_url(storage)
     reason = drive(prepared, storage=url, watch=_watch, warn=lambda text: note(f"warning: {text}"))
     if reason in _REASONS:
         note(_REASONS[reason])
@@ -109,7 +109,7 @@ def _watch(study: LeasedStudy, interruption: Interruption) -> Iterator[Listener]
 
 def status(study: str | None, *, storage: str | None) -> int:
     """Print what ran, what is running and the best so far, of one study or of all."""
-    url = storage or default_storage()
+    url = storage_url(storage)
     if study is None:
         say(studies_text(list_studies(url, runs_directory())))
     else:
@@ -119,14 +119,14 @@ def status(study: str | None, *, storage: str | None) -> int:
 
 def best(study: str, *, storage: str | None, as_json: bool) -> int:
     """Print the winner of a study."""
-    snapshot = read_study(study, url=storage or default_storage(), home=runs_directory())
+    snapshot = read_study(study, url=storage_url(storage), home=runs_directory())
     say(json.dumps(best_document(snapshot)) if as_json else best_text(snapshot))
     return DONE if has_fit(snapshot) else NOTHING_FITS
 
 
 def report(study: str, *, storage: str | None, output: Path | None) -> int:
     """Write a study's report and print where it is."""
-    snapshot = read_study(study, url=storage or default_storage(), home=runs_directory())
+    snapshot = read_study(study, url=storage_url(storage), home=runs_directory())
     path = output or report_path(study)
     write_report(snapshot, path)
     say(str(path))
@@ -135,7 +135,7 @@ def report(study: str, *, storage: str | None, output: Path | None) -> int:
 
 def export(study: str, *, format: str, storage: str | None, output: Path | None) -> int:
     """Print a study's winner as a recipe, or write it and print where it is."""
-    snapshot = read_study(study, url=storage or default_storage(), home=runs_directory())
+    snapshot = read_study(study, url=storage_url(storage), home=runs_directory())
     text = formats.export(snapshot, format=format)
     if output is None or str(output) == "-":
         say(text.removesuffix("\n"))

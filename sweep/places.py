@@ -9,10 +9,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+RESERVED = frozenset({"crashes", "prices.yaml", "sweep.db"})
+"""What stands in the directory of studies' files and is no study."""
+
 
 def runs_directory() -> Path:
     """Return the directory of all studies' files: ``runs``, under ``SWEEP_HOME`` where set."""
     return Path(os.environ.get("SWEEP_HOME") or ".").expanduser() / "runs"
+
+
+def storage_url(typed: str | None) -> str:
+    """Return the database that was named; an empty name is one, and no reason for the default."""
+    return default_storage() if typed is None else typed
 
 
 def default_storage() -> str:

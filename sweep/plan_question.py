@@ -20,7 +20,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer, load_prices
 from search_spaces.space import SearchSpace
 from sweep.cards import Card
-from sweep.places import default_storage, runs_directory
+from sweep.places import runs_directory, storage_url
 from sweep.planning.cost import AskedWork
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
 from sweep.planning.forecast import Forecaster, MemoryPredictor
@@ -179,6 +179,6 @@ def _evidence(request: PlanRequest, model: ModelSpec, gpu: GpuSpec) -> Evidence:
     # Only this needs Optuna, which takes longer to import than a plan takes to make.
     from storage.reading import read_study
 
-    url = request.storage or default_storage()
+    url = storage_url(request.storage)
     snapshot = read_study(request.study, url=url, home=runs_directory())
     return evidence_from(snapshot, model=model, gpu=gpu)

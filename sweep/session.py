@@ -31,7 +31,7 @@ from storage.studies import LeasedStudy, open_study
 from sweep.cards import Card
 from sweep.events import Listener, StopReason
 from sweep.interruption import Interruption
-from sweep.places import cache_directory, runs_directory, worker_log_path
+from sweep.places import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory import MemoryPredictor
 from sweep.preflight import Preflight
 from sweep.runner import Runner
@@ -91,6 +91,11 @@ def prepare(
         if value is not None and value != getattr(declared, key)
     }
     space = _overridden(declared, changed)
+    name = default_study_name(space, changed) if study is None else study
+    if name in RESERVED:
+        raise InputError(
+            f"study name '{name}' is that of a file of sweep's; choose another with --study"
+        )
     model = load_model_spec(space.model)
     if space.weights == "pretrained":
         check_weights(model)
@@ -103,7 +108,7 @@ def prepare(
         target=resolved.target,
     )
     return Prepared(
-        name=study or default_study_name(space, changed),
+        name=name,
         definition=definition,
         model=model,
         resolved=resolved,

@@ -67,10 +67,15 @@ def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
     least = least_weight_bytes(space, model)
     if least is not None and least > target.budget_bytes:
         raise InputError(
-            f"model '{model.name}' needs at least {least / GIB:.2f} GiB for its frozen weights and "
-            f"the budget on the {target.gpu} is {target.budget_bytes / GIB:.2f} GiB: name a "
-            "smaller model or a larger card"
+            f"space '{space.name}': model '{model.name}' needs at least {_size(least)} for its "
+            f"frozen weights and the budget on the {target.gpu} is {_size(target.budget_bytes)}: "
+            "name a smaller model, a larger card or a larger budget_gib"
         )
+
+
+def _size(count: int) -> str:
+    """Return bytes so that a demo's few and a card's many can both be told apart."""
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.2f} MiB"
 
 
 def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:

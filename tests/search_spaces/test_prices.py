@@ -83,7 +83,11 @@ def test_an_offer_says_what_it_is() -> None:
         ("provider: Mine, source: x, usd_per_hour: {a10: 1}", "a10: date is missing"),
         ("date: 2026-11-20, source: x, usd_per_hour: {a10: 1}", "a10: provider is missing"),
         ("provider: Mine, date: 2026-11-20, usd_per_hour: {a10: 1}", "a10: source is missing"),
-        ("provider: Mine, date: soon, source: x, usd_per_hour: {a10: 1}", "a10: date "),
+        (
+            "provider: Mine, date: soon, source: x, usd_per_hour: {a10: 1}",
+            "a10: date must be a date like 2026-11-21, got 'soon'",
+        ),
+        ("date: 2026-13-41, provider: Mine", "month must be in 1..12, got '2026-13-41'"),
         (
             f"{HEAD}, usd_per_hr: {{a10: 1}}",
             "unknown key 'usd_per_hr'; did you mean 'usd_per_hour'",

@@ -363,6 +363,7 @@ def test_a_preset_is_meant_even_where_a_file_has_its_name(
     ("name", "message"),
     [
         ("a1O", "unknown preset 'a1O'; did you mean 'a10'?"),
+        ("", "unknown preset ''; known are a10"),
         ("nope.yaml", "nope.yaml: no such file"),
         ("a/b", "a/b: no such file"),
         (".", "directory"),

@@ -48,7 +48,12 @@ def test_every_spelling_of_postgresql_means_psycopg_3(scheme: str) -> None:
         ("postgresql://u:secret@h", "names no database"),
         ("postgresql://u:secret@h:port/d", "malformed"),
         ("postgresql://u:sec@ret:x@h:port/d", "malformed"),
-        ("", "is no database URL"),
+        ("", "is no database URL; did you mean 'sqlite:///runs/sweep.db'"),
+        ("u:secret@h/d", "storage 'u:\\*\\*\\*@h/d' is no database URL; did you mean 'postgresql:"),
+        ("postgresql:u:secret@h/d", "did you mean 'postgresql://user"),
+        ("postgresql:/u:secret@h/d", "did you mean 'postgresql://user"),
+        ("sqlite://u:secret@h/d", "three slashes"),
+        ("sqlite:///u:secret@h/d?z=1", "not supported"),
     ],
 )
 def test_a_url_that_is_not_right_is_refused_without_its_password(url: str, message: str) -> None:

@@ -99,6 +99,12 @@ def test_a_budget_smaller_than_the_model_is_refused_before_anything_is_loaded() 
     check_budget(a_space(), model, small.model_copy(update={"budget_bytes": 7 * GIB}))
 
 
+def test_a_budget_of_a_few_bytes_is_told_apart_from_what_the_model_needs() -> None:
+    tiny = Target(gpu="cpu", device="cpu", budget_bytes=GIB // 1000)
+    with pytest.raises(InputError, match=r"needs at least 1\.38 MiB.* is 1\.02 MiB"):
+        check_budget(a_space(), load_model_spec("demo"), tiny)
+
+
 def test_the_least_that_weights_take_depends_on_how_they_may_be_stored() -> None:
     model = load_model_spec("mistral-7b-v0.3")
     quantized = least_weight_bytes(a_space(), model)
