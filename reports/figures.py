@@ -43,7 +43,7 @@ _FIGURES: tuple[tuple[str, str, str, Callable[[StudySnapshot], go.Figure]], ...]
         "Micro-batch and sequence length",
         "Best tokens/s of what fitted in each cell, whatever the other settings. ✕ OOM: no trial "
         "there fits, and one at least ran out of memory for real; ✕ over budget: by prediction or "
-        "comparison alone. ~: stopped as too slow, so measured in part. A blank cell was not tried.",
+        "comparison alone. ~: stopped as too slow, measured in part. A blank cell was not tried.",
         shape_figure,
     ),
     (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from plotly.offline import get_plotlyjs
 from reports import tables
 from reports.answer import answer, notes
 from reports.figures import ReportFigure, all_figures
+from reports.files import write_whole
 from reports.marks import themes
 from search_spaces.errors import EnvironmentFault
 from storage.definition import StudySnapshot
@@ -33,14 +33,8 @@ def write_report(snapshot: StudySnapshot, path: Path) -> None:
         EnvironmentFault: it cannot be written there; what was there before is untouched.
     """
     page = render(snapshot).encode("utf-8", errors="replace")
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_bytes(page)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, page)
     except OSError as error:
         raise EnvironmentFault(f"cannot write the report {path}: {error.strerror}") from error
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from search_spaces.errors import EnvironmentFault, InputError, SweepError
-from sweep.console import ReaderGoneError, note
+from sweep.console import ReaderGoneError, note, prepare_streams
 from sweep.places import crash_log_directory
 from sweep.plan_options import with_config_options
 
@@ -163,7 +163,7 @@ def best(study: StudyArgument, storage: StorageOption = None, as_json: JsonOptio
 def report(
     study: StudyArgument,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="runs/STUDY/report.html by default.")
+        Path | None, typer.Option("-o", "--output", help="runs/STUDY/report.html; - is stdout.")
     ] = None,
     storage: StorageOption = None,
 ) -> int:
@@ -225,6 +225,7 @@ def doctor() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that was typed and return the exit code."""
+    prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
 

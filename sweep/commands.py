@@ -16,7 +16,7 @@ from typing import Any
 
 from reports import units
 from reports.answer import emulation_note
-from reports.page import write_report
+from reports.page import render, write_report
 from search_spaces.errors import EnvironmentFault
 from search_spaces.gpus import gpu_catalogue
 from search_spaces.loading import preset_names
@@ -125,8 +125,11 @@ def best(study: str, *, storage: str | None, as_json: bool) -> int:
 
 
 def report(study: str, *, storage: str | None, output: Path | None) -> int:
-    """Write a study's report and print where it is."""
+    """Print a study's report, or write it and print where it is."""
     snapshot = read_study(study, url=storage_url(storage), home=runs_directory())
+    if output is not None and str(output) == "-":
+        say(render(snapshot))
+        return DONE
     path = output or report_path(study)
     write_report(snapshot, path)
     say(str(path))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from reports.files import write_whole
 from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, shown
 from storage.definition import StudySnapshot
 from sweep.export.axolotl import axolotl
@@ -68,13 +68,7 @@ def save(text: str, path: Path) -> None:
     Raises:
         EnvironmentFault: it cannot be written there; what was there before is untouched.
     """
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, text.encode("utf-8"))
     except OSError as error:
         raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error

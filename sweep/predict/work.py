@@ -89,8 +89,9 @@ def step_work(config: TrialConfig, model: ModelSpec) -> StepWork:
 def _layer(layout: Layout) -> tuple[Work, Work]:
     """Return forward and backward of one decoder layer."""
     norms = 4 if layout.model.model_type in FOUR_NORM_TYPES else 2
+    norm: tuple[Term, Pair] = ("elementwise", kernels.norm(layout, layout.hidden))
     pairs: list[tuple[Term, Pair]] = [
-        *[("elementwise", kernels.norm(layout, layout.hidden))] * norms,
+        *[norm] * norms,
         ("elementwise", kernels.rotation(layout)),
         ("elementwise", kernels.attention_casts(layout)),
         ("attention", kernels.attention(layout)),

@@ -223,6 +223,46 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert "BrokenPipe" not in done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_unicode_still_shows_the_results(
+    study: str, home: Path, encoding: str
+) -> None:
+    done = sweep("status", SWEEP_HOME=str(home), PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "study  a10  seven-billion" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        (">/dev/full", 3, "error: cannot write to stdout: No space left on device\n"),
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_a_stream_that_takes_nothing_is_no_mistake_of_ours(
+    redirection: str, code: int, said: str
+) -> None:
+    command = f"{sys.executable} -c 'from sweep.cli import main; raise SystemExit(main())' gpus"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} {redirection}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code
+    assert done.stderr.replace("No NVIDIA GPU here.\n", "") == said
+
+
+def test_a_report_can_go_to_stdout(
+    study: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", study, "-o", "-"]) == 0
+    assert capsys.readouterr().out.startswith("<!")
+    assert not Path("-").exists()
+
+
 def test_the_doctor_checks_this_machine(home: Path) -> None:
     done = sweep("doctor", SWEEP_HOME=str(home))
     assert done.returncode == 0, done.stdout + done.stderr
