@@ -26,7 +26,8 @@ class Progress:
     tokens_per_second: float | None = None
     """At the median measured step so far."""
     tokens_per_second_high: float | None = None
-    """The most that the 95 % interval of the median still allows; None before there is an interval.
+    """The most that the median step may still turn out to allow: by its 95 % interval, or by a
+    generous guess before there is one; None where nothing can be said.
     """
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None

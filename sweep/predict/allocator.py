@@ -73,7 +73,9 @@ class CachingAllocator:
     Attributes:
         allocated_bytes: sum of the blocks in use.
         reserved_bytes: sum of the segments taken from the driver.
+        requested_bytes: sum of what was asked for, without the remainders that are not split off.
         peak_allocated_bytes: the most that `allocated_bytes` was.
+        peak_requested_bytes: the most that `requested_bytes` was.
         peak_reserved_bytes: the most that `reserved_bytes` was.
     """
 
@@ -86,10 +88,12 @@ class CachingAllocator:
         limit_bytes: int | None = None,
     ) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = allocated_bytes
+        self.requested_bytes = self.peak_requested_bytes = allocated_bytes
         self.reserved_bytes = self.peak_reserved_bytes = reserved_bytes
         self._small, self._large = _Pool(unsplit_bytes=0), _Pool(unsplit_bytes=SMALL_BYTES)
         self._limit_bytes = limit_bytes
         self._used: dict[int, int] = {}
+        self._remainders: dict[int, int] = {}
         self._segments: dict[int, int] = {}
         self._next_address = GRAIN_BYTES
         for size in holes:
@@ -112,16 +116,14 @@ class CachingAllocator:
         if found - size > pool.unsplit_bytes:
             pool.put(address + size, found - size)
             found = size
-        self._used[address] = found
-        self.allocated_bytes += found
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
+        self._count(address, size, found)
         return address
 
     def free(self, address: int) -> None:
         """Give a block back; it merges with the free ones that it touches."""
         size = self._used.pop(address)
         self.allocated_bytes -= size
+        self.requested_bytes -= size - self._remainders.pop(address, 0)
         pool = self._small if size <= SMALL_BYTES else self._large
         if address + size in pool.sizes:
             size += pool.forget(address + size)
@@ -154,6 +156,16 @@ class CachingAllocator:
     def holes(self) -> list[int]:
         """Return the sizes of the free blocks that serve large requests."""
         return [size for size, _ in self._large.by_size]
+
+    def _count(self, address: int, size: int, found: int) -> None:
+        """Note a block in use, of which so much was asked for."""
+        self._used[address] = found
+        if found > size:
+            self._remainders[address] = found - size
+        self.allocated_bytes += found
+        self.requested_bytes += size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
 
     def _new_segment(self, size: int) -> tuple[int, int]:
         """Return the size and the address of a segment for a request."""

