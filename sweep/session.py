@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -40,6 +41,9 @@ from sweep.speed_forecast import SpeedForecast
 from sweep.supervisor import SupervisedRunner
 from sweep.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.tuner import tune
+
+_LISTABLE = 100_000
+_LOOKED_AT = 256
 
 Watch = Callable[[LeasedStudy, Interruption], AbstractContextManager[Listener]]
 """Shows a study while it runs."""
@@ -101,6 +105,7 @@ def prepare(
         check_weights(model)
     resolved = resolve_target(space, card() if space.gpu != "cpu" else None)
     check_budget(space, model, resolved.target)
+    _check_rules(space, model, resolved)
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
@@ -113,6 +118,32 @@ def prepare(
         model=model,
         resolved=resolved,
     )
+
+
+def _check_rules(space: SearchSpace, model: ModelSpec, resolved: ResolvedTarget) -> None:
+    """Refuse a space in which no configuration can be valid; a look at many of them tells.
+
+    Raises:
+        InputError: every configuration that was looked at breaks a rule.
+    """
+    size = space.size()
+    if size is None or size > _LISTABLE:
+        return
+    looked_at = islice(space.combinations(), 0, None, -(-size // _LOOKED_AT))
+    broken = [
+        violation(
+            space.config(values),
+            model=model,
+            compute_capability=resolved.compute_capability,
+            device=resolved.target.device,
+        )
+        for values in looked_at
+    ]
+    first = broken[0]
+    if first is not None and all(broken):
+        raise InputError(
+            f"space '{space.name}': no configuration is valid: {first.rule}: {first.reason}"
+        )
 
 
 def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:

@@ -148,8 +148,10 @@ def replayed(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
     allocator = base_allocator(step, limit_bytes=limit_bytes)
     replay = Replay(allocator)
     replay.hold(step.adapters)
-    if sum(step.states) > _HEAVY_STATES * allocator.allocated_bytes:
-        # They are made at the end of the first step, in what it has left free.
+    is_heavy = sum(step.states) > _HEAVY_STATES * allocator.allocated_bytes
+    if is_heavy or limit_bytes is not None:
+        # They are made at the end of the first step, in what it has left free; and under a limit
+        # it is the second step that must do with blocks that the first one has cut.
         _play(step, replay)
     replay.hold(step.states)
     _play(step, replay)

@@ -150,3 +150,22 @@ def test_cost_is_an_objective_only_where_a_price_is_known(home: Path) -> None:
     )
     with pytest.raises(InputError, match="no price is known of the cpu"):
         run(prepared(str(space)), f"sqlite:///{home}/runs/sweep.db")
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ("target_modules: [nope_proj]", "no linear module 'nope_proj'"),
+        ("kernels: liger", "need CUDA"),
+    ],
+)
+def test_a_space_in_which_nothing_can_be_valid_is_refused(
+    tmp_path: Path, fixed: str, said: str
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "name: mine\ngpu: cpu\nmodel: demo\nbudget_gib: 0.1\n"
+        f"dimensions:\n  micro_batch_size: [1, 2]\nfixed:\n  {fixed}\n"
+    )
+    with pytest.raises(InputError, match=said):
+        prepared(str(file))
