@@ -38,6 +38,15 @@ def test_a_remainder_of_up_to_a_mebibyte_stays_with_its_block() -> None:
     assert allocator.reserved_bytes == 12 * MIB
 
 
+def test_what_was_asked_for_is_counted_without_remainders() -> None:
+    allocator = CachingAllocator(allocated_bytes=MIB)
+    address = allocator.allocate(31 * MIB)
+    assert (allocator.requested_bytes, allocator.allocated_bytes) == (32 * MIB, 33 * MIB)
+    allocator.free(address)
+    assert (allocator.requested_bytes, allocator.allocated_bytes) == (MIB, MIB)
+    assert (allocator.peak_requested_bytes, allocator.peak_allocated_bytes) == (32 * MIB, 33 * MIB)
+
+
 def test_the_smallest_free_block_that_holds_a_request_serves_it() -> None:
     allocator = CachingAllocator()
     large, small = allocator.allocate(40 * MIB), allocator.allocate(20 * MIB)

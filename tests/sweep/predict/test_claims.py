@@ -102,7 +102,7 @@ def test_memory_is_what_was_measured_and_below_what_was_claimed(
         (LLAMA, "a10g", recipe(**PUBLISHED, **LEAN, target_modules="qv"), 8.68, Fit.YES),
         # A T4 was not to hold eight rows, an A10 not 20 B, and 13 B at four rows at most.
         (MISTRAL, "t4", recipe(compute_dtype="fp16"), 8.45, Fit.YES),
-        (MISTRAL, "t4", recipe(compute_dtype="fp16", seq_len=2048), 25.83, Fit.NO),
+        (MISTRAL, "t4", recipe(compute_dtype="fp16", seq_len=2048), 29.83, Fit.NO),
         (THIRTEEN, "a10", recipe(), 12.48, Fit.YES),
         (THIRTEEN, "a10", recipe(seq_len=2048), 26.80, Fit.NO),
         ("20b", "a10", recipe(), 17.40, Fit.YES),
