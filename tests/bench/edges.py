@@ -1,6 +1,6 @@
 """Try configurations close to a card's budget, under that budget: which really fit.
 
-    python tests/bench/edges.py a10 CONFIGS.jsonl OUT.jsonl
+python tests/bench/edges.py a10 CONFIGS.jsonl OUT.jsonl
 """
 
 from __future__ import annotations
