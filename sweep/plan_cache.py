@@ -6,10 +6,8 @@ other asks anew. A cache that cannot be read or written costs time only.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +17,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.space import SearchSpace
 from sweep.planning.forecast import Forecaster
 from sweep.planning.survey import Counts, Survey, class_of, survey
-from sweep.predict.profiles import tracing_fingerprint
+from sweep.predict.profiles import keep, tracing_fingerprint
 
 _PACKAGES = ("search_spaces", "sweep.predict", "sweep.planning")
 """Whose code decides what is found."""
@@ -38,7 +36,7 @@ def kept_survey(space: SearchSpace, forecaster: Forecaster, *, directory: Path) 
         return _from_json(json.loads(path.read_text(encoding="utf-8")), space, forecaster)
     except (OSError, ValueError, KeyError, TypeError):
         found = survey(space, forecaster)
-    _write(path, _to_json(found))
+    keep(path, _to_json(found))
     return found
 
 
@@ -91,14 +89,3 @@ def _from_json(values: dict[str, Any], space: SearchSpace, forecaster: Forecaste
         mean_step_seconds=values["mean_step_seconds"],
         compiled_share=values["compiled_share"],
     )
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(values), encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()

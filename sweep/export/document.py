@@ -11,11 +11,33 @@ from typing import Any
 import yaml
 
 from search_spaces.config import TrialConfig
-from sweep.export.recipe import Recipe, comment
+from sweep.export.recipe import (
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    SCHEDULE,
+    WEIGHT_DECAY,
+    Recipe,
+    comment,
+)
 
 DATA_FILE = "data.jsonl"
 """Stands for the user's texts, one ``{"text": "..."}`` a line."""
 OUTPUT_DIRECTORY = "outputs"
+
+
+def transformers_options(config: TrialConfig) -> dict[str, Any]:
+    """Return what trainers built on transformers' own call by `TrainingArguments`' names."""
+    return {
+        "optim": config.optimizer,
+        "learning_rate": LEARNING_RATE,
+        "weight_decay": WEIGHT_DECAY,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "lr_scheduler_type": SCHEDULE,
+        "num_train_epochs": 1.0,
+        "logging_steps": 10,
+        "report_to": "none",
+        "output_dir": OUTPUT_DIRECTORY,
+    }
 
 
 def trainer_file(

@@ -11,14 +11,14 @@ from typing import Any
 from search_spaces.config import Attention, TrialConfig
 from sweep.export.document import (
     DATA_FILE,
-    OUTPUT_DIRECTORY,
     common_differences,
     mixed_precision,
     model_of,
     trainer_file,
+    transformers_options,
     whole_alpha,
 )
-from sweep.export.recipe import LEARNING_RATE, MAX_GRAD_NORM, SCHEDULE, WEIGHT_DECAY, Recipe
+from sweep.export.recipe import Recipe
 
 _DATASET = "texts"
 _DATASET_INFO = f'{{"{_DATASET}": {{"file_name": "{DATA_FILE}", "columns": {{"prompt": "text"}}}}}}'
@@ -54,15 +54,7 @@ def llama_factory(recipe: Recipe) -> str:
         "disable_gradient_checkpointing": not recipe.recomputed,
         "use_reentrant_gc": False,
         "enable_liger_kernel": config.kernels != "hf",
-        "optim": config.optimizer,
-        "learning_rate": LEARNING_RATE,
-        "weight_decay": WEIGHT_DECAY,
-        "max_grad_norm": MAX_GRAD_NORM,
-        "lr_scheduler_type": SCHEDULE,
-        "num_train_epochs": 1.0,
-        "logging_steps": 10,
-        "report_to": "none",
-        "output_dir": OUTPUT_DIRECTORY,
+        **transformers_options(config),
     }
     return trainer_file(
         recipe,

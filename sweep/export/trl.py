@@ -12,14 +12,14 @@ from typing import Any
 from search_spaces.config import TrialConfig
 from sweep.export.document import (
     DATA_FILE,
-    OUTPUT_DIRECTORY,
     common_differences,
     mixed_precision,
     model_of,
     trainer_file,
+    transformers_options,
     whole_alpha,
 )
-from sweep.export.recipe import LEARNING_RATE, MAX_GRAD_NORM, SCHEDULE, WEIGHT_DECAY, Recipe
+from sweep.export.recipe import Recipe
 from sweep.export.script import DTYPES, liger_kernels
 
 
@@ -48,15 +48,7 @@ def trl(recipe: Recipe) -> str:
         # Left out, it may be computed in chunks: less memory, and not what was measured.
         "loss_type": "nll",
         **_kernels(config),
-        "optim": config.optimizer,
-        "learning_rate": LEARNING_RATE,
-        "weight_decay": WEIGHT_DECAY,
-        "max_grad_norm": MAX_GRAD_NORM,
-        "lr_scheduler_type": SCHEDULE,
-        "num_train_epochs": 1.0,
-        "logging_steps": 10,
-        "report_to": "none",
-        "output_dir": OUTPUT_DIRECTORY,
+        **transformers_options(config),
     }
     return trainer_file(
         recipe,

@@ -226,7 +226,7 @@ class ProfileStore:
             return dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             values = self._tracer.trace(self._model, structure)
-        _write(path, values)
+        keep(path, values)
         return values
 
     def _digest(self, structure: Structure) -> str:
@@ -234,8 +234,8 @@ class ProfileStore:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _write(path: Path, values: dict[str, Any]) -> None:
-    """Keep a profile; a cache that cannot be written costs time only."""
+def keep(path: Path, values: dict[str, Any]) -> None:
+    """Write into a cache, whole or not at all; one that cannot be written costs time only."""
     partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

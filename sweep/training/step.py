@@ -7,7 +7,6 @@ as Trainer reads it for its log. Knows nothing of time or memory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,11 +87,6 @@ class TrainingLoop:
             self._schedule.step()
             self.optimizer.zero_grad()
         return float(loss.detach())
-
-
-def is_finite(loss: float) -> bool:
-    """Whether a loss is a number."""
-    return math.isfinite(loss)
 
 
 def make_optimizer(

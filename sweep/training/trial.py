@@ -5,6 +5,7 @@ Knows nothing of processes or pipes: signs of life go to a callback.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from sweep.training.device import Device, requested_bytes
 from sweep.training.meter import CardReader, CardReading, is_precise, is_steady, median_interval
 from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
-from sweep.training.step import TrainingLoop, is_finite
+from sweep.training.step import TrainingLoop
 
 _OBSERVED_STEPS = 2
 """The first step makes the optimizer's state, the second has it from the start: the peak is in one
@@ -136,7 +137,7 @@ class Trial:
                         loss = self._timed(loop, self._warmup, "warmup")
                 else:
                     loss = self._timed(loop, self._warmup, "warmup")
-                if not is_finite(loss):
+                if not math.isfinite(loss):
                     return Diverged(step=index, detail=f"loss {loss}")
         fault = ineffective(self.config, attached=attachment, loop=loop, watch=watch)
         if fault is not None:
@@ -158,7 +159,7 @@ class Trial:
         begun = time.perf_counter()
         while not self._is_enough(time.perf_counter() - begun):
             loss = self._timed(loop, self._measured, "measure")
-            if not is_finite(loss):
+            if not math.isfinite(loss):
                 return Diverged(step=len(self._warmup) + len(self._measured), detail=f"loss {loss}")
             self._readings.append(self.card.read())
             if self._beat("measure"):
