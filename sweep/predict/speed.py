@@ -21,6 +21,9 @@ __all__ = ["Calibration", "SpeedPrediction", "calibrate", "predict_step"]
 
 Bottleneck = Literal["compute", "bandwidth", "launch"]
 
+_UNCERTAINTY = 0.25
+_CALIBRATED_UNCERTAINTY = 0.05
+
 
 @dataclass(frozen=True)
 class SpeedPrediction:
@@ -36,6 +39,8 @@ class SpeedPrediction:
     terms: dict[str, float]
     """Seconds by what they go into, ``launch`` being the card's wait; they add up to the step."""
     basis: Literal["predicted", "calibrated"]
+    uncertainty: float
+    """Relative: the truth is expected within this much of the step's seconds."""
     trials: int = 0
     """Measured trials that it was calibrated by."""
 
@@ -71,6 +76,7 @@ def predict_step(
         flops_utilization=step.model_flops / seconds / step.peak_flops,
         terms=terms,
         basis="predicted" if calibration is None else "calibrated",
+        uncertainty=_UNCERTAINTY if calibration is None else _CALIBRATED_UNCERTAINTY,
         trials=0 if calibration is None else calibration.trials,
     )
 
