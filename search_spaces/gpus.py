@@ -5,17 +5,25 @@ Values only; what card is really in the machine is read elsewhere.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from importlib.resources import files
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from search_spaces.config import ComputeDtype
 from search_spaces.errors import InputError, did_you_mean
 
 GIB = 1024**3
+
+UNMEASURED_MATRIX_SHARE = 0.8
+"""Share of the dense peak that stands in for a matrix rate nobody measured: the median of those
+that were, power-limited cards apart, which are much lower."""
+UNMEASURED_COPY_SHARE = 0.9
+"""Share of the data sheet's bandwidth that stands in for a copy nobody measured; the measured ones
+are at 0.75 (GDDR6 with error correction) to 0.9."""
 
 
 class Source(BaseModel):
@@ -26,6 +34,61 @@ class Source(BaseModel):
     what: str
     url: str
     date: date
+
+
+class LaunchCost(BaseModel):
+    """Host seconds for one eager operation: Python, PEFT's and bitsandbytes' wrappers, launch.
+
+    It is the host's figure rather than the card's; a card's entry says what the hosts are like that
+    it is rented with.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    typical: float = Field(default=22e-6, gt=0)
+    low: float = Field(default=15e-6, gt=0)
+    """A desktop processor of a recent generation."""
+    high: float = Field(default=33e-6, gt=0)
+    """An older server, or one that is shared."""
+
+    @model_validator(mode="after")
+    def _is_ordered(self) -> LaunchCost:
+        if not self.low <= self.typical <= self.high:
+            raise ValueError(
+                f"launch cost must rise from low over typical to high, got {self.low:g}, "
+                f"{self.typical:g} and {self.high:g}"
+            )
+        return self
+
+    @property
+    def uncertainty(self) -> float:
+        """How far a host may be from the typical one, relative to it."""
+        return max(self.high - self.typical, self.typical - self.low) / self.typical
+
+
+class Cache(BaseModel):
+    """A second-level cache that holds a micro-batch's activations, and is much faster than memory.
+
+    So it is on Ada's and Blackwell's GeForce chips, which have little bandwidth behind it. A100 and
+    H100 split theirs in two, and gain little over their memory.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bytes: int = Field(gt=0)
+    bandwidth_bytes_per_second: float = Field(gt=0)
+    """Of elementwise kernels whose tensors stay in it, as measured in torch."""
+
+
+@dataclass(frozen=True)
+class SpeedUncertainty:
+    """How far a predicted step time may be off, relative to the prediction: nine in ten steps are
+    expected within it."""
+
+    device: float
+    """Of time that the card takes: bound by its matrix units or by its memory."""
+    launch: float
+    """Of time that the host takes to launch operations."""
 
 
 class GpuSpec(BaseModel):
@@ -46,7 +109,18 @@ class GpuSpec(BaseModel):
     """Kept free, so that a fit on one day is a fit on the next."""
     bandwidth_bytes_per_second: float = Field(gt=0)
     peak_flops: dict[ComputeDtype, float]
-    """Dense FLOP/s of matrix products by compute dtype, without sparsity."""
+    """Dense FLOP/s of matrix products by compute dtype, without sparsity: the data sheet's."""
+    matrix_flops: dict[ComputeDtype, float] = {}
+    """FLOP/s that large matrix products were measured to reach; absent where nobody measured."""
+    copy_bytes_per_second: float | None = Field(default=None, gt=0)
+    """Bytes read and written by a large copy, as measured; None where nobody measured."""
+    cache: Cache | None = None
+    power_limit_watts: int | None = Field(default=None, gt=0)
+    """Where it holds the clock well below boost in a training."""
+    launch_seconds: LaunchCost = LaunchCost()
+    device_uncertainty: float = Field(default=0.5, gt=0, lt=1)
+    """How far a predicted step may be off as far as it waits for the card; the default is for a
+    card of which next to no training was seen."""
     compute_capability: tuple[int, int]
     sources: tuple[Source, ...] = ()
 
@@ -54,6 +128,28 @@ class GpuSpec(BaseModel):
     def budget_bytes(self) -> int:
         """Bytes that the allocator may reserve: usable memory less the context and the headroom."""
         return self.memory_bytes - self.context_bytes - self.headroom_bytes
+
+    @property
+    def speed_uncertainty(self) -> SpeedUncertainty:
+        """How far a step predicted from this entry alone may be off."""
+        return SpeedUncertainty(self.device_uncertainty, self.launch_seconds.uncertainty)
+
+    def matrix_rate(self, dtype: ComputeDtype) -> float | None:
+        """Return FLOP/s that large products sustain; None where the card has none for ``dtype``.
+
+        Measured, or else the usual share of the data sheet's peak.
+        """
+        if dtype in self.matrix_flops:
+            return self.matrix_flops[dtype]
+        peak = self.peak_flops.get(dtype)
+        return None if peak is None else peak * UNMEASURED_MATRIX_SHARE
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes/s of a large copy: measured, or else the usual share of the data sheet's."""
+        return self.copy_bytes_per_second or (
+            self.bandwidth_bytes_per_second * UNMEASURED_COPY_SHARE
+        )
 
 
 @cache

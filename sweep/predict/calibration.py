@@ -1,18 +1,19 @@
 """Owns the fit of the speed model to trials that were measured on a card.
 
 Every factor multiplies a physical term and cannot be negative; few trials move it little from
-what the data sheet says. Knows nothing of studies, storage or processes.
+what the catalogue says. Knows nothing of studies, storage or processes.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from search_spaces.config import TrialConfig
-from search_spaces.gpus import GpuSpec
+from search_spaces.gpus import GpuSpec, SpeedUncertainty
 from search_spaces.models import ModelSpec
 from sweep.predict.phases import OVERLAP_EXPONENT, StepPhases, overlapped, step_phases
 from sweep.predict.work import TERMS, Term
@@ -21,7 +22,7 @@ Factor = Term | Literal["launch", "overhead"]
 FACTORS: tuple[Factor, ...] = (*TERMS, "launch", "overhead")
 
 CARD_SPREAD = 0.3
-"""How far a whole card may be from its data sheet's rates: clocks, power limit, cooling."""
+"""How far a whole card may be from its catalogue entry's rates: clocks, power limit, cooling."""
 FACTOR_SPREAD: dict[Factor, float] = {
     "matmul": 0.1,
     "lora": 0.3,
@@ -40,6 +41,13 @@ ROUNDS = 30
 """The maximum of host and card is made straight again around each solution."""
 DAMPING = 0.5
 """Share of the way to each solution: going all of it can swing between host and card for ever."""
+UNCERTAINTY_AFTER_ONE = SpeedUncertainty(device=0.11, launch=0.45)
+"""Nine in ten of a study's other steps are within this much once one trial is known.
+
+From the trials of two studies on an H200. It falls with the root of their number; the host's part
+is as much the host's pace from minute to minute, and is known least. Another day's session is off
+by more than this.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,16 @@ class Calibration:
     relative_error: float
     """Median relative error over those trials; an optimistic view of new ones."""
 
+    def uncertainty(self, card: SpeedUncertainty) -> SpeedUncertainty:
+        """Return how far steps of the same study may be off: never more than ``card`` says."""
+        return SpeedUncertainty(
+            device=self._narrowed(UNCERTAINTY_AFTER_ONE.device, card.device),
+            launch=self._narrowed(UNCERTAINTY_AFTER_ONE.launch, card.launch),
+        )
+
+    def _narrowed(self, after_one: float, uncalibrated: float) -> float:
+        return min(uncalibrated, max(STEP_NOISE, after_one / math.sqrt(self.trials)))
+
 
 def predicted_seconds(step: StepPhases, factors: dict[Factor, float]) -> float:
     """Return the seconds of a step under ``factors``."""
@@ -62,6 +80,15 @@ def predicted_seconds(step: StepPhases, factors: dict[Factor, float]) -> float:
         device = sum(phase.device(term) * factors[term] for term in TERMS)
         total += overlapped(device, phase.launch * factors["launch"])
     return total
+
+
+def launch_share(step: StepPhases, factors: dict[Factor, float]) -> float:
+    """Return the share of a step's seconds that goes with the host's launches, not with the card.
+
+    By that many per cent the step is longer where a launch costs one per cent more.
+    """
+    seconds_per_factor = dict(zip(FACTORS, _slopes(step, factors), strict=True))
+    return seconds_per_factor["launch"] * factors["launch"] / predicted_seconds(step, factors)
 
 
 def calibrate(

@@ -1,7 +1,7 @@
 """Owns how long a card and its host take over the work of a step, before any of it is measured.
 
-A few fractions of what a card's data sheet promises, the same for every card, and what the host
-needs to launch one operation. Knows nothing of measured trials.
+A few fractions, the same for every card, of the rates in the card's catalogue entry, and what its
+host needs to launch one operation. Knows nothing of measured trials.
 """
 
 from __future__ import annotations
@@ -15,26 +15,66 @@ from search_spaces.models import ModelSpec
 from sweep.predict.kernels import Amount
 from sweep.predict.work import TERMS, Term, Work, step_work
 
-MATMUL_EFFICIENCY = 0.75
-"""Share of the dense peak that large matrix products keep up, their memory traffic aside.
+MATMUL_EFFICIENCY = 0.88
+"""Share of a card's measured matrix rate that a model's products keep up, memory traffic apart.
 
-A single 8192-cube on an H200 runs at 0.80 of 989 TFLOP/s on random data; over seconds of steps
-the card's power limit takes some of that back.
+A profiled step on an H200 makes 677 TFLOP/s in its products, 0.86 of what square ones were measured
+at there, with their traffic in it; the rest goes to shapes that fit less well and to the card's
+power limit.
 """
-ATTENTION_EFFICIENCY = 0.45
-"""Share of the dense peak that a causal flash kernel reaches, forward and backward together."""
-BANDWIDTH_EFFICIENCY = 0.80
-"""Share of the data sheet's bandwidth for elementwise kernels; a plain copy on an H200 gets 0.9."""
-LAUNCH_SECONDS = 33e-6
-"""Host time per eager operation: Python, PEFT's and bitsandbytes' wrappers, autograd, launch.
+ATTENTION_EFFICIENCY = 0.65
+"""Share of the measured matrix rate that a causal flash kernel reaches, forward and backward
+together: FlashAttention-2 on an A100, cuDNN's on an H200."""
+ELEMENTWISE_EFFICIENCY = 0.89
+"""Share of a large copy's rate that elementwise kernels reach."""
+CACHE_HOLDS = 2 / 3
+"""Share of a cache up to which a kernel's tensors stay in it; at twice that none of them do.
 
-From steps of few tokens on an H200's host, which take as long whatever their size. It is the
-host's figure rather than the card's, and the first that measured trials correct.
+Published for a norm on an RTX 5090: full speed at two thirds, hardly any gain at four thirds.
 """
 OVERHEAD_SECONDS = 5e-3
 """Per optimizer step: the batch's way to the card, schedule, and reading the loss back."""
 OVERLAP_EXPONENT = 4.0
 """Sharpness of the maximum of host and card: either has stretches in which the other waits."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a card sustains for a step's work, per second, and what its host needs to launch it."""
+
+    matrix_flops: float
+    memory_bytes: float
+    """Of tensors that come from the card's memory."""
+    elementwise_bytes: float
+    """Of a micro-batch's activations, part of which a large cache may hold."""
+    launch_seconds: float
+
+    @classmethod
+    def of(cls, gpu: GpuSpec, *, matrix_rate: float, stream_bytes: int) -> Rates:
+        """Return the rates of ``gpu`` for a micro-batch whose residual stream is that large."""
+        memory = gpu.copy_rate * ELEMENTWISE_EFFICIENCY
+        elementwise = memory
+        if gpu.cache is not None:
+            # A kernel reads such a tensor and writes another.
+            held = _held_by_cache(2 * stream_bytes / gpu.cache.bytes)
+            in_cache = max(memory, gpu.cache.bandwidth_bytes_per_second)
+            elementwise = 1.0 / (held / in_cache + (1.0 - held) / memory)
+        return cls(matrix_rate, memory, elementwise, gpu.launch_seconds.typical)
+
+    def compute_seconds(self, term: Term, amount: Amount) -> float:
+        """Return what the matrix units need for an amount of a term."""
+        share = ATTENTION_EFFICIENCY if term == "attention" else MATMUL_EFFICIENCY
+        return amount.flops / (self.matrix_flops * share)
+
+    def memory_seconds(self, term: Term, amount: Amount) -> float:
+        """Return what the memory needs for an amount of a term."""
+        is_elementwise = term in ("elementwise", "lora")
+        return amount.bytes / (self.elementwise_bytes if is_elementwise else self.memory_bytes)
+
+
+def _held_by_cache(fill: float) -> float:
+    """Return the share of tensors that stay in a cache they take up ``fill`` times."""
+    return min(1.0, max(0.0, 2.0 - fill / CACHE_HOLDS))
 
 
 @dataclass(frozen=True)
@@ -73,17 +113,19 @@ def step_phases(config: TrialConfig, *, model: ModelSpec, gpu: GpuSpec) -> StepP
         InputError: the architecture is not known, or the card has no rate for the compute type.
     """
     peak = gpu.peak_flops.get(config.compute_dtype)
-    if peak is None:
+    matrix_rate = gpu.matrix_rate(config.compute_dtype)
+    if peak is None or matrix_rate is None:
         known = did_you_mean(config.compute_dtype, gpu.peak_flops)
         raise InputError(f"{gpu.name} has no matrix rate for {config.compute_dtype}{known}")
     work = step_work(config, model)
+    rates = Rates.of(gpu, matrix_rate=matrix_rate, stream_bytes=work.stream_bytes)
     micro_batches = {term: a * work.micro_batches for term, a in work.micro_batch.items()}
     stretches = [micro_batches | work.update]
     if config.compute_dtype == "fp16":
         # The gradient scaler reads back whether one overflowed before the optimizer may step.
         stretches = [micro_batches, work.update]
     return StepPhases(
-        phases=tuple(_phase(stretch, peak=peak, gpu=gpu) for stretch in stretches),
+        phases=tuple(_phase(stretch, rates) for stretch in stretches),
         overhead=OVERHEAD_SECONDS,
         model_flops=work.model_flops,
         peak_flops=peak,
@@ -99,15 +141,10 @@ def overlapped(device: float, launch: float) -> float:
     return float(longest * shares ** (1.0 / OVERLAP_EXPONENT))
 
 
-def _phase(work: Work, *, peak: float, gpu: GpuSpec) -> Phase:
-    bandwidth = gpu.bandwidth_bytes_per_second * BANDWIDTH_EFFICIENCY
+def _phase(work: Work, rates: Rates) -> Phase:
     amounts = {term: work.get(term, Amount()) for term in TERMS}
     return Phase(
-        compute={t: a.flops / (peak * _efficiency(t)) for t, a in amounts.items()},
-        memory={t: a.bytes / bandwidth for t, a in amounts.items()},
-        launch=sum(a.launches for a in amounts.values()) * LAUNCH_SECONDS,
+        compute={term: rates.compute_seconds(term, amount) for term, amount in amounts.items()},
+        memory={term: rates.memory_seconds(term, amount) for term, amount in amounts.items()},
+        launch=sum(amount.launches for amount in amounts.values()) * rates.launch_seconds,
     )
-
-
-def _efficiency(term: Term) -> float:
-    return ATTENTION_EFFICIENCY if term == "attention" else MATMUL_EFFICIENCY

@@ -11,18 +11,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from search_spaces.config import TrialConfig
-from search_spaces.gpus import GpuSpec
+from search_spaces.gpus import GpuSpec, SpeedUncertainty
 from search_spaces.models import ModelSpec
-from sweep.predict.calibration import FACTORS, Calibration, Factor, calibrate
+from sweep.predict.calibration import FACTORS, Calibration, Factor, calibrate, launch_share
 from sweep.predict.phases import StepPhases, overlapped, step_phases
 from sweep.predict.work import TERMS, Term
 
 __all__ = ["Calibration", "SpeedPrediction", "calibrate", "predict_step"]
 
 Bottleneck = Literal["compute", "bandwidth", "launch"]
-
-_UNCERTAINTY = 0.25
-_CALIBRATED_UNCERTAINTY = 0.05
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,11 @@ class SpeedPrediction:
     """Seconds by what they go into, ``launch`` being the card's wait; they add up to the step."""
     basis: Literal["predicted", "calibrated"]
     uncertainty: float
-    """Relative: the truth is expected within this much of the step's seconds."""
+    """Relative: nine in ten of such steps take `step_seconds` times 1 - this to 1 + this.
+
+    The card's own, between what it is for time that the card takes and for time that the host's
+    launches take; smaller after trials on the card, for further steps of the same study.
+    """
     trials: int = 0
     """Measured trials that it was calibrated by."""
 
@@ -58,7 +59,7 @@ def predict_step(
         config: what is to be trained.
         model: the model's config; nothing is loaded.
         gpu: the card that runs it.
-        calibration: factors fitted to trials on that card; None takes the data sheet's rates.
+        calibration: factors fitted to trials on that card; None takes the catalogue's rates.
 
     Raises:
         InputError: the architecture is not known, or the card has no rate for the compute type.
@@ -76,7 +77,7 @@ def predict_step(
         flops_utilization=step.model_flops / seconds / step.peak_flops,
         terms=terms,
         basis="predicted" if calibration is None else "calibrated",
-        uncertainty=_UNCERTAINTY if calibration is None else _CALIBRATED_UNCERTAINTY,
+        uncertainty=_uncertainty(step, factors, gpu.speed_uncertainty, calibration),
         trials=0 if calibration is None else calibration.trials,
     )
 
@@ -92,6 +93,17 @@ def _terms(step: StepPhases, factors: dict[Factor, float]) -> dict[str, float]:
         terms["launch"] += overlapped(device, phase.launch * factors["launch"]) - device
     terms["overhead"] = step.overhead * factors["overhead"]
     return terms
+
+
+def _uncertainty(
+    step: StepPhases,
+    factors: dict[Factor, float],
+    card: SpeedUncertainty,
+    calibration: Calibration | None,
+) -> float:
+    known = card if calibration is None else calibration.uncertainty(card)
+    launches = launch_share(step, factors)
+    return launches * known.launch + (1.0 - launches) * known.device
 
 
 def _bottleneck(step: StepPhases, factors: dict[Factor, float]) -> Bottleneck:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from search_spaces.config import TrialConfig
-from search_spaces.linears import lora_parameters
+from search_spaces.linears import lora_parameters, training_flops_per_token
 from search_spaces.models import ModelSpec
 from sweep.predict import kernels
 from sweep.predict.kernels import Amount, Pair
@@ -55,6 +55,8 @@ class StepWork:
     micro_batches: int
     model_flops: float
     """FLOPs that the model needs per optimizer step; what is recomputed is not counted."""
+    stream_bytes: int
+    """One micro-batch's residual stream: the size of tensor that most elementwise kernels see."""
 
 
 def step_work(config: TrialConfig, model: ModelSpec) -> StepWork:
@@ -83,6 +85,7 @@ def step_work(config: TrialConfig, model: ModelSpec) -> StepWork:
         update=_update(layout),
         micro_batches=config.accumulation_steps,
         model_flops=_model_flops(layout) * config.accumulation_steps,
+        stream_bytes=layout.tokens * layout.hidden * layout.stream,
     )
 
 
@@ -179,13 +182,18 @@ def _update(layout: Layout) -> Work:
 
 
 def _model_flops(layout: Layout) -> float:
-    """Return FLOPs of a micro-batch: 4 per frozen weight and token, 6 per adapter's; attention."""
-    frozen = sum(rows * columns for rows, columns in layout.linears.values())
+    """Return the FLOPs that the model needs for a micro-batch."""
     layers = layout.model.hidden_layers
-    head = layout.hidden * layout.model.vocab_size
-    adapters = lora_parameters(layout.config, layout.model) or 0
-    attention = 6.0 * layers * layout.config.seq_len * layout.queries
-    return layout.tokens * (4.0 * (layers * frozen + head) + 6.0 * adapters + attention)
+    linears = sum(rows * columns for rows, columns in layout.linears.values())
+    adapted = sum(sum(layout.linears[name]) for name in layout.adapted)
+    per_token = training_flops_per_token(
+        frozen=layers * linears + layout.hidden * layout.model.vocab_size,
+        adapters=layers * layout.config.lora_rank * adapted,
+        layers=layers,
+        attention_width=layout.queries,
+        seq_len=layout.config.seq_len,
+    )
+    return layout.tokens * per_token
 
 
 def _collect(parts: Iterable[tuple[Term, Amount]]) -> Work:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import statistics
 from datetime import date
 
 import pytest
 
 from search_spaces.errors import InputError
-from search_spaces.gpus import GIB, find_gpu, gpu_catalogue, match_product
+from search_spaces.gpus import (
+    GIB,
+    UNMEASURED_COPY_SHARE,
+    UNMEASURED_MATRIX_SHARE,
+    LaunchCost,
+    find_gpu,
+    gpu_catalogue,
+    match_product,
+)
 
 # Threads of a multiprocessor x 2 is no rule across generations, so the figures are told one by one.
 BOXES = {
     "t4": 16,
+    "v100-16gb": 16,
+    "v100-32gb": 32,
     "l4": 24,
     "a10": 24,
     "a10g": 24,
@@ -60,6 +71,73 @@ def test_peaks_are_dense_and_bf16_needs_ampere(name: str) -> None:
     assert 10 < spec.peak_flops["fp16"] / spec.bandwidth_bytes_per_second < 450
 
 
+@pytest.mark.parametrize("name", BOXES)
+def test_measured_rates_are_below_the_data_sheet_and_have_a_source(name: str) -> None:
+    spec = find_gpu(name)
+    assert set(spec.matrix_flops) <= set(spec.peak_flops)
+    for dtype, rate in spec.matrix_flops.items():
+        # GeForce cards boost beyond the clock that their data sheet counts with.
+        assert 0.3 < rate / spec.peak_flops[dtype] < 1.15
+    measured = spec.copy_bytes_per_second or spec.bandwidth_bytes_per_second
+    assert 0.7 < measured / spec.bandwidth_bytes_per_second <= 1.0
+    if spec.matrix_flops or spec.copy_bytes_per_second:
+        assert any(source.what.startswith("Measured") for source in spec.sources)
+
+
+def test_a_rate_that_nobody_measured_is_the_usual_share_of_the_data_sheet() -> None:
+    a10 = find_gpu("a10")
+    unmeasured = a10.model_copy(update={"matrix_flops": {}, "copy_bytes_per_second": None})
+    assert unmeasured.matrix_rate("bf16") == UNMEASURED_MATRIX_SHARE * a10.peak_flops["bf16"]
+    assert unmeasured.copy_rate == UNMEASURED_COPY_SHARE * a10.bandwidth_bytes_per_second
+    assert a10.matrix_rate("bf16") == a10.matrix_flops["bf16"]
+    assert find_gpu("t4").matrix_rate("bf16") is None
+
+
+def test_the_usual_share_is_the_median_of_the_measured_ones() -> None:
+    shares = [
+        spec.matrix_flops[dtype] / spec.peak_flops[dtype]
+        for spec in gpu_catalogue().values()
+        if spec.power_limit_watts is None
+        for dtype in ("bf16", "fp16")
+        if dtype in spec.matrix_flops
+    ]
+    assert statistics.median(shares) == pytest.approx(UNMEASURED_MATRIX_SHARE, abs=0.03)
+
+
+@pytest.mark.parametrize(("name", "share"), [("t4", 0.4), ("l4", 0.6), ("a10", 0.55)])
+def test_cards_with_a_low_power_limit_sustain_far_less_than_their_peak(
+    name: str, share: float
+) -> None:
+    spec = find_gpu(name)
+    assert spec.power_limit_watts is not None
+    assert spec.power_limit_watts <= 150
+    assert spec.matrix_flops["fp16"] < share * spec.peak_flops["fp16"]
+
+
+@pytest.mark.parametrize("name", ["v100-16gb", "v100-32gb"])
+def test_a_v100_has_triton_but_no_bf16(name: str) -> None:
+    spec = find_gpu(name)
+    assert spec.compute_capability == (7, 0)
+    assert set(spec.peak_flops) == {"fp16", "fp32"}
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_a_launch_on_a_rented_host_costs_twenty_microseconds_or_so(name: str) -> None:
+    cost = find_gpu(name).launch_seconds
+    if name == "h200":
+        # The host of our own measurements, which was slower.
+        assert cost.typical > LaunchCost().high - 1e-6
+    else:
+        assert 18e-6 <= cost.typical <= 23e-6
+    assert cost.low < cost.typical < cost.high
+    assert 0.4 < cost.uncertainty < 0.6
+
+
+def test_a_launch_cost_whose_interval_leaves_it_out_is_refused() -> None:
+    with pytest.raises(ValueError, match="must rise from low over typical to high"):
+        LaunchCost(typical=40e-6, low=15e-6, high=33e-6)
+
+
 def test_an_a10_leaves_about_21_and_a_half_gib_for_a_training() -> None:
     assert find_gpu("a10").budget_bytes / GIB == pytest.approx(21.5, abs=0.05)
 
@@ -90,6 +168,9 @@ def test_no_name_or_alias_is_used_twice() -> None:
         ("NVIDIA A10", "a10"),
         ("NVIDIA A10G", "a10g"),
         ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("Tesla V100-PCIE-32GB", "v100-32gb"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
         ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
