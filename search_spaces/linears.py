@@ -1,10 +1,13 @@
-"""Owns which linear layers the known architectures have, and the parameter counts that follow.
+"""Owns which linear layers the known architectures have, and the counts that follow: parameters,
+FLOPs.
 
 From the config alone: nothing is loaded. An architecture that is not known here gives None, and the
 worker, which has the real model, answers instead.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
@@ -14,7 +17,7 @@ Shape = tuple[int, int]
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-_NAMES = {
+_SHAPED = {
     "gemma": _SEPARATE,
     "gemma2": _SEPARATE,
     "gemma3_text": _SEPARATE,
@@ -28,7 +31,75 @@ _NAMES = {
     "qwen3": _SEPARATE,
     "smollm3": _SEPARATE,
 }
+"""Types whose linear layers have sizes that `linear_shapes` knows (read in transformers 5.17)."""
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_OUT = ("q_proj", "k_proj", "v_proj", "out_proj")
+_QUERY_KEY_VALUE = ("query_key_value", "dense")
+# The name alone would be the feed-forward block's as well.
+_C_ATTN = ("c_attn", "attn.c_proj")
+_UP_DOWN = ("dense_h_to_4h", "dense_4h_to_h")
+
+
+@dataclass(frozen=True)
+class _Names:
+    """A decoder layer's linear layers, as PEFT matches them: by the end of their path."""
+
+    attention: tuple[str, ...]
+    """Queries, keys, values and output, in as many matrices as the architecture has."""
+    feed_forward: tuple[str, ...]
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All of them."""
+        return self.attention + self.feed_forward
+
+    @property
+    def qv(self) -> tuple[str, ...] | None:
+        """Queries and values; None where one matrix holds them with the keys."""
+        return ("q_proj", "v_proj") if "q_proj" in self.attention else None
+
+
+_NAMES = {kind: _Names(names[:-3], names[-3:]) for kind, names in _SHAPED.items()} | {
+    "apertus": _Names(_ATTENTION, ("up_proj", "down_proj")),
+    "arcee": _Names(_ATTENTION, ("up_proj", "down_proj")),
+    "bloom": _Names(_QUERY_KEY_VALUE, _UP_DOWN),
+    "codegen": _Names(("qkv_proj", "out_proj"), ("fc_in", "fc_out")),
+    "cohere": _Names(_ATTENTION, _SEPARATE[4:]),
+    "cohere2": _Names(_ATTENTION, _SEPARATE[4:]),
+    "ernie4_5": _Names(_ATTENTION, _SEPARATE[4:]),
+    "exaone4": _Names(_ATTENTION, _SEPARATE[4:]),
+    "falcon": _Names(_QUERY_KEY_VALUE, _UP_DOWN),
+    "glm": _Names(_ATTENTION, _FUSED[2:]),
+    "glm4": _Names(_ATTENTION, _FUSED[2:]),
+    "gpt2": _Names(_C_ATTN, ("c_fc", "c_proj")),
+    "gpt_bigcode": _Names(_C_ATTN, ("c_fc", "c_proj")),
+    "gpt_neo": _Names(_OUT, ("c_fc", "c_proj")),
+    "gpt_neox": _Names(_QUERY_KEY_VALUE, _UP_DOWN),
+    "gptj": _Names(_OUT, ("fc_in", "fc_out")),
+    "helium": _Names(_ATTENTION, _SEPARATE[4:]),
+    "ministral3": _Names(_ATTENTION, _SEPARATE[4:]),
+    "mpt": _Names(("Wqkv", "out_proj"), ("up_proj", "down_proj")),
+    "nemotron": _Names(_ATTENTION, ("up_proj", "down_proj")),
+    "olmo": _Names(_ATTENTION, _SEPARATE[4:]),
+    "olmo3": _Names(_ATTENTION, _SEPARATE[4:]),
+    "opt": _Names(_OUT, ("fc1", "fc2")),
+    "phi": _Names(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
+    "phi3": _Names(_FUSED[:2], _FUSED[2:]),
+    "seed_oss": _Names(_ATTENTION, _SEPARATE[4:]),
+    "stablelm": _Names(_ATTENTION, _SEPARATE[4:]),
+    "starcoder2": _Names(_ATTENTION, ("c_fc", "c_proj")),
+}
 """Linear layers inside a decoder layer, by transformers' model type (read in transformers 5.17)."""
+
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+_LATENT_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite"})
+"""Types with multi-head latent attention: queries, and keys with values, through a low rank."""
+
+_NOT_EVERY_LINEAR = frozenset({"falcon_h1", "llama4_text", "phimoe"})
+"""Types with a linear layer that no adapter can go on: a router that returns more than a tensor, or
+a state space's output, which PEFT refuses.
+"""
 
 _HEADS_DEFAULT_TO_QUERIES = frozenset({"granite", "llama", "olmo2", "phi3"})
 """Types whose keys and values have as many heads as the queries where the config does not say.
@@ -36,18 +107,34 @@ Others have a default of their own, which only transformers knows."""
 _OWN_HEAD_DIM = frozenset({"gemma", "gemma2", "gemma3_text", "qwen3"})
 """Types whose heads have a width of their own where the config does not say."""
 
-_TARGETS = {
-    _SEPARATE: {"qv": ("q_proj", "v_proj"), "attention": _SEPARATE[:4], "all-linear": _SEPARATE},
-    # One matrix holds q, k and v: an adapter on q and v alone cannot be had.
-    _FUSED: {"attention": _FUSED[:2], "all-linear": _FUSED},
-}
 _COUNTED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose biases and norms `parameters` knows."""
 
 
 def known_linear_modules(model: ModelSpec) -> tuple[str, ...] | None:
     """Return the names of a decoder layer's linear layers; None where the type is not known."""
-    return _NAMES.get(model.model_type)
+    names = _NAMES.get(model.model_type)
+    return None if names is None else names.every
+
+
+def target_sets(model: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Return the module names of every target set that the architecture can have.
+
+    ``all-linear`` of a type that is not known stays as it is: PEFT resolves it on the real model.
+    """
+    names = _NAMES.get(model.model_type)
+    if names is not None:
+        qv = {} if names.qv is None else {"qv": names.qv}
+        return {**qv, "attention": names.attention, "all-linear": names.every}
+    if model.model_type in _LATENT_TYPES:
+        # Without a rank for the queries they have one matrix.
+        has_low_rank = model.config.get("q_lora_rank", True) is not None
+        latent = _LATENT if has_low_rank else ("q_proj", *_LATENT[2:])
+        return {"attention": latent, "all-linear": ("all-linear",)}
+    sets = {"qv": ("q_proj", "v_proj"), "attention": _ATTENTION}
+    if model.model_type in _NOT_EVERY_LINEAR:
+        return sets
+    return {**sets, "all-linear": ("all-linear",)}
 
 
 def resolve_targets(config: TrialConfig, model: ModelSpec) -> tuple[str, ...]:
@@ -59,25 +146,24 @@ def resolve_targets(config: TrialConfig, model: ModelSpec) -> tuple[str, ...]:
     then not among its modules.
     """
     wanted = config.target_modules
-    names = known_linear_modules(model)
     if not isinstance(wanted, str):
         return tuple(wanted)
-    if names is None and wanted == "all-linear":
-        return ("all-linear",)
-    sets = _TARGETS[names or _SEPARATE]
-    return sets.get(wanted, _TARGETS[_SEPARATE][wanted])
+    return target_sets(model).get(wanted, ("q_proj", "v_proj") if wanted == "qv" else (wanted,))
 
 
 def linear_shapes(model: ModelSpec) -> dict[str, Shape] | None:
     """Return in and out features of a decoder layer's linear layers; None where not known."""
-    names, config = known_linear_modules(model), model.config
+    names, config = _SHAPED.get(model.model_type), model.config
     if names is None or not _says_its_sizes(model):
         return None
     hidden, heads = model.hidden_size, int(config["num_attention_heads"])
-    head_dim = int(config.get("head_dim") or hidden // heads)
+    head_dim = config.get("head_dim")
+    queries = attention_width(
+        hidden=hidden, heads=heads, head_dim=None if head_dim is None else int(head_dim)
+    )
+    inner = int(config["intermediate_size"])
     # Grouped-query attention: fewer heads for keys and values than for queries.
-    keys = int(config.get("num_key_value_heads") or heads) * head_dim
-    queries, inner = heads * head_dim, int(config["intermediate_size"])
+    keys = int(config.get("num_key_value_heads") or heads) * (queries // heads)
     shapes = {
         "q_proj": (hidden, queries),
         "k_proj": (hidden, keys),
@@ -113,6 +199,35 @@ def lora_parameters(config: TrialConfig, model: ModelSpec) -> int | None:
         return None
     per_layer = sum(sum(shapes[name]) for name in targets)
     return model.hidden_layers * config.lora_rank * per_layer
+
+
+def attention_width(*, hidden: int, heads: int, head_dim: int | None) -> int:
+    """Return the width of all heads' queries.
+
+    Where the config says how wide a head is, that need not be what divides the residual stream
+    among them.
+    """
+    return heads * (head_dim or hidden // heads)
+
+
+def training_flops_per_token(
+    *, frozen: int, adapters: int, layers: int, attention_width: int, seq_len: int
+) -> float:
+    """Return the FLOPs that a step of a frozen base with trained adapters needs for each token.
+
+    What checkpointing does again is not counted. A frozen weight costs 2 forward and 2 for its
+    input's gradient, an adapter's 2 more for its own. Causal attention is two products of half the
+    sequence by all heads forward, and twice that backward.
+
+    Args:
+        frozen: weights that tokens are multiplied with, the head's among them, also where it is
+            tied to the embedding (which itself multiplies nothing).
+        adapters: weights of the adapters.
+        layers: decoder layers.
+        attention_width: of all heads' queries (see `attention_width`).
+        seq_len: tokens of a row.
+    """
+    return 4.0 * frozen + 6.0 * adapters + 6.0 * layers * seq_len * attention_width
 
 
 def parameters(model: ModelSpec) -> int | None:

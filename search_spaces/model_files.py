@@ -15,7 +15,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from search_spaces.documents import home_expanded, read_json
+from search_spaces.documents import exists, home_expanded, is_directory, read_json
 from search_spaces.errors import InputError, did_you_mean, shown
 from search_spaces.hub import fetch_config
 from search_spaces.linears import parameters
@@ -27,6 +27,26 @@ SIZE_MAX = 10**7
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+_OTHER_WORDS = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+}
+"""What GPT-2, Bloom, MPT and their like call what everybody else calls otherwise."""
+_MULTIMODAL = {
+    "emu3": "emu3_text_model",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "llama4": "llama4_text",
+    "mllama": "mllama_text_model",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
+}
+"""Types whose sizes at the top level transformers 5.17 would not even read, and their decoders."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +75,11 @@ def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -
     if name in _shipped():
         return ModelSpec(name, "shipped", _shipped()[name])
     directory = home_expanded(name)
-    if name and directory.is_dir():
+    if name and is_directory(directory, label=f"model '{name}'"):
         label = str(Path(name) / "config.json")
         config = _read_config(directory / "config.json", label=label)
         return ModelSpec(name, "directory", config, directory.resolve())
-    if name and directory.exists():
+    if name and exists(directory, label=f"model '{name}'"):
         raise InputError(f"model '{name}' is a file: name the directory that holds its config.json")
     if _HUB_ID.fullmatch(name):
         path = fetch(name)
@@ -70,6 +90,18 @@ def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -
         f"unknown model '{name}'{did_you_mean(name, _shipped())} (a shipped architecture, "
         "a directory with a config.json, or a hub id like org/name)"
     )
+
+
+def located(name: str, *, beside: Path) -> str:
+    """Return what a file in the directory ``beside`` means by a model's name.
+
+    A shipped architecture, else a directory beside the file; anything else is left as it is, a
+    directory where the command runs or a hub id.
+    """
+    if not name or name in _shipped():
+        return name
+    directory = beside / home_expanded(name)
+    return str(directory) if is_directory(directory, label=f"model '{name}'") else name
 
 
 def model_names() -> list[ModelSummary]:
@@ -94,13 +126,20 @@ def _shipped() -> dict[str, dict[str, Any]]:
 
 
 def _read_config(path: Path, *, label: str) -> dict[str, Any]:
-    if not path.exists():
+    if not exists(path, label=label):
         raise InputError(f"{label}: no such file; a model's directory needs its config.json")
     config = read_json(path, label=label)
     _check_kind(config, label=label)
+    config = {**_in_usual_words(config), **config}
     _check_sizes(config, label=label)
     _check_shapes(config, label=label)
     return {key: value for key, value in config.items() if key != "auto_map"}
+
+
+def _in_usual_words(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes that the config calls by other words."""
+    found = {key: [w for w in words if w in config] for key, words in _OTHER_WORDS.items()}
+    return {key: config[words[0]] for key, words in found.items() if words}
 
 
 def _check_kind(config: dict[str, Any], *, label: str) -> None:
@@ -109,11 +148,21 @@ def _check_kind(config: dict[str, Any], *, label: str) -> None:
         raise InputError(f"{label}: model_type must name the architecture, got {shown(kind)}")
     if config.get("is_encoder_decoder"):
         raise InputError(f"{label}: is_encoder_decoder is true; only decoder models can be trained")
-    if "num_hidden_layers" not in config and isinstance(config.get("text_config"), dict):
+    text = config.get("text_config")
+    if kind in _MULTIMODAL or ("num_hidden_layers" not in config and isinstance(text, dict)):
+        has = " (it has a text_config)" if isinstance(text, dict) else ""
         raise InputError(
-            f"{label}: model_type '{kind}' is a multimodal model (it has a text_config); "
-            "only text decoders can be trained"
+            f"{label}: model_type '{kind}' is a multimodal model{has}; only text decoders can be "
+            f"trained: {_text_decoder(kind, text)}"
         )
+
+
+def _text_decoder(kind: str, text: object) -> str:
+    """Return what to do about a multimodal config: name the decoder's own config."""
+    own = text.get("model_type") if isinstance(text, dict) else None
+    own = own if isinstance(own, str) else _MULTIMODAL.get(kind)
+    named = "" if own is None else f" (model_type '{own}')"
+    return f"write its text_config{named} to a config.json of its own"
 
 
 def _check_sizes(config: dict[str, Any], *, label: str) -> None:

@@ -29,8 +29,8 @@ class ModelSpec:
 
     @property
     def model_type(self) -> str:
-        """transformers' name of the architecture (``mistral``)."""
-        return str(self.config["model_type"])
+        """transformers' name of the architecture (``mistral``); empty where the config has none."""
+        return str(self.config.get("model_type", ""))
 
     @property
     def hidden_layers(self) -> int:

@@ -13,7 +13,13 @@ from typing import Literal
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import did_you_mean
-from search_spaces.linears import known_linear_modules, lora_parameters, resolve_targets
+from search_spaces.experts import LEAST_QUANTIZED_SHARE, Unquantized, unquantized
+from search_spaces.linears import (
+    known_linear_modules,
+    lora_parameters,
+    resolve_targets,
+    target_sets,
+)
 from search_spaces.models import ModelSpec
 
 LIGER_MODEL_TYPES = frozenset(
@@ -45,6 +51,32 @@ LIGER_MODEL_TYPES = frozenset(
     }
 )
 """Text decoders that liger-kernel 0.8.5 patches, fused loss included (its `monkey_patch` table)."""
+
+WITHOUT_SDPA = frozenset(
+    {
+        "bloom",
+        "codegen",
+        "deepseek_v4",
+        "falcon_mamba",
+        "gpt_neo",
+        "gpt_oss",
+        "gptj",
+        "granite_swa",
+        "granitemoe_swa",
+        "hy_v4",
+        "mamba",
+        "mamba2",
+        "mimo_v2_flash",
+        "mpt",
+        "rwkv",
+        "xglm",
+    }
+)
+"""Decoders that transformers 5.17 runs with eager attention, and not with torch's."""
+WITHOUT_CHECKPOINTING = frozenset(
+    {"cpmant", "ctrl", "gpt_neox_japanese", "jetmoe", "openai-gpt", "xlm", "xlnet"}
+)
+"""Decoders whose layers transformers 5.17 cannot checkpoint."""
 
 AMPERE = (8, 0)
 VOLTA = (7, 0)
@@ -134,6 +166,11 @@ def _triton(config: TrialConfig, setting: Setting) -> str | None:
 def _liger_model(config: TrialConfig, setting: Setting) -> str | None:
     if config.kernels != "hf" and setting.model.model_type not in LIGER_MODEL_TYPES:
         return f"Liger has no kernels for model type '{setting.model.model_type}': use kernels hf"
+    if config.kernels == "liger" and unquantized(setting.model) is not None:
+        return (
+            f"what Liger's kernel for the experts of model type '{setting.model.model_type}' keeps "
+            "and takes is not known: use kernels fused-loss or hf"
+        )
     return None
 
 
@@ -144,6 +181,15 @@ def _compile(config: TrialConfig, setting: Setting) -> str | None:
         return "compile is not supported on a CPU: it needs a C++ compiler on the machine"
     if setting.older_than(VOLTA):
         return f"Triton needs compute capability 7.0, this card has {setting.capability}"
+    return None
+
+
+def _compiled_liger(config: TrialConfig, _: Setting) -> str | None:
+    if config.compile and config.kernels == "liger":
+        return (
+            "torch's compiler breaks on Liger's layer kernels, so the layers would stay eager: "
+            "use kernels fused-loss"
+        )
     return None
 
 
@@ -185,16 +231,72 @@ def _loss(config: TrialConfig, _: Setting) -> str | None:
 
 
 def _targets(config: TrialConfig, setting: Setting) -> str | None:
-    known = known_linear_modules(setting.model)
-    if known is None:
+    wanted, model = config.target_modules, setting.model
+    sets = target_sets(model)
+    known = known_linear_modules(model) or sets["attention"]
+    if wanted == "all-linear" and wanted not in sets:
+        return (
+            f"adapters cannot go on every linear layer of model type '{model.model_type}': "
+            f"target_modules can be {' or '.join(sets)}"
+        )
+    if isinstance(wanted, str) and wanted not in sets:
+        missing = "q_proj"
+    elif known_linear_modules(model) is not None:
+        ends = {name.rpartition(".")[2] for name in known}
+        names = [] if isinstance(wanted, str) else list(wanted)
+        missing = next((n for n in names if n.rpartition(".")[2] not in ends), "")
+    else:
+        missing = ""
+    if not missing:
         return None
-    for name in resolve_targets(config, setting.model):
-        if name not in known:
-            kind = setting.model.model_type
-            return (
-                f"the decoder layers of model type '{kind}' have no linear module '{name}'"
-                f"{did_you_mean(name, known)}"
-            )
+    return (
+        f"the decoder layers of model type '{model.model_type}' have no linear module '{missing}'"
+        f"{did_you_mean(missing, known)} (target_modules can be {' or '.join(sets)} here)"
+    )
+
+
+def _quantized(config: TrialConfig, setting: Setting) -> str | None:
+    if config.quantization == "none":
+        return None
+    left = unquantized(setting.model)
+    if left is None or (left.share is not None and left.share >= LEAST_QUANTIZED_SHARE):
+        return None
+    return (
+        f"quantization {config.quantization} would hold {_portion(left)} of the matrices of model "
+        f"type '{setting.model.model_type}' in 4 bits: bitsandbytes replaces linear layers only, "
+        f"and {left.what}{_size(left)}. Use quantization none, which is what this would be, or a "
+        "model without such weights"
+    )
+
+
+def _portion(left: Unquantized) -> str:
+    if left.share is None:
+        return "only a small part"
+    return f"only {left.share:.1%}" if left.share else "none"
+
+
+def _size(left: Unquantized) -> str:
+    if left.weights is None:
+        return ""
+    count = 2 * left.weights
+    size = f"{count / 2**30:.3g} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.3g} MiB"
+    return f"; they stay in 16 bits and take {size}"
+
+
+def _attention(config: TrialConfig, setting: Setting) -> str | None:
+    kind = setting.model.model_type
+    if config.attention == "sdpa" and kind in WITHOUT_SDPA:
+        return f"transformers has no sdpa attention for model type '{kind}': use attention eager"
+    return None
+
+
+def _checkpoints(config: TrialConfig, setting: Setting) -> str | None:
+    kind = setting.model.model_type
+    if config.checkpoint_fraction > 0 and kind in WITHOUT_CHECKPOINTING:
+        return (
+            f"transformers cannot checkpoint the layers of model type '{kind}': "
+            "use checkpoint_fraction 0"
+        )
     return None
 
 
@@ -204,11 +306,15 @@ RULES: dict[str, Rule] = {
     "kernels-need-triton": _triton,
     "kernels-need-liger-model": _liger_model,
     "compile-needs-triton": _compile,
+    "compile-breaks-on-liger": _compiled_liger,
     "flash-attention-2": _flash,
     "paged-optimizer-needs-cuda": _paged,
     "seq-len-beyond-positions": _positions,
     "seq-len-without-loss": _loss,
     "unknown-target-module": _targets,
+    "quantization-leaves-weights": _quantized,
+    "attention-not-in-model": _attention,
+    "checkpointing-not-in-model": _checkpoints,
 }
 """Every rule by name, in the order they are asked."""
 

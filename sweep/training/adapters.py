@@ -30,6 +30,8 @@ class Attached:
     """The decoder layers."""
     checkpointed: frozenset[int]
     """Layers whose activations are recomputed."""
+    quantized_share: float | None = None
+    """Of the base's matrices, how many weights are in 4 bits; None for a 16-bit base."""
     checkpoint_calls: dict[int, int] = field(default_factory=dict)
     """Times that each layer really went through checkpointing."""
 
@@ -58,7 +60,12 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
         peft_model.train()
         layers = decoder_layers(base.model)
         chosen = config.checkpointed_layers(len(layers))
-        result = Attached(model=peft_model, layers=layers, checkpointed=chosen)
+        result = Attached(
+            model=peft_model,
+            layers=layers,
+            checkpointed=chosen,
+            quantized_share=base.quantized_share,
+        )
         if chosen:
             undo.enter_context(_checkpointing(base, result))
         if config.compile:
@@ -81,7 +88,10 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
     for target in wanted:
         if not any(name == target or name.endswith("." + target) for name in names):
             nearest = did_you_mean(target, suffixes)
-            raise InputError(f"target_modules: the model has no linear layer '{target}'{nearest}")
+            raise InputError(
+                f"target_modules: the model has no linear layer '{target}'{nearest} "
+                "(target_modules all-linear takes every one of them)"
+            )
     return list(wanted)
 
 
@@ -115,13 +125,18 @@ def _counted(
 
 @contextlib.contextmanager
 def _compiled(layers: list[torch.nn.Module]) -> Iterator[None]:
-    """Compile each decoder layer for any batch and length; compiling the whole PEFT model compiles
+    """Compile each decoder layer for the shape at hand; compiling the whole PEFT model compiles
     nothing.
+
+    One graph serves all layers. Shapes are static: that costs some seconds a shape where a graph
+    for any shape costs a minute, and trains as fast (tests/bench/results/compile_cost.json). The
+    reset keeps the shapes of earlier trials from counting against dynamo's limit of recompilations,
+    past which it falls back to eager; what was compiled for a shape comes back from the disk.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for layer in layers:
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=False)
     try:
         yield
     finally:

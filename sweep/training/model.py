@@ -19,10 +19,13 @@ import torch
 from peft import prepare_model_for_kbit_training
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec, Weights
+from sweep.training.matrices import matrices, quantized_share
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -51,6 +54,14 @@ class BaseKey:
         )
 
 
+class Unavailable(Exception):  # noqa: N818 - the name says what is the matter
+    """A value of a knob needs a package that is not installed here, or not for this device."""
+
+    def __init__(self, knob: str, reason: str) -> None:
+        super().__init__(reason)
+        self.knob = knob
+
+
 @dataclass
 class BaseModel:
     """A frozen base on the device."""
@@ -60,6 +71,8 @@ class BaseModel:
     model: PreTrainedModel
     undo: contextlib.ExitStack
     """Takes back what the kernels patched outside the instance."""
+    quantized_share: float | None = None
+    """Of the weights that QLoRA means to hold in 4 bits, how many are; None for a 16-bit base."""
 
     def close(self) -> None:
         """Drop the weights and every patch."""
@@ -76,26 +89,56 @@ def build_base(
     Raises:
         torch.OutOfMemoryError: the base alone passes the budget.
         OSError, ValueError: transformers cannot read or build it.
+        Unavailable: the attention or the kernels are not installed.
     """
     undo = contextlib.ExitStack()
     with undo:
         torch.manual_seed(seed)
         build = _load_pretrained if weights == "pretrained" else _build_random
-        model = build(key, spec=spec, device=device)
+        with _needing("attention", is_own=key.attention == "flash_attention_2"):
+            model = build(key, spec=spec, device=device)
         model.config.use_cache = False
         if key.upcast_fp32:
             upcast(model)
         model.requires_grad_(False)
         model.train()
-        undo.enter_context(_kernels(model, key.kernels))
-        return BaseModel(key=key, spec=spec, model=model, undo=undo.pop_all())
+        with _needing("kernels", is_own=key.kernels != "hf"):
+            undo.enter_context(_kernels(model, key.kernels))
+        share = None if key.quantization == "none" else quantized_share(model)
+        return BaseModel(
+            key=key, spec=spec, model=model, undo=undo.pop_all(), quantized_share=share
+        )
 
 
-def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder layers in order: the longest list of like modules."""
+@contextlib.contextmanager
+def _needing(knob: str, *, is_own: bool) -> Iterator[None]:
+    """Say which knob's value cannot be had where a package of its own is missing."""
+    try:
+        yield
+    except ImportError as error:
+        if not is_own:
+            raise
+        raise Unavailable(knob, str(error)) from error
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the decoder layers in order.
+
+    They are the outermost list with as many modules as the config has layers, of one kind or of
+    several (a hybrid's). A model that counts otherwise has them in the longest list of modules
+    that transformers can checkpoint. Experts may be more than layers, and are neither.
+    """
     lists = [list(m) for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    uniform = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
-    return max(uniform, key=len, default=[])
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    counted = next((layers for layers in lists if len(layers) == count), None)
+    if counted is not None:
+        return counted
+    checkpointed = [
+        layers
+        for layers in lists
+        if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
+    ]
+    return max(checkpointed, key=len, default=[])
 
 
 def bnb_config(key: BaseKey) -> BitsAndBytesConfig | None:
@@ -128,15 +171,30 @@ def _build_random(key: BaseKey, *, spec: ModelSpec, device: torch.device) -> Pre
             _quantize_random(module, key=key, device=device)
         elif list(module.parameters(recurse=False)) or list(module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
+            _fill(module)
             model._init_weights(module)
     model.tie_weights()
     return model
+
+
+def _fill(module: torch.nn.Module) -> None:
+    """Give a module's own tensors finite values, for those that `_init_weights` leaves alone.
+
+    Some get theirs where the module is made, which happens on the meta device here: what is left of
+    other programs in their memory would make the loss infinite now and then.
+    """
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.dim() > 1 and tensor.is_floating_point():
+            torch.nn.init.normal_(tensor, std=0.02)
+        else:
+            torch.nn.init.ones_(tensor)
 
 
 def skeleton(key: BaseKey, *, spec: ModelSpec) -> PreTrainedModel:
     """Return the base's modules on the meta device: right types, shapes and dtypes, no data."""
     values = dict(spec.config)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
+    _check_is_text(config, spec)
     quantization = bnb_config(key)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -152,6 +210,21 @@ def skeleton(key: BaseKey, *, spec: ModelSpec) -> PreTrainedModel:
             )
             _mark_quantized(model, quantization)
     return model
+
+
+def _check_is_text(config: Any, spec: ModelSpec) -> None:
+    """Refuse a config of several models: the sizes at its top level would not be the decoder's.
+
+    Raises:
+        InputError: names the text decoder's own model type.
+    """
+    text = config.get_text_config()
+    if text is not config:
+        raise InputError(
+            f"model type '{spec.model_type}' is a multimodal model; only text decoders can be "
+            f"trained: give its text_config as a model of its own, with model_type "
+            f"'{text.model_type}'"
+        )
 
 
 def _mark_quantized(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:
@@ -174,12 +247,10 @@ def upcast(model: PreTrainedModel) -> None:
     if getattr(model, "is_loaded_in_4bit", False):
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return
-    kept = set(get_keys_to_not_convert(model))
-    for name, module in model.named_modules():
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            is_matrix = isinstance(module, torch.nn.Linear) and parameter_name == "weight"
-            if not is_matrix or name in kept:
-                parameter.data = parameter.data.to(torch.float32)
+    left = {matrix.name for matrix in matrices(model)}
+    for name, parameter in model.named_parameters():
+        if name not in left:
+            parameter.data = parameter.data.to(torch.float32)
 
 
 def _quantize_random(module: bnb.nn.Linear4bit, *, key: BaseKey, device: torch.device) -> None:

@@ -48,6 +48,20 @@ def test_a_directory_is_a_model(tmp_path: Path) -> None:
     assert ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "n_positions": 128},
+        {"model_type": "mpt", "n_layers": 3, "d_model": 64, "n_heads": 4, "max_seq_len": 128},
+    ],
+)
+def test_a_config_may_call_its_sizes_by_its_own_words(
+    tmp_path: Path, sizes: dict[str, Any]
+) -> None:
+    spec = load_model_spec(write_config(tmp_path, {**sizes, "vocab_size": 100}))
+    assert (spec.hidden_layers, spec.hidden_size, spec.max_positions) == (3, 64, 128)
+
+
 def test_remote_code_is_dropped_and_never_run(tmp_path: Path) -> None:
     config = {**GOOD, "auto_map": {"AutoModelForCausalLM": "evil.Model"}}
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
@@ -66,17 +80,24 @@ def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Pat
     ("config", "message"),
     [
         ("{", "line 1: not valid JSON"),
-        ("[1]", "expected a JSON object, got list"),
+        ("[1]", "expected a JSON object, got [1]"),
         ("", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
-        ({}, "model_type must name the architecture, got None"),
+        ({}, "model_type must name the architecture, got null"),
         ({**GOOD, "model_type": 3}, "model_type must name the architecture, got 3"),
         ({**GOOD, "is_encoder_decoder": True}, "only decoder models"),
         ({"model_type": "llava", "text_config": GOOD}, "multimodal model (it has a text_config)"),
-        ({"model_type": "gpt2", "n_layer": 12}, "num_hidden_layers is missing"),
+        ({"model_type": "gpt2", "n_embd": 12}, "num_hidden_layers is missing"),
+        ({**GOOD, "num_hidden_layers": 0, "n_layer": 4}, "num_hidden_layers must be a whole"),
+        (
+            {"model_type": "llava", "text_config": {**GOOD, "model_type": "mistral"}},
+            "write its text_config (model_type 'mistral') to a config.json of its own",
+        ),
+        # Sizes at the top level of such a config are read by nobody.
+        ({**GOOD, "model_type": "qwen3_5"}, "write its text_config (model_type 'qwen3_5_text')"),
         ({**GOOD, "hidden_size": "64"}, "hidden_size must be a whole number from 1 to 10,000,000"),
         ({**GOOD, "hidden_size": 64.0}, "got 64.0"),
-        ({**GOOD, "hidden_size": True}, "got True"),
+        ({**GOOD, "hidden_size": True}, "got true"),
         ({**GOOD, "hidden_size": None}, "hidden_size must be a whole number"),
         ({**GOOD, "num_hidden_layers": 0}, "num_hidden_layers must be a whole number"),
         ({**GOOD, "num_hidden_layers": -3}, "got -3"),

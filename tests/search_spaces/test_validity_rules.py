@@ -35,6 +35,22 @@ PHI3 = ModelSpec(
 )
 UNKNOWN = ModelSpec("new", "directory", {**PHI3.config, "model_type": "brand_new"})
 
+
+def of_type(kind: str, **changes: Any) -> ModelSpec:
+    return ModelSpec(kind, "directory", {**PHI3.config, "model_type": kind, **changes})
+
+
+QWEN3_30B = of_type(
+    "qwen3_moe",
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    moe_intermediate_size=768,
+)
+
 TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
 
 
@@ -60,6 +76,13 @@ TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
             PASCAL,
             "compile-needs-triton",
             "has 6.0",
+        ),
+        (
+            {"compile": True, "kernels": "liger"},
+            MISTRAL,
+            AMPERE,
+            "compile-breaks-on-liger",
+            "use kernels fused-loss",
         ),
         ({"attention": "flash_attention_2"}, MISTRAL, None, "flash-attention-2", "needs CUDA"),
         (
@@ -105,6 +128,52 @@ TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
             "unknown-target-module",
             "have no linear module 'q_proj'; did you mean 'qkv_proj'?",
         ),
+        (
+            {"target_modules": "qv"},
+            of_type("gpt_neox"),
+            AMPERE,
+            "unknown-target-module",
+            "(target_modules can be attention or all-linear here)",
+        ),
+        (
+            {"target_modules": "qv"},
+            of_type("deepseek_v3", q_lora_rank=64),
+            AMPERE,
+            "unknown-target-module",
+            "(target_modules can be attention or all-linear here)",
+        ),
+        (
+            {"target_modules": "all-linear", "quantization": "none"},
+            of_type("phimoe"),
+            AMPERE,
+            "unknown-target-module",
+            "target_modules can be qv or attention",
+        ),
+        (
+            {},
+            QWEN3_30B,
+            AMPERE,
+            "quantization-leaves-weights",
+            "nf4 would hold only 3.0% of the matrices",
+        ),
+        (
+            {"quantization": "fp4"},
+            QWEN3_30B,
+            None,
+            "quantization-leaves-weights",
+            "stay in 16 bits and take 54 GiB. Use quantization none",
+        ),
+        ({}, of_type("falcon"), AMPERE, "quantization-leaves-weights", "would hold none of"),
+        ({}, of_type("jamba"), AMPERE, "quantization-leaves-weights", "only a small part"),
+        (
+            {"kernels": "liger", "quantization": "none"},
+            QWEN3_30B,
+            AMPERE,
+            "kernels-need-liger-model",
+            "use kernels fused-loss",
+        ),
+        ({}, of_type("bloom"), AMPERE, "attention-not-in-model", "use attention eager"),
+        ({}, of_type("ctrl"), AMPERE, "checkpointing-not-in-model", "use checkpoint_fraction 0"),
     ],
 )
 def test_what_cannot_run_is_forbidden_with_a_reason(
@@ -132,7 +201,7 @@ def test_every_rule_is_in_the_table_above() -> None:
         ({}, MISTRAL, AMPERE),
         ({}, MISTRAL, None),
         ({"compute_dtype": "fp16"}, MISTRAL, TURING),
-        ({"kernels": "liger", "compile": True}, MISTRAL, AMPERE),
+        ({"kernels": "fused-loss", "compile": True}, MISTRAL, AMPERE),
         ({"attention": "flash_attention_2"}, MISTRAL, AMPERE),
         ({"seq_len": 32768}, MISTRAL, AMPERE),
         ({"seq_len": 10_000_000}, UNKNOWN, AMPERE),
@@ -140,6 +209,13 @@ def test_every_rule_is_in_the_table_above() -> None:
         ({"target_modules": "attention"}, PHI3, AMPERE),
         ({"quantization": "none"}, MISTRAL, AMPERE),
         ({"quantization": "none", "double_quant": False}, MISTRAL, AMPERE),
+        ({"quantization": "none"}, QWEN3_30B, AMPERE),
+        ({"quantization": "none", "kernels": "fused-loss"}, QWEN3_30B, AMPERE),
+        ({}, of_type("granitemoehybrid", num_local_experts=0), AMPERE),
+        ({}, of_type("gemma4_text", num_experts=None), AMPERE),
+        ({"attention": "eager"}, of_type("bloom"), AMPERE),
+        ({"checkpoint_fraction": 0.0}, of_type("ctrl"), AMPERE),
+        ({"target_modules": ["attn.c_proj"]}, of_type("gpt2"), AMPERE),
     ],
 )
 def test_what_can_run_is_let_through(
@@ -166,6 +242,27 @@ def test_an_unknown_card_is_not_held_against_a_configuration() -> None:
         ("all-linear", PHI3, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
         ("attention", UNKNOWN, ("q_proj", "k_proj", "v_proj", "o_proj")),
         ("all-linear", UNKNOWN, ("all-linear",)),
+        ("attention", of_type("gpt_neox"), ("query_key_value", "dense")),
+        ("attention", of_type("falcon"), ("query_key_value", "dense")),
+        ("attention", of_type("bloom"), ("query_key_value", "dense")),
+        ("attention", of_type("phi"), ("q_proj", "k_proj", "v_proj", "dense")),
+        ("attention", of_type("opt"), ("q_proj", "k_proj", "v_proj", "out_proj")),
+        ("attention", of_type("gptj"), ("q_proj", "k_proj", "v_proj", "out_proj")),
+        # The name alone would be the feed-forward block's output as well.
+        ("attention", of_type("gpt2"), ("c_attn", "attn.c_proj")),
+        ("attention", of_type("mpt"), ("Wqkv", "out_proj")),
+        ("qv", of_type("phi"), ("q_proj", "v_proj")),
+        ("qv", of_type("opt"), ("q_proj", "v_proj")),
+        (
+            "attention",
+            of_type("deepseek_v3"),
+            ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        ),
+        (
+            "attention",
+            of_type("deepseek_v2", q_lora_rank=None),
+            ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        ),
     ],
 )
 def test_target_sets_become_module_names(

@@ -35,6 +35,19 @@ _WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot sca
 _NAMESPACES = (torch, torch.Tensor, functional)
 
 
+def _as_on_cuda(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what asks of autocast, with the device that stands for the card answered for it."""
+
+    @functools.wraps(ask)
+    def asked(device: str = "cuda") -> Any:
+        return ask("cuda" if device == "meta" else device)
+
+    return asked
+
+
+torch.get_autocast_dtype = _as_on_cuda(torch.get_autocast_dtype)
+
+
 def _policies() -> dict[Callable[..., Any], Policy]:
     table = {}
     lists = {"lower": _LOWER, "fp32": _FP32, "fp32_result": _FP32_RESULT, "widest": _WIDEST}

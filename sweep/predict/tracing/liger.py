@@ -182,5 +182,5 @@ def _patch_layers(model: Any) -> None:
             module.forward = MethodType(norm, module)
         elif hasattr(module, "gate_proj") and hasattr(module, "up_proj"):
             module.forward = MethodType(gated, module)
-        elif hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
+        elif isinstance(getattr(module, "gate_up_proj", None), torch.nn.Module):
             module.forward = MethodType(fused_gated, module)

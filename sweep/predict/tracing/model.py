@@ -19,10 +19,28 @@ from transformers import AutoConfig, PreTrainedModel
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from sweep.training.adapters import target_modules
+from sweep.training.matrices import quantized_share
 from sweep.training.model import BaseKey, BaseModel, decoder_layers, skeleton, upcast
 
 _DYNAMIC_ROPES = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that read the positions' values; their tensors have the default's shapes."""
+
+_BY_INDEX = {
+    "attn_layer_indices": 0,
+    "attn_layer_period": 1,
+    "decoder_sparse_step": 1,
+    "expert_layer_period": 1,
+    "first_k_dense_replace": 1,
+    "interleave_moe_layer_step": 1,
+    "mlp_only_layers": 0,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "num_dense_layers": 1,
+}
+"""Keys that tell layers apart by their index, and the value up to which the ends alone differ.
+
+Layers taken out would change what the others are, so all of them are traced.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,13 +86,17 @@ def excerpt(spec: ModelSpec) -> Excerpt:
     values, count = config.to_dict(), int(config.num_hidden_layers)
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count}
     kinds = [repr([column[i] for column in lists.values()]) for i in range(count)]
+    if any(_means_a_layer(values.get(key), least) for key, least in _BY_INDEX.items()):
+        kinds = [str(i) for i in range(count)]
     first_of = {kind: i for i, kind in reversed(list(enumerate(kinds[1:-1], 1)))}
     chosen = sorted({0, count - 1, *first_of.values()})
     stands_for = [chosen.index(first_of[kind]) for kind in kinds[1:-1]]
     ends = [0, len(chosen) - 1] if count > 1 else [0]
     name = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
     columns = {key: [column[i] for i in chosen] for key, column in lists.items()}
-    reduced: dict[str, Any] = {name: len(chosen), **columns, **_plain_rope(values)}
+    # A config may say it in transformers' word and in its own.
+    counts = {key: len(chosen) for key in (name, "num_hidden_layers") if key in spec.config}
+    reduced: dict[str, Any] = {name: len(chosen), **counts, **columns, **_plain_rope(values)}
     return Excerpt(
         spec=dataclasses.replace(spec, config={**spec.config, **reduced}),
         positions=(*ends[:1], *stands_for, *ends[1:]),
@@ -82,6 +104,13 @@ def excerpt(spec: ModelSpec) -> Excerpt:
         longest=getattr(config, "max_position_embeddings", None),
         window=_window(values),
     )
+
+
+def _means_a_layer(value: object, least: int) -> bool:
+    """Whether a config's value singles out layers between the first and the last by their index."""
+    if isinstance(value, list):
+        return bool(value)
+    return isinstance(value, int) and value > least
 
 
 def _without_type(config: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +149,14 @@ def build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
     if key.upcast_fp32:
         upcast(model)
     model.requires_grad_(False)
-    return BaseModel(key=key, spec=spec, model=model.train(), undo=contextlib.ExitStack())
+    share = None if key.quantization == "none" else quantized_share(model)
+    return BaseModel(
+        key=key,
+        spec=spec,
+        model=model.train(),
+        undo=contextlib.ExitStack(),
+        quantized_share=share,
+    )
 
 
 def attach(base: BaseModel, config: TrialConfig, *, rank: int) -> Traceable:

@@ -12,12 +12,13 @@ import torch
 from transformers import masking_utils
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, words_of
+from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from search_spaces.models import ModelSpec
 from sweep.predict.profiles import Structure, Untraceable
 from sweep.predict.tracing import fourbit, liger
 from sweep.predict.tracing.building import built
-from sweep.predict.tracing.ledger import Ledger
+from sweep.predict.tracing.ledger import Ledger, PlainLoop
 from sweep.predict.tracing.model import (
     Excerpt,
     Traceable,
@@ -50,6 +51,7 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         symbols = _symbols(part, structure)
         config = structure.to_config()
         base = build_base(config, part.spec)
+        _check_quantized(base)
         on_card = built(base.model, config, part.positions)
     except InputError:
         raise
@@ -73,6 +75,7 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         "segments": {name: {**accounts[name], "tape": tape} for name, tape in tape_of.items()},
         "sizes": sizes,
         "window": part.window,
+        "quantized_share": base.quantized_share,
     }
 
 
@@ -81,6 +84,16 @@ def _symbols(part: Excerpt, structure: Structure) -> Symbols:
         return Symbols(part.dimensions, longer_than=part.window)
     limits = [part.longest, part.window and part.window - 1]
     return Symbols(part.dimensions, longest=min((n for n in limits if n), default=None))
+
+
+def _check_quantized(base: BaseModel) -> None:
+    """Refuse a base that would be called a 4-bit one and is not; its worker would, too late."""
+    share = base.quantized_share
+    if share is not None and share < LEAST_QUANTIZED_SHARE:
+        raise Untraceable(
+            f"only {share:.1%} of its matrices' weights would be in 4 bits, as bitsandbytes "
+            "replaces linear layers only: use quantization none"
+        )
 
 
 def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable:
@@ -101,6 +114,8 @@ def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Ledger:
             has_flash=structure.has_flash,
             is_checkpointed=structure.is_checkpointed,
         )
+    except PlainLoop as error:
+        raise Untraceable(f"{_module_at_fault(error, target)} {error}") from error
     except Exception as error:
         where = _module_at_fault(error, target)
         if isinstance(error, RuntimeError) and any(f in str(error) for f in _SHAPE_FAULTS):
@@ -109,19 +124,18 @@ def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Ledger:
 
 
 def _module_at_fault(error: BaseException, target: Traceable) -> str:
-    """Return the name and class of the innermost module that was running."""
+    """Return the name of the innermost module that was running."""
     names = {id(module): name for name, module in target.base.named_modules()}
-    found = f"{type(target.base).__name__}"
+    found = f"model type '{target.base.config.model_type}'"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if names.get(id(module)):
-            found = f"module '{names[id(module)]}' ({type(module).__name__})"
+            found = f"module '{names[id(module)]}'"
     return found
 
 
 def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    return words_of(error)[:300]
 
 
 def _adapters(target: Traceable, symbols: Symbols) -> list[list[int]]:

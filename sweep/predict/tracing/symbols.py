@@ -19,6 +19,8 @@ _LARGEST = 20011
 _CHOICES = 100
 _NEIGHBOURS = (1, -1)
 """A shifted or padded sequence has one token more or less."""
+_ROW_BYTES = 16
+"""Bytes a token, from which a tensor of a row is taken to be as long as the sequence."""
 
 
 class Symbols:
@@ -55,6 +57,18 @@ class Symbols:
         if size not in self._known:
             self._known[size] = self._factor(size)
         return self._known[size]
+
+    def is_unexplained(self, size: int) -> bool:
+        """Whether so many bytes are of a length that no symbol gives.
+
+        They grow with the batch and are more than a row of the model's own sizes could be, but
+        nothing of the sequence divides them: padded to whole chunks they would be taken for as
+        large at every length.
+        """
+        if size % self.b or size // self.b < _ROW_BYTES * self.s:
+            return False
+        lengths = (self.s, *(self.s + step for step in _NEIGHBOURS), self.c, self.p)
+        return all(size % length for length in lengths)
 
     def _factor(self, size: int) -> Polynomial:
         if size == 0:

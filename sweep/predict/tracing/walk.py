@@ -32,7 +32,11 @@ def walk(
     cuda = Cuda(autocast_dtype, padded_length=symbols.p, has_flash=has_flash)
     if is_checkpointed:
         _checkpoint(target, cuda)
-    ledger = Ledger(ignored=[*target.model.parameters(), *target.model.buffers()])
+    ledger = Ledger(
+        ignored=[*target.model.parameters(), *target.model.buffers()],
+        layers=len(target.layers),
+        is_odd=symbols.is_unexplained,
+    )
     with ledger, _boundaries(target.layers, ledger):
         ledger.mark("embed")
         tokens = torch.empty(symbols.b, symbols.s, dtype=torch.int64, device="meta")

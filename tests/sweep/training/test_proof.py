@@ -1,0 +1,155 @@
+"""The proof that a knob took effect: what ran is held against what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from search_spaces.config import TrialConfig
+from storage.records import Ineffective
+from sweep.training.adapters import attached
+from sweep.training.model import BaseKey, Unavailable, build_base
+from sweep.training.proof import KernelWatch, ineffective
+from sweep.training.step import TrainingLoop
+from sweep.wire import Event, RunCommand, WorkerSettings
+from sweep.worker import Worker
+from tests.sweep.training.tiny import QUICK, TINY, tiny_base, tiny_config
+
+FREEZE = "freeze v_proj"
+"""Not a knob: the adapters of one target are left out of the training."""
+
+
+def verdicts(
+    ran: dict[str, Any], asked: dict[str, Any]
+) -> tuple[Ineffective | None, Ineffective | None]:
+    """Return what the proof says to a configuration that was not run, and to the one that was."""
+    config, wanted = tiny_config(**ran), tiny_config(**asked)
+    with tiny_base(config) as base, attached(base, config) as attachment:
+        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        with KernelWatch() as watch:
+            loop.step()
+        return (
+            ineffective(wanted, attached=attachment, loop=loop, watch=watch),
+            ineffective(config, attached=attachment, loop=loop, watch=watch),
+        )
+
+
+@pytest.mark.parametrize(
+    ("ran", "asked", "knob"),
+    [
+        ({}, {"attention": "eager"}, "attention"),
+        ({}, {"attention": "flash_attention_2"}, "attention"),
+        ({"attention": "eager"}, {}, "attention"),
+        ({"attention": "eager"}, {"attention": "flash_attention_2"}, "attention"),
+        ({"compute_dtype": "fp32"}, {}, "compute_dtype"),
+        ({}, {"compute_dtype": "fp16"}, "compute_dtype"),
+        ({}, {"upcast_fp32": False}, "upcast_fp32"),
+        ({"upcast_fp32": False}, {}, "upcast_fp32"),
+        ({}, {"lora_dropout": 0.1}, "lora_dropout"),
+        ({"lora_dropout": 0.1}, {}, "lora_dropout"),
+        ({}, {"lora_rank": 8, "lora_alpha": 16}, "lora_rank"),
+        ({}, {"lora_alpha": 8}, "lora_alpha"),
+        ({}, {"checkpoint_fraction": 0.5}, "checkpoint_fraction"),
+    ],
+)
+def test_each_knob_is_found_out_where_another_value_ran(
+    ran: dict[str, Any], asked: dict[str, Any], knob: str
+) -> None:
+    fault, honest = verdicts(ran, asked)
+    assert isinstance(fault, Ineffective)
+    assert fault.knob == knob
+    assert honest is None
+
+
+def test_a_target_whose_adapters_never_moved_is_found_out() -> None:
+    config = tiny_config(target_modules="qv")
+    with tiny_base(config) as base, attached(base, config) as attachment:
+        for name, parameter in attachment.model.named_parameters():
+            if "v_proj.lora" in name:
+                parameter.requires_grad_(False)
+        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop.step()
+        fault = ineffective(config, attached=attachment, loop=loop, watch=None)
+    assert fault == Ineffective(knob="target_modules", detail="no adapter of v_proj learned")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1, 1.0])
+def test_every_dropout_that_can_be_asked_for_proves_itself(dropout: float) -> None:
+    _, honest = verdicts({"lora_dropout": dropout}, {})
+    assert honest is None
+
+
+def test_dropout_that_is_configured_and_never_called_is_found_out() -> None:
+    config = tiny_config(lora_dropout=0.1)
+    with tiny_base(config) as base, attached(base, config) as attachment:
+        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        with KernelWatch() as watch:
+            loop.step()
+        watch.dropouts = 0
+        fault = ineffective(config, attached=attachment, loop=loop, watch=watch)
+    assert fault == Ineffective(knob="lora_dropout", detail="nothing was dropped")
+
+
+@pytest.fixture
+def flash_attn_operator() -> Iterator[Any]:
+    """An operator with the name that flash-attn gives its own."""
+    library = torch.library.Library("flash_attn", "DEF")
+    library.define("_flash_attn_forward(Tensor q) -> Tensor")
+    library.impl("_flash_attn_forward", torch.clone, "CPU")
+    yield torch.ops.flash_attn._flash_attn_forward
+    library._destroy()
+
+
+def test_flash_attention_is_proved_by_flash_attns_own_operator(flash_attn_operator: Any) -> None:
+    config = tiny_config()
+    with tiny_base(config) as base, attached(base, config) as attachment:
+        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop.step()
+        with KernelWatch() as watch:
+            flash_attn_operator(torch.zeros(1, dtype=torch.bfloat16))
+            torch.zeros(2, 2, dtype=torch.bfloat16) @ torch.zeros(2, 2, dtype=torch.bfloat16)
+        asked = tiny_config(attention="flash_attention_2")
+        assert ineffective(asked, attached=attachment, loop=loop, watch=watch) is None
+        eager = ineffective(
+            tiny_config(attention="eager"), attached=attachment, loop=loop, watch=watch
+        )
+    assert isinstance(eager, Ineffective)
+    assert "flash_attn::_flash_attn_forward" in eager.detail
+
+
+@pytest.mark.parametrize(
+    ("knobs", "knob"),
+    [({"attention": "flash_attention_2"}, "attention"), ({"kernels": "liger"}, "kernels")],
+)
+def test_a_value_whose_package_is_missing_is_ineffective_and_harms_no_other_trial(
+    knobs: dict[str, Any], knob: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("flash_attn", "liger_kernel"):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+    config = tiny_config(**knobs)
+    with pytest.raises(Unavailable):
+        _build(config)
+    events: list[Event] = []
+    settings = WorkerSettings(
+        device="cpu",
+        budget_bytes=2**40,
+        model=TINY.to_json(),
+        weights="random",
+        seed=0,
+        is_emulated=False,
+    )
+    worker = Worker(settings, send=events.append)
+    finished = worker.run(RunCommand(config=config, steps=QUICK))
+    assert isinstance(finished.outcome, Ineffective)
+    assert finished.outcome.knob == knob
+    assert finished.outcome.detail
+    assert finished.retire is None
+
+
+def _build(config: TrialConfig) -> None:
+    build_base(
+        BaseKey.of(config), spec=TINY, weights="random", device=torch.device("cpu"), seed=0
+    ).close()
