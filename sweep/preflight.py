@@ -6,11 +6,10 @@ Knows nothing of Optuna, processes or files. The rules and the memory prediction
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import SweepError
+from search_spaces.errors import EnvironmentFault, SweepError
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
 from storage.records import (
@@ -23,36 +22,23 @@ from storage.records import (
     TrialRecord,
 )
 from sweep.dominance import Footprint, base_alone, dominates, footprint
+from sweep.predict.memory import Fit, MemoryPrediction
+from sweep.predict.residuals import Residuals
 
-START_MARGIN = 0.05
-"""Margin of the memory prediction until enough trials have been measured to know better."""
-START_MARGIN_COMPILED = 0.3
-"""The same for compiled layers, which were seen to take a quarter less than eager ones."""
-SAFETY_MARGIN = 0.01
-"""Kept on top of the worst over-prediction seen."""
-RESIDUALS_TRUSTED = 5
-"""Measured trials after which the margin may shrink below where it started."""
-
-
-class MemoryPrediction(Protocol):
-    """What a predictor says of one configuration."""
-
-    @property
-    def peak_allocated_bytes(self) -> int:
-        """Most bytes that live tensors would hold at once."""
-        ...
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """Most bytes that the caching allocator would hold without a cap."""
-        ...
+DEATHS_TOLERATED = 2
+"""Predictions in a row that may fail by the machine's fault before no more are asked for."""
 
 
 class MemoryPredictor(Protocol):
     """Predicts the peak memory of a configuration without running it."""
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """Return the prediction for ``config``."""
+        """Return the prediction for ``config``.
+
+        Raises:
+            InputError: this one cannot be predicted; another may be.
+            EnvironmentFault: the machine is at fault; it may answer when asked again.
+        """
         ...
 
 
@@ -68,31 +54,6 @@ class SpeedPredictor(Protocol):
         ...
 
 
-@dataclass
-class Calibration:
-    """How far the prediction may be above the truth, from the trials where both are known."""
-
-    start_margin: float = START_MARGIN
-    over_predictions: list[float] = field(default_factory=list)
-    """``1 - measured / predicted`` for each trial that was measured."""
-
-    def learn(self, *, predicted_bytes: int, measured_bytes: int) -> None:
-        """Count one trial."""
-        self.over_predictions.append(1.0 - measured_bytes / predicted_bytes)
-
-    @property
-    def margin(self) -> float:
-        """Share of the prediction that may be missing in truth.
-
-        It follows the worst over-prediction so far: each of those could have hidden a fit.
-        """
-        worst = max(self.over_predictions, default=0.0)
-        seen = max(worst, 0.0) + SAFETY_MARGIN
-        if len(self.over_predictions) >= RESIDUALS_TRUSTED:
-            return seen
-        return max(seen, self.start_margin)
-
-
 class Preflight:
     """Checks configurations against the rules, the known out-of-memory trials and a prediction.
 
@@ -102,7 +63,7 @@ class Preflight:
         violation: the rules, bound to model and device.
         predictor: None where memory cannot be predicted; the device then decides.
         speed: adds the expected speed to what is predicted for the record.
-        warn: told when the prediction turns out not to work; the study goes on without it.
+        warn: told once of each reason why something is not predicted; the study goes on without.
     """
 
     def __init__(
@@ -122,12 +83,22 @@ class Preflight:
         self._speed = speed
         self._warn = warn
         self._ran_out: list[tuple[int, Footprint]] = []
-        # Compiled layers keep other tensors than eager ones: the errors say little of each other.
-        self._calibrations = {False: Calibration(), True: Calibration(START_MARGIN_COMPILED)}
+        self._residuals = Residuals()
+        self._predictions: dict[TrialConfig, MemoryPrediction] = {}
+        self._fits: dict[tuple[TrialConfig, float], Fit] = {}
+        self._warned: set[str] = set()
+        self._deaths = 0
 
     def check(self, config: TrialConfig) -> Outcome | None:
         """Return the verdict that spares the device a trial; None where only running it tells."""
         return self._forbidden(config) or self._dominated(config) or self._predicted(config)
+
+    def refuses(self, config: TrialConfig) -> bool:
+        """Whether `check` has a verdict; quicker, as nobody wants to know what it says."""
+        if self._forbidden(config) or self._dominated(config):
+            return True
+        prediction = self._memory(config)
+        return prediction is not None and self._fit(config, prediction) is Fit.NO
 
     def prediction(self, config: TrialConfig) -> PredictionRecord | None:
         """Return what is predicted of ``config``, for its record; None where nothing predicts."""
@@ -149,13 +120,8 @@ class Preflight:
                 whole = footprint(record.config, model=self._model)
                 least = base_alone(whole) if stage == "load" else whole
                 self._ran_out.append((record.number, least))
-            case _ if record.prediction is not None and record.measurement is not None:
-                self._calibrations[record.config.compile].learn(
-                    predicted_bytes=record.prediction.peak_allocated_bytes,
-                    measured_bytes=record.measurement.peak_allocated_bytes,
-                )
             case _:
-                pass
+                self._residuals.learn(record)
 
     def learn_all(self, records: Iterable[TrialRecord]) -> None:
         """Take in the finished trials of a study that goes on."""
@@ -174,28 +140,59 @@ class Preflight:
         return None
 
     def _predicted(self, config: TrialConfig) -> Outcome | None:
-        """Refuse what is predicted to allocate more than the budget, margin taken off.
+        """Refuse what surely does not fit, by the verdict that `sweep plan` gives as well.
 
-        Reserved memory does not decide: under a cap the allocator gives its cached blocks back
-        before it fails.
+        What is too close to say is left to the device.
         """
         prediction = self._memory(config)
-        if prediction is None:
-            return None
-        margin = self._calibrations[config.compile].margin
-        if prediction.peak_allocated_bytes * (1.0 - margin) <= self._budget_bytes:
+        if prediction is None or self._fit(config, prediction) is not Fit.NO:
             return None
         return PredictedOutOfMemory(
-            predicted_bytes=prediction.peak_allocated_bytes,
-            detail=f"budget {self._budget_bytes} bytes, margin allowed {margin:.1%}",
+            predicted_bytes=prediction.needed_bytes(self._budget_bytes),
+            detail=(
+                f"budget {self._budget_bytes} bytes, peak predicted within "
+                f"{100 * prediction.uncertainty:.3g} %"
+            ),
         )
 
+    def _fit(self, config: TrialConfig, prediction: MemoryPrediction) -> Fit:
+        """Return whether it fits; a sampler asks of many configurations, and of some again."""
+        key = (config, prediction.uncertainty)
+        if key not in self._fits:
+            self._fits[key] = prediction.fits(self._budget_bytes)
+        return self._fits[key]
+
     def _memory(self, config: TrialConfig) -> MemoryPrediction | None:
+        """Return what is predicted, no surer than the study's trials allow."""
+        if config not in self._predictions:
+            prediction = self._asked(config)
+            if prediction is None:
+                return None
+            self._predictions[config] = prediction
+        return self._residuals.widened(self._predictions[config], config)
+
+    def _asked(self, config: TrialConfig) -> MemoryPrediction | None:
+        """Return the predictor's answer, and None where it has none."""
         if self._predictor is None:
             return None
         try:
-            return self._predictor.predict(config)
-        except SweepError as error:
-            self._predictor = None
-            self._warn(f"memory is not predicted, so the device decides what fits: {error}")
+            prediction = self._predictor.predict(config)
+        except EnvironmentFault as error:
+            self._deaths += 1
+            if self._deaths > DEATHS_TOLERATED:
+                self._predictor = None
+                self._warn_once(f"memory is not predicted, so the device decides: {error}")
             return None
+        except SweepError as error:
+            # Another structure may well be predicted.
+            self._warn_once(
+                f"memory of some configurations is not predicted, so the device decides: {error}"
+            )
+            return None
+        self._deaths = 0
+        return prediction
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)

@@ -40,7 +40,7 @@ class TracingChild:
             case {"profile": dict(profile)}:
                 return profile
             case {"untraceable": str(reason)}:
-                raise Untraceable(f"model '{model.name}' cannot be traced: {reason}")
+                raise Untraceable(f"model '{model.name}': memory is not predicted: {reason}")
             case {"input": str(reason)}:
                 raise InputError(f"model '{model.name}': {reason}")
         raise EnvironmentFault(f"the tracing process answered {str(answer)[:200]}")
@@ -71,7 +71,12 @@ class TracingChild:
         if self._process is None:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                # Ctrl-C in the terminal is this process's to handle.
+                start_new_session=True,
             )
             self._finalizer = weakref.finalize(self, _end, self._process, self._errors)
         return self._process

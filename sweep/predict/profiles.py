@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from search_spaces.config import TargetModules, TrialConfig
-from search_spaces.errors import InputError
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
 from sweep.predict.polynomials import Polynomial
 
@@ -26,7 +26,10 @@ Account = dict[str, Polynomial]
 """Polynomial by purpose; ``activations 2`` is added once for each layer that layer 2 stands for."""
 
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
-_TRACED_BY = ("tracing/*.py", "trace.py", "../training/model.py", "../training/adapters.py")
+_ATTEMPTS = 2
+"""Times that a structure is traced whose tracing process dies; each time in a new process."""
+_BUILT_BY = ("model", "matrices", "adapters")
+_TRACED_BY = ("tracing/*.py", "trace.py", *(f"../training/{n}.py" for n in _BUILT_BY))
 
 
 class Untraceable(InputError):  # noqa: N818 - the name says what happened
@@ -170,6 +173,8 @@ class Profile:
     """Bytes, by the tapes' index."""
     window: int | None
     """Length from which the structure is another one; None where there is none."""
+    quantized_share: float | None = None
+    """Of the weights that QLoRA means to hold in 4 bits, how many are; None for a 16-bit base."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Profile:
@@ -182,6 +187,7 @@ class Profile:
             segments={n: Segment.from_json(part) for n, part in values["segments"].items()},
             sizes=tuple(values["sizes"]),
             window=values["window"],
+            quantized_share=values.get("quantized_share"),
         )
 
 
@@ -213,9 +219,19 @@ class ProfileStore:
         self._cache_dir = cache_dir
         self._tracer = tracer
         self._profiles: dict[Structure, Profile] = {}
+        self._refused: dict[Structure, InputError] = {}
+        self._has_answered = False
 
     def get(self, structure: Structure) -> Profile:
-        """Return a structure's profile. Raises what `Tracer.trace` raises."""
+        """Return a structure's profile.
+
+        What cannot be traced is not tried again: it is refused at once, with the same reason.
+        Raises what `Tracer.trace` raises.
+        """
+        if structure in self._refused:
+            # A new exception each time, as one that is raised twice keeps the frames of both.
+            refused = self._refused[structure]
+            raise type(refused)(*refused.args)
         if structure not in self._profiles:
             self._profiles[structure] = Profile.from_json(self._read_or_trace(structure))
         return self._profiles[structure]
@@ -225,9 +241,32 @@ class ProfileStore:
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
-            values = self._tracer.trace(self._model, structure)
+            values = self._trace(structure)
         keep(path, values)
         return values
+
+    def _trace(self, structure: Structure) -> dict[str, Any]:
+        """Trace a structure, and remember where that cannot work.
+
+        A process that dies of it once may have been the machine's fault, so it is tried again. One
+        that always does is the structure's: it has no profile from then on, so that others can go
+        on. Where no other was ever answered, the machine's fault is told first.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                values = self._tracer.trace(self._model, structure)
+            except InputError as error:
+                self._has_answered = True
+                self._refused[structure] = error.with_traceback(None)
+                raise
+            except EnvironmentFault as error:
+                fault = error
+            else:
+                self._has_answered = True
+                return values
+        refused = Untraceable(f"model '{self._model.name}' cannot be traced: {fault}")
+        self._refused[structure] = refused
+        raise refused if self._has_answered else fault
 
     def _digest(self, structure: Structure) -> str:
         parts = [self._model.fingerprint, structure.to_json(), tracing_fingerprint()]

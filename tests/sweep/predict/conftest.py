@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from sweep.predict.child import TracingChild
+from sweep.predict.memory import MemoryPrediction, MemoryPredictor
+from tests.sweep.predict.rows import Predict, Row, config_of, model_of
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,22 @@ def tracing_child() -> Iterator[TracingChild]:
 @pytest.fixture(scope="session")
 def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="session")
+def predict_row(tracing_child: TracingChild, profile_cache: Path) -> Predict:
+    """Predict the memory of a committed row, once for all tests."""
+    predictors: dict[str, MemoryPredictor] = {}
+    known: dict[tuple[str, str], MemoryPrediction] = {}
+
+    def predicted(row: Row) -> MemoryPrediction:
+        name, config = row["model"], config_of(row)
+        if name not in predictors:
+            predictors[name] = MemoryPredictor(
+                model_of(row), cache_dir=profile_cache, tracer=tracing_child
+            )
+        if (name, config.key()) not in known:
+            known[name, config.key()] = predictors[name].predict(config)
+        return known[name, config.key()]
+
+    return predicted

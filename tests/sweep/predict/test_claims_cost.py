@@ -95,8 +95,16 @@ def test_the_published_order_of_a100_and_h100_spot_turns_round_unless_the_queue_
 
 
 def test_on_demand_at_2_60_per_thousand_steps_would_be_an_h100_at_almost_nine_dollars() -> None:
-    seconds = 5000 * H100_STEP_SECONDS + 90.0
-    assert 2.60 * 5 / seconds * 3600 == pytest.approx(8.76, abs=0.01)
+    def on_demand(usd_per_hour: float) -> Bill:
+        offer = make_offer("h100-pcie", usd_per_hour, download_seconds=90.0)
+        return bill(FIVE_THOUSAND_STEPS, step_seconds=H100_STEP_SECONDS, offer=offer)
+
+    # A bill is proportional to the hourly rate.
+    rate = 2.60 / on_demand(1.0).usd_per_1000_steps
+    assert rate == pytest.approx(8.76, abs=0.01)
+    dear = on_demand(rate)
+    assert rounded(dear).keys() == {"training", "download"}
+    assert dear.usd_per_1000_steps == pytest.approx(2.60)
 
 
 def test_500_steps_in_25_minutes_for_1_25_is_three_dollars_an_hour_for_an_a10g() -> None:

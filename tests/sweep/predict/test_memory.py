@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -12,11 +11,13 @@ from typing import Any
 import pytest
 
 from search_spaces.config import TrialConfig, parse_config
+from search_spaces.errors import EnvironmentFault, InputError, SweepError
 from search_spaces.model_files import load_model_spec
 from search_spaces.models import ModelSpec
 from sweep.predict.allocator import MIB
 from sweep.predict.child import TracingChild
 from sweep.predict.memory import Fit, MemoryPrediction, MemoryPredictor
+from sweep.predict.profiles import Structure, Untraceable
 from tests.sweep.predict.imagined_profile import (
     ADAPTER_ELEMENTS,
     KIB,
@@ -25,9 +26,9 @@ from tests.sweep.predict.imagined_profile import (
     WEIGHTS,
     ImaginedTracer,
 )
+from tests.sweep.predict.rows import TABLE, Predict, describe, is_compiled
 
 WORKSPACES = 64 * MIB
-MEASURED = Path(__file__).parents[2] / "data" / "measurements_h200.jsonl"
 
 
 @pytest.fixture
@@ -157,6 +158,66 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -
     assert predictor.predict(TrialConfig()).peak_allocated_bytes > WEIGHTS
 
 
+class FailingTracer(ImaginedTracer):
+    """Fails at what has adapters on q and v, as often as it has faults for it."""
+
+    def __init__(self, *faults: Exception) -> None:
+        super().__init__()
+        self._faults = list(faults)
+
+    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
+        profile = super().trace(model, structure)
+        if structure.target_modules == "qv" and self._faults:
+            raise self._faults.pop(0)
+        return profile
+
+
+QV = TrialConfig(target_modules="qv")
+
+
+def _asked_thrice(predictor: MemoryPredictor) -> list[type[Exception] | None]:
+    """How predicting a structure that fails ends each time; another is predicted in between."""
+    ended: list[type[Exception] | None] = []
+    for rank in (8, 16, 32):
+        try:
+            predictor.predict(QV.model_copy(update={"lora_rank": rank}))
+            ended.append(None)
+        except SweepError as error:
+            ended.append(type(error))
+        assert predictor.predict(TrialConfig(lora_rank=rank)).peak_allocated_bytes > WEIGHTS
+    return ended
+
+
+@pytest.mark.parametrize("kind", [Untraceable, InputError])
+def test_a_structure_that_cannot_be_traced_is_asked_for_once_and_others_are_traced(
+    tmp_path: Path, kind: type[InputError]
+) -> None:
+    tracer = FailingTracer(kind("no such modules"))
+    predictor = MemoryPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    assert _asked_thrice(predictor) == [kind] * 3
+    assert len(tracer.asked) == 2
+
+
+def test_a_tracing_process_that_died_once_is_asked_again(tmp_path: Path) -> None:
+    tracer = FailingTracer(EnvironmentFault("gave no answer"))
+    predictor = MemoryPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    assert _asked_thrice(predictor) == [None] * 3
+
+
+def test_a_structure_that_always_kills_the_tracing_process_is_given_up(tmp_path: Path) -> None:
+    tracer = FailingTracer(*[EnvironmentFault("gave no answer")] * 9)
+    predictor = MemoryPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    assert _asked_thrice(predictor) == [EnvironmentFault, Untraceable, Untraceable]
+    assert len(tracer.asked) == 3
+
+
+def test_it_is_the_structures_fault_where_others_were_answered(tmp_path: Path) -> None:
+    tracer = FailingTracer(*[EnvironmentFault("gave no answer")] * 9)
+    predictor = MemoryPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    predictor.predict(TrialConfig())
+    assert _asked_thrice(predictor) == [Untraceable] * 3
+
+
 def test_another_model_is_another_structure(tmp_path: Path) -> None:
     other = ModelSpec("other", "directory", {**MODEL.config, "hidden_size": 128})
     tracer = ImaginedTracer()
@@ -198,76 +259,42 @@ def test_a_compiled_configuration_is_less_certain(
     assert predict(compile=True).uncertainty > predict().uncertainty
 
 
-# What a card measured. No constant of the predictor was fitted to these rows.
+# What a card measured. No constant of the predictor was fitted to these rows; what it states of its
+# own accuracy is held against them in `test_stated_uncertainty.py`.
 
-ROWS = (
-    [json.loads(line) for line in MEASURED.read_text(encoding="utf-8").splitlines()]
-    if MEASURED.exists()
-    else []
-)
-MODELS = sorted({row["model"] for row in ROWS})
+MODELS = sorted({row["model"] for row in TABLE})
 
 
-@pytest.fixture(scope="module")
-def errors(tracing_child: TracingChild, profile_cache: Path) -> dict[str, list[dict[str, Any]]]:
-    """Relative errors of every measured row, by model."""
-    if not ROWS:
-        pytest.skip(f"no measurements at {MEASURED}")
-    result: dict[str, list[dict[str, Any]]] = {}
-    for name in MODELS:
-        predictor = MemoryPredictor(
-            load_model_spec(name), cache_dir=profile_cache, tracer=tracing_child
-        )
-        result[name] = [
-            _error(predictor, row)
-            for row in ROWS
-            if row["model"] == name and "peak_allocated_bytes" in row
-        ]
-    return result
-
-
-def _error(predictor: MemoryPredictor, row: dict[str, Any]) -> dict[str, Any]:
-    config = parse_config(row["config"])
-    prediction = predictor.predict(config)
+def _errors(predict_row: Predict, *, model: str) -> dict[str, float]:
+    """Predicted over measured, less 1, of the rows of a model that are not compiled."""
     return {
-        "changes": config.changes_from(TrialConfig()),
-        "is_compiled": config.compile,
-        "allocated": prediction.peak_allocated_bytes / row["peak_allocated_bytes"] - 1,
-        "reserved": prediction.peak_reserved_bytes / row["peak_reserved_bytes"] - 1,
+        describe(row): predict_row(row).peak_allocated_bytes / row["peak_allocated_bytes"] - 1
+        for row in TABLE
+        if row["model"] == model and not is_compiled(row)
     }
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_allocated_memory_is_right_to_a_percent_and_never_under_by_more(
-    errors: dict[str, list[dict[str, Any]]], model: str
-) -> None:
-    eager = [row for row in errors[model] if not row["is_compiled"]]
-    worst = max(eager, key=lambda row: abs(row["allocated"]))
-    assert statistics.median(abs(row["allocated"]) for row in eager) <= 0.002, eager
-    assert min(row["allocated"] for row in eager) >= -0.005, worst
-    assert max(row["allocated"] for row in eager) <= 0.005, worst
+def test_allocated_memory_is_right_to_half_a_percent(predict_row: Predict, model: str) -> None:
+    errors = _errors(predict_row, model=model)
+    assert statistics.median(map(abs, errors.values())) <= 0.002
+    assert {name: error for name, error in errors.items() if abs(error) > 0.005} == {}
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_reserved_memory_is_right_to_eight_percent(
-    errors: dict[str, list[dict[str, Any]]], model: str
-) -> None:
-    worst = max(errors[model], key=lambda row: abs(row["reserved"]))
-    assert abs(worst["reserved"]) <= 0.08, worst
-
-
-def test_compiled_layers_are_predicted_within_their_uncertainty(
-    errors: dict[str, list[dict[str, Any]]],
-) -> None:
-    compiled = [row for rows in errors.values() for row in rows if row["is_compiled"]]
-    assert compiled
-    assert all(abs(row["allocated"]) <= 0.1 for row in compiled), compiled
+def test_reserved_memory_is_right_to_six_percent(predict_row: Predict, model: str) -> None:
+    errors = {
+        describe(row): predict_row(row).peak_reserved_bytes / row["peak_reserved_bytes"] - 1
+        for row in TABLE
+        if row["model"] == model
+    }
+    assert {name: error for name, error in errors.items() if abs(error) > 0.06} == {}
 
 
 def test_the_table_covers_what_it_must() -> None:
-    assert len(ROWS) >= 60
+    assert len(TABLE) >= 60
     assert len(MODELS) >= 4
-    assert {row["config"]["kernels"] for row in ROWS} == {"hf", "fused-loss", "liger"}
+    assert {row["config"]["kernels"] for row in TABLE} == {"hf", "fused-loss", "liger"}
 
 
 def test_a_structure_that_is_known_is_predicted_in_milliseconds(
@@ -278,7 +305,7 @@ def test_a_structure_that_is_known_is_predicted_in_milliseconds(
     )
     configs = [TrialConfig(micro_batch_size=b, lora_rank=r) for b in range(1, 21) for r in (8, 64)]
     predictor.predict(configs[0])
-    begun = time.perf_counter()
+    begun = time.process_time()
     for config in configs:
         predictor.predict(config)
-    assert (time.perf_counter() - begun) / len(configs) <= 0.005
+    assert (time.process_time() - begun) / len(configs) <= 0.005

@@ -1,0 +1,58 @@
+"""The committed measurements of one H200, as rows; nothing said of accuracy rests on other numbers.
+
+`tests/bench/README.md` says which command makes each file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from search_spaces.config import TrialConfig, parse_config
+from search_spaces.model_files import load_model_spec
+from search_spaces.models import ModelSpec
+from sweep.predict.memory import MemoryPrediction
+
+DATA = Path(__file__).parents[2] / "data"
+
+Row = dict[str, Any]
+Predict = Callable[[Row], MemoryPrediction]
+
+
+def read_rows(name: str) -> list[Row]:
+    """The rows of a file in which something was measured."""
+    lines = (DATA / name).read_text(encoding="utf-8").splitlines()
+    return [row for line in lines if "failure" not in (row := json.loads(line))]
+
+
+TABLE = read_rows("measurements_h200.jsonl")
+HELD_OUT = read_rows("held_out_h200.jsonl")
+EDGES = read_rows("edges_h200.jsonl")
+STUDY_STEPS = read_rows("study_steps_h200.jsonl")
+
+
+def config_of(row: Row) -> TrialConfig:
+    return parse_config(row["config"])
+
+
+def model_of(row: Row) -> ModelSpec:
+    """The model that a row is about: shipped, or one that is committed for these rows alone."""
+    directory = DATA / "models" / row["model"]
+    return load_model_spec(str(directory) if directory.exists() else row["model"])
+
+
+def is_compiled(row: Row) -> bool:
+    return bool(row["config"]["compile"])
+
+
+def describe(row: Row) -> str:
+    return f"{row['model']} {config_of(row).changes_from(TrialConfig())}"
+
+
+def step_spread(row: Row) -> float:
+    """How far a row's own steps lie apart, half of them around the median: (q3 - q1) / median."""
+    times = sorted(row["step_times"])
+    quarter = len(times) // 4
+    return float((times[-1 - quarter] - times[quarter]) / row["step_seconds"])
