@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reports import units
-from reports.measured import measured_trials, rankable
+from reports import objectives, uncertainty, units
+from search_spaces.rules import canonical
 from search_spaces.space import Choices, SearchSpace
-from storage import ranking
 from storage.definition import StudySnapshot
+from storage.needs import need_of, predicted_need
+from storage.ranking import SPEED_OBJECTIVES, Ranking, measured_of, rank_study
 from storage.records import (
     OUT_OF_MEMORY,
     RETRYABLE,
     Measurement,
-    OutOfMemory,
-    PredictedOutOfMemory,
     TrialRecord,
 )
 
@@ -26,41 +25,42 @@ SPEED_KEYS = ("checkpoint_fraction", "kernels", "upcast_fp32", "compile")
 """Settings that change the speed and leave the trained model what it is."""
 SIZE_KEYS = ("micro_batch_size", "seq_len")
 """Dimensions in which a larger value does more work per launch."""
-_SUSPECT_FLAGS = ("throttled", "noisy", "neighbour")
 _NEAREST_SHOWN = 2
 _TIED_SHOWN = 5
 
 
+def advice_title(snapshot: StudySnapshot) -> str:
+    """Return what the sentences are about: more speed, where that was asked for."""
+    is_speed = not SPEED_OBJECTIVES.isdisjoint(snapshot.definition.space.objectives)
+    return "To go faster" if is_speed else "To find better"
+
+
 def how_to_go_faster(snapshot: StudySnapshot) -> list[str]:
-    """Return sentences on what stands between the winner and more speed, most useful first."""
-    winner = ranking.winner(rankable(snapshot.records))
+    """Return sentences on what stands between the winner and a better one, most useful first.
+
+    Where speed was not asked for, what would buy speed is left out.
+    """
+    ranking = rank_study(snapshot)
+    winner = ranking.winner
     if winner is None or winner.measurement is None:
-        return [*_why_nothing_fits(snapshot), *_retryable(snapshot)]
+        return [*_why_nothing_fits(snapshot, ranking), *_retryable(snapshot)]
     return [
-        *_ties(snapshot, winner.measurement),
-        *_too_large(snapshot, winner.measurement),
-        *_edges(snapshot, winner),
-        *_untried(snapshot),
-        *_not_searched(snapshot.definition.space),
-        *_suspect(winner),
+        *_ties(ranking, winner.measurement),
+        *_towards_speed(snapshot, ranking, winner, winner.measurement),
+        *_untried(ranking),
+        *_suspect(ranking, winner.measurement),
         *_retryable(snapshot),
     ]
 
 
-def needed_bytes(record: TrialRecord) -> int | None:
-    """Return the memory that a trial which did not fit is known or predicted to need, else None.
-
-    A prediction is the need itself, but never less than what was seen allocated. Without one it is
-    what was allocated plus the request that failed; both can be below the budget.
-    """
-    predicted = record.prediction.peak_allocated_bytes if record.prediction is not None else None
-    match record.outcome:
-        case PredictedOutOfMemory(predicted_bytes=need):
-            return need
-        case OutOfMemory(peak_allocated_bytes=peak, requested_bytes=asked) if peak is not None:
-            return peak + (asked or 0) if predicted is None else max(predicted, peak)
-        case _:
-            return predicted
+def _towards_speed(
+    snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord, best: Measurement
+) -> Iterator[str]:
+    if SPEED_OBJECTIVES.isdisjoint(ranking.objectives):
+        return
+    yield from _too_large(snapshot, best)
+    yield from _edges(snapshot, winner)
+    yield from _not_searched(snapshot.definition.space)
 
 
 def _out_of_memory(snapshot: StudySnapshot) -> list[TrialRecord]:
@@ -74,12 +74,9 @@ def _named(record: TrialRecord, space: SearchSpace) -> str:
 
 
 def _excess(record: TrialRecord, budget_bytes: int) -> str:
-    need = needed_bytes(record)
-    if need is None:
-        return "by how much is not known"
-    if need <= budget_bytes:
-        return "it ran out close to the budget, by how much is not known"
-    return f"it needs about {units.gib(need - budget_bytes)} more than the budget"
+    need = need_of(record, budget_bytes=budget_bytes)
+    assert need is not None, "only what did not fit exceeds the budget"
+    return uncertainty.excess(need, budget_bytes=budget_bytes)
 
 
 def _too_large(snapshot: StudySnapshot, best: Measurement) -> Iterator[str]:
@@ -92,7 +89,7 @@ def _too_large(snapshot: StudySnapshot, best: Measurement) -> Iterator[str]:
     if not expected:
         yield from _nearest_to_fitting(snapshot)
     faster = [(rate, record) for rate, record in expected if rate > best.tokens_per_second]
-    nearest = sorted(faster, key=lambda pair: (needed_bytes(pair[1]) or 0, pair[1].number))
+    nearest = sorted(faster, key=lambda pair: (predicted_need(pair[1]) or 0, pair[1].number))
     for rate, record in nearest[:_NEAREST_SHOWN]:
         yield (
             f"More memory: {_named(record, snapshot.definition.space)} is expected at "
@@ -102,24 +99,37 @@ def _too_large(snapshot: StudySnapshot, best: Measurement) -> Iterator[str]:
 
 
 def _nearest_to_fitting(snapshot: StudySnapshot) -> Iterator[str]:
-    needs = [(need, r) for r in _out_of_memory(snapshot) if (need := needed_bytes(r)) is not None]
-    if needs:
-        _, nearest = min(needs, key=lambda pair: (pair[0], pair[1].number))
-        yield (
-            f"Nearest to fitting: {_named(nearest, snapshot.definition.space)}; "
-            f"{_excess(nearest, snapshot.definition.target.budget_bytes)}."
-        )
+    """Yield which came nearest, by prediction: which allocation happened to fail says nothing."""
+    unfit = _out_of_memory(snapshot)
+    predicted = [(need, r) for r in unfit if (need := predicted_need(r)) is not None]
+    if not predicted:
+        if unfit:
+            yield (
+                f"{units.plural(len(unfit), 'trial')} did not fit; each needs more than the "
+                "budget, and without a prediction of memory by how much is not known."
+            )
+        return
+    _, nearest = min(predicted, key=lambda pair: (pair[0], pair[1].number))
+    among = (
+        ""
+        if len(predicted) == len(unfit)
+        else f" (of the {len(predicted)} of {len(unfit)} whose memory was predicted)"
+    )
+    yield (
+        f"Nearest to fitting{among}: {_named(nearest, snapshot.definition.space)}; "
+        f"{_excess(nearest, snapshot.definition.target.budget_bytes)}."
+    )
 
 
-def _ties(snapshot: StudySnapshot, best: Measurement) -> Iterator[str]:
-    numbers = ranking.tied(rankable(snapshot.records))
+def _ties(ranking: Ranking, best: Measurement) -> Iterator[str]:
+    numbers = ranking.tied
     if not numbers:
         return
     shown = ", ".join(str(number) for number in numbers[:_TIED_SHOWN])
     more = f" and {len(numbers) - _TIED_SHOWN} more" if len(numbers) > _TIED_SHOWN else ""
     peak, frugal = min(
-        (measured.peak_allocated_bytes, record.number)
-        for record, measured in measured_trials(snapshot.records)
+        (measured_of(record).peak_allocated_bytes, record.number)
+        for record in ranking.ranked
         if record.number in numbers
     )
     winner_peak = best.peak_allocated_bytes
@@ -129,7 +139,8 @@ def _ties(snapshot: StudySnapshot, best: Measurement) -> Iterator[str]:
         else ""
     )
     trials = "trials" if len(numbers) > 1 else "trial"
-    yield f"A tie: {trials} {shown}{more} cannot be told from the winner by speed{saving}."
+    what = objectives.names(ranking.objectives)
+    yield f"A tie: {trials} {shown}{more} cannot be told from the winner by {what}{saving}."
 
 
 def _edges(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[str]:
@@ -148,9 +159,9 @@ def _edges(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[str]:
             )
 
 
-def _untried(snapshot: StudySnapshot) -> Iterator[str]:
-    size = snapshot.definition.space.size()
-    tried = len({record.config for record in snapshot.records})
+def _untried(ranking: Ranking) -> Iterator[str]:
+    size = ranking.definition.space.size()
+    tried = len({canonical(record.config) for record in ranking.of_space})
     if size is not None and tried < size:
         yield (
             f"More trials: {tried:,} of the {size:,} configurations of the space have been looked "
@@ -165,14 +176,21 @@ def _not_searched(space: SearchSpace) -> Iterator[str]:
         yield f"Settings that were not searched and can change the speed, not the model: {names}."
 
 
-def _suspect(winner: TrialRecord) -> Iterator[str]:
-    flags = winner.measurement.flags if winner.measurement is not None else ()
-    suspect = [flag for flag in flags if flag in _SUSPECT_FLAGS]
-    if suspect:
-        yield (
-            f"A calmer machine: the winner's measurement is marked {', '.join(suspect)}; "
-            "its speed may be more than was seen."
-        )
+def _suspect(ranking: Ranking, best: Measurement) -> Iterator[str]:
+    baseline = ranking.baseline
+    measured = {"winner": best} | (
+        {"baseline": measured_of(baseline)}
+        if baseline is not None and measured_of(baseline) is not best
+        else {}
+    )
+    for who, measurement in measured.items():
+        doubts = uncertainty.doubts(measurement)
+        if doubts:
+            yield (
+                f"A calmer machine: the {who}'s measurement is marked {doubts} "
+                f"({uncertainty.interval_words(measurement)}); "
+                "its speed may be more or less than was seen."
+            )
 
 
 def _retryable(snapshot: StudySnapshot) -> Iterator[str]:
@@ -184,12 +202,19 @@ def _retryable(snapshot: StudySnapshot) -> Iterator[str]:
         )
 
 
-def _why_nothing_fits(snapshot: StudySnapshot) -> Iterator[str]:
+def _why_nothing_fits(snapshot: StudySnapshot, ranking: Ranking) -> Iterator[str]:
     if not snapshot.records:
         yield "No trial has finished yet."
         return
     budget = units.gib(snapshot.definition.target.budget_bytes)
-    yield f"No configuration was measured within {budget}."
+    yield f"No configuration of the space was measured within {budget}."
+    if ranking.baseline is not None and not ranking.is_baseline_in_space:
+        peak = units.gib(measured_of(ranking.baseline).peak_allocated_bytes)
+        yield (
+            f"The baseline fits at {peak}: a space that holds what it sets has an answer "
+            f"({uncertainty.capacity(ranking.baseline.config)}, "
+            f"{units.shape(ranking.baseline.config)})."
+        )
     yield from _nearest_to_fitting(snapshot)
     if _out_of_memory(snapshot):
         yield (

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reports import units
-from reports.measured import rankable
-from storage import ranking
+from reports import objectives, uncertainty, units
+from search_spaces.rules import canonical
 from storage.definition import StudySnapshot, Target
+from storage.gain import compare
+from storage.ranking import SPEED_OBJECTIVES, Ranking, measured_of, rank_study
 from storage.records import Measurement, TrialRecord, Verdict
 
 
@@ -41,18 +43,13 @@ class Answer:
 
 def answer(snapshot: StudySnapshot) -> Answer:
     """Return the answer of a study as it stands."""
-    winner = ranking.winner(rankable(snapshot.records))
-    trials = _trials_tile(snapshot)
+    ranking = rank_study(snapshot)
+    winner = ranking.winner
     if winner is None or winner.measurement is None:
-        return Answer(_no_winner(snapshot), (trials,), "", ())
+        return Answer(_no_winner(snapshot, ranking), (_trials_tile(snapshot),), "", ())
     return Answer(
-        sentence=_winner_sentence(snapshot, winner),
-        tiles=(
-            _speed_tile(winner.measurement),
-            _gain_tile(snapshot),
-            _memory_tile(winner.measurement, snapshot.definition.target),
-            trials,
-        ),
+        sentence=_winner_sentence(ranking, winner),
+        tiles=tuple(_tiles(snapshot, ranking, winner, winner.measurement)),
         configuration=json.dumps(winner.config.model_dump(mode="json"), indent=2),
         commands=next_commands(snapshot.name),
     )
@@ -85,40 +82,89 @@ def emulation_note(target: Target) -> str | None:
     )
 
 
-def _winner_sentence(snapshot: StudySnapshot, winner: TrialRecord) -> str:
-    baseline = snapshot.definition.space.baseline_config()
-    ties = len(ranking.tied(rankable(snapshot.records)))
-    tie = f" {units.plural(ties, 'other')} cannot be told from it by speed." if ties else ""
+def _winner_sentence(ranking: Ranking, winner: TrialRecord) -> str:
+    baseline = ranking.definition.space.baseline_config()
+    ties = len(ranking.tied)
+    what = objectives.names(ranking.objectives)
+    tie = f" {units.plural(ties, 'other')} cannot be told from it by {what}." if ties else ""
     differing = (
         "It is the baseline itself."
-        if winner.config == baseline
+        if canonical(winner.config) == canonical(baseline)
         else f"Against the baseline: {units.changes(winner.config, baseline=baseline)}."
     )
-    return f"The fastest configuration that fits is trial {winner.number}. {differing}{tie}"
+    front = f" {len(ranking.front)} are on the front." if len(ranking.front) > 1 else ""
+    return (
+        f"{objectives.best(ranking.objectives)} is trial {winner.number}. {differing}{tie}{front}"
+    )
 
 
-def _no_winner(snapshot: StudySnapshot) -> str:
+def _no_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
     if not snapshot.records:
         return "No trial has finished yet."
     budget = units.gib(snapshot.definition.target.budget_bytes)
-    return f"Nothing that was tried was measured to fit in {budget}."
+    if ranking.baseline is None or ranking.is_baseline_in_space:
+        return f"Nothing that was tried was measured to fit in {budget}."
+    reached = uncertainty.speed(measured_of(ranking.baseline))
+    return (
+        f"Nothing of the space that was tried was measured to fit in {budget}. Its baseline was, "
+        f"at {reached}: a reference that the space does not hold, and so no answer."
+    )
+
+
+def _tiles(
+    snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord, measured: Measurement
+) -> Iterator[Tile]:
+    """Yield what was asked for first, then what else a reader wants to know."""
+    speed = _speed_tile(measured)
+    memory = _memory_tile(measured, snapshot.definition.target)
+    if SPEED_OBJECTIVES.isdisjoint(ranking.objectives) and "peak_memory" in ranking.objectives:
+        yield from (memory, speed, _gain_tile(ranking))
+    else:
+        yield from (speed, _gain_tile(ranking), memory)
+    if "trainable_parameters" in ranking.objectives:
+        yield _parameters_tile(winner, measured)
+    if "cost" in ranking.objectives:
+        yield _cost_tile(snapshot, winner)
+    yield _trials_tile(snapshot)
+
+
+def _parameters_tile(winner: TrialRecord, measured: Measurement) -> Tile:
+    detail = uncertainty.capacity(winner.config)
+    return Tile(units.count(measured.trainable_parameters), "trainable parameters", detail)
+
+
+def _cost_tile(snapshot: StudySnapshot, winner: TrialRecord) -> Tile:
+    dollars = objectives.value("cost", winner, snapshot)
+    detail = f"on {snapshot.definition.target.gpu}, at the price of the hour when it was measured"
+    return Tile(f"${dollars}", "per million tokens", detail)
 
 
 def _speed_tile(measured: Measurement) -> Tile:
-    interval = units.rate_interval(ranking.speed_interval(measured))
-    detail = f"95 % interval {interval}, {units.step_time(measured.step_seconds)} a step"
-    return Tile(units.rate(measured.tokens_per_second), "tokens/s", detail)
+    doubts = uncertainty.doubts(measured) if measured.is_noisy else ""
+    details = (
+        uncertainty.interval_words(measured),
+        f"{units.step_time(measured.step_seconds)} a step",
+        f"marked {doubts}: it may be more or less" if doubts else "",
+    )
+    shown = ", ".join(detail for detail in details if detail)
+    return Tile(units.rate(measured.tokens_per_second), "tokens/s", shown)
 
 
-def _gain_tile(snapshot: StudySnapshot) -> Tile:
-    records = rankable(snapshot.records)
-    baseline = ranking.baseline(records)
-    if baseline is None or baseline.measurement is None:
+def _gain_tile(ranking: Ranking) -> Tile:
+    """Return the gain within one capacity class; a dash, and why, where none can be stated."""
+    comparison, winner = compare(ranking), ranking.winner
+    if comparison is None or winner is None:
         return Tile(units.DASH, "gain over the baseline", "the baseline was not measured")
-    speed = units.rate(baseline.measurement.tokens_per_second)
-    shape = units.shape(baseline.config)
-    detail = f"baseline: {speed} tokens/s ({shape})"
-    return Tile(units.factor(ranking.gain_over_baseline(records)), "the baseline's speed", detail)
+    baseline = comparison.baseline
+    reached = uncertainty.speed(measured_of(baseline))
+    reference = f"baseline: {reached} ({units.shape(baseline.config)})"
+    if comparison.gain is None:
+        why = uncertainty.why_no_gain(comparison, winner.config)
+        return Tile(units.DASH, "gain over the baseline", f"{why}; {reference}")
+    is_itself = comparison.gain.trial.number == baseline.number
+    ends = "" if is_itself else f"interval {uncertainty.factor_interval(comparison.gain)}; "
+    factor = uncertainty.factor(comparison.gain)
+    return Tile(factor, "the baseline's speed", f"{ends}{reference}")
 
 
 def _memory_tile(measured: Measurement, target: Target) -> Tile:

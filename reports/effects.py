@@ -18,6 +18,7 @@ from reports import units
 from reports.marks import HOVER_TEMPLATE, MARKS, OUTLINE, WINNER_COLOUR
 from reports.measured import measured_trials
 from storage.definition import StudySnapshot
+from storage.ranking import rank_study
 from storage.records import OUT_OF_MEMORY, TrialRecord, Verdict
 
 VALUES_SHOWN = 10
@@ -37,12 +38,16 @@ class Effect:
 
 
 def effects_of(snapshot: StudySnapshot) -> tuple[Effect, ...]:
-    """Return the effects of every dimension that was tried at more than one value."""
-    fitting = [record for record, _ in measured_trials(snapshot.records)]
+    """Return the effects of every dimension that was tried at more than one value.
+
+    A baseline that the space does not hold is left out: it differs in more than the dimension.
+    """
+    records = rank_study(snapshot).of_space
+    fitting = [record for record, _ in measured_trials(records)]
     return tuple(
         effect
         for key in snapshot.definition.space.dimensions
-        for effect in _of_dimension(key, snapshot.records, fitting=fitting)
+        for effect in _of_dimension(key, records, fitting=fitting)
     )
 
 

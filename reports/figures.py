@@ -33,9 +33,9 @@ _FIGURES: tuple[tuple[str, str, str, Callable[[StudySnapshot], go.Figure]], ...]
         "throughput",
         "Throughput against peak memory",
         "Every trial. Up is faster, left needs less memory; whiskers are 95 % intervals. Trials "
-        "without a speed are in the lanes below, at the memory that they are known or predicted to "
-        "need; beyond 1.3 budgets they are drawn at 1.3, and a question mark means that no memory "
-        "figure is known.",
+        "without a speed are in the lanes below, at the memory that they need at least or are "
+        "predicted to need; what ran out needs more than the budget. Beyond 1.3 budgets they are "
+        "drawn at 1.3, and a question mark means that no memory figure is known.",
         throughput_figure,
     ),
     (
@@ -49,7 +49,7 @@ _FIGURES: tuple[tuple[str, str, str, Callable[[StudySnapshot], go.Figure]], ...]
     (
         "timeline",
         "Course of the study",
-        "Above, the speeds as they were measured, with the best so far; below, when each trial "
+        "Above, the speeds as they were measured, with the fastest so far; below, when each trial "
         "ran, in the lane of how it ended. Pauses of the study are cut out and marked.",
         timeline_figure,
     ),

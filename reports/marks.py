@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, assert_never
 
-from reports import units
+from reports import uncertainty, units
 from reports.measured import measured_trials
 from reports.tables import VERDICT_LABELS
 from search_spaces.config import TrialConfig
-from storage import ranking
+from storage.needs import need_of
 from storage.records import (
     Crashed,
     Diverged,
@@ -69,21 +69,28 @@ MARKS: Mapping[Verdict, Mark] = {
 }
 
 
-def hover(record: TrialRecord) -> str:
+def hover(record: TrialRecord, *, budget_bytes: int) -> str:
     """Return a trial's verdict, numbers and whole configuration as plotly's text, escaped."""
     lines = [f"<b>Trial {record.number}: {VERDICT_LABELS[record.verdict]}</b>"]
     if record.is_baseline:
         lines.append("the baseline")
     lines += [
-        escape(line) for line in (*_numbers(record), *_reason(record), *_settings(record.config))
+        escape(line)
+        for line in (
+            *_numbers(record),
+            *_reason(record),
+            *_need(record, budget_bytes),
+            *_settings(record.config),
+        )
     ]
     return "<br>".join(lines)
 
 
 def _numbers(record: TrialRecord) -> Iterator[str]:
     for _, measured in measured_trials([record]):
-        interval = units.rate_interval(ranking.speed_interval(measured))
-        yield f"{units.rate(measured.tokens_per_second)} tokens/s (95 %: {interval})"
+        rate, doubts = units.rate(measured.tokens_per_second), uncertainty.doubts(measured)
+        marked = f", marked {doubts}" if doubts else ""
+        yield f"{rate} tokens/s ({uncertainty.interval_words(measured)}{marked})"
         yield (
             f"peak {units.gib(measured.peak_allocated_bytes)} allocated, "
             f"{units.gib(measured.peak_reserved_bytes)} reserved"
@@ -94,10 +101,8 @@ def _numbers(record: TrialRecord) -> Iterator[str]:
 def _reason(record: TrialRecord) -> Iterator[str]:
     """Yield what is known of why it was not measured."""
     match record.outcome:
-        case OutOfMemory(stage=stage, requested_bytes=asked, peak_allocated_bytes=peak):
-            yield f"stage {stage}: {units.gib(asked)} more on top of {units.gib(peak)} allocated"
-        case PredictedOutOfMemory(predicted_bytes=need):
-            yield f"predicted peak {units.gib(need)}"
+        case OutOfMemory(stage=stage):
+            yield f"stage {stage}"
         case DominatedOutOfMemory(by=by):
             yield f"at least as large as trial {by}"
         case Diverged(step=step):
@@ -108,10 +113,16 @@ def _reason(record: TrialRecord) -> Iterator[str]:
             yield f"in phase {phase}: {detail}"[:_DETAIL_CHARACTERS]
         case Lost(detail=detail):
             yield detail[:_DETAIL_CHARACTERS]
-        case Measured() | PrunedSlow():
+        case Measured() | PrunedSlow() | PredictedOutOfMemory():
             return
         case _:
             assert_never(record.outcome)
+
+
+def _need(record: TrialRecord, budget_bytes: int) -> Iterator[str]:
+    need = need_of(record, budget_bytes=budget_bytes)
+    if need is not None:
+        yield f"needs {uncertainty.need(need)}"
 
 
 def _settings(config: TrialConfig) -> Iterator[str]:

@@ -13,9 +13,9 @@ import plotly.graph_objects as go
 
 from reports import units
 from reports.marks import HOVER_TEMPLATE, hover
-from reports.measured import measured_trials, rankable
-from storage import ranking
+from reports.measured import measured_trials
 from storage.definition import StudySnapshot
+from storage.ranking import fitting, rank_study
 from storage.records import OUT_OF_MEMORY, TrialRecord, Verdict
 
 ROW_PIXELS = 30
@@ -61,24 +61,31 @@ def shape_figure(snapshot: StudySnapshot) -> go.Figure:
 
 
 def cells_of(snapshot: StudySnapshot) -> dict[tuple[int, int], Cell]:
-    """Return the cell of each (sequence length, micro-batch) that a trial was at."""
+    """Return the cell of each (sequence length, micro-batch) that a trial of the space was at.
+
+    A baseline that the space does not hold differs in what the space fixes: its speed would be
+    taken for that of another configuration.
+    """
+    budget_bytes = snapshot.definition.target.budget_bytes
     trials: dict[tuple[int, int], list[TrialRecord]] = defaultdict(list)
-    for record in snapshot.records:
+    for record in rank_study(snapshot).of_space:
         trials[record.config.seq_len, record.config.micro_batch_size].append(record)
-    return {place: _cell(records) for place, records in trials.items()}
+    return {place: _cell(records, budget_bytes) for place, records in trials.items()}
 
 
-def _cell(records: Sequence[TrialRecord]) -> Cell:
-    best = ranking.winner(rankable(records))
+def _cell(records: Sequence[TrialRecord], budget_bytes: int) -> Cell:
+    best = next(iter(fitting(records)), None)
     if best is not None and best.measurement is not None:
         rate = best.measurement.tokens_per_second
         tried = f"best of {units.plural(len(records), 'trial')}"
-        return Cell(units.short_rate(rate), rate, f"{tried}<br>{hover(best)}")
+        told = f"{tried}<br>{hover(best, budget_bytes=budget_bytes)}"
+        return Cell(units.short_rate(rate), rate, told)
     partial = measured_trials(records)
     if partial:
         slow, measured = max(partial, key=lambda pair: pair[1].tokens_per_second)
         rate = measured.tokens_per_second
-        return Cell(f"~{units.short_rate(rate)}", rate, f"stopped as too slow<br>{hover(slow)}")
+        told = f"stopped as too slow<br>{hover(slow, budget_bytes=budget_bytes)}"
+        return Cell(f"~{units.short_rate(rate)}", rate, told)
     verdicts = {record.verdict for record in records}
     names = "<br>".join(f"trial {r.number}: {r.verdict.value}" for r in records[:_TRIALS_NAMED])
     if verdicts <= OUT_OF_MEMORY:

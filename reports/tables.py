@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reports import units
-from reports.advice import how_to_go_faster
-from reports.measured import rankable
+from reports import objectives, uncertainty, units
+from reports.advice import advice_title, how_to_go_faster
 from search_spaces.config import TrialConfig
-from storage import ranking
 from storage.definition import StudySnapshot
+from storage.ranking import ClassBest, rank_study, verdict_counts
 from storage.records import TrialRecord, Verdict
 
 VERDICT_LABELS: Mapping[Verdict, str] = {
@@ -36,7 +35,7 @@ VERDICT_LABELS: Mapping[Verdict, str] = {
 VERDICT_MEANINGS: Mapping[Verdict, str] = {
     Verdict.FITS: "It trained within the budget and was measured.",
     Verdict.OOM: "A real allocation failed while it trained.",
-    Verdict.PREDICTED_OOM: "Its predicted peak exceeds the budget and its margin; not launched.",
+    Verdict.PREDICTED_OOM: "It was predicted not to fit, surely; it was not launched.",
     Verdict.DOMINATED_OOM: "It is at least as large in every dimension as one that ran out of "
     "memory; it was not launched.",
     Verdict.PRUNED_SLOW: "It fits, and was stopped once it could no longer be the fastest.",
@@ -71,6 +70,10 @@ class ConfigurationRow:
     is_baseline: bool
     is_tied: bool
     """Whether it is the winner, or not distinguishable from it."""
+    is_on_front: bool
+    """Of several objectives, whether no other trial beats it in one and matches it in all."""
+    values: tuple[str, ...]
+    """What it is ranked by, a value for each objective."""
 
 
 @dataclass(frozen=True)
@@ -105,25 +108,35 @@ class FactRow:
 
 
 def top_configurations(snapshot: StudySnapshot, *, limit: int = 10) -> tuple[ConfigurationRow, ...]:
-    """Return the fastest configurations that fit, fastest first."""
-    records = rankable(snapshot.records)
-    baseline = snapshot.definition.space.baseline_config()
-    tied = ranking.tied(records)
+    """Return the best configurations of the space that fit, in the order of its objectives."""
+    ranking = rank_study(snapshot)
+    tied, front = ranking.tied, {record.number for record in ranking.front}
     return tuple(
         _configuration_row(
             record,
+            snapshot,
             rank=rank,
-            changes=units.changes(record.config, baseline=baseline),
-            budget_bytes=snapshot.definition.target.budget_bytes,
             is_tied=rank == 1 or record.number in tied,
+            is_on_front=record.number in front,
         )
-        for rank, record in enumerate(ranking.fitting(records)[:limit], start=1)
+        for rank, record in enumerate(ranking.ranked[:limit], start=1)
     )
 
 
 def runners_up(snapshot: StudySnapshot, *, limit: int = 3) -> tuple[ConfigurationRow, ...]:
-    """Return the fastest configurations after the winner."""
+    """Return the best configurations after the winner."""
     return top_configurations(snapshot, limit=limit + 1)[1:]
+
+
+def front_rows(snapshot: StudySnapshot) -> tuple[ConfigurationRow, ...]:
+    """Return the front of a study of several objectives, the knee first; of one, nothing."""
+    front = len(rank_study(snapshot).front)
+    return top_configurations(snapshot, limit=front) if front else ()
+
+
+def value_columns(snapshot: StudySnapshot) -> tuple[str, ...]:
+    """Return what heads the values that a study is ranked by."""
+    return tuple(objectives.COLUMNS[o] for o in snapshot.definition.space.objectives)
 
 
 def class_rows(snapshot: StudySnapshot) -> tuple[ClassRow, ...]:
@@ -132,11 +145,11 @@ def class_rows(snapshot: StudySnapshot) -> tuple[ClassRow, ...]:
     by_number = {record.number: record for record in snapshot.records}
     return tuple(
         _class_row(best, by_number[best.number], baseline=baseline)
-        for best in ranking.fastest_by_class(rankable(snapshot.records))
+        for best in rank_study(snapshot).fastest_by_class
     )
 
 
-def _class_row(best: ranking.ClassBest, record: TrialRecord, *, baseline: TrialConfig) -> ClassRow:
+def _class_row(best: ClassBest, record: TrialRecord, *, baseline: TrialConfig) -> ClassRow:
     measured = record.measurement
     return ClassRow(
         lora_rank=str(best.lora_rank),
@@ -152,7 +165,7 @@ def _class_row(best: ranking.ClassBest, record: TrialRecord, *, baseline: TrialC
 
 def verdict_rows(snapshot: StudySnapshot) -> tuple[VerdictRow, ...]:
     """Return how many trials ended in each way that occurred, in the order of `Verdict`."""
-    counts = ranking.verdict_counts(snapshot.records)
+    counts = verdict_counts(snapshot.records)
     return tuple(
         VerdictRow(verdict, VERDICT_LABELS[verdict], counts[verdict], VERDICT_MEANINGS[verdict])
         for verdict in Verdict
@@ -185,16 +198,22 @@ def environment_rows(snapshot: StudySnapshot) -> tuple[FactRow, ...]:
 
 
 def _configuration_row(
-    record: TrialRecord, *, rank: int, changes: str, budget_bytes: int, is_tied: bool
+    record: TrialRecord,
+    snapshot: StudySnapshot,
+    *,
+    rank: int,
+    is_tied: bool,
+    is_on_front: bool,
 ) -> ConfigurationRow:
+    space, budget_bytes = snapshot.definition.space, snapshot.definition.target.budget_bytes
     measured = record.measurement
     assert measured is not None, "only measured trials are ranked"
     return ConfigurationRow(
         rank=rank,
         number=record.number,
-        changes=changes,
+        changes=units.changes(record.config, baseline=space.baseline_config()),
         tokens_per_second=units.rate(measured.tokens_per_second),
-        interval=units.rate_interval(ranking.speed_interval(measured)),
+        interval=uncertainty.interval(measured),
         peak_allocated=units.gib(measured.peak_allocated_bytes),
         peak_reserved=units.gib(measured.peak_reserved_bytes),
         budget_share=units.percent(measured.peak_allocated_bytes / budget_bytes),
@@ -203,6 +222,8 @@ def _configuration_row(
         flags=", ".join(measured.flags),
         is_baseline=record.is_baseline,
         is_tied=is_tied,
+        is_on_front=is_on_front,
+        values=tuple(objectives.value(o, record, snapshot) for o in space.objectives),
     )
 
 
@@ -234,11 +255,14 @@ __all__ = [
     "ConfigurationRow",
     "FactRow",
     "VerdictRow",
+    "advice_title",
     "class_rows",
     "configuration_rows",
     "environment_rows",
+    "front_rows",
     "how_to_go_faster",
     "runners_up",
     "top_configurations",
+    "value_columns",
     "verdict_rows",
 ]

@@ -5,12 +5,13 @@ Pure: a study's snapshot in, a plotly figure out. What has no speed is never dra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
 from reports import units
-from reports.advice import needed_bytes
 from reports.lanes import frame, lanes_of
 from reports.marks import (
     FRONT_COLOUR,
@@ -21,17 +22,18 @@ from reports.marks import (
     WINNER_COLOUR,
     hover,
 )
-from reports.measured import measured_trials, rankable
+from reports.measured import measured_trials
 from reports.tables import VERDICT_LABELS
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
-from storage import ranking
 from storage.definition import StudySnapshot
-from storage.records import OUT_OF_MEMORY, Measurement, TrialRecord, Verdict
+from storage.needs import need_of
+from storage.ranking import pareto_front, rank_study
+from storage.records import Measurement, TrialRecord, Verdict
 
 MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
-OBJECTIVES: tuple[Objective, ...] = ("tokens_per_second", "peak_memory")
-"""What the front trades: the figure's two axes."""
+AXES: tuple[Objective, ...] = ("tokens_per_second", "peak_memory")
+"""What the line of the front trades where a study has one objective: the figure's two axes."""
 FAR_BEYOND_BUDGET = 1.3
 """Needs above this many budgets are drawn at it, so that one absurd candidate squeezes nothing."""
 
@@ -39,21 +41,22 @@ FAR_BEYOND_BUDGET = 1.3
 def throughput_figure(snapshot: StudySnapshot) -> go.Figure:
     """Draw tokens/s against peak allocated GiB; every trial without a speed sits in a lane below.
 
-    A trial that did not fit is placed at the memory that it is known or predicted to need (at the
-    budget where neither is), and one without any memory figure at the left edge with a question
-    mark.
+    A trial that did not fit is placed at what it needs at least or is predicted to need, never
+    below the budget if it ran out, and one without any memory figure at the left edge with a
+    question mark.
     """
     figure = go.Figure()
     measured = measured_trials(snapshot.records)
     for verdict in MEASURED:
-        _add_measured(figure, [pair for pair in measured if pair[0].verdict is verdict], verdict)
+        here = [pair for pair in measured if pair[0].verdict is verdict]
+        _add_measured(figure, snapshot, here, verdict)
     _add_front(figure, snapshot)
     _add_named(figure, snapshot)
     lanes = lanes_of(snapshot.records, without=MEASURED)
     left, right = _memory_range(snapshot)
     for lane, verdict in enumerate(lanes):
         _add_lane(figure, snapshot, verdict, lane=lane, unknown=left + 0.02 * (right - left))
-    axis = {"title": {"text": "peak allocated memory (GiB)"}, "range": [left, right]}
+    axis = {"range": [left, right], **_memory_ticks(left, right)}
     frame(figure, lanes=lanes, x_axis=axis)
     _add_budget_line(figure, snapshot)
     return figure
@@ -62,22 +65,27 @@ def throughput_figure(snapshot: StudySnapshot) -> go.Figure:
 def placed_gib(record: TrialRecord, *, budget_bytes: int) -> float | None:
     """Return where on the memory axis a trial without a speed belongs; None where nothing says.
 
-    What did not fit is never placed below what it was seen to hold, nor beyond `FAR_BEYOND_BUDGET`.
+    What did not fit is placed at its need, though not beyond `FAR_BEYOND_BUDGET`.
     """
-    if record.verdict in OUT_OF_MEMORY:
-        need = needed_bytes(record) or budget_bytes
-        return min(need, FAR_BEYOND_BUDGET * budget_bytes) / GIB
+    need = need_of(record, budget_bytes=budget_bytes)
+    if need is not None:
+        return min(need.allocated_bytes, FAR_BEYOND_BUDGET * budget_bytes) / GIB
     if record.prediction is not None:
         return min(record.prediction.peak_allocated_bytes, FAR_BEYOND_BUDGET * budget_bytes) / GIB
     return None
 
 
 def _add_measured(
-    figure: go.Figure, pairs: Sequence[tuple[TrialRecord, Measurement]], verdict: Verdict
+    figure: go.Figure,
+    snapshot: StudySnapshot,
+    pairs: Sequence[tuple[TrialRecord, Measurement]],
+    verdict: Verdict,
 ) -> None:
     if not pairs:
         return
-    intervals = [ranking.speed_interval(m) for _, m in pairs]
+    budget_bytes = snapshot.definition.target.budget_bytes
+    # A speed without an interval has no whiskers: its own value at both ends.
+    intervals = [m.speed_interval or (m.tokens_per_second, m.tokens_per_second) for _, m in pairs]
     mark = MARKS[verdict]
     figure.add_scatter(
         name=VERDICT_LABELS[verdict],
@@ -98,14 +106,27 @@ def _add_measured(
             "width": 2,
         },
         marker={"color": mark.colour, "symbol": mark.symbol, "size": 9},
-        hovertext=[hover(record) for record, _ in pairs],
+        hovertext=[hover(record, budget_bytes=budget_bytes) for record, _ in pairs],
         hovertemplate=HOVER_TEMPLATE,
     )
 
 
 def _add_front(figure: go.Figure, snapshot: StudySnapshot) -> None:
-    front = ranking.pareto_front(rankable(snapshot.records), OBJECTIVES)
-    measured = [record.measurement for record in front if record.measurement is not None]
+    """Draw the front of the figure's axes as a line, and a front of other objectives as rings.
+
+    The line is for a study of one objective too, as what more memory would buy; it leaves out what
+    the space does not hold, as the ranking does.
+    """
+    ranking = rank_study(snapshot)
+    asked = {"tokens_per_second" if o == "cost" else o for o in ranking.objectives}
+    on_axes = pareto_front(ranking.ranked, AXES)
+    if len(ranking.objectives) == 1 or asked == set(AXES):
+        _add_line(figure, [r.measurement for r in on_axes if r.measurement is not None])
+    else:
+        _add_rings(figure, [r.measurement for r in ranking.front if r.measurement is not None])
+
+
+def _add_line(figure: go.Figure, measured: Sequence[Measurement]) -> None:
     points = sorted((m.peak_allocated_bytes / GIB, m.tokens_per_second) for m in measured)
     if points:
         figure.add_scatter(
@@ -118,12 +139,30 @@ def _add_front(figure: go.Figure, snapshot: StudySnapshot) -> None:
         )
 
 
+def _add_rings(figure: go.Figure, measured: Sequence[Measurement]) -> None:
+    if measured:
+        figure.add_scatter(
+            name="on the front of the objectives",
+            mode="markers",
+            x=[m.peak_allocated_bytes / GIB for m in measured],
+            y=[m.tokens_per_second for m in measured],
+            marker={
+                "symbol": "circle-open",
+                "size": 15,
+                "color": FRONT_COLOUR,
+                "line": {"width": 2},
+            },
+            hoverinfo="skip",
+        )
+
+
 def _add_named(figure: go.Figure, snapshot: StudySnapshot) -> None:
     """Mark the winner and the baseline over the rest."""
-    records = rankable(snapshot.records)
-    named = (("baseline", "diamond", 13), ("winner", "star", 18))
-    found = (ranking.baseline(records), ranking.winner(records))
-    for (name, symbol, size), record in zip(named, found, strict=True):
+    ranking = rank_study(snapshot)
+    budget_bytes = snapshot.definition.target.budget_bytes
+    best = "knee of the front" if ranking.front else "winner"
+    named = (("baseline", "diamond", 13), (best, "star", 18))
+    for (name, symbol, size), record in zip(named, (ranking.baseline, ranking.winner), strict=True):
         if record is None or record.measurement is None:
             continue
         figure.add_scatter(
@@ -132,7 +171,7 @@ def _add_named(figure: go.Figure, snapshot: StudySnapshot) -> None:
             x=[record.measurement.peak_allocated_bytes / GIB],
             y=[record.measurement.tokens_per_second],
             marker={"symbol": symbol, "size": size, "color": WINNER_COLOUR, "line": OUTLINE},
-            hovertext=[hover(record)],
+            hovertext=[hover(record, budget_bytes=budget_bytes)],
             hovertemplate=HOVER_TEMPLATE,
         )
 
@@ -152,7 +191,7 @@ def _add_lane(
         text=["?" if place is None else "" for place in places],
         textposition="middle right",
         marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 10},
-        hovertext=[hover(record) for record in records],
+        hovertext=[hover(record, budget_bytes=budget_bytes) for record in records],
         hovertemplate=HOVER_TEMPLATE,
         showlegend=False,
     )
@@ -168,6 +207,20 @@ def _memory_range(snapshot: StudySnapshot) -> tuple[float, float]:
     known += [m.peak_allocated_bytes / GIB for _, m in measured_trials(snapshot.records)]
     air = 0.06 * (max(known) - min(known)) or 0.1 * max(known)
     return max(min(known) - air, 0.0), max(known) + air
+
+
+def _memory_ticks(left: float, right: float) -> dict[str, Any]:
+    """Return title and ticks of the memory axis, whose values are GiB; little is told in MiB."""
+    if not units.is_small(right * GIB):
+        return {"title": {"text": "peak allocated memory (GiB)"}}
+    scale = GIB / units.MIB
+    step = 10 ** math.floor(math.log10((right - left) * scale))
+    ticks = [n * step for n in range(math.ceil(left * scale / step), int(right * scale / step) + 1)]
+    return {
+        "title": {"text": "peak allocated memory (MiB)"},
+        "tickvals": [tick / scale for tick in ticks],
+        "ticktext": [f"{tick:g}" for tick in ticks],
+    }
 
 
 def _add_budget_line(figure: go.Figure, snapshot: StudySnapshot) -> None:

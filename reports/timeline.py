@@ -1,11 +1,11 @@
-"""Owns the figure of the study's course: when each trial ran, how it ended, and the best so far.
+"""Owns the figure of the study's course: when each trial ran, how it ended, the fastest so far.
 
 Pure: a study's snapshot in, a plotly figure out. Long pauses between runs are cut out of the axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -18,6 +18,7 @@ from reports.marks import FRONT_COLOUR, HOVER_TEMPLATE, MARKS, hover
 from reports.measured import measured_trials
 from reports.tables import VERDICT_LABELS
 from storage.definition import StudySnapshot
+from storage.ranking import rank_study
 from storage.records import TrialRecord, Verdict
 
 PAUSE_SECONDS = 120.0
@@ -67,39 +68,50 @@ def _in_order(records: Sequence[TrialRecord]) -> list[tuple[TrialRecord, float |
 
 
 def timeline_figure(snapshot: StudySnapshot) -> go.Figure:
-    """Draw the measured speeds as they came, the best so far, and each trial's time in its lane."""
+    """Draw the measured speeds as they came, the fastest so far, and each trial's lane."""
     figure = go.Figure()
     spans = spans_of(snapshot)
-    _add_best_so_far(figure, spans)
-    _add_speeds(figure, spans)
+    budget_bytes = snapshot.definition.target.budget_bytes
+    _add_fastest_so_far(figure, spans, {r.number for r in rank_study(snapshot).of_space})
+    _add_speeds(figure, spans, budget_bytes)
     lanes = lanes_of(snapshot.records)
     for lane, verdict in enumerate(lanes):
         here = [span for span in spans if span.record.verdict is verdict]
-        _add_lane(figure, here, lane=lane, seen_seconds=spans[-1].end / _BARS_ACROSS)
+        hovers = [_hover(span, budget_bytes) for span in here]
+        _add_lane(figure, here, hovers, lane=lane, seen_seconds=spans[-1].end / _BARS_ACROSS)
     frame(figure, lanes=lanes, x_axis={"title": {"text": "minutes"}, "rangemode": "tozero"})
     _add_pauses(figure, spans)
     return figure
 
 
-def best_so_far(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """Return (seconds, tokens/s) at every trial that fitted and was faster than all before it."""
+def fastest_so_far(
+    spans: Sequence[Span], *, of_space: Collection[int]
+) -> list[tuple[float, float]]:
+    """Return (seconds, tokens/s) at every trial that fitted and was faster than all before it.
+
+    Args:
+        spans: the trials in the order they ran.
+        of_space: numbers of those that count; a baseline outside the space does not.
+    """
     steps: list[tuple[float, float]] = []
     for span in spans:
-        for _, measured in measured_trials([span.record]):
+        for _, measured in measured_trials([span.record] if span.record.number in of_space else ()):
             is_better = not steps or measured.tokens_per_second > steps[-1][1]
             if span.record.verdict is Verdict.FITS and is_better:
                 steps.append((span.end, measured.tokens_per_second))
     return steps
 
 
-def _add_best_so_far(figure: go.Figure, spans: Sequence[Span]) -> None:
-    steps = best_so_far(spans)
+def _add_fastest_so_far(
+    figure: go.Figure, spans: Sequence[Span], of_space: Collection[int]
+) -> None:
+    steps = fastest_so_far(spans, of_space=of_space)
     if not steps:
         return
-    # The line goes on to the end of the study: the last winner stayed the best.
+    # The line goes on to the end of the study: the last of them stayed the fastest.
     steps.append((max(span.end for span in spans), steps[-1][1]))
     figure.add_scatter(
-        name="best so far",
+        name="fastest so far",
         mode="lines",
         x=[seconds / _MINUTE for seconds, _ in steps],
         y=[rate for _, rate in steps],
@@ -108,7 +120,7 @@ def _add_best_so_far(figure: go.Figure, spans: Sequence[Span]) -> None:
     )
 
 
-def _add_speeds(figure: go.Figure, spans: Sequence[Span]) -> None:
+def _add_speeds(figure: go.Figure, spans: Sequence[Span], budget_bytes: int) -> None:
     for verdict in (Verdict.FITS, Verdict.PRUNED_SLOW):
         points = [
             (span, measured)
@@ -123,12 +135,19 @@ def _add_speeds(figure: go.Figure, spans: Sequence[Span]) -> None:
                 x=[span.end / _MINUTE for span, _ in points],
                 y=[measured.tokens_per_second for _, measured in points],
                 marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 8},
-                hovertext=[hover(span.record) for span, _ in points],
+                hovertext=[hover(span.record, budget_bytes=budget_bytes) for span, _ in points],
                 hovertemplate=HOVER_TEMPLATE,
             )
 
 
-def _add_lane(figure: go.Figure, spans: Sequence[Span], *, lane: int, seen_seconds: float) -> None:
+def _add_lane(
+    figure: go.Figure,
+    spans: Sequence[Span],
+    hovers: Sequence[str],
+    *,
+    lane: int,
+    seen_seconds: float,
+) -> None:
     colour = MARKS[spans[0].record.verdict].colour
     # A pale edge parts neighbours; what is too narrow to be seen through it is edged in its colour.
     edges = [_PALE if span.end - span.start > seen_seconds else colour for span in spans]
@@ -141,15 +160,16 @@ def _add_lane(figure: go.Figure, spans: Sequence[Span], *, lane: int, seen_secon
         y=[lane] * len(spans),
         width=0.6,
         marker={"color": colour, "line": {"color": edges, "width": 1}},
-        hovertext=[_hover(span) for span in spans],
+        hovertext=list(hovers),
         hovertemplate=HOVER_TEMPLATE,
         showlegend=False,
     )
 
 
-def _hover(span: Span) -> str:
+def _hover(span: Span, budget_bytes: int) -> str:
     began = f" from {escape(span.record.started_at)}" if span.record.started_at else ""
-    return f"{units.duration(span.end - span.start)}{began}<br>{hover(span.record)}"
+    took = units.duration(span.end - span.start)
+    return f"{took}{began}<br>{hover(span.record, budget_bytes=budget_bytes)}"
 
 
 def _add_pauses(figure: go.Figure, spans: Sequence[Span]) -> None:

@@ -13,6 +13,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 
 DASH = "–"
+MIB = 2**20
 
 
 def is_known(value: float | None) -> bool:
@@ -21,8 +22,15 @@ def is_known(value: float | None) -> bool:
 
 
 def gib(count: float | None) -> str:
-    """Return bytes as GiB with two decimals: ``20.10 GiB``."""
-    return DASH if count is None or not is_known(count) else f"{count / GIB:.2f} GiB"
+    """Return bytes with two decimals: ``20.10 GiB``, and ``64.00 MiB`` below a tenth of that."""
+    if count is None or not is_known(count):
+        return DASH
+    return f"{count / MIB:.2f} MiB" if is_small(count) else f"{count / GIB:.2f} GiB"
+
+
+def is_small(count: float) -> bool:
+    """Whether so many bytes are told in MiB: in GiB the first digits would be zeros."""
+    return 0 < abs(count) < GIB / 10
 
 
 def rate(tokens_per_second: float | None) -> str:
@@ -56,9 +64,9 @@ def percent(share: float | None) -> str:
     return DASH if share is None or not is_known(share) else f"{100 * share:.0f} %"
 
 
-def factor(ratio: float | None) -> str:
-    """Return a ratio with two decimals: ``2.09x``."""
-    return DASH if ratio is None or not is_known(ratio) else f"{ratio:.2f}x"
+def error(share: float | None) -> str:
+    """Return a relative error with the digits that it has: ``1.5 %``, ``25 %``."""
+    return DASH if share is None or not is_known(share) else f"{100 * share:.3g} %"
 
 
 def step_time(seconds: float | None) -> str:
@@ -77,6 +85,11 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def out_of(done: int, total: int) -> str:
+    """Return how far something is: ``7 of 40``, and ``7 (2 asked for)`` beyond the end."""
+    return f"{done:,} of {total:,}" if done <= total else f"{done:,} ({total:,} asked for)"
 
 
 def plural(number: int, noun: str) -> str:

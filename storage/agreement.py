@@ -18,10 +18,17 @@ def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, .
     fingerprint, not by spelling.
     """
     old, new = _compared(stored), _compared(given)
-    lines = [
-        f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
+    differing = [
+        key
         for key in sorted(old.keys() | new.keys())
         if old.get(key, _ABSENT) != new.get(key, _ABSENT)
+    ]
+    # A baseline inherits what is fixed: one change there is one line.
+    inherited = {f"baseline.{key.removeprefix('fixed.')}" for key in differing}
+    lines = [
+        f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
+        for key in differing
+        if key not in inherited
     ]
     if stored.model_fingerprint != given.model_fingerprint:
         lines.append(f"model: {_model(stored)} -> {_model(given)}")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from search_spaces.config import TrialConfig
-from search_spaces.space import SearchSpace
-from storage.records import TrialRecord
+from search_spaces.space import Objective, SearchSpace
+from storage.records import Measurement, TrialRecord
 
 
 class Target(BaseModel):
@@ -64,6 +65,9 @@ class StudySnapshot:
     """Who drives it now (``host:pid``); None where nobody does."""
     warnings: tuple[str, ...] = field(default=())
     """Anything a reader should know, such as a library version that changed between runs."""
+    costs: Mapping[int, float] = field(default_factory=dict)
+    """Dollars per million tokens by trial, as told while it ran; empty where cost is no objective.
+    """
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,17 @@ class StudySummary:
     model: str
     trials: int
     """Finished trials."""
+    objectives: tuple[Objective, ...]
+    """What its trials are ranked by."""
     best_number: int | None
-    """The fastest trial that fits; None where nothing fits yet."""
-    best_tokens_per_second: float | None
+    """The best trial of the space that fits, by those; None where nothing fits yet."""
+    best: Measurement | None
+    """What was measured of it."""
     wall_seconds: float
     holder: str | None
     """Who drives it now (``host:pid``)."""
+
+    @property
+    def best_tokens_per_second(self) -> float | None:
+        """Speed of the best trial; None where nothing fits yet."""
+        return None if self.best is None else self.best.tokens_per_second

@@ -5,7 +5,7 @@ Gaussian-process sampler learns from completed trials alone; the constraint says
 was measured:
 
     tokens_per_second     0
-    peak_memory           the known need, at least the budget (GiB)
+    peak_memory           what it needs, at least the budget (GiB)
     cost                  what it is handed as the worst so far
     trainable_parameters  0
 """
@@ -21,13 +21,11 @@ from optuna.trial import FrozenTrial, TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
+from storage.needs import need_of
 from storage.records import (
-    OUT_OF_MEMORY,
     RETRYABLE,
-    DominatedOutOfMemory,
     Measurement,
     OutOfMemory,
-    PredictedOutOfMemory,
     TrialRecord,
     Verdict,
 )
@@ -88,7 +86,7 @@ def to_optuna(record: TrialRecord, *, scale: Scale, cost: float | None = None) -
     """
     values = _values(record, scale, cost)
     violation = _violation(record, scale.budget_bytes)
-    attributes = _attributes(record, cost)
+    attributes = _attributes(record, scale.budget_bytes, cost)
     if record.verdict in RETRYABLE:
         return Told(TrialState.FAIL, None, violation, attributes)
     if record.verdict is Verdict.PRUNED_SLOW and len(scale.objectives) == 1 and record.measurement:
@@ -98,27 +96,13 @@ def to_optuna(record: TrialRecord, *, scale: Scale, cost: float | None = None) -
     return Told(TrialState.COMPLETE, values, violation, attributes)
 
 
-def known_need(record: TrialRecord) -> int | None:
-    """Return the bytes that the trial needs at least, observed or predicted; None where unknown."""
-    predicted = record.prediction.peak_allocated_bytes if record.prediction else 0
-    match record.outcome:
-        case OutOfMemory(peak_allocated_bytes=peak, requested_bytes=requested):
-            observed = peak + (requested or 0) if peak else 0
-        case PredictedOutOfMemory(predicted_bytes=observed):
-            pass
-        case _:
-            observed = record.measurement.peak_allocated_bytes if record.measurement else 0
-            predicted = predicted if isinstance(record.outcome, DominatedOutOfMemory) else 0
-    return max(observed, predicted) or None
-
-
 def _violation(record: TrialRecord, budget_bytes: int) -> float:
-    excess = ((known_need(record) or budget_bytes) - budget_bytes) / budget_bytes
     if record.measurement is not None:
-        return min(excess, 0.0)
-    if record.verdict in OUT_OF_MEMORY:
-        return max(excess, LEAST_VIOLATION)
-    return FAULT_VIOLATION
+        return min(record.measurement.peak_allocated_bytes / budget_bytes - 1.0, 0.0)
+    need = need_of(record, budget_bytes=budget_bytes)
+    if need is None:
+        return FAULT_VIOLATION
+    return max(need.allocated_bytes / budget_bytes - 1.0, LEAST_VIOLATION)
 
 
 def _values(record: TrialRecord, scale: Scale, cost: float | None) -> tuple[float, ...]:
@@ -150,21 +134,22 @@ def _worst(objective: Objective, record: TrialRecord, scale: Scale) -> float:
         case "tokens_per_second" | "trainable_parameters":
             return 0.0
         case "peak_memory":
-            return max(known_need(record) or 0, scale.budget_bytes) / GIB
+            need = need_of(record, budget_bytes=scale.budget_bytes)
+            return max(need.allocated_bytes if need else 0, scale.budget_bytes) / GIB
         case "cost":
             return scale.worst_cost
     assert_never(objective)
 
 
-def _attributes(record: TrialRecord, cost: float | None) -> dict[str, Any]:
+def _attributes(record: TrialRecord, budget_bytes: int, cost: float | None) -> dict[str, Any]:
     """Return the record, and beside it what a person looks for in Optuna's dashboard."""
     shown: dict[str, Any] = {RECORD: record.to_json(), VERDICT: str(record.verdict)}
-    need = known_need(record)
+    need = need_of(record, budget_bytes=budget_bytes)
     if record.measurement is not None:
         shown["tokens_per_second"] = round(record.measurement.tokens_per_second, 1)
         shown["peak_gib"] = round(record.measurement.peak_allocated_bytes / GIB, 3)
     elif need is not None:
-        shown["need_gib"] = round(need / GIB, 3)
+        shown["need_gib"] = round(need.allocated_bytes / GIB, 3)
     if isinstance(record.outcome, OutOfMemory):
         shown["stage"] = record.outcome.stage
     if cost is not None:

@@ -18,7 +18,7 @@ from storage import mapping
 from storage.database import close, faults, open_for_reading
 from storage.definition import RunningTrial, StudyDefinition, StudySnapshot, StudySummary
 from storage.lease import Holder, lease_for
-from storage.ranking import winner
+from storage.ranking import rank_study
 from storage.spool import Spool
 from storage.urls import DatabaseUrl, parse_url
 
@@ -122,6 +122,11 @@ def _snapshot(
         wall_seconds=float(attributes.get(WALL_SECONDS, 0.0)),
         holder=None if holder is None else holder.who,
         warnings=(*_version_changes(runs), *untold),
+        costs={
+            trial.number: float(trial.user_attrs[mapping.COST])
+            for trial in trials
+            if mapping.COST in trial.user_attrs
+        },
     )
 
 
@@ -132,16 +137,15 @@ def _running(trial: FrozenTrial) -> RunningTrial:
 
 
 def _summary(snapshot: StudySnapshot) -> StudySummary:
-    best = winner(snapshot.records)
+    best = rank_study(snapshot).winner
     return StudySummary(
         name=snapshot.name,
         gpu=snapshot.definition.target.gpu,
         model=str(snapshot.definition.model.get("name")),
         trials=len(snapshot.records),
+        objectives=snapshot.definition.space.objectives,
         best_number=None if best is None else best.number,
-        best_tokens_per_second=None
-        if best is None or best.measurement is None
-        else best.measurement.tokens_per_second,
+        best=None if best is None else best.measurement,
         wall_seconds=snapshot.wall_seconds,
         holder=snapshot.holder,
     )

@@ -55,7 +55,8 @@ def export(snapshot: StudySnapshot, *, format: str) -> str:
         format: one of `format_names`.
 
     Raises:
-        InputError: no such format, or nothing that was tried fits.
+        InputError: no such format.
+        NothingFits: nothing that was tried was measured to fit.
     """
     if format not in _FORMATS:
         raise InputError(f"unknown format {shown(format)}{did_you_mean(format, _FORMATS)}")

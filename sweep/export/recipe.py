@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from reports import units
+from reports import objectives, uncertainty, units
 from reports.answer import emulation_note
-from reports.measured import rankable
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, shown
+from search_spaces.errors import NothingFits, shown
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
+from search_spaces.space import Objective
 from storage.definition import StudySnapshot, Target
-from storage.ranking import winner
+from storage.ranking import rank_study
 from storage.records import Measurement
 
 LEARNING_RATE = 2e-4
@@ -42,6 +42,8 @@ class Recipe:
     model: ModelSpec
     target: Target
     environment: dict[str, Any]
+    objectives: tuple[Objective, ...] = ("tokens_per_second",)
+    """What it is the best by."""
 
     @property
     def target_modules(self) -> tuple[str, ...] | None:
@@ -67,7 +69,8 @@ class Recipe:
     def facts(self) -> tuple[str, ...]:
         """Return what was measured, of what and on what, a sentence or two each."""
         return (
-            f"The fastest configuration of study {shown(self.study)}: trial {self.number}.",
+            f"{objectives.best(self.objectives)}, of study {shown(self.study)}: "
+            f"trial {self.number}.",
             _numbers(self.measurement),
             emulation_note(self.target) or f"Measured on {self._device()}.",
             f"Model: {self.model.name}. Libraries: {self._libraries()}.",
@@ -88,13 +91,13 @@ def recipe_of(snapshot: StudySnapshot) -> Recipe:
     """Return the recipe of a study's winner.
 
     Raises:
-        InputError: nothing that was tried was measured to fit.
+        NothingFits: nothing that was tried was measured to fit.
     """
-    best = winner(rankable(snapshot.records))
+    best = rank_study(snapshot).winner
     if best is None or best.measurement is None:
-        raise InputError(
-            f"study {shown(snapshot.name)} has nothing to export: no trial of "
-            f"{len(snapshot.records)} was measured to fit"
+        raise NothingFits(
+            f"study {shown(snapshot.name)} has nothing to export: no trial of its space was "
+            "measured to fit"
         )
     return Recipe(
         study=snapshot.name,
@@ -104,6 +107,7 @@ def recipe_of(snapshot: StudySnapshot) -> Recipe:
         model=ModelSpec.from_json(snapshot.definition.model),
         target=snapshot.definition.target,
         environment=snapshot.environment,
+        objectives=snapshot.definition.space.objectives,
     )
 
 
@@ -112,10 +116,11 @@ def _numbers(measured: Measurement) -> str:
     also = "" if reserved is None else f", {units.gib(reserved)} reserved"
     flags = f" Flags: {', '.join(measured.flags)}." if measured.flags else ""
     speed, step = units.rate(measured.tokens_per_second), units.step_time(measured.step_seconds)
+    doubt = " It may be more or less: the measurement is noisy." if measured.is_noisy else ""
     return (
-        f"{speed} tokens/s at the median step of {step}, "
+        f"{speed} tokens/s ({uncertainty.interval_words(measured)}) at the median step of {step}, "
         f"peak {units.gib(measured.peak_allocated_bytes)} allocated{also}, "
-        f"{units.count(measured.trainable_parameters)} trainable parameters.{flags}"
+        f"{units.count(measured.trainable_parameters)} trainable parameters.{flags}{doubt}"
     )
 
 

@@ -6,7 +6,7 @@ The plausible study follows the linear memory and saturating speed of a 7B model
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -45,17 +45,25 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def definition(**target: Any) -> StudyDefinition:
-    """Return a study's definition: Mistral 7B on an A10 that an H200 stands in for."""
+def definition(*, space: Mapping[str, Any] | None = None, **target: Any) -> StudyDefinition:
+    """Return a study's definition: Mistral 7B on an A10 that an H200 stands in for.
+
+    Args:
+        space: keys of the search space that differ.
+        target: keys of the target that differ.
+    """
     values: dict[str, Any] = {"gpu": "a10", "device": "cuda", "budget_bytes": BUDGET_BYTES}
     values |= {"emulated_on": "NVIDIA H200"} | target
     return StudyDefinition(
-        space=SearchSpace(
-            name="a10",
-            gpu="a10",
-            dimensions={name: Choices(choices=values) for name, values in DIMENSIONS.items()},
-            fixed={"lora_rank": 16, "target_modules": "attention"},
-            baseline={"micro_batch_size": 8},
+        space=SearchSpace.model_validate(
+            {
+                "name": "a10",
+                "gpu": "a10",
+                "dimensions": {name: {"choices": values} for name, values in DIMENSIONS.items()},
+                "fixed": {"lora_rank": 16, "target_modules": "attention"},
+                "baseline": {"micro_batch_size": 8},
+            }
+            | dict(space or {})
         ),
         model={"name": "mistral-7b-v0.3", "source": "shipped", "config": {}, "path": None},
         model_fingerprint="0123456789abcdef",
@@ -150,10 +158,15 @@ def one_of_each() -> tuple[TrialRecord, ...]:
 
 def hostile_study() -> StudySnapshot:
     """Return a study in which every text that people choose tries to break out of the page."""
-    modules = TrialConfig(target_modules=(HOSTILE, "q_proj"))
+    modules = TrialConfig(micro_batch_size=8, target_modules=(HOSTILE, "q_proj"))
     about = definition(gpu=HOSTILE, emulated_on=HOSTILE)
     # The name is set past its validation, which a damaged database does not respect either.
-    space = about.space.model_copy(update={"name": HOSTILE})
+    dimensions = about.space.dimensions | {
+        "target_modules": Choices(choices=("attention", (HOSTILE, "q_proj")))
+    }
+    space = about.space.model_copy(
+        update={"name": HOSTILE, "dimensions": dimensions, "fixed": {"lora_rank": 16}}
+    )
     model = {**about.model, "name": HOSTILE}
     return snapshot(
         [

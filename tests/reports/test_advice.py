@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from reports.advice import how_to_go_faster, needed_bytes
+from reports.advice import advice_title, how_to_go_faster
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.records import (
     Crashed,
-    DominatedOutOfMemory,
     OutOfMemory,
     PredictedOutOfMemory,
     PredictionRecord,
 )
-from tests.reports.synthetic import fits, record, snapshot
+from tests.reports.synthetic import definition, fits, record, snapshot
 
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
 LARGE = TrialConfig(micro_batch_size=12, checkpoint_fraction=0.0)
@@ -35,7 +34,7 @@ def test_a_faster_configuration_that_did_not_fit_is_named_with_its_speed_and_its
     )
     said = _said(fits(0, 8_000.0), fits(1, 16_000.0, FAST), too_large)
     assert "trial 2 (micro-batch 12, no checkpointing) is expected at 17,000 tokens/s" in said
-    assert "needs about 1.50 GiB more than the budget" in said
+    assert "needs at least 1.50 GiB more than the budget by prediction" in said
 
 
 def test_a_slower_configuration_that_did_not_fit_is_no_way_to_go_faster() -> None:
@@ -44,11 +43,45 @@ def test_a_slower_configuration_that_did_not_fit_is_no_way_to_go_faster() -> Non
     assert "trial 2" not in _said(fits(0, 8_000.0), fits(1, 16_000.0, FAST), too_large)
 
 
-def test_without_any_expected_speed_the_nearest_to_fitting_is_named() -> None:
-    near = OutOfMemory(stage="forward", peak_allocated_bytes=21 * GIB, requested_bytes=GIB)
-    said = _said(fits(0, 8_000.0), record(1, near, LARGE))
-    assert "Nearest to fitting: trial 1" in said
-    assert "0.50 GiB more" in said
+def _predicted(gib: float) -> PredictionRecord:
+    need = int(gib * GIB)
+    return PredictionRecord(peak_allocated_bytes=need, peak_reserved_bytes=need)
+
+
+def test_the_nearest_to_fitting_is_so_by_prediction_and_not_by_what_happened_to_fail() -> None:
+    late = OutOfMemory(stage="optimizer", peak_allocated_bytes=21 * GIB, requested_bytes=GIB // 8)
+    early = OutOfMemory(stage="load", peak_allocated_bytes=5 * GIB, requested_bytes=4 * GIB)
+    said = _said(
+        fits(0, 8_000.0),
+        record(1, late, LARGE, prediction=_predicted(25.0)),
+        record(2, early, FAST, prediction=_predicted(23.0)),
+    )
+    assert "Nearest to fitting: trial 2" in said
+    assert "it needs at least 1.50 GiB more than the budget by prediction" in said
+
+
+def test_the_nearest_is_named_among_those_whose_memory_was_predicted() -> None:
+    failed = OutOfMemory(stage="forward", peak_allocated_bytes=21 * GIB, requested_bytes=GIB)
+    said = _said(
+        fits(0, 8_000.0),
+        record(1, failed, LARGE),
+        record(2, failed, FAST, prediction=_predicted(23.0)),
+    )
+    assert "Nearest to fitting (of the 1 of 2 whose memory was predicted): trial 2" in said
+
+
+def test_without_predictions_nobody_is_said_to_be_nearest() -> None:
+    failed = OutOfMemory(stage="forward", peak_allocated_bytes=21 * GIB, requested_bytes=GIB)
+    said = _said(fits(0, 8_000.0), record(1, failed, LARGE), record(2, failed, FAST))
+    assert "Nearest" not in said
+    assert "2 trials did not fit; each needs more than the budget" in said
+    assert "22.00 GiB" not in said
+
+
+def test_a_need_below_the_budget_is_never_said_of_what_ran_out() -> None:
+    failed = OutOfMemory(stage="forward", peak_allocated_bytes=20 * GIB, requested_bytes=GIB)
+    said = _said(fits(0, 8_000.0), record(1, failed, LARGE, prediction=_predicted(20.5)))
+    assert "it needs more than the budget, by how much is not known" in said
 
 
 def test_a_tie_is_named_with_the_memory_that_it_would_save() -> None:
@@ -78,7 +111,32 @@ def test_a_winner_with_the_largest_micro_batch_of_the_space_asks_for_a_wider_one
 
 def test_a_noisy_winner_is_not_passed_off_as_certain() -> None:
     said = _said(fits(0, 8_000.0), fits(1, 16_000.0, FAST, flags=("emulated", "throttled")))
-    assert "marked throttled" in said
+    assert "winner's measurement is marked throttled" in said
+    assert "may be more or less than was seen" in said
+
+
+def test_a_noisy_baseline_is_not_passed_off_as_certain_either() -> None:
+    said = _said(fits(0, 8_000.0, flags=("noisy",)), fits(1, 16_000.0, FAST))
+    assert "baseline's measurement is marked noisy (95 % interval 7,921–8,081)" in said
+
+
+def test_a_measurement_of_too_few_steps_is_doubted_without_a_flag() -> None:
+    said = _said(fits(0, 8_000.0), fits(1, 16_000.0, FAST, steps_measured=2))
+    assert "marked noisy (no interval: 2 steps are too few for one)" in said
+
+
+def test_where_speed_was_not_asked_for_nothing_is_said_of_it() -> None:
+    frugal = definition(space={"objectives": ["peak_memory"]})
+    too_large = record(2, OutOfMemory(stage="backward"), LARGE, prediction=_prediction(23.0, 9e9))
+    trials = (
+        fits(0, 8_000.0, peak_allocated_bytes=9 * GIB),
+        fits(1, 16_000.0, FAST, peak_allocated_bytes=9 * GIB),
+        too_large,
+    )
+    said = _said(*trials, definition=frugal)
+    assert "expected at" not in said
+    assert "trial 0 cannot be told from the winner by peak memory." in said
+    assert advice_title(snapshot(trials, definition=frugal)) == "To find better"
 
 
 def test_trials_that_may_be_retried_are_counted_as_unknown() -> None:
@@ -95,19 +153,10 @@ def test_a_study_where_nothing_fits_says_so_and_what_came_nearest() -> None:
         record(0, PredictedOutOfMemory(predicted_bytes=30 * GIB)),
         record(1, PredictedOutOfMemory(predicted_bytes=25 * GIB), LARGE),
     )
-    assert "No configuration was measured within 21.50 GiB" in said
+    assert "No configuration of the space was measured within 21.50 GiB" in said
     assert "Nearest to fitting: trial 1" in said
-    assert "3.50 GiB more" in said
+    assert "it is predicted to need 3.50 GiB more" in said
 
 
 def test_an_empty_study_says_that_nothing_has_finished() -> None:
     assert how_to_go_faster(snapshot()) == ["No trial has finished yet."]
-
-
-def test_the_need_of_a_trial_is_never_below_what_it_was_seen_to_hold() -> None:
-    seen = OutOfMemory(stage="backward", peak_allocated_bytes=21 * GIB, requested_bytes=GIB)
-    assert needed_bytes(record(0, seen)) == 22 * GIB
-    assert needed_bytes(record(0, seen, prediction=_prediction(20.0, 1.0))) == 21 * GIB
-    assert needed_bytes(record(0, seen, prediction=_prediction(23.0, 1.0))) == 23 * GIB
-    assert needed_bytes(record(0, OutOfMemory(stage="load"))) is None
-    assert needed_bytes(record(0, DominatedOutOfMemory(by=0))) is None

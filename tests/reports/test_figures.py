@@ -15,7 +15,7 @@ from reports.figures import all_figures
 from reports.marks import MARKS, hover
 from reports.shapes import cells_of, shape_figure
 from reports.throughput import FAR_BEYOND_BUDGET, placed_gib, throughput_figure
-from reports.timeline import best_so_far, spans_of, timeline_figure
+from reports.timeline import fastest_so_far, spans_of, timeline_figure
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage import ranking
@@ -31,6 +31,7 @@ from storage.records import (
 )
 from tests.reports.synthetic import (
     BUDGET_BYTES,
+    definition,
     fits,
     measurement,
     one_of_each,
@@ -68,7 +69,7 @@ def test_every_measured_trial_is_a_point_at_its_memory_and_speed(seed: int) -> N
 def test_whiskers_end_at_the_interval_of_the_speed() -> None:
     study = snapshot([fits(0, 8_000.0)])
     points = _trace(throughput_figure(study), "fits")
-    low, high = ranking.speed_interval(measurement(8_000.0))
+    low, high = measurement(8_000.0).speed_interval or (0.0, 0.0)
     assert points.y[0] + points.error_y.array[0] == pytest.approx(high)
     assert points.y[0] - points.error_y.arrayminus[0] == pytest.approx(low)
 
@@ -111,6 +112,48 @@ def test_the_front_is_the_ranking_s_from_least_memory_to_most(seed: int) -> None
     assert list(line.y) == sorted(line.y)
 
 
+def test_a_baseline_outside_the_space_is_marked_and_neither_wins_nor_draws_a_front() -> None:
+    outside = fits(0, 90_000.0, TrialConfig(lora_rank=64), peak_allocated_bytes=GIB)
+    study = snapshot([outside, fits(1, 16_000.0, FAST)])
+    figure = throughput_figure(study)
+    assert list(_trace(figure, "baseline").y) == [90_000.0]
+    assert list(_trace(figure, "winner").y) == [16_000.0]
+    assert list(_trace(figure, "best for its memory (Pareto front)").y) == [16_000.0]
+    assert list(_trace(timeline_figure(study), "fastest so far").y) == [16_000.0, 16_000.0]
+    assert set(cells_of(study)) == {(512, 10)}
+    assert effects_of(study) == ()
+
+
+def test_of_several_objectives_the_knee_is_marked_and_a_front_of_others_is_ringed() -> None:
+    trials = [
+        fits(0, 8_000.0, peak_allocated_bytes=4 * GIB),
+        fits(1, 16_000.0, FAST, peak_allocated_bytes=20 * GIB),
+        fits(2, 15_500.0, peak_allocated_bytes=8 * GIB, trainable_parameters=1),
+    ]
+    trials[2] = trials[2].model_copy(update={"config": TrialConfig(micro_batch_size=6)})
+    both = {"objectives": ["tokens_per_second", "peak_memory"]}
+    study = snapshot(trials, definition=definition(space=both))
+    assert list(_trace(throughput_figure(study), "knee of the front").y) == [15_500.0]
+    other = {"objectives": ["tokens_per_second", "trainable_parameters"]}
+    ringed = throughput_figure(snapshot(trials, definition=definition(space=other)))
+    assert list(_trace(ringed, "on the front of the objectives").y) == [16_000.0]
+
+
+def test_a_speed_without_an_interval_has_no_whiskers_and_says_so() -> None:
+    study = snapshot([fits(0, 8_000.0, steps_measured=3)])
+    points = _trace(throughput_figure(study), "fits")
+    assert (points.error_y.array[0], points.error_y.arrayminus[0]) == (0.0, 0.0)
+    assert "no interval: 3 steps are too few" in points.hovertext[0]
+
+
+def test_the_need_in_a_hover_text_is_the_one_that_the_figure_is_placed_at() -> None:
+    failed = OutOfMemory(stage="backward", peak_allocated_bytes=20 * GIB, requested_bytes=GIB)
+    trial = record(1, failed)
+    text = hover(trial, budget_bytes=BUDGET_BYTES)
+    assert "stage backward<br>needs at least 21.50 GiB" in text
+    assert placed_gib(trial, budget_bytes=BUDGET_BYTES) == 21.5
+
+
 def test_the_budget_is_a_line_across_both_panels_with_its_size() -> None:
     figure = throughput_figure(plausible_study())
     (line,) = figure.layout.shapes
@@ -129,8 +172,9 @@ def test_winner_and_baseline_are_marked() -> None:
     [
         (
             OutOfMemory(stage="forward", peak_allocated_bytes=20 * GIB, requested_bytes=3 * GIB),
-            23.0,
+            21.5,
         ),
+        (OutOfMemory(stage="forward", peak_allocated_bytes=23 * GIB), 23.0),
         (OutOfMemory(stage="forward"), 21.5),
         (PredictedOutOfMemory(predicted_bytes=24 * GIB), 24.0),
         (PredictedOutOfMemory(predicted_bytes=400 * GIB), 21.5 * FAR_BEYOND_BUDGET),
@@ -155,7 +199,7 @@ def test_every_mark_lies_within_the_memory_axis(seed: int) -> None:
 
 
 def test_the_hover_text_names_the_verdict_the_numbers_and_every_setting() -> None:
-    text = hover(fits(3, 16_000.0, FAST))
+    text = hover(fits(3, 16_000.0, FAST), budget_bytes=BUDGET_BYTES)
     assert text.startswith("<b>Trial 3: fits</b>")
     assert "16,000 tokens/s" in text
     assert "10.00 GiB allocated" in text
@@ -164,7 +208,7 @@ def test_the_hover_text_names_the_verdict_the_numbers_and_every_setting() -> Non
 
 @pytest.mark.parametrize("trial", one_of_each(), ids=lambda trial: str(trial.verdict))
 def test_every_verdict_has_a_hover_text(trial: TrialRecord) -> None:
-    assert f"Trial {trial.number}: " in hover(trial)
+    assert f"Trial {trial.number}: " in hover(trial, budget_bytes=BUDGET_BYTES)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -252,15 +296,16 @@ def test_a_start_time_that_is_no_time_or_a_clock_that_ran_back_does_not_break_th
     assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
 
 
-def test_the_best_so_far_only_rises_and_ends_at_the_winner() -> None:
+def test_the_fastest_so_far_only_rises_and_ends_at_the_winner() -> None:
     study = plausible_study()
-    rates = [rate for _, rate in best_so_far(spans_of(study))]
-    winner = ranking.winner(study.records)
+    everything = range(len(study.records))
+    rates = [rate for _, rate in fastest_so_far(spans_of(study), of_space=everything)]
+    winner = ranking.rank_study(study).winner
     assert rates == sorted(rates)
     assert winner is not None
     assert winner.measurement is not None
     assert rates[-1] == winner.measurement.tokens_per_second
-    line = _trace(timeline_figure(study), "best so far")
+    line = _trace(timeline_figure(study), "fastest so far")
     assert list(line.y) == [*rates, rates[-1]]
 
 
@@ -297,14 +342,15 @@ def test_a_dimension_that_was_tried_at_one_value_has_no_effect_to_show() -> None
 
 def test_many_values_of_a_dimension_are_shown_in_ranges() -> None:
     trials = [fits(n, 8_000.0 + n, TrialConfig(micro_batch_size=n)) for n in range(1, 31)]
-    effects = effects_of(snapshot(trials))
+    wide = definition(space={"dimensions": {"micro_batch_size": {"low": 1, "high": 30}}})
+    effects = effects_of(snapshot(trials, definition=wide))
     assert 2 <= len(effects) <= VALUES_SHOWN
     assert sum(len(effect.speeds) for effect in effects) == 30
     assert effects[0].label == "micro-batch 1–3"
 
 
 def test_a_value_at_which_nothing_fitted_keeps_its_row_and_says_so() -> None:
-    none = record(1, OutOfMemory(stage="load"), TrialConfig(micro_batch_size=64))
+    none = record(1, OutOfMemory(stage="load"), TrialConfig(micro_batch_size=32))
     figure = effects_figure(snapshot([fits(0, 8_000.0), none]))
     (text,) = [trace for trace in figure.data if trace.mode == "text"]
     assert list(text.y) == [1]
@@ -340,3 +386,16 @@ def test_any_study_can_be_drawn_without_a_number_that_is_not_finite(
 
 def test_an_empty_study_has_no_figures() -> None:
     assert all_figures(snapshot()) == ()
+
+
+def test_little_memory_has_an_axis_in_mib() -> None:
+    study = snapshot(
+        [fits(0, 8_000.0, peak_allocated_bytes=2**25)],
+        definition=definition(budget_bytes=2**26),
+    )
+    figure = throughput_figure(study)
+    axis = figure.layout.xaxis
+    assert axis.title.text == "peak allocated memory (MiB)"
+    assert axis.ticktext == ("40", "50", "60")
+    assert [tick * 1024 for tick in axis.tickvals] == pytest.approx([40, 50, 60])
+    assert "64.00 MiB" in figure.layout.annotations[0].text

@@ -12,6 +12,7 @@ from search_spaces.gpus import GIB
 from storage.records import Measured, OutOfMemory, PrunedSlow, Verdict
 from tests.reports.synthetic import (
     BASELINE,
+    definition,
     fits,
     measurement,
     one_of_each,
@@ -79,7 +80,16 @@ def test_memory_that_is_not_known_is_a_dash() -> None:
 def test_each_capacity_class_has_its_fastest_and_says_when_it_was_stopped_early() -> None:
     wide = TrialConfig(micro_batch_size=8, lora_rank=64, target_modules="all-linear")
     partial = PrunedSlow(measurement=measurement(4_000.0))
-    study = snapshot([fits(0, 8_000.0), fits(1, 9_000.0, FAST), record(2, partial, wide)])
+    free = {
+        "lora_rank": {"choices": [16, 64]},
+        "target_modules": {"choices": ["attention", "all-linear"]},
+        "micro_batch_size": {"choices": [8, 10]},
+        "checkpoint_fraction": {"choices": [0.0, 1.0]},
+    }
+    study = snapshot(
+        [fits(0, 8_000.0), fits(1, 9_000.0, FAST), record(2, partial, wide)],
+        definition=definition(space={"dimensions": free, "fixed": {}}),
+    )
     narrow_row, wide_row = tables.class_rows(study)
     assert (narrow_row.lora_rank, narrow_row.number) == ("16", 1)
     assert narrow_row.tokens_per_second == "9,000"

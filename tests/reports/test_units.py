@@ -25,7 +25,9 @@ from search_spaces.gpus import GIB
         (units.rate_interval((16_700.2, 16_900.0)), "16,700–16,900"),
         (units.count(13_631_488), "13,631,488"),
         (units.percent(0.934), "93 %"),
-        (units.factor(2.0949), "2.09x"),
+        (units.error(0.015), "1.5 %"),
+        (units.error(0.145), "14.5 %"),
+        (units.error(0.25), "25 %"),
         (units.step_time(0.3051), "0.305 s"),
         (units.step_time(12.34), "12.3 s"),
         (units.step_time(0.01234), "12.3 ms"),
@@ -43,7 +45,7 @@ def test_numbers_read_as_documented(text: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     "written",
-    [units.gib, units.rate, units.percent, units.factor, units.step_time, units.duration],
+    [units.gib, units.rate, units.percent, units.step_time, units.duration],
 )
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
 def test_what_is_unknown_or_not_finite_is_a_dash(
@@ -82,3 +84,24 @@ def test_every_key_of_a_configuration_has_a_label_and_a_phrase_for_its_default()
 )
 def test_settings_read_as_people_say_them(key: str, value: object, expected: str) -> None:
     assert units.phrase(key, value) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (GIB / 10, "0.10 GiB"),
+        (GIB // 10 - 1, "102.40 MiB"),
+        (2**26, "64.00 MiB"),
+        (12_345, "0.01 MiB"),
+        (-(2**26), "-64.00 MiB"),
+    ],
+)
+def test_little_memory_is_told_in_mib(count: float, text: str) -> None:
+    assert units.gib(count) == text
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "text"), [(3, 40, "3 of 40"), (40, 40, "40 of 40"), (7, 2, "7 (2 asked for)")]
+)
+def test_progress_beyond_the_end_says_so(done: int, total: int, text: str) -> None:
+    assert units.out_of(done, total) == text

@@ -13,7 +13,6 @@ from storage.mapping import (
     LEAST_VIOLATION,
     Scale,
     directions,
-    known_need,
     to_optuna,
 )
 from storage.records import (
@@ -42,11 +41,13 @@ UNFIT: list[tuple[Outcome, float, float]] = [
     # outcome, peak in GiB that it is told with, violation
     (OutOfMemory(stage="forward"), 20.0, LEAST_VIOLATION),
     (OutOfMemory(stage="forward", peak_allocated_bytes=19 * GIB), 20.0, LEAST_VIOLATION),
+    # The peak and the failed request need not have been there at once: their sum bounds nothing.
     (
         OutOfMemory(stage="forward", peak_allocated_bytes=19 * GIB, requested_bytes=6 * GIB),
-        25.0,
-        0.25,
+        20.0,
+        LEAST_VIOLATION,
     ),
+    (OutOfMemory(stage="forward", peak_allocated_bytes=25 * GIB), 25.0, 0.25),
     (PredictedOutOfMemory(predicted_bytes=40 * GIB), 40.0, 1.0),
     (DominatedOutOfMemory(by=3), 20.0, LEAST_VIOLATION),
     (Diverged(step=1), 20.0, FAULT_VIOLATION),
@@ -84,13 +85,8 @@ def test_where_memory_was_predicted_the_violation_grows_with_it(outcome: Outcome
     assert told.violation == 0.5
 
 
-def test_a_request_alone_says_nothing_of_the_need() -> None:
-    assert known_need(a_record(outcome=OutOfMemory(stage="load", requested_bytes=GIB))) is None
-
-
 def test_a_prediction_does_not_replace_what_was_measured() -> None:
     record = a_record(outcome=fits(peak=10 * GIB), prediction=PREDICTION)
-    assert known_need(record) == 10 * GIB
     assert to_optuna(record, scale=SINGLE).attributes["peak_gib"] == 10.0
 
 

@@ -7,7 +7,7 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut
-from storage.retries import attempts, to_retry
+from storage.retries import attempts, next_number, to_retry
 from storage.spool import Spool, Spooled
 from tests.storage.builders import a_record, fits
 
@@ -77,3 +77,21 @@ def test_configurations_are_retried_in_the_order_in_which_they_were_first_tried(
     records = [a_record(i, CRASH, batch=batch) for i, batch in enumerate((8, 2, 4, 8))]
     assert [config.micro_batch_size for config in to_retry(records)] == [8, 2, 4]
     assert attempts(records, TrialConfig(micro_batch_size=8)) == 2
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seconds", "is_retried"),
+    [(CRASH, 1.0, True), (Lost(), 1.0, True), (Lost(), 0.0, False), (fits(), 1.0, False)],
+    ids=["crashed", "interrupted", "took its driver along", "settled"],
+)
+def test_a_new_run_tries_anew_what_failed_in_the_last(
+    outcome: Outcome, seconds: float, is_retried: bool
+) -> None:
+    records = [a_record(number, outcome, device_seconds=seconds) for number in range(3)]
+    assert bool(to_retry(records, since=next_number(records))) is is_retried
+    assert not to_retry(records)
+
+
+def test_numbers_go_on_where_the_records_end() -> None:
+    assert next_number([]) == 0
+    assert next_number([a_record(4), a_record(2)]) == 5

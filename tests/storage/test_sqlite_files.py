@@ -279,3 +279,19 @@ def test_nothing_of_storage_imports_torch() -> None:
     )
     assert json.loads(done.stdout) == []
     assert len(modules) > 5
+
+
+def test_a_study_is_opened_once_another_driver_has_finished_writing(home: Path, url: str) -> None:
+    with open_it(url, home, name="other"):
+        pass
+    writer = sqlite3.connect(home / "sweep.db", isolation_level=None, check_same_thread=False)
+    writer.execute("BEGIN IMMEDIATE")
+    # Longer than one statement waits by itself.
+    done = threading.Timer(3.0, lambda: writer.execute("COMMIT"))
+    done.start()
+    try:
+        with open_it(url, home, name="mine") as study:
+            assert not study.was_resumed
+    finally:
+        done.join()
+        writer.close()

@@ -16,7 +16,6 @@ MODEL = ModelSpec(
     source="shipped",
     config={"model_type": "mistral", "num_hidden_layers": 32},
 )
-SPACE = {"name": "small", "dimensions": {"micro_batch_size": {"choices": [1, 2, 4]}}}
 HOSTILE = "x'''\"\"\"\\\n__import__('os').abort()\r# {{ 7*7 }} {% raw %}\u2028: - &a !!python\udcff"
 
 
@@ -47,10 +46,17 @@ def a_study(
     model: ModelSpec = MODEL,
     emulated_on: str | None = "NVIDIA H200",
 ) -> StudySnapshot:
-    """Return a study of one trial, which fits."""
+    """Return a study of one trial, which fits, over a space that holds it."""
+    tried = config or TrialConfig()
     outcome = Measured(measurement=measurement or a_measurement())
+    fixed = tried.model_dump(mode="json")
+    space = {
+        "name": "small",
+        "dimensions": {"micro_batch_size": {"choices": [fixed.pop("micro_batch_size")]}},
+        "fixed": fixed,
+    }
     definition = StudyDefinition(
-        space=SearchSpace.model_validate(SPACE),
+        space=SearchSpace.model_validate(space),
         model=model.to_json(),
         model_fingerprint="f00d",
         target=Target(
@@ -61,5 +67,5 @@ def a_study(
         name=name,
         definition=definition,
         environment={"gpu": "NVIDIA A10", "versions": {"torch": "2.13.0", "triton": None}},
-        records=(TrialRecord(number=17, config=config or TrialConfig(), outcome=outcome),),
+        records=(TrialRecord(number=17, config=tried, outcome=outcome),),
     )

@@ -48,21 +48,23 @@ def test_the_winner_goes_to_stdout_or_to_a_file(
 
 
 @pytest.mark.parametrize(
-    ("options", "space", "complaint"),
+    ("options", "space", "code", "complaint"),
     [
-        (["--format", "axolot"], {}, "did you mean 'axolotl'"),
-        ([], TOO_LARGE, "has nothing to export"),
+        (["--format", "axolot"], {}, 2, "did you mean 'axolotl'"),
+        # As `best` does.
+        ([], TOO_LARGE, 1, "has nothing to export"),
     ],
 )
-def test_nothing_to_export_is_bad_input_and_writes_nothing(
+def test_nothing_to_export_is_said_and_writes_nothing(
     options: list[str],
     space: dict[str, Any],
+    code: int,
     complaint: str,
     home: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = home / "recipe"
-    assert main(["export", finished_study(home, **space), *options, "-o", str(path)]) == 2
+    assert main(["export", finished_study(home, **space), *options, "-o", str(path)]) == code
     said = capsys.readouterr()
     assert complaint in said.err
     assert said.out == ""

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import EnvironmentFault, InputError, NothingFits
 from search_spaces.models import ModelSpec
 from sweep.export.formats import export, format_names, save
 from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study
@@ -329,9 +329,9 @@ def test_a_file_names_the_weights_as_far_as_they_are_known(model: ModelSpec, wei
 @pytest.mark.parametrize("format", format_names())
 def test_a_study_where_nothing_fits_has_nothing_to_export(format: str) -> None:
     study = dataclasses.replace(a_study(), records=())
-    with pytest.raises(InputError, match="has nothing to export: no trial") as caught:
+    with pytest.raises(NothingFits, match="has nothing to export: no trial") as caught:
         export(study, format=format)
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == 1
 
 
 def test_an_unknown_format_names_the_nearest_one() -> None:

@@ -1,0 +1,65 @@
+"""Owns how what a study was asked for is put into words: names, superlatives, values.
+
+Knows nothing of how trials are ordered; that is `storage.ranking`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from reports import units
+from search_spaces.space import Objective
+from storage.best import objective_value
+from storage.definition import StudySnapshot
+from storage.records import TrialRecord
+
+NAMES: Mapping[Objective, str] = {
+    "tokens_per_second": "speed",
+    "peak_memory": "peak memory",
+    "cost": "cost",
+    "trainable_parameters": "trainable parameters",
+}
+"""What each objective is called for people."""
+
+COLUMNS: Mapping[Objective, str] = {
+    "tokens_per_second": "tokens/s",
+    "peak_memory": "peak",
+    "cost": "$ per million tokens",
+    "trainable_parameters": "trainable",
+}
+"""What heads a column of each objective's values."""
+
+BEST: Mapping[Objective, str] = {
+    "tokens_per_second": "The fastest configuration that fits",
+    "peak_memory": "The configuration that needs the least memory",
+    "cost": "The cheapest configuration that fits",
+    "trainable_parameters": "The configuration with the most trainable parameters that fits",
+}
+"""What the best by each objective is, as the beginning of a sentence."""
+
+
+def names(objectives: Sequence[Objective]) -> str:
+    """Return what a study is ranked by: ``speed``, ``speed and peak memory``."""
+    *first, last = [NAMES[objective] for objective in objectives]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def best(objectives: Sequence[Objective]) -> str:
+    """Return what the best trial of a study is, as the beginning of a sentence."""
+    if len(objectives) == 1:
+        return BEST[objectives[0]]
+    return f"The best compromise between {names(objectives)} (the knee of their front)"
+
+
+def value(objective: Objective, record: TrialRecord, snapshot: StudySnapshot) -> str:
+    """Return a measured trial's value of an objective, in its unit."""
+    found = objective_value(objective, record, snapshot)
+    match objective:
+        case "tokens_per_second":
+            return units.rate(found)
+        case "peak_memory":
+            return units.gib(found)
+        case "trainable_parameters":
+            return units.count(None if found is None else int(found))
+        case "cost":
+            return units.DASH if found is None else f"{found:.3g}"

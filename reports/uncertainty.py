@@ -1,0 +1,123 @@
+"""Owns how the uncertainty of speeds, gains and needs is put into words, the same everywhere.
+
+Knows nothing of where the words go.
+"""
+
+from __future__ import annotations
+
+import math
+
+from reports import units
+from search_spaces.config import TrialConfig
+from storage.gain import Comparison, Gain, NoGain
+from storage.needs import Need
+from storage.records import Measurement
+
+_DOUBTS = ("noisy", "neighbour", "throttled")
+"""Flags that say why a speed may be off."""
+
+_WHO_IS_NOISY: dict[NoGain, str] = {
+    "noisy_winner": "the winner's measurement is",
+    "noisy_baseline": "the baseline's measurement is",
+    "noisy_both": "the measurements of the winner and of the baseline are",
+}
+
+
+def interval(measured: Measurement) -> str:
+    """Return the 95 % interval of the speed: ``16,700–16,900``; ``no interval`` without one."""
+    ends = measured.speed_interval
+    return "no interval" if ends is None else units.rate_interval(ends)
+
+
+def interval_words(measured: Measurement) -> str:
+    """Return the interval with what it is, or why there is none."""
+    if measured.speed_interval is None:
+        return f"no interval: {units.plural(measured.steps_measured, 'step')} are too few for one"
+    return f"95 % interval {interval(measured)}"
+
+
+def doubts(measured: Measurement) -> str:
+    """Return the flags for which the speed may be off, of a noisy one at the least that."""
+    flags = [flag for flag in _DOUBTS if flag in measured.flags]
+    if measured.is_noisy and not flags:
+        flags = ["noisy"]
+    return ", ".join(flags)
+
+
+def speed(measured: Measurement) -> str:
+    """Return a speed, of a noisy one with its interval: ``7,010 tokens/s (6,500–7,600, noisy)``."""
+    rate = f"{units.rate(measured.tokens_per_second)} tokens/s"
+    return f"{rate} ({interval(measured)}, {doubts(measured)})" if measured.is_noisy else rate
+
+
+def factor(gain: Gain) -> str:
+    """Return a gain with no more digits than its interval supports, two decimals at the most.
+
+    The last digit shown counts at least half the interval's width: 2.12 between 2.06 and 2.17 is
+    ``2.1x``.
+    """
+    return f"{gain.ratio:.{_decimals(gain)}f}x"
+
+
+def factor_interval(gain: Gain) -> str:
+    """Return the ends of a gain, with a digit more than the gain: ``2.06–2.17x``."""
+    decimals = min(_decimals(gain) + 1, 2)
+    return f"{gain.low:.{decimals}f}–{gain.high:.{decimals}f}x"
+
+
+def _decimals(gain: Gain) -> int:
+    half_width = (gain.high - gain.low) / 2
+    supported = 2 if half_width <= 0.01 else 1 if half_width <= 0.1 else 0
+    # A small factor keeps its first digit: 0x would say nothing.
+    leading = max(0, math.ceil(-math.log10(gain.ratio))) if gain.ratio < 1 else 0
+    return max(supported, min(leading, 2))
+
+
+def capacity(config: TrialConfig) -> str:
+    """Return the capacity class of a configuration: ``rank 16 on q,k,v,o``."""
+    return f"rank {config.lora_rank} on {units.targets(config.target_modules)}"
+
+
+def why_no_gain(comparison: Comparison, winner: TrialConfig) -> str:
+    """Return why no gain is stated, and what the baseline's own class gained; empty with a gain."""
+    match comparison.reason:
+        case None:
+            return ""
+        case "no_winner":
+            return "nothing of the space was measured to fit"
+        case "another_class":
+            return (
+                f"no gain is stated: the winner ({capacity(winner)}) is in another capacity class "
+                f"than the baseline ({capacity(comparison.baseline.config)}); "
+                f"{_within_the_class(comparison)}"
+            )
+        case reason:
+            return f"no gain is stated: {_WHO_IS_NOISY[reason]} noisy"
+
+
+def _within_the_class(comparison: Comparison) -> str:
+    fastest, gain = comparison.fastest_of_class, comparison.class_gain
+    if fastest is None or fastest.measurement is None:
+        return "nothing of the space was measured in the baseline's class"
+    named = f"the fastest of the baseline's class is trial {fastest.number}"
+    if gain is None:
+        return f"{named}, {speed(fastest.measurement)}, which is too noisy to compare"
+    return f"{named}, {factor(gain)} the baseline's speed ({factor_interval(gain)})"
+
+
+def need(known: Need) -> str:
+    """Return what a trial that did not fit needs: ``at least 23.00 GiB by prediction``."""
+    basis = " by prediction" if known.is_predicted else ""
+    bound = "at least " if known.is_lower_bound else ""
+    return f"{bound}{units.gib(known.allocated_bytes)}{basis}"
+
+
+def excess(known: Need, *, budget_bytes: int) -> str:
+    """Return by how much a trial missed the budget, in a clause."""
+    over = known.allocated_bytes - budget_bytes
+    if over <= 0:
+        return "it needs more than the budget, by how much is not known"
+    if known.is_lower_bound:
+        basis = " by prediction" if known.is_predicted else ""
+        return f"it needs at least {units.gib(over)} more than the budget{basis}"
+    return f"it is predicted to need {units.gib(over)} more than the budget"

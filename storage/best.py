@@ -1,0 +1,136 @@
+"""Owns the document of ``sweep best --json``: the keys that scripts rely on. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from search_spaces.config import TrialConfig
+from search_spaces.space import Objective
+from storage.definition import StudySnapshot
+from storage.gain import Comparison, Gain, compare
+from storage.ranking import Ranking, measured_of, rank_study, verdict_counts
+from storage.records import TrialRecord
+
+
+def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
+    """Return the document of ``sweep best --json``; ``best`` is null where nothing fits.
+
+    ``objective`` names what is ranked by, of several objectives all of them; then ``best`` is the
+    knee of their ``front``. ``tied`` cannot be told from it in what is ranked by.
+    """
+    records, target = snapshot.records, snapshot.definition.target
+    ranking = rank_study(snapshot)
+    winner = ranking.winner
+    is_front = len(ranking.objectives) > 1
+    return {
+        "study": snapshot.name,
+        "gpu": {
+            "name": target.gpu,
+            "budget_bytes": target.budget_bytes,
+            "emulated_on": target.emulated_on,
+        },
+        "model": snapshot.definition.model.get("name"),
+        "objective": ", ".join(ranking.objectives),
+        "objectives": list(ranking.objectives),
+        "seconds": {
+            "wall": snapshot.wall_seconds,
+            "device": sum(record.device_seconds for record in records),
+        },
+        "trials": {"total": len(records), **verdict_counts(records)},
+        "best": None if winner is None else _trial(winner),
+        "front": [_on_front(record, snapshot, ranking) for record in ranking.front],
+        "knee": winner.number if winner is not None and is_front else None,
+        "baseline": _baseline(ranking),
+        "tied": list(ranking.tied),
+        "fastest_by_class": [asdict(best) for best in ranking.fastest_by_class],
+    }
+
+
+def _trial(record: TrialRecord) -> dict[str, Any]:
+    values = record.to_json()
+    return {
+        "number": record.number,
+        "config": values["config"],
+        "measurement": values["outcome"]["measurement"],
+        **_certainty(record),
+    }
+
+
+def _certainty(record: TrialRecord) -> dict[str, Any]:
+    measured = measured_of(record)
+    ends = measured.speed_interval
+    return {
+        "tokens_per_second_ci95": None if ends is None else list(ends),
+        "noisy": measured.is_noisy,
+    }
+
+
+def _on_front(record: TrialRecord, snapshot: StudySnapshot, ranking: Ranking) -> dict[str, Any]:
+    return {
+        "number": record.number,
+        "values": {o: objective_value(o, record, snapshot) for o in ranking.objectives},
+        "config": record.config.model_dump(mode="json"),
+    }
+
+
+def objective_value(
+    objective: Objective, record: TrialRecord, snapshot: StudySnapshot
+) -> float | None:
+    """Return a measured trial's value: tokens/s, bytes, dollars per million tokens, or a count.
+
+    A cost is as it was told when the trial ran; None where none was.
+    """
+    measured = measured_of(record)
+    match objective:
+        case "tokens_per_second":
+            return measured.tokens_per_second
+        case "peak_memory":
+            return measured.peak_allocated_bytes
+        case "trainable_parameters":
+            return measured.trainable_parameters
+        case "cost":
+            return snapshot.costs.get(record.number)
+
+
+def _baseline(ranking: Ranking) -> dict[str, Any] | None:
+    comparison = compare(ranking)
+    if comparison is None:
+        return None
+    base = comparison.baseline
+    return {
+        "number": base.number,
+        "config": base.config.model_dump(mode="json"),
+        "tokens_per_second": measured_of(base).tokens_per_second,
+        **_certainty(base),
+        "in_space": ranking.is_baseline_in_space,
+        "class": _class(base.config),
+        **_gain(comparison.gain),
+        "no_gain": comparison.reason,
+        "class_gain": _class_gain(comparison),
+    }
+
+
+def _class_gain(comparison: Comparison) -> dict[str, Any] | None:
+    """Return the gain within the baseline's class, where the winner is in another."""
+    fastest = comparison.fastest_of_class
+    if fastest is None:
+        return None
+    return {
+        "number": fastest.number,
+        "class": _class(fastest.config),
+        "tokens_per_second": measured_of(fastest).tokens_per_second,
+        **_certainty(fastest),
+        **_gain(comparison.class_gain),
+    }
+
+
+def _gain(gain: Gain | None) -> dict[str, float | None]:
+    if gain is None:
+        return {"gain": None, "gain_low": None, "gain_high": None}
+    return {"gain": gain.ratio, "gain_low": gain.low, "gain_high": gain.high}
+
+
+def _class(config: TrialConfig) -> dict[str, Any]:
+    values = config.model_dump(mode="json")
+    return {key: values[key] for key in ("lora_rank", "target_modules")}

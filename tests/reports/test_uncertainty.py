@@ -1,0 +1,197 @@
+"""What is unsure is said to be so, and no number has more digits than its interval supports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reports import uncertainty
+from reports.answer import answer
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from storage.gain import Gain
+from storage.needs import Need
+from tests.reports.synthetic import BUDGET_BYTES, definition, fits, measurement, snapshot
+
+FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
+RANKS = {
+    "dimensions": {"lora_rank": {"choices": [16, 64]}, "micro_batch_size": {"choices": [8, 10]}},
+    "fixed": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "factor", "ends"),
+    [
+        (2.122, 2.115, 2.13, "2.12x", "2.12–2.13x"),
+        (2.122, 2.06, 2.17, "2.1x", "2.06–2.17x"),
+        (2.122, 1.9, 2.4, "2x", "1.9–2.4x"),
+        (13.82, 9.0, 19.0, "14x", "9.0–19.0x"),
+        (0.42, 0.2, 0.7, "0.4x", "0.20–0.70x"),
+        (0.04, 0.01, 0.5, "0.04x", "0.01–0.50x"),
+        (1.0, 1.0, 1.0, "1.00x", "1.00–1.00x"),
+    ],
+)
+def test_a_gain_has_no_more_digits_than_its_interval_supports(
+    ratio: float, low: float, high: float, factor: str, ends: str
+) -> None:
+    gain = Gain(fits(0, 1.0), ratio, low, high)
+    assert uncertainty.factor(gain) == factor
+    assert uncertainty.factor_interval(gain) == ends
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "8,000 tokens/s"),
+        ({"flags": ("emulated", "throttled")}, "8,000 tokens/s"),
+        ({"flags": ("emulated", "noisy")}, "8,000 tokens/s (7,921–8,081, noisy)"),
+        ({"flags": ("neighbour",)}, "8,000 tokens/s (7,921–8,081, neighbour)"),
+        ({"steps_measured": 2}, "8,000 tokens/s (no interval, noisy)"),
+    ],
+)
+def test_a_noisy_speed_is_never_said_without_its_interval(
+    changes: dict[str, Any], words: str
+) -> None:
+    assert uncertainty.speed(measurement(8_000.0, **changes)) == words
+
+
+@pytest.mark.parametrize(
+    ("need", "words", "excess"),
+    [
+        (
+            Need(23 * GIB, is_lower_bound=True, is_predicted=True),
+            "at least 23.00 GiB by prediction",
+            "it needs at least 1.50 GiB more than the budget by prediction",
+        ),
+        (
+            Need(22 * GIB, is_lower_bound=True, is_predicted=False),
+            "at least 22.00 GiB",
+            "it needs at least 0.50 GiB more than the budget",
+        ),
+        (
+            Need(BUDGET_BYTES, is_lower_bound=True, is_predicted=False),
+            "at least 21.50 GiB",
+            "it needs more than the budget, by how much is not known",
+        ),
+        (
+            Need(25 * GIB, is_lower_bound=False, is_predicted=True),
+            "25.00 GiB by prediction",
+            "it is predicted to need 3.50 GiB more than the budget",
+        ),
+    ],
+)
+def test_a_need_says_whether_it_is_a_bound_or_a_prediction(
+    need: Need, words: str, excess: str
+) -> None:
+    assert uncertainty.need(need) == words
+    assert uncertainty.excess(need, budget_bytes=BUDGET_BYTES) == excess
+
+
+def _tiles(*trials: Any, **space: Any) -> dict[str, tuple[str, str]]:
+    said = answer(snapshot(trials, definition=definition(space=space)))
+    return {tile.label: (tile.value, tile.detail) for tile in said.tiles}
+
+
+def test_the_gain_stands_with_its_interval() -> None:
+    value, detail = _tiles(fits(0, 8_000.0), fits(1, 16_800.0, FAST))["the baseline's speed"]
+    assert value == "2.1x"
+    assert detail.startswith("interval 2.06–2.14x; baseline: 8,000 tokens/s (8 x 512, rank 16)")
+
+
+@pytest.mark.parametrize(
+    ("baseline", "winner", "said"),
+    [
+        ({}, {"flags": ("noisy",)}, "the winner's measurement is noisy"),
+        ({"flags": ("noisy",)}, {}, "the baseline's measurement is noisy"),
+        ({"steps_measured": 3}, {"flags": ("noisy",)}, "the winner and of the baseline are noisy"),
+    ],
+)
+def test_a_noisy_winner_or_baseline_has_no_gain_and_both_speeds_are_shown_for_what_they_are(
+    baseline: dict[str, Any], winner: dict[str, Any], said: str
+) -> None:
+    tiles = _tiles(fits(0, 8_000.0, **baseline), fits(1, 16_800.0, FAST, **winner))
+    value, detail = tiles["gain over the baseline"]
+    assert value == "–"
+    assert said in detail
+    assert "2.1" not in detail
+    is_doubted = "it may be more or less" in tiles["tokens/s"][1]
+    assert is_doubted is bool(winner)
+
+
+def test_across_capacity_classes_the_fastest_of_the_baselines_class_is_named_with_its_gain() -> (
+    None
+):
+    tiles = _tiles(
+        fits(0, 8_000.0),
+        fits(1, 20_000.0, TrialConfig(micro_batch_size=10, lora_rank=64)),
+        fits(2, 12_000.0, TrialConfig(micro_batch_size=10)),
+        **RANKS,
+    )
+    value, detail = tiles["gain over the baseline"]
+    assert value == "–"
+    assert "the winner (rank 64 on q,k,v,o) is in another capacity class" in detail
+    assert "than the baseline (rank 16 on q,k,v,o)" in detail
+    assert "the fastest of the baseline's class is trial 2, 1.5x the baseline's speed" in detail
+
+
+def test_where_nothing_of_the_space_is_in_the_baselines_class_that_is_said() -> None:
+    tiles = _tiles(
+        fits(0, 8_000.0),
+        fits(1, 20_000.0, TrialConfig(micro_batch_size=10, lora_rank=64)),
+        dimensions={"micro_batch_size": {"choices": [8, 10]}},
+        fixed={"lora_rank": 64},
+        baseline={"micro_batch_size": 8, "lora_rank": 16},
+    )
+    _, detail = tiles["gain over the baseline"]
+    assert "nothing of the space was measured in the baseline's class" in detail
+
+
+def test_a_baseline_outside_the_space_is_no_answer_where_nothing_of_the_space_fits() -> None:
+    about = definition(
+        space={
+            "dimensions": {"micro_batch_size": {"choices": [8, 10]}},
+            "fixed": {"lora_rank": 64},
+            "baseline": {"micro_batch_size": 8, "lora_rank": 16},
+        }
+    )
+    said = answer(snapshot([fits(0, 8_000.0)], definition=about))
+    assert said.sentence.startswith("Nothing of the space that was tried was measured to fit")
+    assert "Its baseline was, at 8,000 tokens/s: a reference" in said.sentence
+    assert (said.configuration, said.commands) == ("", ())
+
+
+@pytest.mark.parametrize(
+    ("objectives", "sentence", "first"),
+    [
+        (["tokens_per_second"], "The fastest configuration that fits is trial 1.", "tokens/s"),
+        (["cost"], "The cheapest configuration that fits is trial 1.", "tokens/s"),
+        (
+            ["peak_memory"],
+            "The configuration that needs the least memory is trial 0.",
+            "peak allocated memory",
+        ),
+        (
+            ["trainable_parameters"],
+            "The configuration with the most trainable parameters that fits is trial 1.",
+            "tokens/s",
+        ),
+        (
+            ["peak_memory", "tokens_per_second"],
+            "The best compromise between peak memory and speed (the knee of their front) is",
+            "tokens/s",
+        ),
+    ],
+)
+def test_the_answer_is_by_what_was_asked_for(
+    objectives: list[str], sentence: str, first: str
+) -> None:
+    about = definition(space={"objectives": objectives})
+    trials = (
+        fits(0, 8_000.0, peak_allocated_bytes=8 * GIB),
+        fits(1, 16_000.0, FAST, peak_allocated_bytes=20 * GIB),
+    )
+    said = answer(snapshot(trials, definition=about))
+    assert said.sentence.startswith(sentence)
+    assert said.tiles[0].label == first

@@ -1,0 +1,126 @@
+"""The document of ``sweep best --json`` says what it ranks by, and how sure its numbers are."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from storage.best import best_document
+from storage.definition import StudySnapshot
+from storage.records import OutOfMemory, PredictedOutOfMemory, TrialRecord, Verdict
+from tests.storage.builders import a_definition, a_record, fits
+
+OOM = OutOfMemory(stage="backward")
+
+
+def document(
+    *records: TrialRecord, costs: dict[int, float] | None = None, **space: Any
+) -> dict[str, Any]:
+    snapshot = StudySnapshot(
+        "study", a_definition(**space), {}, records, wall_seconds=12.5, costs=costs or {}
+    )
+    found = best_document(snapshot)
+    assert json.loads(json.dumps(found)) == found
+    return found
+
+
+def test_it_is_the_promised_one() -> None:
+    found = document(
+        a_record(0, fits(100.0, spread=0.01), is_baseline=True, device_seconds=2.0),
+        a_record(1, fits(210.0, spread=0.01), batch=2, device_seconds=3.0),
+        a_record(2, fits(209.0, spread=0.01), batch=1),
+        a_record(3, OOM, batch=8, device_seconds=0.5),
+    )
+    assert found["study"] == "study"
+    assert found["gpu"] == {"name": "a10", "budget_bytes": 20 * GIB, "emulated_on": None}
+    assert found["model"] == "mistral-7b-v0.3"
+    assert (found["objective"], found["objectives"]) == ("tokens_per_second", ["tokens_per_second"])
+    assert (found["front"], found["knee"]) == ([], None)
+    assert found["seconds"] == {"wall": 12.5, "device": 5.5}
+    assert found["trials"]["total"] == 4
+    assert {k for k, v in found["trials"].items() if v} == {"total", "fits", "oom"}
+    assert set(found["trials"]) == {"total", *map(str, Verdict)}
+    assert found["best"]["number"] == 1
+    assert found["best"]["config"]["micro_batch_size"] == 2
+    assert found["best"]["measurement"]["tokens_per_second"] == 210.0
+    assert found["best"]["tokens_per_second_ci95"] == pytest.approx([207.9, 212.1], abs=0.1)
+    assert found["best"]["noisy"] is False
+    assert found["tied"] == [2]
+    base = found["baseline"]
+    assert (base["number"], base["tokens_per_second"], base["gain"]) == (0, 100.0, 2.1)
+    assert base["gain_low"] < 2.1 < base["gain_high"]
+    assert (base["no_gain"], base["class_gain"], base["in_space"]) == (None, None, True)
+    (fastest,) = found["fastest_by_class"]
+    assert (fastest["number"], fastest["lora_rank"], fastest["seq_len"]) == (1, 16, 512)
+
+
+def test_of_a_study_where_nothing_fits_there_is_no_best() -> None:
+    found = document(a_record(0, PredictedOutOfMemory(predicted_bytes=1)))
+    assert (found["best"], found["baseline"], found["tied"]) == (None, None, [])
+    assert found["fastest_by_class"] == []
+    assert found["trials"]["predicted_oom"] == 1
+
+
+def test_a_noisy_best_has_its_interval_and_no_gain() -> None:
+    found = document(
+        a_record(0, fits(100.0, spread=0.01), is_baseline=True),
+        a_record(1, fits(1382.0, spread=0.3, flags=("noisy",)), batch=2),
+    )
+    assert found["best"]["noisy"] is True
+    low, high = found["best"]["tokens_per_second_ci95"]
+    assert low < 1100
+    assert high > 1900
+    base = found["baseline"]
+    assert (base["gain"], base["gain_low"], base["gain_high"]) == (None, None, None)
+    assert base["no_gain"] == "noisy_winner"
+
+
+def test_what_was_stored_as_the_interval_of_two_steps_is_none() -> None:
+    found = document(a_record(0, fits(100.0, spread=0.1, steps_measured=2)))
+    assert found["best"]["measurement"]["step_seconds_ci95"] is None
+    assert found["best"]["tokens_per_second_ci95"] is None
+    assert found["best"]["noisy"] is True
+
+
+def test_a_winner_of_another_class_has_no_gain_and_the_fastest_of_the_baselines_has() -> None:
+    space = {"dimensions": {"lora_rank": {"choices": [16, 64]}, "seq_len": {"choices": [64, 512]}}}
+    found = document(
+        a_record(0, fits(100.0), is_baseline=True),
+        TrialRecord(number=1, config=TrialConfig(lora_rank=64), outcome=fits(400.0)),
+        TrialRecord(number=2, config=TrialConfig(seq_len=64), outcome=fits(150.0)),
+        **space,
+    )
+    base = found["baseline"]
+    assert (base["gain"], base["no_gain"]) == (None, "another_class")
+    assert base["class"] == {"lora_rank": 16, "target_modules": "attention"}
+    assert (base["class_gain"]["number"], base["class_gain"]["gain"]) == (2, 1.5)
+
+
+def test_one_objective_is_named_and_ranked_by() -> None:
+    found = document(
+        a_record(0, fits(300.0, peak=9 * GIB)),
+        a_record(1, fits(100.0, peak=3 * GIB), batch=1),
+        objectives=["peak_memory"],
+    )
+    assert (found["objective"], found["best"]["number"]) == ("peak_memory", 1)
+    assert found["front"] == []
+
+
+def test_several_objectives_have_a_front_with_their_values_and_its_knee() -> None:
+    found = document(
+        a_record(0, fits(100.0, peak=4 * GIB), batch=1),
+        a_record(1, fits(200.0, peak=12 * GIB), batch=2),
+        a_record(2, fits(180.0, peak=6 * GIB)),
+        objectives=["tokens_per_second", "peak_memory", "cost"],
+        costs={0: 0.3, 1: 0.15, 2: 0.2},
+    )
+    assert found["objective"] == "tokens_per_second, peak_memory, cost"
+    assert (found["knee"], found["best"]["number"]) == (2, 2)
+    assert [point["number"] for point in found["front"]] == [2, 1, 0]
+    knee = found["front"][0]
+    assert knee["values"] == {"tokens_per_second": 180.0, "peak_memory": 6 * GIB, "cost": 0.2}
+    assert knee["config"]["micro_batch_size"] == 4
