@@ -21,7 +21,7 @@ from optuna.storages import RDBStorage
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from search_spaces.errors import EnvironmentFault
+from search_spaces.errors import EnvironmentFault, words_of
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 T = TypeVar("T")
@@ -263,8 +263,7 @@ def _reason(error: BaseException, url: DatabaseUrl) -> str:
     originals = [
         cause.orig for cause in _causes(error) if isinstance(cause, DBAPIError) and cause.orig
     ]
-    text = str(originals[0] if originals else error).strip() or type(error).__name__
-    return _scrubbed(text.splitlines()[0], url)
+    return _scrubbed(words_of(originals[0] if originals else error), url)
 
 
 def _scrubbed(text: str, url: DatabaseUrl) -> str:

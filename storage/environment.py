@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import pynvml
 
+from storage.nvml import ask, cuda_version, driver_version, first_visible, session
+
 PACKAGES = (
     "qlora-sweep",
     "torch",
@@ -28,7 +30,7 @@ PACKAGES = (
 )
 
 
-def fingerprint(*, device: Literal["cuda", "cpu"]) -> dict[str, Any]:
+def fingerprint(*, device: Literal["cuda", "cpu"], nvml: Any = pynvml) -> dict[str, Any]:
     """Return plain JSON values.
 
     Keys: ``device``, ``gpu``, ``driver``, ``cuda_driver``, ``python``, ``os``, ``cpu``, ``cores``,
@@ -36,10 +38,11 @@ def fingerprint(*, device: Literal["cuda", "cpu"]) -> dict[str, Any]:
 
     Args:
         device: what trials run on; the GPU's entries are null for ``cpu``.
+        nvml: what pynvml is.
     """
     return {
         "device": device,
-        **(_gpu() if device == "cuda" else _NO_GPU),
+        **(_gpu(nvml) if device == "cuda" else _NO_GPU),
         "python": platform.python_version(),
         "os": platform.platform(),
         "cpu": _cpu(),
@@ -52,31 +55,18 @@ def fingerprint(*, device: Literal["cuda", "cpu"]) -> dict[str, Any]:
 _NO_GPU: dict[str, str | None] = {"gpu": None, "driver": None, "cuda_driver": None}
 
 
-def _gpu() -> dict[str, str | None]:
-    """Return what the driver says of the card that CUDA would call 0."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return _NO_GPU
-    try:
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+def _gpu(nvml: Any) -> dict[str, str | None]:
+    """Return what the driver says of the card that CUDA would call 0; each figure for itself."""
+    with session(nvml) as is_there:
+        if not is_there:
+            return _NO_GPU
+        handle = first_visible(nvml)
+        name = None if handle is None else ask(nvml.nvmlDeviceGetName, handle)
         return {
-            "gpu": pynvml.nvmlDeviceGetName(_visible_device()),
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-            "cuda_driver": f"{cuda // 1000}.{cuda % 1000 // 10}",
+            "gpu": None if name is None else str(name),
+            "driver": driver_version(nvml),
+            "cuda_driver": cuda_version(nvml),
         }
-    except pynvml.NVMLError:
-        return _NO_GPU
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _visible_device() -> Any:
-    """Return NVML's handle of the first device that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
-    if first.isdigit():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(first))
-    return pynvml.nvmlDeviceGetHandleByUUID(first)
 
 
 def _cpu() -> str | None:

@@ -143,6 +143,15 @@ class LeasedStudy:
                 "and will be told when the study is resumed"
             ) from fault
 
+    def abandon(self) -> None:
+        """Close a trial that was begun and never ran: nothing can be lost, and no attempt was made.
+
+        The lease says that no other driver's trial can be running.
+        """
+        for frozen in self._patiently(lambda: self._trials(TrialState.RUNNING)):
+            number = frozen.number
+            self._patiently(lambda: self._close_unbegun(number))  # noqa: B023 - called at once
+
     def add_wall_seconds(self, seconds: float) -> None:
         """Add to the driver's time over all runs of the study."""
         stored = self._patiently(lambda: self.study.user_attrs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from search_spaces.config import TrialConfig
 
@@ -40,8 +40,15 @@ Phase = Literal["start", "build", "attach", "warmup", "measure", "detach"]
 """Where a worker is; each phase has its own deadline."""
 
 
+STEPS_FOR_INTERVAL = 6
+"""The fewest samples whose order statistics bound their median at 95 %: 2 x 0.5**6 is 3 %."""
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+_NOISY_FLAGS = frozenset({"noisy", "neighbour"})
 
 
 class Measurement(_Frozen):
@@ -52,8 +59,10 @@ class Measurement(_Frozen):
     samples_per_second: float
     step_seconds: float
     """Median seconds of an optimizer step, accumulation included."""
-    step_seconds_ci95: tuple[float, float]
-    """Distribution-free 95 % interval of that median, from order statistics."""
+    step_seconds_ci95: tuple[float, float] | None
+    """Distribution-free 95 % interval of that median, from order statistics; null where fewer than
+    six steps were measured, as nothing bounds a median at 95 % then.
+    """
     steps_measured: int
     steps_warmup: int
     peak_allocated_bytes: int
@@ -72,11 +81,41 @@ class Measurement(_Frozen):
     allocator_retries: int = 0
     """Times the allocator gave cached blocks back to serve a request."""
     flags: tuple[str, ...] = ()
-    """``throttled``, ``noisy``, ``neighbour``, ``emulated``, ``allocator_retries``, ..."""
+    """``throttled``, ``noisy``, ``neighbour``, ``remeasured``, ``emulated``, ``allocator_retries``,
+    ``accumulation_extrapolated`` (the step's seconds were derived from fewer micro-steps), ..."""
     sm_clock_mhz: int | None = None
     throttle_reasons: tuple[str, ...] = ()
+    quantized_share: float | None = None
+    """Of the weights that QLoRA means to hold in 4 bits, how many were; null for a 16-bit base."""
     training_seconds: float | None = None
     """Seconds inside training steps, warm-up included; what is left of the trial is overhead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_interval_of_few_steps(cls, values: Any) -> Any:
+        """Drop what earlier versions stored as the interval of fewer steps: their extremes."""
+        steps = values.get("steps_measured") if isinstance(values, dict) else None
+        if isinstance(steps, int) and steps < STEPS_FOR_INTERVAL:
+            return {**values, "step_seconds_ci95": None}
+        return values
+
+    @property
+    def speed_interval(self) -> tuple[float, float] | None:
+        """Tokens per second at both ends of the median step's 95 % interval, low first."""
+        if self.step_seconds_ci95 is None:
+            return None
+        tokens = self.tokens_per_second * self.step_seconds
+        low, high = self.step_seconds_ci95
+        return tokens / high, tokens / low
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the speed is too unsure to be set against another.
+
+        Its steps were uneven, too few to say, or shared the card with another process. A card that
+        its power limit slows down does so steadily: such a speed counts.
+        """
+        return self.step_seconds_ci95 is None or not _NOISY_FLAGS.isdisjoint(self.flags)
 
 
 class Measured(_Frozen):
@@ -104,13 +143,16 @@ class OutOfMemory(_Frozen):
     peak_allocated_bytes: int | None = None
     """Most that had been allocated when it failed: a lower bound of the need."""
     detail: str = ""
+    flags: tuple[str, ...] = ()
+    """``neighbour`` where another process had taken what the trial was to have."""
 
 
 class PredictedOutOfMemory(_Frozen):
-    """The prediction exceeds the budget by more than its margin; never launched."""
+    """Predicted not to fit, beyond the prediction's uncertainty; never launched."""
 
     verdict: Literal[Verdict.PREDICTED_OOM] = Verdict.PREDICTED_OOM
     predicted_bytes: int
+    """The least budget that it would run under; above the peak where memory is cut up."""
     detail: str = ""
 
 

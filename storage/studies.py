@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from optuna.exceptions import ExperimentalWarning
 from search_spaces.errors import InputError, shown
 from storage import mapping
 from storage.agreement import differences
-from storage.database import PATIENCE, Patience, close, faults, open_for_writing
+from storage.database import PATIENCE, Patience, close, faults, open_for_writing, patiently
 from storage.definition import StudyDefinition
 from storage.lease import lease_for
 from storage.leased import LeasedStudy
@@ -28,9 +29,21 @@ from storage.reading import DEFINITION, IDENTITY, RUNS, list_studies, read_study
 from storage.spool import Spool
 from storage.urls import DatabaseUrl, parse_url, redact
 
-__all__ = ["LeasedStudy", "list_studies", "open_study", "read_study", "redact"]
+__all__ = [
+    "NAME_BYTES_MAX",
+    "NAME_MAX",
+    "LeasedStudy",
+    "list_studies",
+    "open_study",
+    "read_study",
+    "redact",
+]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+NAME_MAX = 100
+NAME_BYTES_MAX = 200
+"""A file system's names end at 255 bytes, and the lock's begins with the database's."""
+
+_NAME = re.compile(rf"[^\W_][\w.-]{{0,{NAME_MAX - 1}}}")
 
 
 def open_study(
@@ -58,7 +71,7 @@ def open_study(
         InputError: the name or URL is not right, or the stored study is about something else.
         EnvironmentFault: the database is not to be had, or another driver has the study.
     """
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or len(name.encode()) > NAME_BYTES_MAX:
         raise InputError(
             f"study name must be at most 100 letters, digits, '.', '_' and '-', got {shown(name)}"
         )
@@ -70,7 +83,8 @@ def open_study(
         undo.callback(lease.release)
         with faults(database), understood(name):
             lease.acquire()
-            study = optuna.create_study(
+            create = partial(
+                optuna.create_study,
                 study_name=name,
                 storage=storage,
                 sampler=sampler,
@@ -78,8 +92,11 @@ def open_study(
                 directions=mapping.directions(definition.space.objectives),
                 load_if_exists=True,
             )
+            # Other drivers may be writing into the same file: their locks pass.
+            study = patiently(create, patience=patience)
             was_resumed = _check_agreement(study, definition, database)
-            identity = _note_run(study, definition, environment)
+            note = partial(_note_run, study, definition, environment)
+            identity = patiently(note, patience=patience)
             spool = Spool(home / name / "spool.jsonl", identity)
             leased = LeasedStudy(
                 study, definition, was_resumed, storage, database, lease, spool, patience
@@ -110,7 +127,10 @@ def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: Data
 def _note_run(
     study: optuna.Study, definition: StudyDefinition, environment: Mapping[str, Any]
 ) -> str:
-    """Store what this run is about and on what it runs; return the study's identity."""
+    """Store what this run is about and on what it runs; return the study's identity.
+
+    Safe to repeat after a failure: the run itself is noted last.
+    """
     stored = study.user_attrs
     identity = str(stored.get(IDENTITY) or uuid.uuid4().hex)
     run = {
@@ -118,9 +138,9 @@ def _note_run(
         "environment": dict(environment),
     }
     study.set_user_attr(IDENTITY, identity)
-    study.set_user_attr(RUNS, [*stored.get(RUNS, ()), run])
     study.set_user_attr(DEFINITION, definition.model_dump(mode="json"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         study.set_metric_names(list(definition.space.objectives))
+    study.set_user_attr(RUNS, [*stored.get(RUNS, ()), run])
     return identity

@@ -12,6 +12,7 @@ from pathlib import Path
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from search_spaces.documents import home_expanded
 from search_spaces.errors import InputError
 
 _EXAMPLE = "postgresql://user:password@host:port/database"
@@ -100,7 +101,7 @@ def _parse_sqlite(url: str, rest: str) -> SqliteUrl:
         raise InputError(
             f"storage '{_guarded(url)}': options behind '?' are not supported; give the path alone"
         )
-    return SqliteUrl(Path(path).expanduser().resolve())
+    return SqliteUrl(home_expanded(path).resolve())
 
 
 def _parse_postgresql(url: str) -> PostgresUrl:

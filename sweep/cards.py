@@ -1,18 +1,24 @@
-"""Owns what NVML says of the card in this machine: product, memory, driver, who else uses it.
+"""Owns what the driver says of the card in this machine: product, memory, driver, who else uses it.
 
-Knows nothing of the catalogue or of studies. Nothing here touches CUDA: a context would take
-memory that the trials need.
+NVML is asked first; what it refuses, CUDA's driver library answers. Knows nothing of the catalogue
+or of studies. Nothing here makes a CUDA context: that would take memory that the trials need.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pynvml
+
+from storage.nvml import ask, cuda_version, driver_version, first_visible, session
+
+_INTEGRATED, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 18, 75, 76
+"""`CUdevice_attribute`s, as cuda.h numbers them."""
+_NAME_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -26,65 +32,140 @@ class CardProcess:
 
 @dataclass(frozen=True)
 class Card:
-    """The card that CUDA would call 0, at one moment."""
+    """The card that CUDA would call 0, at one moment; None is what no driver told."""
 
     product: str
     memory_bytes: int
-    free_bytes: int
-    compute_capability: tuple[int, int]
-    driver: str
-    cuda: str
+    free_bytes: int | None
+    compute_capability: tuple[int, int] | None
+    driver: str | None
+    cuda: str | None
     """Newest CUDA version that the driver supports."""
     processes: tuple[CardProcess, ...] = ()
+    shares_host_memory: bool = False
+    """Whether host and card have one memory, which everything on the machine uses."""
 
 
-def read_card() -> Card | None:
-    """Return the card in this machine; None where there is none, or no driver for it."""
+class CudaDriver(Protocol):
+    """What CUDA's own library says of its first device."""
+
+    def product(self) -> str | None:
+        """Return its name."""
+        ...
+
+    def memory_bytes(self) -> int | None:
+        """Return all its memory."""
+        ...
+
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Return its compute capability."""
+        ...
+
+    def is_integrated(self) -> bool:
+        """Whether its memory is the host's."""
+        ...
+
+
+class LibCuda:
+    """`CudaDriver` through libcuda, which needs no context for what is asked here."""
+
+    def __init__(self, library: Any, device: int) -> None:
+        self._library = library
+        self._device = device
+
+    def product(self) -> str | None:
+        """See `CudaDriver.product`."""
+        name = ctypes.create_string_buffer(_NAME_BYTES)
+        if self._library.cuDeviceGetName(name, _NAME_BYTES, self._device) != 0:
+            return None
+        return name.value.decode("utf-8", errors="replace")
+
+    def memory_bytes(self) -> int | None:
+        """See `CudaDriver.memory_bytes`."""
+        total = ctypes.c_size_t()
+        if self._library.cuDeviceTotalMem_v2(ctypes.byref(total), self._device) != 0:
+            return None
+        return total.value
+
+    def compute_capability(self) -> tuple[int, int] | None:
+        """See `CudaDriver.compute_capability`."""
+        major, minor = self._attribute(_CAPABILITY_MAJOR), self._attribute(_CAPABILITY_MINOR)
+        return None if major is None or minor is None else (major, minor)
+
+    def is_integrated(self) -> bool:
+        """See `CudaDriver.is_integrated`."""
+        return bool(self._attribute(_INTEGRATED))
+
+    def _attribute(self, which: int) -> int | None:
+        value = ctypes.c_int()
+        found = self._library.cuDeviceGetAttribute(ctypes.byref(value), which, self._device)
+        return value.value if found == 0 else None
+
+
+def open_cuda() -> CudaDriver | None:
+    """Return CUDA's driver with its first device; None where there is neither."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device = ctypes.c_int()
+    if library.cuInit(0) != 0 or library.cuDeviceGet(ctypes.byref(device), 0) != 0:
+        return None
+    return LibCuda(library, device.value)
+
+
+def read_card(
+    *, nvml: Any = pynvml, open_cuda: Callable[[], CudaDriver | None] = open_cuda
+) -> Card | None:
+    """Return the card in this machine; None where there is none, or no driver for it.
+
+    Args:
+        nvml: what pynvml is.
+        open_cuda: opens CUDA's driver; called only for what NVML does not tell.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return None
-    try:
-        with _nvml():
-            return _read(_first_visible(visible))
-    except pynvml.NVMLError:
+    with session(nvml) as is_there:
+        return _read(nvml, first_visible(nvml) if is_there else None, open_cuda)
+
+
+def _read(nvml: Any, handle: Any, open_cuda: Callable[[], CudaDriver | None]) -> Card | None:
+    """Return the card by what NVML tells of ``handle``, if there is one, and CUDA of the rest.
+
+    Without memory in all there is no card: nothing can be planned for it.
+    """
+
+    def told(question: Any) -> Any:
+        return None if handle is None else ask(question, handle)
+
+    product = told(nvml.nvmlDeviceGetName)
+    memory = told(nvml.nvmlDeviceGetMemoryInfo)
+    capability = told(nvml.nvmlDeviceGetCudaComputeCapability)
+    total, free = (int(memory.total), int(memory.free)) if memory else (0, None)
+    shares_host_memory = False
+    if product is None or capability is None or not total:
+        cuda = open_cuda()
+        if cuda is not None:
+            product = product or cuda.product()
+            capability = capability or cuda.compute_capability()
+            shares_host_memory = cuda.is_integrated()
+            total, free = (total, free) if total else (cuda.memory_bytes() or 0, None)
+    if not total:
         return None
-
-
-@contextmanager
-def _nvml() -> Iterator[None]:
-    pynvml.nvmlInit()
-    try:
-        yield
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _first_visible(visible: str | None) -> Any:
-    first = (visible or "0").split(",")[0].strip()
-    if first.isdigit():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(first))
-    return pynvml.nvmlDeviceGetHandleByUUID(first)
-
-
-def _read(handle: Any) -> Card:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
     return Card(
-        product=pynvml.nvmlDeviceGetName(handle),
-        memory_bytes=int(memory.total),
-        free_bytes=int(memory.free),
-        compute_capability=(int(major), int(minor)),
-        driver=pynvml.nvmlSystemGetDriverVersion(),
-        cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
-        processes=_processes(handle),
+        product=str(product or "NVIDIA GPU"),
+        memory_bytes=total,
+        free_bytes=free,
+        compute_capability=None if capability is None else (int(capability[0]), int(capability[1])),
+        driver=None if handle is None else driver_version(nvml),
+        cuda=None if handle is None else cuda_version(nvml),
+        processes=_processes(nvml, handle) if handle is not None else (),
+        shares_host_memory=shares_host_memory,
     )
 
 
-def _processes(handle: Any) -> tuple[CardProcess, ...]:
+def _processes(nvml: Any, handle: Any) -> tuple[CardProcess, ...]:
     """Return who has memory on the card; nobody where the driver does not say, as in containers."""
-    try:
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:
-        return ()
+    running = ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
     return tuple(CardProcess(pid=one.pid, used_bytes=one.usedGpuMemory) for one in running)

@@ -40,6 +40,8 @@ from sweep.wire import (
 )
 
 _CPU_ENVIRONMENT = {
+    # A study for the CPU never sees a card, whatever library looks for one.
+    "CUDA_VISIBLE_DEVICES": "",
     # Fixed sizes and one arena make the budget repeatable: freed tensors go back at once.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -53,7 +55,8 @@ _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONUNBUFFERED": "1",
 }
-
+_MEANT_FOR_OTHERS = ("ACCELERATE_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+"""Starts of variables that tell accelerate how another training is to run, on which device too."""
 
 _PATIENCE = 5.0
 """Seconds that a worker whose pipe closed gets to end by itself, so that its own exit status is
@@ -92,9 +95,7 @@ class _Worker:
     def __init__(self, settings: WorkerSettings, *, log_path: Path, module: str) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, write_end = os.pipe()
-        environment = {**os.environ, **_QUIET}
-        if settings.device == "cpu":
-            environment |= _CPU_ENVIRONMENT
+        environment = _environment(settings.device)
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 # -P: a module of the user's directory must not shadow ours.
@@ -170,6 +171,12 @@ class _Worker:
                 # What was still to be flushed was for a process that is gone.
                 self.process.stdin = None
         return status
+
+
+def _environment(device: str) -> dict[str, str]:
+    """Return the variables that a worker starts with."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_MEANT_FOR_OTHERS)}
+    return inherited | _QUIET | (_CPU_ENVIRONMENT if device == "cpu" else {})
 
 
 class SupervisedRunner:
@@ -277,6 +284,10 @@ class SupervisedRunner:
         if self._worker is not None:
             return self._worker
         self._worker = _Worker(self._settings, log_path=self._log_path, module=self._module)
+        if self._is_cancelled:
+            # While it was being started, when there was no worker yet to kill.
+            self._worker.kill()
+            raise WorkerEnded
         match self._worker.next_event(timeout=self._deadlines.start):
             case Ready():
                 return self._worker

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reports import units
 from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.experts import expert_weights
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, match_product
 from search_spaces.linears import linear_shapes
 from search_spaces.models import ModelSpec
@@ -17,6 +19,8 @@ from sweep.cards import Card
 
 UNKNOWN_CARD_RESERVE_BYTES = GIB
 """Context, libraries and headroom on a card that the catalogue does not have."""
+SHARED_MEMORY_RESERVE = 0.15
+"""Share kept for the host where card and host have one memory: without it processes are ended."""
 ADVICE = (
     "`sweep doctor` says what is wrong, `sweep plan` answers without a GPU, and "
     "`sweep run cpu-demo` is a study on the CPU"
@@ -29,9 +33,11 @@ class ResolvedTarget:
 
     target: Target
     compute_capability: tuple[int, int] | None
-    """What may be relied on: the least of the target's and its host's; None on a CPU."""
+    """What may be relied on: the least of the target's and its host's; None on a CPU, or where it
+    is not known.
+    """
     host_capability: tuple[int, int] | None
-    """Of the card that really runs; None on a CPU."""
+    """Of the card that really runs; None as above."""
 
 
 def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
@@ -50,12 +56,13 @@ def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
             f"space '{space.name}' is for {asked}, and this machine shows no NVIDIA GPU: {ADVICE}"
         )
     host = match_product(card.product)
+    capability = card.compute_capability
+    if capability is None and host is not None:
+        capability = host.compute_capability
     if wanted is None or wanted == host:
-        return ResolvedTarget(
-            _itself(space, card, host), card.compute_capability, card.compute_capability
-        )
-    common = min(card.compute_capability, wanted.compute_capability)
-    return ResolvedTarget(_emulated(space, card, wanted), common, card.compute_capability)
+        return ResolvedTarget(_itself(space, card, host), capability, capability)
+    least = min(known for known in (capability, wanted.compute_capability) if known is not None)
+    return ResolvedTarget(_emulated(space, card, wanted), least, capability)
 
 
 def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
@@ -66,25 +73,24 @@ def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
     """
     least = least_weight_bytes(space, model)
     if least is not None and least > target.budget_bytes:
+        budget = units.gib(target.budget_bytes)
         raise InputError(
-            f"space '{space.name}': model '{model.name}' needs at least {_size(least)} for its "
-            f"frozen weights and the budget on the {target.gpu} is {_size(target.budget_bytes)}: "
+            f"space '{space.name}': model '{model.name}' needs at least {units.gib(least)} for its "
+            f"frozen weights and the budget on the {target.gpu} is {budget}: "
             "name a smaller model, a larger card or a larger budget_gib"
         )
-
-
-def _size(count: int) -> str:
-    """Return bytes so that a demo's few and a card's many can both be told apart."""
-    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.2f} MiB"
 
 
 def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
     """Return what the weights take at the very least; None where the architecture is not known.
 
     Half a byte for each weight of a 4-bit linear layer, two for one that is not quantised, as
-    embeddings and head never are. Constants, norms and everything that trains come on top.
+    embeddings and head never are, nor experts that are one tensor a layer. Constants, norms and
+    everything that trains come on top.
     """
-    shapes = linear_shapes(model)
+    experts, shapes = expert_weights(model), linear_shapes(model)
+    if experts is not None:
+        return 2 * (experts + model.vocab_size * model.hidden_size)
     if shapes is None:
         return None
     dimension = space.dimensions.get("quantization")
@@ -106,7 +112,7 @@ def _cpu(space: SearchSpace) -> Target:
 
 def _itself(space: SearchSpace, card: Card, spec: GpuSpec | None) -> Target:
     if spec is None:
-        available = card.memory_bytes - UNKNOWN_CARD_RESERVE_BYTES
+        available = card.memory_bytes - _reserve_bytes(card)
         name = card.product
     else:
         # A slice of a card, or one with ECC on, has less than the catalogue says.
@@ -116,11 +122,11 @@ def _itself(space: SearchSpace, card: Card, spec: GpuSpec | None) -> Target:
 
 
 def _emulated(space: SearchSpace, card: Card, spec: GpuSpec) -> Target:
-    available = card.memory_bytes - UNKNOWN_CARD_RESERVE_BYTES
+    available = card.memory_bytes - _reserve_bytes(card)
     if available < spec.budget_bytes:
         raise EnvironmentFault(
-            f"the {card.product} here has {card.memory_bytes / GIB:.1f} GiB and cannot stand in "
-            f"for the {spec.name}, whose trainings may take {spec.budget_bytes / GIB:.1f} GiB"
+            f"the {card.product} here has {units.gib(card.memory_bytes)} and cannot stand in "
+            f"for the {spec.name}, whose trainings may take {units.gib(spec.budget_bytes)}"
         )
     return Target(
         gpu=spec.name,
@@ -128,6 +134,13 @@ def _emulated(space: SearchSpace, card: Card, spec: GpuSpec) -> Target:
         budget_bytes=_budget(space, spec.budget_bytes, card=spec.name),
         emulated_on=card.product,
     )
+
+
+def _reserve_bytes(card: Card) -> int:
+    """Return what of a card's memory is not for a training."""
+    if not card.shares_host_memory:
+        return UNKNOWN_CARD_RESERVE_BYTES
+    return max(UNKNOWN_CARD_RESERVE_BYTES, int(SHARED_MEMORY_RESERVE * card.memory_bytes))
 
 
 def _budget(space: SearchSpace, available: int, *, card: str) -> int:
@@ -138,6 +151,6 @@ def _budget(space: SearchSpace, available: int, *, card: str) -> int:
     if asked > available:
         raise InputError(
             f"space '{space.name}': budget_gib {space.budget_gib:g} is more than the "
-            f"{available / GIB:.1f} GiB that a training has on the {card}"
+            f"{units.gib(available)} that a training has on the {card}"
         )
     return asked

@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig
-from storage.records import RETRYABLE, Measurement, Outcome, PredictionRecord, TrialRecord
-from storage.retries import attempts, to_retry
+from search_spaces.errors import EnvironmentFault
+from storage.ranking import rank
+from storage.records import (
+    RETRYABLE,
+    Measured,
+    Measurement,
+    Outcome,
+    PredictionRecord,
+    PrunedSlow,
+    TrialRecord,
+)
+from storage.retries import attempts, next_number, to_retry
 from storage.studies import LeasedStudy
+from sweep.budget import held_to_budget
 from sweep.encoding import Encoding, identity
 from sweep.events import (
     Listener,
@@ -26,10 +38,11 @@ from sweep.events import (
     TrialStarted,
 )
 from sweep.grid import Frontier
+from sweep.neighbours import AGAIN_AT_MOST, is_disturbed, settle
 from sweep.preflight import Preflight
 from sweep.pruning import is_hopeless, rivals_among
-from sweep.runner import Progress, Runner
-from sweep.streaks import FailureStreak
+from sweep.runner import Observer, Progress, Runner
+from sweep.streaks import FailureStreak, nothing_concluded
 
 
 def tune(
@@ -40,6 +53,7 @@ def tune(
     clock: Callable[[], float] = time.monotonic,
     on_event: Listener = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
+    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
     cost_of: Callable[[Measurement], float] | None = None,
 ) -> StopReason:
     """Run a study until its trials or its time are spent, nothing is left, or somebody asks.
@@ -53,11 +67,13 @@ def tune(
         clock: seconds; only differences count.
         on_event: hears of everything that happens.
         should_stop: asked before each trial.
+        interruptible: entered while a trial is chosen and checked, which may take long and be cut
+            short by an exception: no result is lost, and what was begun is settled by a resume.
         cost_of: dollars of a measured trial, for studies with the objective ``cost``.
 
     Raises:
-        EnvironmentFault: the device or the database is not to be had, or trial after trial fails
-            in the same way. What was measured is stored.
+        EnvironmentFault: the device or the database is not to be had, trial after trial fails in
+            the same way, or no trial that ran came to anything else. What was measured is stored.
     """
     driver = _Driver(
         study=study,
@@ -65,27 +81,42 @@ def tune(
         preflight=preflight,
         clock=clock,
         on_event=on_event,
+        should_stop=should_stop,
         cost_of=cost_of,
     )
-    driver.recover()
-    while (reason := driver.reason_to_stop(should_stop)) is None:
-        trial = driver.ask()
-        outcome = preflight.check(trial.config) or driver.run(trial)
-        driver.tell(trial, outcome)
+    with interruptible():
+        driver.recover()
+    while (reason := driver.reason_to_stop()) is None:
+        try:
+            with interruptible():
+                trial = driver.ask()
+                refused = preflight.check(trial.config)
+        except KeyboardInterrupt:
+            study.abandon()
+            reason = StopReason.INTERRUPTED
+            break
+        driver.tell(trial, refused or driver.run(trial))
     on_event(StudyFinished(reason))
+    fault = nothing_concluded(study.records())
+    if fault is not None and reason is not StopReason.INTERRUPTED:
+        raise fault
     return reason
 
 
-def trials_spent(records: Iterable[TrialRecord]) -> int:
+def trials_spent(records: Iterable[TrialRecord], *, since: int = 0) -> int:
     """Return how many of a study's trials are spent: all but those that are tried again.
 
     A configuration that failed as often as it may counts once.
+
+    Args:
+        records: of one study.
+        since: number of the first trial of this run, which tries anew what failed in earlier ones.
     """
     known = tuple(records)
     settled = {record.config for record in known if record.verdict not in RETRYABLE}
     failed = {record.config for record in known} - settled
     final = sum(record.verdict not in RETRYABLE for record in known)
-    return final + len(failed) - len(to_retry(known))
+    return final + len(failed) - len(to_retry(known, since=since))
 
 
 @dataclass
@@ -114,6 +145,7 @@ class _Driver:
         preflight: Preflight,
         clock: Callable[[], float],
         on_event: Listener,
+        should_stop: Callable[[], bool],
         cost_of: Callable[[Measurement], float] | None,
     ) -> None:
         self._study = study
@@ -125,25 +157,30 @@ class _Driver:
         self._preflight = preflight
         self._clock = clock
         self._on_event = on_event
+        self._should_stop = should_stop
         self._cost_of = cost_of
+        self._since = 0
         self._started_seconds = self._counted_seconds = clock()
         self._failures = FailureStreak()
 
     def recover(self) -> None:
         """Settle what an earlier driver left open, and learn from what it found out."""
         self._study.recover()
-        self._preflight.learn_all(self._study.records())
+        records = self._study.records()
+        self._since = next_number(records)
+        self._preflight.learn_all(records)
 
-    def reason_to_stop(self, should_stop: Callable[[], bool]) -> StopReason | None:
+    def reason_to_stop(self) -> StopReason | None:
         """Return why no further trial should start; None where one should."""
         limit = self._space.time_budget_seconds
-        if should_stop():
+        if self._should_stop():
             return StopReason.INTERRUPTED
         if limit is not None and self._clock() - self._started_seconds >= limit:
             return StopReason.TIME_SPENT
-        if to_retry(self._study.records()):
+        records = self._study.records()
+        if to_retry(records, since=self._since):
             return None
-        if trials_spent(self._study.records()) >= self._space.trials:
+        if trials_spent(records, since=self._since) >= self._space.trials:
             return StopReason.TRIALS_SPENT
         return StopReason.EXHAUSTED if self._is_exhausted() else None
 
@@ -154,8 +191,8 @@ class _Driver:
         configurations failing alike.
         """
         records = self._study.records()
-        retries = to_retry(records)
-        has_room = trials_spent(records) + len(retries) < self._space.trials
+        retries = to_retry(records, since=self._since)
+        has_room = trials_spent(records, since=self._since) + len(retries) < self._space.trials
         if all(record.config != self._baseline for record in records):
             return self._begin(self._baseline)
         if retries and not (self._failures and has_room and not self._is_exhausted()):
@@ -163,8 +200,12 @@ class _Driver:
         return self._begin(None)
 
     def run(self, trial: _Asked) -> Outcome:
-        """Run a trial on the device, and stop it early where it cannot matter any more."""
-        rivals = () if trial.is_baseline else rivals_among(self._study.records())
+        """Run a trial on the device, and stop it early where it cannot matter any more.
+
+        One that another process disturbed is run again, and nothing above the budget fits.
+        """
+        ranking = rank(self._study.records(), self._study.definition)
+        rivals = () if trial.is_baseline else rivals_among(ranking)
 
         def observe(progress: Progress) -> bool:
             self._on_event(TrialProgress(number=trial.handle.number, progress=progress))
@@ -176,9 +217,26 @@ class _Driver:
             )
 
         started = self._clock()
-        outcome = self._runner.run(trial.config, steps=self._space.steps, observe=observe)
+        outcomes = [self._outcome(trial.config, observe)]
+        while (
+            is_disturbed(outcomes[-1])
+            and len(outcomes) <= AGAIN_AT_MOST
+            and not self._should_stop()
+        ):
+            try:
+                outcomes.append(self._outcome(trial.config, observe))
+            except EnvironmentFault:
+                # A neighbour that took the whole card: what was measured beside it is not lost.
+                if not any(isinstance(one, Measured | PrunedSlow) for one in outcomes):
+                    raise
+                break
         trial.device_seconds = self._clock() - started
-        return outcome
+        return settle(outcomes)
+
+    def _outcome(self, config: TrialConfig, observe: Observer) -> Outcome:
+        outcome = self._runner.run(config, steps=self._space.steps, observe=observe)
+        budget = self._study.definition.target.budget_bytes
+        return held_to_budget(outcome, budget_bytes=budget)
 
     def tell(self, trial: _Asked, outcome: Outcome) -> None:
         """Store how a trial ended, and learn from it.

@@ -1,8 +1,7 @@
 """Owns the child process that owns the device: configurations in, signs of life and outcomes out.
 
 Run as ``python -P -m sweep.worker FD``, where FD is the pipe for events; commands come on stdin.
-Keeps the base
-model resident between trials. Knows nothing of studies, samplers or storage.
+Keeps the base model resident between trials. Knows nothing of studies, samplers or storage.
 """
 
 from __future__ import annotations
@@ -22,12 +21,14 @@ from typing import IO, Any
 import torch
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
-from storage.records import Crashed, Invalid, Outcome, OutOfMemory
-from sweep.training.device import Device, open_device, requested_bytes
-from sweep.training.meter import CardReader
-from sweep.training.model import BaseKey, BaseModel, build_base
+from storage.records import Crashed, Ineffective, Invalid, Outcome, OutOfMemory, Phase
+from sweep.training.device import Device, open_device
+from sweep.training.failures import requested_bytes
+from sweep.training.meter import NEIGHBOUR_BYTES, CardReader
+from sweep.training.model import BaseKey, BaseModel, Unavailable, build_base
 from sweep.training.trial import Beat, Trial
 from sweep.wire import (
     Alive,
@@ -73,6 +74,10 @@ class Worker:
         self._stop = threading.Event()
         self._device: Device = open_device(settings.device)
         self._card = CardReader(_pci_bus_id() if settings.device == "cuda" else None)
+        self.phase: Phase = "start"
+        """Where the newest command is."""
+        self._room: int | None = None
+        """What the device had for this process when it began."""
 
     def prepare(self) -> None:
         """Take what libraries take once, then put the budget in force."""
@@ -82,7 +87,10 @@ class Worker:
         # The libraries' million objects are here to stay; collecting around each trial need not
         # visit them.
         gc.freeze()
+        # This process has its context by now, so whoever comes later is a neighbour.
+        self._card.remember()
         self._device.cap(self._settings.budget_bytes)
+        self._room = self._device.room_bytes()
 
     def stop_trial(self) -> None:
         """Ask the running trial to stop as slow; it does at its next step."""
@@ -97,10 +105,11 @@ class Worker:
         if failed is not None:
             return Finished(outcome=failed)
         assert self._base is not None
+        self.phase = "attach"
         before = self._device.allocated_bytes()
-        self._send(Alive(phase="attach"))
         config = command.config
         trial = self._trial(self._base, config, command.steps, started=started)
+        trial.budget_bytes = self._settings.budget_bytes
         trial.report = lambda beat: self._report(beat, config)
         outcome = trial.run()
         return Finished(outcome=outcome, retire=self._reason_to_retire(config, before))
@@ -121,6 +130,7 @@ class Worker:
         )
 
     def _report(self, beat: Beat, config: TrialConfig) -> bool:
+        self.phase = beat.phase
         tokens = config.tokens_per_step
         self._send(
             Alive(
@@ -137,12 +147,13 @@ class Worker:
         """Make the base of this key the resident one; return an outcome where it cannot be."""
         if self._base is not None and self._base.key == key:
             return None
+        self.phase = "build"
+        self._send(Alive(phase="build"))
         if self._base is not None:
             self._base.close()
             self._base = None
         self._device.release()
         self._device.reset_peak()
-        self._send(Alive(phase="build"))
         failure: str | None = None
         try:
             self._base = build_base(
@@ -152,13 +163,14 @@ class Worker:
                 device=self._device.torch_device,
                 seed=self._settings.seed,
             )
+        except InputError as error:
+            return Invalid(rule="model", detail=str(error)[:_DETAIL_LENGTH])
+        except Unavailable as error:
+            return Ineffective(knob=error.knob, detail=str(error)[:_DETAIL_LENGTH])
         except Exception as error:
-            detail = f"{type(error).__name__}: {error}"[:_DETAIL_LENGTH]
             if not self._device.ran_out(error):
-                if isinstance(error, OSError | ValueError | KeyError):
-                    return Invalid(rule="model", detail=detail)
                 raise
-            failure, requested = detail, requested_bytes(error)
+            failure, requested = words_of(error)[:_DETAIL_LENGTH], requested_bytes(error)
         # Outside the except block: a caught exception keeps the frames, and so the weights, alive.
         self._device.release()
         if failure is None:
@@ -168,7 +180,15 @@ class Worker:
             requested_bytes=requested,
             peak_allocated_bytes=self._device.peak_allocated_bytes(),
             detail=failure,
+            flags=("neighbour",) if self._was_robbed() else (),
         )
+
+    def _was_robbed(self) -> bool:
+        """Whether another process came and holds what the budget had promised to this one."""
+        room = self._device.room_bytes()
+        if room is None or self._room is None or room >= self._settings.budget_bytes:
+            return False
+        return self._room - room > NEIGHBOUR_BYTES or self._card.read().has_neighbour
 
     def _reason_to_retire(self, config: TrialConfig, before: int | None) -> str | None:
         if config.optimizer.startswith("paged"):
@@ -242,9 +262,9 @@ def _serve(worker: Worker, commands: IO[bytes], send: Callable[[Event], None]) -
             finished = worker.run(command)
         except Exception as error:  # noqa: BLE001 - it is this trial's verdict
             traceback.print_exc()
-            detail = f"{type(error).__name__}: {error}"[:_DETAIL_LENGTH]
+            detail = words_of(error)[:_DETAIL_LENGTH]
             # After an unknown failure the device's state is unknown too.
-            send(Finished(outcome=Crashed(phase="measure", detail=detail), retire=detail))
+            send(Finished(outcome=Crashed(phase=worker.phase, detail=detail), retire=detail))
             return
         send(finished)
         if finished.retire is not None:
@@ -273,7 +293,7 @@ def main() -> None:
         name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
     except Exception as error:  # noqa: BLE001 - the tuner raises it
         traceback.print_exc()
-        send(Unusable(reason=f"{type(error).__name__}: {error}"[:_DETAIL_LENGTH]))
+        send(Unusable(reason=words_of(error)[:_DETAIL_LENGTH]))
         return
     send(Ready(device_name=name))
     _serve(worker, sys.stdin.buffer, send)

@@ -11,7 +11,10 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-_DISTINCT_BATCHES = 2
+_DISTINCT_BATCHES = 3
+"""accelerate fetches one batch ahead, but at the end of the loader. With two batches every second
+micro-step would have one batch less alive than a training has, and always the same one of a step.
+"""
 
 
 def random_token_loader(
@@ -21,8 +24,7 @@ def random_token_loader(
     (micro_batch_size, seq_len).
 
     Every position carries loss: there is no padding. A few distinct batches are enough, since
-    neither memory nor
-    speed depends on the values.
+    neither memory nor speed depends on the values.
     """
     rows = np.random.default_rng(seed).integers(
         0, vocab_size, (_DISTINCT_BATCHES * micro_batch_size, seq_len)

@@ -1,5 +1,5 @@
-"""Owns what differs between a CUDA card and the CPU: the cap, memory counters, failures of
-allocation.
+"""Owns what differs between a CUDA card and the CPU: the cap, the counters of memory, what others
+take.
 
 Knows nothing of models or configurations.
 """
@@ -9,31 +9,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import re
+import platform
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-_CUDA_OOM_SIGNS = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "cuda runtime error (2)",
-)
-_CPU_OOM_SIGNS = (
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "std::bad_alloc",
-    "out of memory",
-)
+from storage.records import Stage
+from sweep.training.failures import is_card_out_of_memory, is_host_out_of_memory
+
 _NEXT_TO_NOTHING_BYTES = 2**20
+_NET_BYTES = 64 * 2**20
+"""What a process on the CPU may take beyond its tensors: scratch memory of libraries, events of the
+profiler, objects of the interpreter."""
+_SPILL_SLACK_BYTES = 256 * 2**20
+"""Windows tells what is free to some hundred MiB."""
+_MARK = "stage: "
 _LIBC = ctypes.CDLL(None)
-_REQUESTED = re.compile(r"(?:Tried to allocate|tried to allocate) ([\d.]+) ?(bytes|KiB|MiB|GiB)?")
-_UNITS = {None: 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class Device(Protocol):
@@ -69,8 +64,16 @@ class Device(Protocol):
         """Context of the steps whose memory must be seen, for devices that need to watch."""
         ...
 
+    def enter(self, stage: Stage) -> None:
+        """Say that another stage of a step begins, so that the peak's is known."""
+        ...
+
     def peak_allocated_bytes(self) -> int:
         """Most bytes of live tensors since `reset_peak`."""
+        ...
+
+    def peak_stage(self) -> Stage:
+        """Stage in which the observed steps peaked; ``load`` where it was before them."""
         ...
 
     def peak_reserved_bytes(self) -> int | None:
@@ -81,22 +84,45 @@ class Device(Protocol):
         """Times since `reset_peak` that the allocator emptied its cache to serve a request."""
         ...
 
+    def spilled_bytes(self) -> int:
+        """Bytes that the driver put into the host's memory since `reset_peak`: it did not fail."""
+        ...
+
+    def room_bytes(self) -> int | None:
+        """Bytes that this process holds or could still have; None where nobody can take them."""
+        ...
+
     def ran_out(self, error: BaseException) -> bool:
         """Whether an exception, still being handled, means that memory ran out."""
         ...
 
 
 class CudaDevice:
-    """One CUDA card under torch's caching allocator."""
+    """One CUDA card under torch's caching allocator.
 
-    def __init__(self) -> None:
+    Args:
+        can_spill: whether the driver answers a full card with the host's memory, as it does under
+            Windows; None looks.
+    """
+
+    def __init__(self, *, can_spill: bool | None = None) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        card: Any = torch.cuda.get_device_properties(self.torch_device)
+        self._total_bytes = int(card.total_memory)
+        self._shares_the_hosts = bool(getattr(card, "is_integrated", False))
+        self._can_spill = _is_under_windows() if can_spill is None else can_spill
         self._retries_before = 0
+        self._room_of_process: int | None = None
+        self._room_of_trial: int | None = None
+        self._is_watching = False
+        self._stage: Stage = "load"
+        self._peak_stage: Stage = "load"
+        self._peak_seen = 0
 
     def cap(self, budget_bytes: int) -> None:
         """See `Device.cap`: the allocator raises where reserved memory would pass the budget."""
-        total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / self._total_bytes))
+        self._room_of_process = self._room_bytes()
 
     def warm_up(self) -> None:
         """See `Device.warm_up`: the cuBLAS workspaces of the forward and of the backward thread."""
@@ -122,14 +148,39 @@ class CudaDevice:
         """See `Device.reset_peak`."""
         torch.cuda.reset_peak_memory_stats()
         self._retries_before = self._retries()
+        self._room_of_trial = self._room_bytes()
+        self._stage = self._peak_stage = "load"
+        self._peak_seen = self.peak_allocated_bytes()
 
-    def observed(self) -> contextlib.AbstractContextManager[None]:
-        """See `Device.observed`: the allocator counts by itself."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[None]:
+        """See `Device.observed`: the allocator counts by itself; only the stages are followed."""
+        self._is_watching, self._stage = True, "forward"
+        try:
+            yield
+        finally:
+            self._note_peak()
+            self._is_watching = False
+
+    def enter(self, stage: Stage) -> None:
+        """See `Device.enter`."""
+        if self._is_watching:
+            self._note_peak()
+            self._stage = stage
+
+    def _note_peak(self) -> None:
+        """Charge the stage that ends with the peak, if it rose in it."""
+        peak = self.peak_allocated_bytes()
+        if peak > self._peak_seen:
+            self._peak_seen, self._peak_stage = peak, self._stage
 
     def peak_allocated_bytes(self) -> int:
         """See `Device.peak_allocated_bytes`."""
         return int(torch.cuda.max_memory_allocated())
+
+    def peak_stage(self) -> Stage:
+        """See `Device.peak_stage`."""
+        return self._peak_stage
 
     def peak_reserved_bytes(self) -> int | None:
         """See `Device.peak_reserved_bytes`."""
@@ -139,27 +190,51 @@ class CudaDevice:
         """See `Device.allocator_retries`."""
         return self._retries() - self._retries_before
 
+    def spilled_bytes(self) -> int:
+        """See `Device.spilled_bytes`: what was reserved beyond what the card had to give.
+
+        Only where a driver can spill: elsewhere more than there was means that a neighbour left.
+        """
+        rooms = [r for r in (self._room_of_process, self._room_of_trial) if r is not None]
+        if not self._can_spill or not rooms:
+            return 0
+        return bytes_beyond(int(torch.cuda.max_memory_reserved()), room=min(rooms))
+
+    def room_bytes(self) -> int | None:
+        """See `Device.room_bytes`: None where host and card share one memory, which everything on
+        the machine uses.
+        """
+        return None if self._shares_the_hosts else self._room_bytes()
+
     def ran_out(self, error: BaseException) -> bool:
-        """See `Device.ran_out`."""
-        return is_out_of_memory(error)
+        """See `Device.ran_out`: the host's memory is not the card's."""
+        return is_card_out_of_memory(error)
+
+    def _room_bytes(self) -> int:
+        """Return what this process holds of the card and could still have."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return int(free) + int(torch.cuda.memory_reserved())
 
     def _retries(self) -> int:
         return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 class CpuDevice:
-    """The CPU, with a budget that the kernel enforces on this process's private memory
-    (`RLIMIT_DATA`).
+    """The CPU, where a budget of tensors is kept by counting.
 
     Peaks are read from the allocations that torch's profiler sees in the observed steps, on top of
-    the
-    tensors that were there before; they repeat to the byte.
+    the tensors that were there before; they repeat to the byte, and they alone decide what fits.
+    The kernel's limit on this process's private memory (`RLIMIT_DATA`) is a net for what is far
+    too large: it cannot tell tensors from scratch memory, and what the heap holds free is served
+    without asking the kernel at all.
     """
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self._peak = 0
+        self._peak_stage: Stage = "load"
         self._budget: int | None = None
+        self._failed_at_limit = False
 
     def cap(self, budget_bytes: int) -> None:
         """See `Device.cap`: in force from the next `reset_peak` on."""
@@ -193,6 +268,8 @@ class CpuDevice:
     def reset_peak(self) -> None:
         """See `Device.reset_peak`: what is not a tensor by now is not this trial's either."""
         self._peak = self.allocated_bytes() or 0
+        self._peak_stage = "load"
+        self._failed_at_limit = False
         self._arm()
 
     @contextlib.contextmanager
@@ -203,18 +280,32 @@ class CpuDevice:
         watch.start()
         try:
             yield
+        except BaseException:
+            # Asked now: the limit is lifted below, and set anew for what is there afterwards.
+            self._failed_at_limit = self._is_at_limit()
+            raise
         finally:
             # What the profiler takes to sum up is not the training's.
             self._disarm()
-            watch.stop()
-            self._peak = max(self._peak, before + _highest_total(watch))
-            del watch
-            self._arm()
+            try:
+                watch.stop()
+                highest, stage = _highest_total(watch)
+                if before + highest > self._peak:
+                    self._peak, self._peak_stage = before + highest, stage
+                del watch
+            finally:
+                self._arm()
+
+    def enter(self, stage: Stage) -> None:
+        """See `Device.enter`: a mark among the profiler's events."""
+        with record_function(_MARK + stage):
+            pass
 
     def _arm(self) -> None:
         """Let the process hold the budget's worth of tensors on top of what is not a tensor."""
         if self._budget is not None:
-            limit = _private_bytes() - (self.allocated_bytes() or 0) + self._budget
+            others = _private_bytes() - (self.allocated_bytes() or 0)
+            limit = others + self._budget + _NET_BYTES
             resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
 
     def _disarm(self) -> None:
@@ -226,6 +317,10 @@ class CpuDevice:
         """See `Device.peak_allocated_bytes`."""
         return self._peak
 
+    def peak_stage(self) -> Stage:
+        """See `Device.peak_stage`."""
+        return self._peak_stage
+
     def peak_reserved_bytes(self) -> int | None:
         """See `Device.peak_reserved_bytes`."""
         return None
@@ -234,24 +329,41 @@ class CpuDevice:
         """See `Device.allocator_retries`."""
         return 0
 
+    def spilled_bytes(self) -> int:
+        """See `Device.spilled_bytes`: the host's memory is all there is."""
+        return 0
+
+    def room_bytes(self) -> int | None:
+        """See `Device.room_bytes`."""
+        return None
+
     def ran_out(self, error: BaseException) -> bool:
         """See `Device.ran_out`: at the limit, libraries fail in ways of their own."""
-        if is_out_of_memory(error) or self._budget is None:
-            return is_out_of_memory(error)
+        if is_host_out_of_memory(error) or self._budget is None:
+            return is_host_out_of_memory(error)
+        return self._failed_at_limit or self._is_at_limit()
+
+    def _is_at_limit(self) -> bool:
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        return _private_bytes() + _NEXT_TO_NOTHING_BYTES > limit
+        is_limited = limit != resource.RLIM_INFINITY
+        return is_limited and _private_bytes() + _NEXT_TO_NOTHING_BYTES > limit
 
 
-def _highest_total(watch: profile) -> int:
-    """Return the highest running total of allocated minus freed bytes in a profile."""
+def _highest_total(watch: profile) -> tuple[int, Stage]:
+    """Return the highest running total of allocated minus freed bytes, and the stage it was in."""
     results = watch.profiler.kineto_results if watch.profiler is not None else None
     events: list[Any] = [] if results is None else results.events()
-    changes = [event for event in events if event.name() == "[memory]"]
     total = highest = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        highest = max(highest, total)
-    return highest
+    stage = highest_stage = "load"
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        name = event.name()
+        if name.startswith(_MARK):
+            stage = name.removeprefix(_MARK)
+        elif name == "[memory]":
+            total += event.nbytes()
+            if total > highest:
+                highest, highest_stage = total, stage
+    return highest, cast(Stage, highest_stage)
 
 
 def _private_bytes() -> int:
@@ -262,24 +374,15 @@ def _private_bytes() -> int:
     raise OSError("/proc/self/status has no VmData line")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out: the allocator's, the driver's, cuBLAS's,
-    Triton's.
-    """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if type(error).__name__ == "OutOfResources":
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        s in text for s in _CUDA_OOM_SIGNS + _CPU_OOM_SIGNS
-    )
+def bytes_beyond(reserved_bytes: int, *, room: int) -> int:
+    """Return how much of what was reserved a card with so much room cannot have held itself."""
+    beyond = reserved_bytes - room
+    return beyond if beyond > _SPILL_SLACK_BYTES else 0
 
 
-def requested_bytes(error: BaseException) -> int | None:
-    """Return the size of the allocation that failed, where the message tells it."""
-    found = _REQUESTED.search(str(error))
-    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
+def _is_under_windows() -> bool:
+    """Whether this is Linux on Windows, whose driver pages a full card out to the host."""
+    return "microsoft" in platform.release().lower()
 
 
 def open_device(kind: str) -> Device:

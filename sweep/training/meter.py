@@ -1,5 +1,5 @@
-"""Owns how a step time becomes a measurement: steadiness, the interval of the median, and what NVML
-tells.
+"""Owns how step times become a measurement: steadiness, the interval of the median, and what NVML
+tells of the card meanwhile.
 
 Pure but for `CardReader`, which reads NVML. Knows nothing of models.
 """
@@ -16,6 +16,13 @@ from typing import Any
 
 import pynvml
 
+from storage.nvml import ask
+
+NEIGHBOUR_BYTES = 2**30
+"""So much taken by others since a trial began is a neighbour's: this process's own libraries load
+kernels for some hundred MiB with its first steps."""
+NEIGHBOUR_BYTES_MEASURING = 256 * 2**20
+"""The same while steps are measured, when everything of this process's own is there."""
 _THROTTLE_BITS = {
     "power": pynvml.nvmlClocksThrottleReasonSwPowerCap,
     "hw_slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
@@ -81,35 +88,49 @@ class CardReading:
 
 
 class CardReader:
-    """Reads the card through NVML; a machine without NVML gives empty readings."""
+    """Reads the card through NVML; a machine without NVML gives empty readings.
 
-    def __init__(self, pci_bus_id: str | None) -> None:
+    A neighbour is a process that came after `remember`. What was there before is not one, nor is
+    this process, which a container's NVML shows under a number that only the host knows.
+
+    Args:
+        pci_bus_id: of the card; None for no card.
+        nvml: what pynvml is; tests hand in another.
+    """
+
+    def __init__(self, pci_bus_id: str | None, *, nvml: Any = pynvml) -> None:
+        self._nvml = nvml
         self._handle: Any = None
+        self._known: frozenset[int] = frozenset()
         if pci_bus_id is None:
             return
         try:
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id)
+            nvml.nvmlInit()
+            self._handle = nvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id)
         except pynvml.NVMLError:
             self._handle = None
+        self.remember()
+
+    def remember(self) -> None:
+        """Take the processes of this moment as known; call it when this one is on the card too."""
+        self._known = self._processes()
 
     def read(self) -> CardReading:
         """Return what NVML tells now; each figure it refuses is left empty."""
         if self._handle is None:
             return CardReading()
-        memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, self._handle)
-        reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, self._handle) or 0
-        processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, self._handle) or []
+        nvml = self._nvml
+        memory = ask(nvml.nvmlDeviceGetMemoryInfo, self._handle)
+        reasons = ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, self._handle) or 0
         return CardReading(
             used_bytes=None if memory is None else int(memory.used),
-            sm_clock_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, self._handle, pynvml.NVML_CLOCK_SM),
+            sm_clock_mhz=ask(nvml.nvmlDeviceGetClockInfo, self._handle, pynvml.NVML_CLOCK_SM),
             throttle_reasons=tuple(name for name, bit in _THROTTLE_BITS.items() if reasons & bit),
-            has_neighbour=any(process.pid != os.getpid() for process in processes),
+            has_neighbour=bool(self._processes() - self._known - {os.getpid()}),
         )
 
-
-def _ask(question: Any, *arguments: Any) -> Any:
-    try:
-        return question(*arguments)
-    except pynvml.NVMLError:
-        return None
+    def _processes(self) -> frozenset[int]:
+        if self._handle is None:
+            return frozenset()
+        running = ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, self._handle) or []
+        return frozenset(process.pid for process in running)

@@ -10,6 +10,8 @@ import json
 import sys
 from typing import Any
 
+from search_spaces.errors import words_of
+
 
 def probe() -> dict[str, Any]:
     """Return versions, whether CUDA is there, and what went wrong, by library."""
@@ -22,12 +24,12 @@ def probe() -> dict[str, Any]:
         answer["has_cuda"] = torch.cuda.is_available()
         _multiply(torch.device("cuda" if answer["has_cuda"] else "cpu"))
     except Exception as error:  # noqa: BLE001 - whatever a broken library raises is the answer
-        answer["errors"]["torch"] = _first_line(error)
+        answer["errors"]["torch"] = words_of(error)
         return answer
     try:
         _quantize(torch.device("cuda" if answer["has_cuda"] else "cpu"))
     except Exception as error:  # noqa: BLE001 - as above
-        answer["errors"]["bitsandbytes"] = _first_line(error)
+        answer["errors"]["bitsandbytes"] = words_of(error)
     return answer
 
 
@@ -49,10 +51,6 @@ def _quantize(device: Any) -> None:
     error = (bnb.dequantize_4bit(packed, state) - values).abs().max()
     if float(error) > 0.2:
         raise RuntimeError(f"4-bit quantisation is off by {float(error):.2f}")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
 if __name__ == "__main__":

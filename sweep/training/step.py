@@ -1,8 +1,7 @@
 """Owns one optimizer step, as transformers' Trainer would do it, and its stages.
 
 Accumulation, mixed precision, clipping, optimizer and schedule go through accelerate; the loss is
-read every step,
-as Trainer reads it for its log. Knows nothing of time or memory.
+read every step, as Trainer reads it for its log. Knows nothing of time or memory.
 """
 
 from __future__ import annotations
@@ -29,20 +28,41 @@ _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 
 
 class TrainingLoop:
-    """Steps of one attached configuration.
+    """Steps of one attached configuration, on the device that its adapters are on.
 
     `stage` and `micro_step` say where a failure happened.
+
+    Args:
+        attached: base and adapters.
+        config: what they were made from.
+        vocab_size: token ids stay below it.
+        seed: of the tokens.
+        micro_steps: that make one optimizer step; None for as many as the configuration says.
+        on_stage: told of each stage that begins.
     """
 
     def __init__(
-        self, attached: Attached, config: TrialConfig, *, vocab_size: int, seed: int
+        self,
+        attached: Attached,
+        config: TrialConfig,
+        *,
+        vocab_size: int,
+        seed: int,
+        micro_steps: int | None = None,
+        on_stage: Callable[[Stage], None] = lambda _: None,
     ) -> None:
         torch.manual_seed(seed)
         self.stage: Stage = "load"
         self.micro_step = 0
-        self._config = config
-        self._accelerator = _accelerator(config)
+        self.micro_steps = micro_steps or config.accumulation_steps
+        self._on_stage = on_stage
         self._parameters = attached.trainable_parameters()
+        self._accelerator = _accelerator(
+            config,
+            micro_steps=self.micro_steps,
+            # Not whether a card is there: a trial for the CPU never goes to it.
+            is_on_cpu=all(parameter.device.type == "cpu" for parameter in self._parameters),
+        )
         optimizer = make_optimizer(config, self._parameters)
         schedule = get_linear_schedule_with_warmup(optimizer, 0, _SCHEDULE_STEPS)
         loader = random_token_loader(
@@ -67,20 +87,24 @@ class TrainingLoop:
             RuntimeError: whatever the device raises; `stage` says where.
         """
         total = 0.0
-        for _ in range(self._config.accumulation_steps):
+        for _ in range(self.micro_steps):
             total += self._micro_step()
             self.micro_step += 1
             beat()
-        return total / self._config.accumulation_steps
+        return total / self.micro_steps
+
+    def _enter(self, stage: Stage) -> None:
+        self.stage = stage
+        self._on_stage(stage)
 
     def _micro_step(self) -> float:
-        self.stage = "forward"
+        self._enter("forward")
         batch = next(self._batches)
         with self._accelerator.accumulate(self._model):
             loss = self._model(**batch).loss
-            self.stage = "backward"
+            self._enter("backward")
             self._accelerator.backward(loss)
-            self.stage = "optimizer"
+            self._enter("optimizer")
             if self._accelerator.sync_gradients:
                 self._accelerator.clip_grad_norm_(self._parameters, _MAX_GRAD_NORM)
             self.optimizer.step()
@@ -102,17 +126,17 @@ def make_optimizer(
             return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
 
 
-def _accelerator(config: TrialConfig) -> Accelerator:
-    """Return an accelerator for this configuration; accelerate keeps its precision in a process-
-    wide state.
+def _accelerator(config: TrialConfig, *, micro_steps: int, is_on_cpu: bool) -> Accelerator:
+    """Return an accelerator for this configuration; accelerate keeps its device and precision in a
+    process-wide state.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return Accelerator(
-        cpu=not torch.cuda.is_available(),
+        cpu=is_on_cpu,
         mixed_precision=_MIXED_PRECISION[config.compute_dtype],
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=config.accumulation_steps,
+            num_steps=micro_steps,
             # The loader is cycled, so its end says nothing about accumulation.
             sync_with_dataloader=False,
         ),

@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedConfig
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
-from search_spaces.space import StepBudget
+from search_spaces.errors import InputError, words_of
+from search_spaces.linears import attention_width, training_flops_per_token
+from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from storage.records import (
     Diverged,
     Ineffective,
@@ -26,10 +28,25 @@ from storage.records import (
     OutOfMemory,
     Phase,
     PrunedSlow,
+    Stage,
 )
+from sweep.budget import over_budget
 from sweep.training.adapters import Attached, attached
-from sweep.training.device import Device, requested_bytes
-from sweep.training.meter import CardReader, CardReading, is_precise, is_steady, median_interval
+from sweep.training.device import Device
+from sweep.training.failures import (
+    knob_of_kernel,
+    lacks_kernel_resources,
+    requested_bytes,
+)
+from sweep.training.meter import (
+    NEIGHBOUR_BYTES,
+    NEIGHBOUR_BYTES_MEASURING,
+    CardReader,
+    CardReading,
+    is_precise,
+    is_steady,
+    median_interval,
+)
 from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
 from sweep.training.step import TrainingLoop
@@ -47,7 +64,7 @@ _LENIENCY = 0.7
 @dataclass(frozen=True)
 class Beat:
     """One sign of life. Seconds are of the step that just ended; None for a micro-batch within a
-    step.
+    step, and where a phase begins.
     """
 
     phase: Phase
@@ -64,6 +81,10 @@ class Trial:
     Attributes:
         report: called with each `Beat`; True stops the trial as slow.
         peak_flops: the device's dense FLOP/s for the compute dtype; None where unknown.
+        budget_bytes: a measured peak above it does not fit; None for no budget.
+        micro_steps_max: most micro-steps of one optimizer step that are really run; the seconds of
+            a longer accumulation are derived.
+        phase: where the trial is.
     """
 
     base: BaseModel
@@ -74,12 +95,21 @@ class Trial:
     seed: int
     peak_flops: float | None = None
     is_emulated: bool = False
+    budget_bytes: int | None = None
+    micro_steps_max: int = MICRO_STEPS_TIMED
+    phase: Phase = "build"
     report: Callable[[Beat], bool] = lambda _: False
     started: float = field(default_factory=time.perf_counter)
     """When the trial began, its build included."""
     _warmup: list[float] = field(default_factory=list)
     _measured: list[float] = field(default_factory=list)
+    _spent: dict[Phase, float] = field(default_factory=lambda: {"warmup": 0.0, "measure": 0.0})
+    """Seconds really spent in steps, where the step's own are derived."""
     _readings: list[CardReading] = field(default_factory=list)
+    _rooms: dict[Phase, int] = field(default_factory=dict)
+    """What the device had for this process when a phase began."""
+    _is_crowded: bool = False
+    """Whether others took a noticeable part of the device since."""
     _loop: TrainingLoop | None = None
 
     def run(self) -> Outcome:
@@ -90,8 +120,8 @@ class Trial:
         """
         try:
             self.device.reset_peak()
-            with attached(self.base, self.config) as attachment:
-                outcome = self._train(attachment)
+            self._enter("attach")
+            outcome = self._excess() or self._attach_and_train()
         except InputError as error:
             outcome = Invalid(rule="target_modules", detail=str(error))
         except Exception as error:
@@ -100,30 +130,102 @@ class Trial:
                 raise
             outcome = verdict
         # Outside the except blocks: a caught exception keeps the frames, and so the tensors, alive.
+        self._enter("detach")
         self._loop = None
         self.device.release()
         return _with_setup(outcome, time.perf_counter() - self.started)
 
+    def _attach_and_train(self) -> Outcome:
+        with attached(self.base, self.config) as attachment:
+            outcome = self._train(attachment)
+            self._enter("detach")
+            return outcome
+
+    def _enter(self, phase: Phase) -> None:
+        """Say that a phase begins, so that its own deadline holds and a failure is laid to it."""
+        if phase == self.phase:
+            return
+        self.phase = phase
+        room = self.device.room_bytes() if phase in ("attach", "measure") else None
+        if room is not None:
+            self._rooms[phase] = room
+        self.report(Beat(phase=phase, step=0))
+
     def _verdict(self, error: Exception) -> Outcome | None:
         """Return what an exception means, in strings and numbers alone; None for the unknown."""
-        detail = (str(error) or type(error).__name__)[:_DETAIL_LENGTH]
+        detail = words_of(error)[:_DETAIL_LENGTH]
+        if lacks_kernel_resources(error):
+            return Ineffective(knob=knob_of_kernel(error, self.config), detail=detail)
         if self.device.ran_out(error):
             return OutOfMemory(
-                stage="load" if self._loop is None else self._loop.stage,
+                stage=self._stage(),
                 step=0 if self._loop is None else self._loop.micro_step,
                 requested_bytes=requested_bytes(error),
                 peak_allocated_bytes=self.device.peak_allocated_bytes(),
                 detail=detail,
+                flags=("neighbour",) if self._was_robbed() else (),
             )
         if self.config.compile and is_from_the_compiler(error):
             return Ineffective(knob="compile", detail=detail)
         return None
 
+    def _stage(self) -> Stage:
+        """Return the stage of a failure: the base is there, so it is not that of loading it."""
+        if self._loop is None or self._loop.stage == "load":
+            return "forward"
+        return self._loop.stage
+
+    def _excess(self) -> OutOfMemory | None:
+        """Return out of memory where the peak so far is not within budget and device."""
+        stage = self.device.peak_stage()
+        peak = self.device.peak_allocated_bytes()
+        spilled = self.device.spilled_bytes()
+        over = None
+        if self.budget_bytes is not None:
+            over = over_budget(peak, budget_bytes=self.budget_bytes, stage=stage)
+        if over is None and spilled:
+            over = OutOfMemory(
+                stage=stage,
+                peak_allocated_bytes=peak,
+                detail=f"the driver put {spilled:,} bytes into the host's memory",
+            )
+        return over
+
+    def _was_robbed(self) -> bool:
+        """Whether another process holds what the budget had promised to this one."""
+        room = self.device.room_bytes()
+        is_short = room is not None and self.budget_bytes is not None and room < self.budget_bytes
+        return is_short and (self._has_lost_room() or self.card.read().has_neighbour)
+
+    def _has_lost_room(self) -> bool:
+        """Whether others took a noticeable part of the device since the trial, or measuring, began.
+
+        Paged buffers of this process's own count as others': nothing follows from them.
+        """
+        room = self.device.room_bytes()
+        if room is None or self.config.optimizer.startswith("paged"):
+            return False
+        at_start = self._rooms.get("attach", room)
+        at_measuring = self._rooms.get("measure", room)
+        return at_start - room > NEIGHBOUR_BYTES or at_measuring - room > NEIGHBOUR_BYTES_MEASURING
+
     def _train(self, attachment: Attached) -> Outcome:
         vocab_size = int(self.base.model.get_input_embeddings().num_embeddings)
-        loop = TrainingLoop(attachment, self.config, vocab_size=vocab_size, seed=self.seed)
+        loop = TrainingLoop(
+            attachment,
+            self.config,
+            vocab_size=vocab_size,
+            seed=self.seed,
+            micro_steps=min(self.config.accumulation_steps, self.micro_steps_max),
+            on_stage=self.device.enter,
+        )
         self._loop = loop
-        return self._warm_up(attachment, loop) or self._measure(attachment, loop)
+        self._enter("warmup")
+        outcome = self._warm_up(attachment, loop)
+        if outcome is None:
+            self._enter("measure")
+            outcome = self._measure(attachment, loop)
+        return outcome
 
     def _warm_up(self, attachment: Attached, loop: TrainingLoop) -> Outcome | None:
         """Do the steps that are not the steady rate; return an outcome only where they end the
@@ -139,12 +241,12 @@ class Trial:
                     loss = self._timed(loop, self._warmup, "warmup")
                 if not math.isfinite(loss):
                     return Diverged(step=index, detail=f"loss {loss}")
-        fault = ineffective(self.config, attached=attachment, loop=loop, watch=watch)
-        if fault is not None:
-            return fault
-        while not self._is_warm():
+        fault = self._excess() or ineffective(
+            self.config, attached=attachment, loop=loop, watch=watch
+        )
+        while fault is None and not self._is_warm():
             self._timed(loop, self._warmup, "warmup")
-        return None
+        return fault
 
     def _is_warm(self) -> bool:
         done = len(self._warmup)
@@ -162,9 +264,13 @@ class Trial:
             if not math.isfinite(loss):
                 return Diverged(step=len(self._warmup) + len(self._measured), detail=f"loss {loss}")
             self._readings.append(self.card.read())
+            self._is_crowded = self._is_crowded or self._has_lost_room()
             if self._beat("measure"):
                 is_slow = True
                 break
+        excess = self._excess()
+        if excess is not None:
+            return excess
         measurement = self._measurement(attachment, loss)
         return PrunedSlow(measurement=measurement) if is_slow else Measured(measurement=measurement)
 
@@ -179,11 +285,18 @@ class Trial:
         )
 
     def _timed(self, loop: TrainingLoop, into: list[float], phase: Phase) -> float:
+        ended: list[float] = []
+
+        def note() -> None:
+            self.device.synchronize()
+            ended.append(time.perf_counter())
+            self._tick(phase)
+
         self.device.synchronize()
         begun = time.perf_counter()
-        loss = loop.step(beat=lambda: self._tick(phase))
-        self.device.synchronize()
-        into.append(time.perf_counter() - begun)
+        loss = loop.step(beat=note)
+        self._spent[phase] += time.perf_counter() - begun
+        into.append(whole_step_seconds(begun, ended, micro_steps=self.config.accumulation_steps))
         return loss
 
     def _tick(self, phase: Phase) -> None:
@@ -202,7 +315,7 @@ class Trial:
 
     def _measurement(self, attachment: Attached, loss: float) -> Measurement:
         median = statistics.median(self._measured)
-        interval = median_interval(self._measured) or (min(self._measured), max(self._measured))
+        interval = median_interval(self._measured)
         reasons = sorted(
             {reason for reading in self._readings for reason in reading.throttle_reasons}
         )
@@ -222,12 +335,13 @@ class Trial:
             flops_utilization=self._utilization(attachment, median),
             final_loss=loss,
             setup_seconds=0.0,
-            measured_seconds=sum(self._measured),
-            training_seconds=sum(self._warmup) + sum(self._measured),
+            measured_seconds=self._spent["measure"],
+            training_seconds=sum(self._spent.values()),
             allocator_retries=self.device.allocator_retries(),
             flags=self._flags(reasons),
             sm_clock_mhz=int(statistics.median(clocks)) if clocks else None,
             throttle_reasons=tuple(reasons),
+            quantized_share=self.base.quantized_share,
         )
 
     def _flags(self, throttle_reasons: list[str]) -> tuple[str, ...]:
@@ -235,8 +349,9 @@ class Trial:
             "emulated": self.is_emulated,
             "throttled": bool(throttle_reasons),
             "noisy": not is_precise(self._measured, relative=self.steps.relative_interval),
-            "neighbour": any(reading.has_neighbour for reading in self._readings),
+            "neighbour": self._is_crowded or any(r.has_neighbour for r in self._readings),
             "allocator_retries": self.device.allocator_retries() > 0,
+            "accumulation_extrapolated": self.config.accumulation_steps > self.micro_steps_max,
         }
         return tuple(name for name, is_set in flags.items() if is_set)
 
@@ -246,6 +361,22 @@ class Trial:
             return None
         per_token = flops_per_token(attachment, self.base.model.config, self.config.seq_len)
         return per_token * self.config.tokens_per_step / step_seconds / self.peak_flops
+
+
+def whole_step_seconds(begun: float, ended: Sequence[float], *, micro_steps: int) -> float:
+    """Return the seconds of an optimizer step of ``micro_steps``, of which only some were run.
+
+    The last micro-step has the optimizer's; those before it are alike and stand for the missing.
+
+    Args:
+        begun: when the first one began.
+        ended: when each one that was run ended.
+        micro_steps: of the whole step.
+    """
+    if len(ended) == micro_steps:
+        return ended[-1] - begun
+    before, last = ended[-2] - begun, ended[-1] - ended[-2]
+    return (micro_steps - 1) * before / (len(ended) - 1) + last
 
 
 def _fastest_median(seconds: list[float]) -> float | None:
@@ -259,13 +390,8 @@ def _fastest_median(seconds: list[float]) -> float | None:
     return _LENIENCY * min(seconds) if len(seconds) >= _STEPS_TO_JUDGE else None
 
 
-def flops_per_token(attachment: Attached, model_config: object, seq_len: int) -> float:
-    """Return FLOP per token of a frozen base with trained adapters, causal attention included.
-
-    A frozen weight costs 2 forward and 2 for the input's gradient; an adapter's 2 more for its own
-    gradient. Causal
-    attention is two products of seq_len/2 x hidden forward, and twice that backward.
-    """
+def flops_per_token(attachment: Attached, model_config: PreTrainedConfig, seq_len: int) -> float:
+    """Return the FLOPs that a step needs for each token, counted on the model that is there."""
     frozen = adapters = 0
     for name, module in attachment.model.named_modules():
         if isinstance(module, torch.nn.Linear):
@@ -273,9 +399,18 @@ def flops_per_token(attachment: Attached, model_config: object, seq_len: int) ->
                 adapters += module.in_features * module.out_features
             else:
                 frozen += module.in_features * module.out_features
-    hidden = int(getattr(model_config, "hidden_size", 0))
-    attention = 6 * len(attachment.layers) * seq_len * hidden
-    return 4.0 * frozen + 6.0 * adapters + attention
+    text = model_config.get_text_config()
+    return training_flops_per_token(
+        frozen=frozen,
+        adapters=adapters,
+        layers=len(attachment.layers),
+        attention_width=attention_width(
+            hidden=text.hidden_size,
+            heads=getattr(text, "num_attention_heads", None) or 1,
+            head_dim=getattr(text, "head_dim", None),
+        ),
+        seq_len=seq_len,
+    )
 
 
 def _with_setup(outcome: Outcome, total_seconds: float) -> Outcome:

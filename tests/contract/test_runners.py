@@ -20,7 +20,7 @@ from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow
 from sweep.replay import ReplayRunner
 from sweep.runner import Progress, Runner
 from sweep.supervisor import SupervisedRunner
-from tests.sweep.simulated_device import train
+from tests.sweep.simulated_device import BUDGET, train
 
 STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)
 SMALL = TrialConfig(micro_batch_size=2, seq_len=64, lora_rank=4, compute_dtype="fp32")
@@ -31,19 +31,21 @@ PHASES = ["start", "build", "attach", "warmup", "measure", "detach"]
 class Case:
     """A runner to hold to the contract, with what fits its budget and what does not."""
 
-    start: Callable[[Path], Runner]
+    start: Callable[[Path, int], Runner]
+    """Starts it under a budget in bytes."""
+    budget_bytes: int
     fits: TrialConfig
     too_large: TrialConfig
 
 
-def start_replay(_: Path) -> Runner:
-    return ReplayRunner(otherwise=train)
+def start_replay(_: Path, budget_bytes: int) -> Runner:
+    return ReplayRunner(otherwise=train, budget_bytes=budget_bytes)
 
 
-def start_worker_on_cpu(directory: Path) -> Runner:
+def start_worker_on_cpu(directory: Path, budget_bytes: int) -> Runner:
     return SupervisedRunner(
         load_model_spec("demo"),
-        target=Target(gpu="cpu", device="cpu", budget_bytes=GIB // 8),
+        target=Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes),
         weights="random",
         log_path=directory / "worker.log",
         seed=0,
@@ -51,9 +53,12 @@ def start_worker_on_cpu(directory: Path) -> Runner:
 
 
 CASES = {
-    "replay": Case(start_replay, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})),
+    "replay": Case(
+        start_replay, BUDGET, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})
+    ),
     "worker-on-cpu": Case(
         start_worker_on_cpu,
+        GIB // 8,
         SMALL,
         SMALL.model_copy(
             update={"micro_batch_size": 16, "seq_len": 256, "checkpoint_fraction": 0.0}
@@ -69,7 +74,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def runner(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with case.start(tmp_path_factory.mktemp("runner")) as runner:
+    with case.start(tmp_path_factory.mktemp("runner"), case.budget_bytes) as runner:
         yield runner
 
 
@@ -97,6 +102,19 @@ def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
     after = measured(runner.run(case.fits, steps=STEPS)).measurement
     assert after.peak_allocated_bytes == before.peak_allocated_bytes
     assert after.trainable_parameters == before.trainable_parameters
+
+
+def test_a_byte_less_than_the_peak_is_out_of_memory_and_the_peak_itself_fits(
+    case: Case, runner: Runner, tmp_path: Path
+) -> None:
+    peak = measured(runner.run(case.fits, steps=STEPS)).measurement.peak_allocated_bytes
+    with case.start(tmp_path, peak) as exact:
+        measured(exact.run(case.fits, steps=STEPS))
+    with case.start(tmp_path, peak - 1) as tight:
+        outcome = tight.run(case.fits, steps=STEPS)
+    assert isinstance(outcome, OutOfMemory), outcome
+    assert outcome.peak_allocated_bytes == peak
+    assert f"{peak - 1:,}" in outcome.detail
 
 
 def test_signs_of_life_come_in_the_order_of_the_phases(case: Case, runner: Runner) -> None:
@@ -151,6 +169,6 @@ def test_a_cancelled_trial_is_lost_and_the_next_one_runs(case: Case, runner: Run
 
 
 def test_closing_twice_is_closing_once(case: Case, tmp_path: Path) -> None:
-    runner = case.start(tmp_path)
+    runner = case.start(tmp_path, case.budget_bytes)
     runner.close()
     runner.close()

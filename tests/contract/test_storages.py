@@ -240,6 +240,25 @@ def test_the_list_of_studies_shows_the_best_of_each(url: str, home: Path) -> Non
     assert (empty.name, empty.trials, empty.best_number) == ("empty", 0, None)
 
 
+def test_the_best_in_the_list_of_studies_is_by_what_each_asked_for(url: str, home: Path) -> None:
+    frugal = a_definition(objectives=["peak_memory"])
+    with open_it(url, home, name="frugal", definition=frugal) as study:
+        run_one(study, fits(200.0, peak=9 * GIB), batch=1)
+        run_one(study, fits(100.0, peak=4 * GIB), batch=2)
+    (summary,) = list_studies(url, home)
+    assert (summary.best_number, summary.objectives) == (1, ("peak_memory",))
+
+
+def test_a_cost_is_read_back_as_it_was_told(url: str, home: Path) -> None:
+    definition = a_definition(objectives=["tokens_per_second", "cost"])
+    with open_it(url, home, definition=definition) as study:
+        trial = study.ask(DISTRIBUTIONS)
+        config = a_record(trial.number, batch=trial.params["micro_batch_size"]).config
+        study.begin(trial, config, "2025-01-01T00:00:00+00:00")
+        study.tell(trial, a_record(trial.number).model_copy(update={"config": config}), cost=0.25)
+    assert read_study("study", url=url, home=home).costs == {0: 0.25}
+
+
 def test_an_unknown_study_is_refused_with_the_nearest_name(url: str, home: Path) -> None:
     open_it(url, home, name="mistral-a10").close()
     with pytest.raises(InputError, match="did you mean 'mistral-a10'"):

@@ -10,6 +10,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from search_spaces.rules import Violation
 from search_spaces.space import SamplerName
+from storage.ranking import rank
 from storage.records import (
     Crashed,
     Lost,
@@ -29,10 +30,12 @@ from sweep.events import (
     TrialProgress,
     TrialStarted,
 )
+from sweep.predict.memory import MemoryPrediction
 from sweep.preflight import Preflight
 from sweep.replay import ReplayRunner
 from sweep.samplers import make_sampler
 from sweep.tuner import trials_spent, tune
+from tests.sweep.imagined_memory import imagined
 from tests.sweep.simulated_device import (
     BUDGET,
     MODEL,
@@ -63,12 +66,8 @@ class Clock:
 class Exact:
     """Predicts what the simulated card will say."""
 
-    def predict(self, config: TrialConfig) -> Any:
-        class Prediction:
-            peak_allocated_bytes = peak_bytes(config)
-            peak_reserved_bytes = peak_bytes(config)
-
-        return Prediction
+    def predict(self, config: TrialConfig) -> MemoryPrediction:
+        return imagined(peak_bytes(config), uncertainty=0.01)
 
 
 def a_preflight(**changes: Any) -> Preflight:
@@ -291,6 +290,18 @@ def test_a_slow_trial_is_stopped_early_and_keeps_what_was_measured(tmp_path: Pat
         assert record.measurement.steps_measured < a_measurement(record.config).steps_measured
 
 
+def test_a_baseline_that_the_space_does_not_hold_stops_no_trial_of_it(tmp_path: Path) -> None:
+    fast = {"micro_batch_size": 16, "kernels": "liger", "upcast_fp32": False}
+    with a_study(tmp_path, trials=3, baseline=fast, **TWO) as study:
+        run(study)
+        records = study.records()
+        ranking = rank(records, study.definition)
+    assert records[0].is_baseline
+    assert Verdict.FITS in {record.verdict for record in records[1:]}
+    assert ranking.winner is not None
+    assert not ranking.winner.is_baseline
+
+
 def test_several_objectives_with_a_cost(tmp_path: Path) -> None:
     objectives = ["tokens_per_second", "peak_memory", "cost"]
     with a_study(tmp_path, trials=12, objectives=objectives) as study:
@@ -327,9 +338,7 @@ def test_a_sampler_that_knows_what_fits_finds_a_near_optimal_configuration(
 ) -> None:
     space = a_space()
     preflight = a_preflight(predictor=Exact())
-    sampler = make_sampler(
-        name, space, seed=1, refuses=lambda config: preflight.check(config) is not None
-    )
+    sampler = make_sampler(name, space, seed=1, refuses=preflight.refuses)
     with a_study(tmp_path, sampler=sampler) as study:
         run(study, preflight=preflight)
         speeds = [r.measurement.tokens_per_second for r in study.records() if r.measurement]
@@ -344,3 +353,178 @@ def test_trials_spent_counts_what_is_not_tried_again() -> None:
     assert trials_spent([fits, *crashes[:1]]) == 1
     assert trials_spent([fits, *crashes]) == 2
     assert trials_spent([fits, *crashes[:2], a_record(config, number=3)]) == 2
+
+
+ONE = {"trials": 1, "baseline": {"micro_batch_size": 8}}
+
+
+def test_a_study_whose_only_trial_crashes_is_the_machines_fault_and_a_resume_tries_it_again(
+    tmp_path: Path,
+) -> None:
+    runner = ReplayRunner(otherwise=crashing(times=4))
+    with a_study(tmp_path, **ONE) as study:
+        with pytest.raises(EnvironmentFault, match=r"nothing is known.*'attach'.*segfault"):
+            run(study, runner=runner)
+        assert [record.attempt for record in study.records()] == [1, 2, 3]
+    with a_study(tmp_path, **ONE) as study:
+        assert run(study, runner=runner) is StopReason.TRIALS_SPENT
+        records = study.records()
+    assert [record.attempt for record in records] == [1, 2, 3, 4, 5]
+    assert records[-1].verdict is Verdict.FITS
+    assert trials_spent(records) == 1
+
+
+def test_what_failed_in_an_earlier_run_is_tried_three_times_more_in_every_run(
+    tmp_path: Path,
+) -> None:
+    bad = a_space().baseline_config()
+    runner = ReplayRunner(otherwise=crashing(bad))
+    for runs in (1, 2, 3):
+        with a_study(tmp_path, trials=4) as study:
+            assert run(study, runner=runner) is StopReason.TRIALS_SPENT
+            records = study.records()
+        assert sum(record.config == bad for record in records) == 3 * runs
+        assert len(records) == 3 + 3 * runs
+
+
+def test_a_configuration_that_took_its_driver_along_three_times_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    config = a_space().baseline_config()
+    for _ in range(3):
+        with a_study(tmp_path, trials=2) as study:
+            study.recover()
+            study.begin(study.ask({}), config, "2026-01-01T00:00:00Z")
+    runner = ReplayRunner(otherwise=train)
+    with a_study(tmp_path, trials=2) as study:
+        run(study, runner=runner)
+    assert config not in runner.ran
+
+
+def test_what_was_refused_before_it_ran_does_not_make_a_failed_study_known(tmp_path: Path) -> None:
+    def violation(config: TrialConfig) -> Violation | None:
+        return None if config == BASELINE else Violation("no", "not here")
+
+    runner = ReplayRunner(otherwise=crashing())
+    with a_study(tmp_path, trials=4) as study, pytest.raises(EnvironmentFault, match="segfault"):
+        run(study, runner=runner, preflight=a_preflight(violation=violation))
+
+
+def test_one_trial_that_concluded_is_an_answer(tmp_path: Path) -> None:
+    def answer(config: TrialConfig) -> Outcome:
+        if config == BASELINE:
+            return Crashed(phase="measure", detail="segfault")
+        return OutOfMemory(stage="forward")
+
+    with a_study(tmp_path, trials=3) as study:
+        assert run(study, runner=ReplayRunner(otherwise=answer)) is StopReason.TRIALS_SPENT
+
+
+def test_an_interrupted_study_of_failures_is_interrupted(tmp_path: Path) -> None:
+    runner = ReplayRunner(otherwise=crashing())
+    with a_study(tmp_path, **ONE) as study:
+        reason = run(study, runner=runner, should_stop=lambda: len(runner.ran) == 1)
+    assert reason is StopReason.INTERRUPTED
+
+
+def test_nothing_that_was_measured_above_the_budget_enters_a_study_as_fitting(
+    tmp_path: Path,
+) -> None:
+    over = Measured(measurement=a_measurement(BASELINE, peak_allocated_bytes=BUDGET + 1))
+    with a_study(tmp_path, **ONE) as study:
+        run(study, runner=ReplayRunner(otherwise=lambda _: over))
+        outcome = study.records()[0].outcome
+    assert isinstance(outcome, OutOfMemory)
+    assert outcome.peak_allocated_bytes == BUDGET + 1
+    assert f"{BUDGET + 1:,} bytes, over the budget of {BUDGET:,}" in outcome.detail
+
+
+def disturbed(speed: float) -> Outcome:
+    values = {"tokens_per_second": speed, "flags": ("neighbour",)}
+    return Measured(measurement=a_measurement(BASELINE, **values))
+
+
+ROBBED = OutOfMemory(stage="forward", flags=("neighbour",), detail="CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "runs", "verdict", "flags"),
+    [
+        ([train(BASELINE)], 1, Verdict.FITS, ()),
+        ([disturbed(1.0), train(BASELINE)], 2, Verdict.FITS, ("remeasured",)),
+        ([disturbed(1.0)] * 9, 3, Verdict.FITS, ("neighbour", "remeasured")),
+        ([disturbed(1.0), Crashed(phase="measure")], 2, Verdict.FITS, ("neighbour", "remeasured")),
+        ([ROBBED, train(BASELINE)], 2, Verdict.FITS, ("remeasured",)),
+        ([ROBBED, OutOfMemory(stage="forward")], 2, Verdict.OOM, None),
+    ],
+    ids=["alone", "once", "always", "and a crash", "robbed once", "truly too large"],
+)
+def test_a_trial_that_another_process_disturbed_is_measured_again_at_most_twice(
+    tmp_path: Path,
+    outcomes: list[Outcome],
+    runs: int,
+    verdict: Verdict,
+    flags: tuple[str, ...] | None,
+) -> None:
+    left = list(outcomes)
+    runner = ReplayRunner(otherwise=lambda _: left.pop(0))
+    with a_study(tmp_path, **ONE) as study:
+        run(study, runner=runner)
+        (record,) = study.records()
+    assert len(runner.ran) == runs
+    assert record.verdict is verdict
+    if flags is not None:
+        assert record.measurement is not None
+        assert record.measurement.flags == flags
+
+
+def test_of_disturbed_measurements_the_fastest_is_kept(tmp_path: Path) -> None:
+    left = [disturbed(speed) for speed in (1.0, 3.0, 2.0)]
+    with a_study(tmp_path, **ONE) as study:
+        run(study, runner=ReplayRunner(otherwise=lambda _: left.pop(0)))
+        measurement = study.records()[0].measurement
+    assert measurement is not None
+    assert measurement.tokens_per_second == 3.0
+
+
+def test_memory_that_a_neighbour_held_all_the_time_is_no_verdict_on_the_configuration(
+    tmp_path: Path,
+) -> None:
+    with a_study(tmp_path, **ONE) as study:
+        with pytest.raises(EnvironmentFault, match="another process held memory"):
+            run(study, runner=ReplayRunner(otherwise=lambda _: ROBBED))
+        assert {record.verdict for record in study.records()} == {Verdict.CRASHED}
+
+
+def test_a_worker_that_cannot_start_again_beside_a_neighbour_loses_no_measurement(
+    tmp_path: Path,
+) -> None:
+    left = [disturbed(1.0)]
+
+    def answer(_: TrialConfig) -> Outcome:
+        if left:
+            return left.pop()
+        raise EnvironmentFault("the worker cannot use the device: out of memory")
+
+    with a_study(tmp_path, **ONE) as study:
+        run(study, runner=ReplayRunner(otherwise=answer))
+        (record,) = study.records()
+    assert record.measurement is not None
+    assert record.measurement.flags == ("neighbour",)
+
+
+def test_a_trial_that_was_interrupted_before_it_ran_is_no_attempt(tmp_path: Path) -> None:
+    def interrupted(_: TrialConfig) -> Violation | None:
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with a_study(tmp_path, **ONE) as study:
+            events: list[Event] = []
+            preflight = a_preflight(violation=interrupted)
+            assert run(study, preflight=preflight, on_event=events.append) is StopReason.INTERRUPTED
+            assert events[-1] == StudyFinished(StopReason.INTERRUPTED)
+            assert study.records() == ()
+    with a_study(tmp_path, **ONE) as study:
+        run(study)
+        (record,) = study.records()
+    assert (record.verdict, record.is_baseline, record.attempt) == (Verdict.FITS, True, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sweep.training.meter import CardReader, is_precise, is_steady, median_interval
+from tests.sweep.pretend_nvml import PretendNvml, memory, processes
 
 seconds = st.lists(st.floats(0.01, 10.0), min_size=6, max_size=40)
 
@@ -56,3 +59,34 @@ def test_a_machine_without_nvml_gives_empty_readings() -> None:
     reading = CardReader(None).read()
     assert reading.used_bytes is None
     assert reading.throttle_reasons == ()
+
+
+def reader(**answers: Any) -> tuple[CardReader, PretendNvml]:
+    nvml = PretendNvml(**answers)
+    return CardReader("0000:01:00.0", nvml=nvml), nvml
+
+
+def test_who_was_there_before_is_no_neighbour_and_who_comes_is() -> None:
+    card, nvml = reader(nvmlDeviceGetComputeRunningProcesses=processes(7))
+    assert not card.read().has_neighbour
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(7, os.getpid())
+    assert not card.read().has_neighbour
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(7, 8)
+    assert card.read().has_neighbour
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(8)
+    assert card.read().has_neighbour
+
+
+def test_in_a_container_this_process_under_the_hosts_number_is_no_neighbour() -> None:
+    card, nvml = reader(nvmlDeviceGetComputeRunningProcesses=[])
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(314159)
+    card.remember()
+    assert not card.read().has_neighbour
+
+
+def test_a_driver_that_shows_no_processes_shows_no_neighbours() -> None:
+    card, _ = reader(nvmlDeviceGetMemoryInfo=memory(24, 20))
+    reading = card.read()
+    assert not reading.has_neighbour
+    assert reading.used_bytes == 4
+    assert reading.sm_clock_mhz is None
