@@ -90,8 +90,10 @@ def answer_view(forecast: Forecast, *, budget_bytes: int, gpu: str) -> Renderabl
 
 
 def _speed_line(forecast: Forecast) -> str:
+    ends = forecast.tokens_per_second_range
+    between = "" if ends is None else f" ({units.rate(ends[0])} to {units.rate(ends[1])})"
     return (
-        f"{units.rate(forecast.tokens_per_second)} tokens/s, "
+        f"{units.rate(forecast.tokens_per_second)} tokens/s{between}, "
         f"{units.step_time(forecast.step_seconds)} per step ({forecast.speed_basis})"
     )
 

@@ -72,7 +72,7 @@ def _offers(bills: Sequence[Bill]) -> str:
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
-    """Yield the same work on several cards: every offer, the cheapest, the soonest, break-evens."""
+    """Yield one training on several cards: every offer, the cheapest, the soonest, break-evens."""
     yield from _offers(comparison.bills).split("\n")
     cheapest, soonest = comparison.cheapest, comparison.soonest
     yield f"cheapest: {cheapest.offer.label}, {usd(cheapest.usd)}"

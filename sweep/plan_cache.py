@@ -7,6 +7,7 @@ other asks anew. A cache that cannot be read or written costs time only.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from functools import cache
 from importlib.resources import files
@@ -15,8 +16,10 @@ from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.space import SearchSpace
-from sweep.planning.forecast import Forecaster
-from sweep.planning.survey import Counts, Survey, class_of, survey
+from sweep.planning.forecast import Forecast, Forecaster
+from sweep.planning.survey import ClassKey, Counts, Survey, class_of, survey
+from sweep.planning.table import LargestBatch, ShapeTable
+from sweep.predict.memory import Fit
 from sweep.predict.profiles import keep, tracing_fingerprint
 
 _PACKAGES = ("search_spaces", "sweep.predict", "sweep.planning")
@@ -63,29 +66,79 @@ def _code_fingerprint() -> str:
 
 
 def _to_json(found: Survey) -> dict[str, Any]:
-    counts = found.counts
+    counts, table = found.counts, found.table
     return {
         "fit": counts.fit,
         "uncertain": counts.uncertain,
         "too_large": counts.too_large,
         "invalid": dict(counts.invalid),
-        "fastest": [
-            forecast.config.model_dump(mode="json") for forecast in found.fastest_by_class.values()
-        ],
+        "unpredicted": dict(counts.unpredicted),
+        "candidates": [_kept(one) for some in found.candidates.values() for one in some],
+        "table": None if table is None else _kept_table(table),
         "least_bytes": found.least_bytes,
-        "mean_step_seconds": found.mean_step_seconds,
+        "step_seconds": found.step_seconds,
+        "step_uncertainty": found.step_uncertainty,
         "compiled_share": found.compiled_share,
     }
 
 
+def _kept(forecast: Forecast) -> list[Any]:
+    """Return what a forecast is made of again; whether it fits takes longest to find."""
+    return [forecast.config.changes_from(TrialConfig()), forecast.fit.value]
+
+
+def _kept_table(table: ShapeTable) -> dict[str, Any]:
+    return {
+        "batches": table.batches,
+        "lengths": table.lengths,
+        "cells": [
+            _kept(table.cells[batch, length]) for batch in table.batches for length in table.lengths
+        ],
+        "largest": [[length, one.sure, one.possible] for length, one in table.largest.items()],
+    }
+
+
 def _from_json(values: dict[str, Any], space: SearchSpace, forecaster: Forecaster) -> Survey:
-    fastest = map(TrialConfig.model_validate, values["fastest"])
+    candidates: dict[ClassKey, list[Forecast]] = {}
+    for kept in values["candidates"]:
+        forecast = _forecast(kept, forecaster)
+        candidates.setdefault(class_of(forecast.config), []).append(forecast)
     return Survey(
         space=space,
+        model=forecaster.model,
         total=space.size(),
-        counts=Counts(values["fit"], values["uncertain"], values["too_large"], values["invalid"]),
-        fastest_by_class={class_of(config): forecaster.forecast(config) for config in fastest},
+        counts=Counts(
+            values["fit"],
+            values["uncertain"],
+            values["too_large"],
+            values["invalid"],
+            values["unpredicted"],
+        ),
+        candidates=candidates,
+        table=None if values["table"] is None else _table(values["table"], forecaster),
         least_bytes=values["least_bytes"],
-        mean_step_seconds=values["mean_step_seconds"],
+        step_seconds=values["step_seconds"],
+        step_uncertainty=values["step_uncertainty"],
         compiled_share=values["compiled_share"],
+    )
+
+
+def _forecast(kept: list[Any], forecaster: Forecaster) -> Forecast:
+    changes, fit = kept
+    config = TrialConfig.model_validate(changes)
+    forecaster.recall(config, Fit(fit))
+    return forecaster.forecast(config)
+
+
+def _table(values: dict[str, Any], forecaster: Forecaster) -> ShapeTable:
+    sizes = itertools.product(values["batches"], values["lengths"])
+    cells = [_forecast(kept, forecaster) for kept in values["cells"]]
+    return ShapeTable(
+        base=None,
+        batches=tuple(values["batches"]),
+        lengths=tuple(values["lengths"]),
+        cells=dict(zip(sizes, cells, strict=True)),
+        largest={
+            length: LargestBatch(sure, possible) for length, sure, possible in values["largest"]
+        },
     )

@@ -14,9 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
-from search_spaces.errors import InputError
+from search_spaces.config import TrialConfig
+from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
+from search_spaces.space import SearchSpace
 from sweep.cards import Card, read_card
 from sweep.console import say
 from sweep.places import cache_directory
@@ -26,13 +28,14 @@ from sweep.plan_question import PlanRequest, Predictor, Question, settle_questio
 from sweep.plan_view import configurations_view, plan_view, plans_view, rendered
 from sweep.planning.cost import bills
 from sweep.planning.documents import card_document, comparison_document, forecast_document
+from sweep.planning.forecast import Forecast, Forecaster
 from sweep.planning.plan import (
     CardPlan,
     compare_cards,
     plan_configuration,
     plan_space,
-    recipe_space,
 )
+from sweep.planning.survey import Survey
 from sweep.predict.memory import MemoryPredictor
 
 DONE, NOTHING_FITS = 0, 1
@@ -86,41 +89,52 @@ def _working(request: PlanRequest) -> Iterator[None]:
 
 def _cards(question: Question) -> tuple[str, bool]:
     """Return the plan of each card and their comparison, and whether anything fits."""
-    plans = [_card_plan(question, gpu) for gpu in question.gpus]
+    work, offers = question.request.work, question.offers
+    forecasters = {gpu.name: question.forecaster(gpu) for gpu in question.gpus}
+    plans = [_card_plan(question, forecasters[gpu.name]) for gpu in question.gpus]
     fits = any(one.fits for one in plans)
     if len(plans) == 1:
         (only,) = plans
         document, view = card_document(only), plan_view(only)
     else:
-        comparison = compare_cards(plans, work=question.request.work, offers=question.offers)
+
+        def look(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
+            return _preferred(about, forecasters[plan.gpu.name])
+
+        comparison = compare_cards(plans, work=work, offers=offers, look=look)
         document = comparison_document(plans, comparison)
         view = plans_view(plans, comparison)
     return (_json(document) if question.request.as_json else _text(view)), fits
 
 
-def _card_plan(question: Question, gpu: GpuSpec) -> CardPlan:
-    forecaster = question.forecaster(gpu)
-    offers = question.offers.get(gpu.name, ())
+def _card_plan(question: Question, forecaster: Forecaster) -> CardPlan:
     work = question.request.work
-    if question.configuration is not None:
-        return plan_configuration(
-            question.configuration, forecaster=forecaster, work=work, offers=offers
-        )
-    space = question.space or recipe_space(gpu, question.model)
-    found = kept_survey(space, forecaster, directory=cache_directory() / "surveys")
-    return plan_space(found, forecaster=forecaster, work=work, offers=offers)
+    offers = question.offers.get(forecaster.gpu.name, ())
+    about = question.about(forecaster.gpu)
+    refuse_impossible(about, model=question.model)
+    if isinstance(about, TrialConfig):
+        return plan_configuration(about, forecaster=forecaster, work=work, offers=offers)
+    found = _surveyed(about, forecaster)
+    return plan_space(
+        found, forecaster=forecaster, work=work, offers=offers, asked=question.asked()
+    )
+
+
+def _preferred(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> Forecast | None:
+    if isinstance(about, TrialConfig):
+        return forecaster.forecast(about)
+    return _surveyed(about, forecaster).recommended
+
+
+def _surveyed(space: SearchSpace, forecaster: Forecaster) -> Survey:
+    return kept_survey(space, forecaster, directory=cache_directory() / "surveys")
 
 
 def _many(question: Question, name: str) -> tuple[str, bool]:
     """Return the answer for each configuration of a file, and whether any of them fits."""
     (gpu,) = question.gpus
     forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
-    forecasts = []
-    for where, config in read_configurations(name):
-        try:
-            forecasts.append(forecaster.forecast(config))
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
+    forecasts = [forecaster.forecast(config) for _, config in read_configurations(name)]
     every = [
         bills(one, work=question.request.work, offers=offers, model=question.model)
         for one in forecasts

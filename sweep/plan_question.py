@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, match_product
-from search_spaces.loading import load_space, preset_names
+from search_spaces.loading import load_space, preset_name, preset_names
 from search_spaces.model_files import load_model_spec
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer, load_prices
 from search_spaces.space import SearchSpace
 from sweep.cards import Card
-from sweep.places import runs_directory, storage_url
+from sweep.places import own_price_file, runs_directory, storage_url
 from sweep.planning.cost import AskedWork
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
 from sweep.planning.forecast import Forecaster, MemoryPredictor
+from sweep.planning.narrowing import narrowed
+from sweep.planning.plan import Asked, SpaceKind, recipe_space
 
 DEFAULT_MODEL = "mistral-7b-v0.3"
 
@@ -40,7 +41,9 @@ class PlanRequest:
     gpus: tuple[str, ...] = ()
     model: str | None = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of one configuration; empty where none was asked about."""
+    """Keys of a configuration: held fixed while the rest of the space is searched."""
+    is_exact: bool = False
+    """Whether one configuration is asked about: what is not typed is the standard recipe's."""
     from_file: str | None = None
     work: AskedWork = field(default_factory=AskedWork)
     prices: Path | None = None
@@ -56,17 +59,29 @@ class Question:
     request: PlanRequest
     space: SearchSpace | None
     """None where no space was named."""
+    kind: SpaceKind
+    """Where the space comes from."""
     model: ModelSpec
     gpus: tuple[GpuSpec, ...]
     offers: Mapping[str, tuple[Offer, ...]]
     """By card."""
     predictor: Predictor
 
-    @cached_property
-    def configuration(self) -> TrialConfig | None:
-        """The one configuration that is asked about, if one is."""
-        values = self.request.configuration
-        return parse_config(values, where="options") if values else None
+    def about(self, gpu: GpuSpec) -> SearchSpace | TrialConfig:
+        """Return what is asked of a card: a space, or one configuration.
+
+        Raises:
+            InputError: what was typed is no configuration, or does not go with the space.
+        """
+        typed = self.request.configuration
+        if self.request.is_exact:
+            return parse_config(typed, where="options")
+        space = self.space or recipe_space(gpu, self.model)
+        return narrowed(space, typed) if typed else space
+
+    def asked(self) -> Asked:
+        """Return what was asked, for the answer to say."""
+        return Asked(kind=self.kind, held=self.request.configuration)
 
     def forecaster(self, gpu: GpuSpec) -> Forecaster:
         """Return what answers for one card."""
@@ -94,7 +109,7 @@ def settle_question(
         EnvironmentFault: a file or the hub is not to be had.
     """
     _check(request)
-    space, named = _space(request.space)
+    kind, space, named = _space(request.space)
     if named is not None and request.gpus:
         raise InputError(f"'{request.space}' is a card and --gpu names another: use --gpu alone")
     inner = named.name if named is not None else "auto" if space is None else space.gpu
@@ -106,9 +121,10 @@ def settle_question(
     return Question(
         request=request,
         space=space,
+        kind=kind,
         model=model,
         gpus=gpus,
-        offers=load_prices(request.prices or _own_prices()),
+        offers=load_prices(request.prices or own_price_file()),
         predictor=predictor,
     )
 
@@ -121,19 +137,27 @@ def _check(request: PlanRequest) -> None:
         raise InputError("--storage needs --study: which study to calibrate from")
 
 
-def _space(name: str | None) -> tuple[SearchSpace | None, GpuSpec | None]:
-    """Return the space that was named, or the card where it is no space."""
+def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | None]:
+    """Return the space that was named and what it is, or the card where it is no space.
+
+    A card by any of its names is the preset that is called like it, if one is: how a name is
+    written changes no answer.
+    """
     if name is None:
-        return None, None
+        return "standard", None, None
+    cards = {card: gpu for gpu in gpu_catalogue().values() for card in (gpu.name, *gpu.aliases)}
+    card = cards.get(name.strip().lower())
+    preset = preset_name(name) or (preset_name(card.name) if card is not None else None)
+    if preset is not None:
+        return "preset", load_space(preset), None
+    if card is not None and not Path(name).exists():
+        return "standard", None, card
     try:
-        return load_space(name), None
+        return "file", load_space(name), None
     except InputError:
-        cards = {card for gpu in gpu_catalogue().values() for card in (gpu.name, *gpu.aliases)}
-        if name.strip().lower() in cards:
-            return None, find_gpu(name)
         if "/" in name or Path(name).suffix or Path(name).exists():
             raise
-        known = cards | {preset.name for preset in preset_names()}
+        known = {*cards, *(one.name for one in preset_names())}
         raise InputError(
             f"'{name}' is no preset, no YAML file and no GPU{did_you_mean(name, known)}"
         ) from None
@@ -158,12 +182,6 @@ def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
             "(`sweep gpus`)"
         )
     return spec
-
-
-def _own_prices() -> Path | None:
-    """Return the user's price file, if there is one."""
-    path = runs_directory() / "prices.yaml"
-    return path if path.exists() else None
 
 
 def _budget(space: SearchSpace | None, gpu: GpuSpec) -> int:

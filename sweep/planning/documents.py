@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from sweep.planning.forecast import Forecast
-from sweep.planning.plan import CardPlan
+from sweep.planning.plan import CardComparison, CardPlan
+from sweep.planning.recommendation import STANDARD_CAPACITY
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable
-from sweep.predict.cost import Bill, BreakEven, Comparison
+from sweep.predict.cost import Bill, BreakEven
 from sweep.predict.memory import Fit
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
@@ -20,19 +22,22 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     """Return one configuration's answer; what is not known is null.
 
     ``fits`` is the best guess and ``fits_certainty`` says whether it is more than that.
+    Where memory cannot be predicted it is null, and ``notes`` say why.
     ``cost`` is the cheapest bill. ``invalid`` is the rule that forbids the configuration.
     """
     memory, speed, broken = forecast.memory, forecast.speed, forecast.broken
     return {
         "config": forecast.config.model_dump(mode="json"),
         "fits": forecast.fits,
-        "fits_certainty": "uncertain" if forecast.fit is Fit.UNCERTAIN else "sure",
+        "fits_certainty": _certainty(forecast),
         "peak_allocated_bytes": None if memory is None else memory.peak_allocated_bytes,
         "peak_reserved_bytes": None if memory is None else memory.peak_reserved_bytes,
         "breakdown": None if memory is None else {part: memory.breakdown[part] for part in PARTS},
         "peak_moment": None if memory is None else memory.moment,
+        "quantized_share": None if memory is None else memory.quantized_share,
         "step_seconds": forecast.step_seconds,
         "tokens_per_second": forecast.tokens_per_second,
+        "tokens_per_second_range": _range(forecast),
         "bottleneck": None if speed is None else speed.bottleneck,
         "flops_utilization": None if speed is None else speed.flops_utilization,
         "basis": _basis(forecast),
@@ -43,12 +48,26 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     }
 
 
+def _certainty(forecast: Forecast) -> str:
+    return "uncertain" if forecast.fit is Fit.UNCERTAIN else "sure"
+
+
+def _range(forecast: Forecast) -> list[float | None] | None:
+    """Return the least and the most that the speed may be; null where there is no most."""
+    ends = forecast.tokens_per_second_range
+    return None if ends is None else [end if math.isfinite(end) else None for end in ends]
+
+
 def _basis(forecast: Forecast) -> dict[str, Any]:
     """Return how sure the numbers are: memory's relative error, where speed comes from."""
     return {
         "memory": None if forecast.memory is None else "predicted",
         "memory_uncertainty": None if forecast.memory is None else forecast.memory.uncertainty,
+        "reserved_uncertainty": (
+            None if forecast.memory is None else forecast.memory.reserved_uncertainty
+        ),
         "speed": forecast.speed_basis,
+        "speed_uncertainty": forecast.speed_uncertainty,
         "speed_trials": 0 if forecast.speed is None else forecast.speed.trials,
     }
 
@@ -70,7 +89,7 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
     """Return the plan of one card.
 
     Where one configuration was asked about, its answer's keys are the document's own; where a space
-    was, the fastest configuration is under ``recommended``.
+    was, the one to take is under ``recommended``.
     """
     shown = None if plan.shown is None else forecast_document(plan.shown, bills=plan.bills)
     answer = {"recommended": shown} if plan.survey is not None else (shown or {})
@@ -82,6 +101,8 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
             "budget_bytes": plan.budget_bytes,
         },
         "model": plan.model.name,
+        "space_kind": plan.asked.kind,
+        "held": dict(plan.asked.held),
         "table": None if plan.table is None else _table(plan.table),
         **({} if plan.survey is None else _survey(plan.survey)),
         "bills": [bill.to_json() for bill in plan.bills],
@@ -91,7 +112,13 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
 
 
 def _table(table: ShapeTable) -> dict[str, Any]:
+    """Return what fits by size.
+
+    ``scope`` is ``space`` where each cell has the fastest structure of the space, which is its
+    ``config``, and ``structure`` where all of them have that of the configuration asked about.
+    """
     return {
+        "scope": "space" if table.base is None else "structure",
         "micro_batch_sizes": list(table.batches),
         "seq_lens": list(table.lengths),
         "cells": [
@@ -99,11 +126,12 @@ def _table(table: ShapeTable) -> dict[str, Any]:
                 "micro_batch_size": batch,
                 "seq_len": length,
                 "fits": cell.fits,
-                "fits_certainty": "uncertain" if cell.fit is Fit.UNCERTAIN else "sure",
+                "fits_certainty": _certainty(cell),
                 "peak_allocated_bytes": None
                 if cell.memory is None
                 else cell.memory.peak_allocated_bytes,
                 "tokens_per_second": cell.tokens_per_second,
+                "config": cell.config.model_dump(mode="json"),
             }
             for (batch, length), cell in table.cells.items()
         ],
@@ -127,22 +155,48 @@ def _survey(survey: Survey) -> dict[str, Any]:
             "cannot_fit": counts.too_large,
             "invalid": sum(counts.invalid.values()),
             "invalid_by_rule": dict(counts.invalid),
+            "unpredicted": sum(counts.unpredicted.values()),
+            "unpredicted_by_reason": dict(counts.unpredicted),
         },
         "least_bytes": survey.least_bytes,
+        "capacity_class": _capacity(survey),
+        "alternative": None if survey.alternative is None else _brief(survey.alternative),
         "fastest_by_class": [
             {
                 "lora_rank": rank,
-                "target_modules": list(targets) if isinstance(targets, tuple) else targets,
+                "target_modules": _modules(targets),
                 "seq_len": length,
-                "config": forecast.config.model_dump(mode="json"),
-                "fits_certainty": "uncertain" if forecast.fit is Fit.UNCERTAIN else "sure",
-                "tokens_per_second": forecast.tokens_per_second,
+                **_brief(forecast),
             }
             for (rank, targets, length), forecast in survey.fastest_by_class.items()
         ],
         "trials": survey.trials,
         "study_seconds": None if seconds is None else list(seconds),
     }
+
+
+def _brief(forecast: Forecast) -> dict[str, Any]:
+    return {
+        "config": forecast.config.model_dump(mode="json"),
+        "fits_certainty": _certainty(forecast),
+        "tokens_per_second": forecast.tokens_per_second,
+    }
+
+
+def _capacity(survey: Survey) -> dict[str, Any] | None:
+    """Return the class that is recommended from, and whether it is the standard recipe's."""
+    if survey.capacity is None:
+        return None
+    rank, targets = survey.capacity
+    return {
+        "lora_rank": rank,
+        "target_modules": _modules(targets),
+        "is_standard": survey.capacity == STANDARD_CAPACITY,
+    }
+
+
+def _modules(targets: str | tuple[str, ...]) -> str | list[str]:
+    return list(targets) if isinstance(targets, tuple) else targets
 
 
 def _evidence(plan: CardPlan) -> dict[str, Any] | None:
@@ -158,20 +212,29 @@ def _evidence(plan: CardPlan) -> dict[str, Any] | None:
     }
 
 
-def comparison_document(plans: Sequence[CardPlan], comparison: Comparison | None) -> dict[str, Any]:
-    """Return the plans of several cards, and the same work's bills on each."""
+def comparison_document(
+    plans: Sequence[CardPlan], comparison: CardComparison | None
+) -> dict[str, Any]:
+    """Return the plans of several cards, and the same training's bills on each."""
     return {
         "plans": [card_document(plan) for plan in plans],
         "comparison": None if comparison is None else _comparison(comparison),
     }
 
 
-def _comparison(comparison: Comparison) -> dict[str, Any]:
+def _comparison(comparison: CardComparison) -> dict[str, Any]:
+    found, work = comparison.bills, comparison.workload
     return {
-        "cheapest": comparison.cheapest.to_json(),
-        "soonest": comparison.soonest.to_json(),
-        "bills": [bill.to_json() for bill in comparison.bills],
-        "break_evens": [_break_even(point) for point in comparison.break_evens],
+        "effective_batch_size": comparison.effective_batch_size,
+        "seq_len": comparison.seq_len,
+        "steps": work.steps,
+        "samples": work.samples,
+        "tokens": work.tokens,
+        "configurations": {name: _brief(one) for name, one in comparison.chosen.items()},
+        "cheapest": found.cheapest.to_json(),
+        "soonest": found.soonest.to_json(),
+        "bills": [bill.to_json() for bill in found.bills],
+        "break_evens": [_break_even(point) for point in found.break_evens],
     }
 
 

@@ -15,7 +15,9 @@ from search_spaces.gpus import GpuSpec, gpu_catalogue, match_product
 from search_spaces.models import ModelSpec
 from search_spaces.rules import canonical
 from storage.definition import StudySnapshot, Target
-from storage.records import OutOfMemory, TrialRecord, Verdict
+from storage.ranking import fitting, rankable
+from storage.records import OutOfMemory, TrialRecord
+from sweep.predict.residuals import Residuals
 from sweep.predict.speed import Calibration, calibrate
 
 
@@ -37,6 +39,8 @@ class Evidence:
     """Whether its trials ran on the card of the plan."""
     memory_errors: tuple[float, ...] = ()
     """Predicted peak over the measured one, less 1, where a trial has both."""
+    residuals: Residuals = field(default_factory=Residuals)
+    """The worst of those errors, by which predictions are widened as in the study itself."""
     notes: tuple[str, ...] = ()
     """What of the study cannot be used, and why."""
 
@@ -80,11 +84,8 @@ def evidence_from(snapshot: StudySnapshot, *, model: ModelSpec, gpu: GpuSpec) ->
         raise InputError(f"study '{snapshot.name}' ran on a CPU and says nothing of a card")
     host = _host(target)
     is_same_card = host is not None and host.name == gpu.name
-    measured = {
-        canonical(record.config): record
-        for record in snapshot.records
-        if record.verdict is Verdict.FITS
-    }
+    # As everywhere, the last trial of a configuration that came to a conclusion decides.
+    measured = {canonical(r.config): r for r in fitting(rankable(snapshot.records))}
     calibration = _calibration(measured.values(), model=model, gpu=gpu) if is_same_card else None
     notes = () if is_same_card else (_other_card(snapshot.name, target, gpu),)
     return Evidence(
@@ -96,9 +97,10 @@ def evidence_from(snapshot: StudySnapshot, *, model: ModelSpec, gpu: GpuSpec) ->
             canonical(record.config)
             for record in snapshot.records
             if isinstance(record.outcome, OutOfMemory)
-        ),
+        ).difference(measured),
         is_same_card=is_same_card,
         memory_errors=_memory_errors(measured.values()),
+        residuals=Residuals(snapshot.records),
         notes=notes,
     )
 
@@ -116,7 +118,7 @@ def _calibration(
     observations = [
         (record.config, record.measurement.step_seconds)
         for record in records
-        if record.measurement is not None
+        if record.measurement is not None and not record.measurement.is_noisy
     ]
     try:
         return calibrate(observations, model=model, gpu=gpu) if observations else None

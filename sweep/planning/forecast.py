@@ -6,7 +6,8 @@ prices, files or terminals.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from search_spaces.config import TrialConfig
@@ -17,7 +18,11 @@ from search_spaces.rules import Violation, violation
 from storage.records import TrialRecord
 from sweep.planning.evidence import NO_EVIDENCE, Evidence
 from sweep.predict.memory import Fit, MemoryPrediction
+from sweep.predict.profiles import Untraceable
 from sweep.predict.speed import SpeedPrediction, predict_step
+
+UNBUILDABLE = "cannot-be-built"
+"""The rule of what only the model's own code forbids: a target module that it does not have."""
 
 Basis = Literal["predicted", "calibrated", "measured"]
 """Where a number comes from: data sheet and model code, those corrected by trials, or a trial."""
@@ -44,10 +49,11 @@ class Forecast:
     broken: Violation | None
     """The rule that forbids it there, if one does."""
     memory: MemoryPrediction | None
-    """None only where a rule forbids it and nothing can be predicted either."""
+    """None where nothing can be predicted."""
     fit: Fit
-    fits: bool
-    """The best guess, also where ``fit`` is uncertain."""
+    """Uncertain too where nothing can be predicted."""
+    fits: bool | None
+    """The best guess, also where ``fit`` is uncertain; None where there is nothing to go by."""
     speed: SpeedPrediction | None
     """None where the architecture or the compute type has no prediction, or a rule forbids it."""
     trial: TrialRecord | None = None
@@ -67,6 +73,23 @@ class Forecast:
         """Tokens that carry loss per second, at full rows."""
         seconds = self.step_seconds
         return None if seconds is None else self.config.tokens_per_step / seconds
+
+    @property
+    def speed_uncertainty(self) -> float | None:
+        """Relative: the truth is expected within this much of the step's seconds."""
+        if self.trial is not None and self.trial.measurement is not None:
+            measured = self.trial.measurement
+            ends = measured.step_seconds_ci95
+            return None if ends is None else max(abs(e / measured.step_seconds - 1.0) for e in ends)
+        return None if self.speed is None else self.speed.uncertainty
+
+    @property
+    def tokens_per_second_range(self) -> tuple[float, float] | None:
+        """The least and the most that the speed's uncertainty leaves possible."""
+        speed, error = self.tokens_per_second, self.speed_uncertainty
+        if speed is None or error is None:
+            return None
+        return speed / (1.0 + error), speed / (1.0 - error) if error < 1.0 else math.inf
 
     @property
     def speed_basis(self) -> Basis | None:
@@ -114,23 +137,30 @@ class Forecaster:
         )
 
     def memory(self, config: TrialConfig) -> MemoryPrediction:
-        """Return the predicted memory. Raises what `MemoryPredictor.predict` raises."""
+        """Return the predicted memory, no surer than the study's trials allow.
+
+        Raises what `MemoryPredictor.predict` raises.
+        """
         if config not in self._predicted:
-            self._predicted[config] = self._predictor.predict(config)
+            predicted = self._predictor.predict(config)
+            self._predicted[config] = self.evidence.residuals.widened(predicted, config)
         return self._predicted[config]
 
     def is_hopeless(self, config: TrialConfig) -> bool:
         """Whether the predicted peak alone says that a valid configuration does not fit."""
         if self.evidence.fits(config, budget_bytes=self.budget_bytes):
             return False
-        memory = self.memory(config)
-        return memory.peak_allocated_bytes > self.budget_bytes * (1.0 + memory.uncertainty)
+        return self.memory(config).exceeds(self.budget_bytes)
 
     def fit(self, config: TrialConfig) -> Fit:
         """Return whether a valid configuration fits; a trial that settled it overrules."""
         if config not in self._settled:
             self._settled[config] = self._fit(config)
         return self._settled[config]
+
+    def recall(self, config: TrialConfig, fit: Fit) -> None:
+        """Take over what this forecaster's like found before, which saves predicting it again."""
+        self._settled.setdefault(config, fit)
 
     def _fit(self, config: TrialConfig) -> Fit:
         known = self.evidence.fits(config, budget_bytes=self.budget_bytes)
@@ -141,33 +171,63 @@ class Forecaster:
     def forecast(self, config: TrialConfig) -> Forecast:
         """Return everything that is to be expected of ``config``.
 
+        What cannot be predicted is said in its notes, so that one configuration among many does not
+        silence the others.
+
         Raises:
-            InputError: memory cannot be predicted.
             EnvironmentFault: the tracing process does not answer.
         """
         broken = self.broken(config)
+        try:
+            memory = self.memory(config)
+        except Untraceable as error:
+            return self._forbidden(config, broken) if broken else self._unknown(config, error)
+        except InputError as error:
+            return self._forbidden(config, broken or Violation(UNBUILDABLE, str(error)))
         if broken is not None:
-            return self._forbidden(config, broken)
-        memory, fit = self.memory(config), self.fit(config)
+            return self._forbidden(config, broken, memory)
+        fit = self.fit(config)
+        is_likely = memory.is_likely(self.budget_bytes) if fit is Fit.UNCERTAIN else fit is Fit.YES
         speed, notes = self.speed(config)
         return Forecast(
             config=config,
             broken=None,
             memory=memory,
             fit=fit,
-            fits=_is_likely(memory, self.budget_bytes) if fit is Fit.UNCERTAIN else fit is Fit.YES,
+            fits=is_likely,
             speed=speed,
             trial=self.evidence.trial(config),
             notes=notes,
         )
 
-    def _forbidden(self, config: TrialConfig, broken: Violation) -> Forecast:
+    def _forbidden(
+        self, config: TrialConfig, broken: Violation, memory: MemoryPrediction | None = None
+    ) -> Forecast:
         """What a rule forbids does not fit; where its memory can be predicted, that is said."""
-        try:
-            memory = self.memory(config)
-        except InputError:
-            memory = None
         return Forecast(config, broken, memory, fit=Fit.NO, fits=False, speed=None)
+
+    def _unknown(self, config: TrialConfig, error: Untraceable) -> Forecast:
+        """Without a prediction only a trial that settled it tells whether it fits."""
+        known = self.evidence.fits(config, budget_bytes=self.budget_bytes)
+        speed, notes = self.speed(config)
+        return Forecast(
+            config=config,
+            broken=None,
+            memory=None,
+            fit=Fit.UNCERTAIN if known is None else Fit.YES if known else Fit.NO,
+            fits=known,
+            speed=speed,
+            trial=self.evidence.trial(config),
+            notes=(f"memory is not predicted: {error}", *notes),
+        )
+
+    def tokens_per_second(self, config: TrialConfig) -> float | None:
+        """Return the speed that `forecast` tells of a valid configuration, without its memory."""
+        trial = self.evidence.trial(config)
+        if trial is not None and trial.measurement is not None:
+            return config.tokens_per_step / trial.measurement.step_seconds
+        speed, _ = self.speed(config)
+        return None if speed is None else speed.tokens_per_second
 
     def speed(self, config: TrialConfig) -> tuple[SpeedPrediction | None, tuple[str, ...]]:
         """Return the predicted speed, and why there is none."""
@@ -178,8 +238,3 @@ class Forecaster:
         except InputError as error:
             return None, (f"speed and cost are not predicted: {error}",)
         return prediction, ()
-
-
-def _is_likely(memory: MemoryPrediction, budget_bytes: int) -> bool:
-    """Whether a configuration in doubt fits if the prediction is exactly right."""
-    return replace(memory, uncertainty=0.0).fits(budget_bytes) is Fit.YES

@@ -5,25 +5,41 @@ Pure: space or configuration, forecaster and offers in, a plan out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
 from search_spaces.rules import violation
 from search_spaces.space import SearchSpace
-from sweep.planning.cost import STEPS, AskedWork, bills
+from sweep.planning.cost import AskedWork, bills
 from sweep.planning.evidence import Evidence
-from sweep.planning.forecast import Forecast, Forecaster
-from sweep.planning.survey import Survey, merit, thinned
-from sweep.planning.table import BATCHES, LENGTHS, ShapeTable, shape_table
-from sweep.predict.cost import Bill, Comparison, compare
+from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
+from sweep.planning.narrowing import narrowed
+from sweep.planning.recommendation import nearest_capacity, preferred
+from sweep.planning.survey import ClassKey, Survey, class_of
+from sweep.planning.table import LENGTHS, ShapeTable, shape_table
+from sweep.predict.cost import Bill, Comparison, Workload, compare
 
-VALUES_SHOWN = 12
-"""Rows or columns that the table takes from one dimension."""
 GRID_BATCHES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+
+SpaceKind = Literal["preset", "file", "standard"]
+"""Where a space comes from: shipped under its name, written by the user, or made for a card."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of a card, for the answer to say."""
+
+    kind: SpaceKind | None = None
+    """None where one configuration is asked about, and no space."""
+    held: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs that were typed: they are fixed, and the rest of the space is searched."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +52,18 @@ class CardPlan:
     shown: Forecast | None
     """The configuration that is asked about, or the recommended one; None where nothing fits."""
     table: ShapeTable | None
-    """Other sizes of that configuration."""
+    """Other sizes of that configuration; the fastest of the space at each where one is searched."""
     survey: Survey | None
     """Of the space; None where one configuration is asked about."""
     bills: tuple[Bill, ...]
     """Of the shown configuration, the cheapest first."""
     evidence: Evidence
+    asked: Asked = Asked()
 
     @property
     def fits(self) -> bool:
         """Whether anything fits, by the best guess."""
-        return self.shown is not None and self.shown.fits
+        return self.shown is not None and bool(self.shown.fits)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -55,32 +72,34 @@ class CardPlan:
 
 
 def plan_space(
-    found: Survey, *, forecaster: Forecaster, work: AskedWork, offers: Sequence[Offer]
+    found: Survey,
+    *,
+    forecaster: Forecaster,
+    work: AskedWork,
+    offers: Sequence[Offer],
+    asked: Asked = Asked("file"),
 ) -> CardPlan:
-    """Return the plan of a space that was looked over: what it holds, its fastest configuration.
-
-    Raises:
-        InputError: memory cannot be predicted.
-        EnvironmentFault: the tracing process does not answer.
-    """
-    space, best, table = found.space, found.recommended, None
-    if best is not None:
-        table = shape_table(
-            forecaster,
-            best.config,
-            batches=_shown_values(space, "micro_batch_size") or BATCHES,
-            lengths=_shown_values(space, "seq_len") or LENGTHS,
-        )
-    return _card_plan(best, forecaster, table=table, found=found, work=work, offers=offers)
+    """Return the plan of a space that was looked over: what it holds, and what is recommended."""
+    plan = _card_plan(found.recommended, forecaster, table=found.table, work=work, offers=offers)
+    return replace(plan, survey=found, asked=asked)
 
 
 def plan_configuration(
     config: TrialConfig, *, forecaster: Forecaster, work: AskedWork, offers: Sequence[Offer]
 ) -> CardPlan:
-    """Return the plan of one configuration, whether it fits or not. Raises as `plan_space`."""
+    """Return the plan of one configuration, whether it fits or not.
+
+    Raises:
+        InputError: memory cannot be predicted.
+        EnvironmentFault: the tracing process does not answer.
+    """
     asked = forecaster.forecast(config)
+    if asked.memory is None and asked.broken is None:
+        raise InputError(asked.notes[0])
+    if asked.broken is not None and asked.broken.rule == UNBUILDABLE:
+        raise InputError(asked.broken.reason)
     table = None if asked.memory is None else shape_table(forecaster, config)
-    return _card_plan(asked, forecaster, table=table, found=None, work=work, offers=offers)
+    return _card_plan(asked, forecaster, table=table, work=work, offers=offers)
 
 
 def _card_plan(
@@ -88,7 +107,6 @@ def _card_plan(
     forecaster: Forecaster,
     *,
     table: ShapeTable | None,
-    found: Survey | None,
     work: AskedWork,
     offers: Sequence[Offer],
 ) -> CardPlan:
@@ -99,7 +117,7 @@ def _card_plan(
         model=model,
         shown=shown,
         table=table,
-        survey=found,
+        survey=None,
         bills=() if shown is None else bills(shown, work=work, offers=offers, model=model),
         evidence=forecaster.evidence,
     )
@@ -139,48 +157,116 @@ def _best_dtype(gpu: GpuSpec, model: ModelSpec) -> str:
     return "fp16" if broken is not None and broken.rule == "bf16-needs-ampere" else "bf16"
 
 
-def _shown_values(space: SearchSpace, key: str) -> list[int]:
-    """Return at most a dozen of a dimension's values; none where it is fixed."""
-    values = space.dimensions[key].values() if key in space.dimensions else None
-    return thinned(values or (), most=VALUES_SHOWN)
+@dataclass(frozen=True)
+class CardComparison:
+    """The same training on several cards: as many tokens, in steps of one effective batch."""
+
+    chosen: Mapping[str, Forecast]
+    """The configuration of each card, by its name."""
+    workload: Workload
+    """What each of them does."""
+    bills: Comparison
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Sequences per optimizer step, on every card."""
+        return self.workload.samples_per_step
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in every sequence, on every card."""
+        return next(iter(self.chosen.values())).config.seq_len
+
+
+Look = Callable[[CardPlan, SearchSpace | TrialConfig], Forecast | None]
+"""Returns what to prefer of a space on the card of a plan; a configuration's own forecast."""
 
 
 def compare_cards(
-    plans: Sequence[CardPlan], *, work: AskedWork, offers: Mapping[str, Sequence[Offer]]
-) -> Comparison | None:
-    """Return the bills of the same work on several cards; None where fewer than two can do it.
+    plans: Sequence[CardPlan],
+    *,
+    work: AskedWork,
+    offers: Mapping[str, Sequence[Offer]],
+    look: Look,
+) -> CardComparison | None:
+    """Return what the same training costs on several cards; None where fewer than two can do it.
 
-    The same work means the same samples of the same length, for adapters of the same capacity:
-    each card does it with its own fastest configuration of that class.
+    The same training means the same samples, of one length, in steps of one effective batch, for
+    adapters of one capacity class. Each card does it with its own fastest configuration whose
+    micro-batch goes into that batch, and accumulates the rest.
     """
-    rivals = _rivals(plans)
-    if len(rivals) < 2:
+    able = [plan for plan in plans if plan.fits]
+    chosen = _rivals(able, look)
+    if len(chosen) < 2:
         return None
-    first = rivals[0][1].config
-    if work.samples is None and work.tokens is None and work.dataset_samples is None:
-        steps = STEPS if work.steps is None else work.steps
-        work = replace(work, steps=None, samples=steps * first.samples_per_step)
     every = [
         one
-        for plan, forecast in rivals
+        for plan in able
+        if plan.gpu.name in chosen
         for one in bills(
-            forecast, work=work, offers=offers.get(plan.gpu.name, ()), model=plan.model
+            chosen[plan.gpu.name],
+            work=work,
+            offers=offers.get(plan.gpu.name, ()),
+            model=plan.model,
         )
     ]
-    return compare(every) if every else None
+    if not every:
+        return None
+    return CardComparison(chosen, every[0].workload, compare(every))
 
 
-def _rivals(plans: Sequence[CardPlan]) -> list[tuple[CardPlan, Forecast]]:
-    """Return each card's forecast for the same work; cards on which nothing fits have none."""
-    able = [plan for plan in plans if plan.fits]
-    surveys = [plan.survey for plan in able if plan.survey is not None]
+def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
+    """Return the forecast of each card that can do the same training."""
+    surveys = [(plan, plan.survey) for plan in able if plan.survey is not None]
     if len(surveys) < len(able):
-        return [(plan, plan.shown) for plan in able if plan.shown is not None]
+        return {plan.gpu.name: plan.shown for plan in able if plan.shown is not None}
+    shared = _shared_class([found for _, found in surveys])
+    if shared is None:
+        return {}
+    own = {plan.gpu.name: found.fastest_by_class[shared] for plan, found in surveys}
+    for whole in _effective_batches([forecast.config for forecast in own.values()]):
+        chosen = {
+            plan.gpu.name: own[plan.gpu.name]
+            if own[plan.gpu.name].config.samples_per_step == whole
+            else _accumulating(plan, found.space, shared, whole, look)
+            for plan, found in surveys
+        }
+        able_too = {name: one for name, one in chosen.items() if one is not None and one.fits}
+        if len(able_too) == len(chosen):
+            return able_too
+    return {}
+
+
+def _shared_class(surveys: Sequence[Survey]) -> ClassKey | None:
+    """Return the class that every card has something of: nearest to the standard one, and of that
+    the length that is fastest on the first card.
+    """
     if not surveys:
-        return []
+        return None
     common = set.intersection(*(set(one.fastest_by_class) for one in surveys))
-    if not common:
-        return []
-    chosen = max(common, key=lambda key: merit(surveys[0].fastest_by_class[key]))
-    pairs = zip(able, surveys, strict=True)
-    return [(plan, one.fastest_by_class[chosen]) for plan, one in pairs]
+    capacity = nearest_capacity({key[:2] for key in common}, model=surveys[0].model)
+    fastest = surveys[0].fastest_by_class
+    best = preferred(fastest[key] for key in common if key[:2] == capacity)
+    return None if best is None else class_of(best.config)
+
+
+def _effective_batches(fastest: Sequence[TrialConfig]) -> Iterator[int]:
+    """Yield effective batches that the cards may have in common, the better ones first.
+
+    The largest step of any of them hardly accumulates; what all their micro-batches go into leaves
+    each with its fastest configuration.
+    """
+    yield max(config.samples_per_step for config in fastest)
+    yield math.lcm(*(config.samples_per_step for config in fastest))
+
+
+def _accumulating(
+    plan: CardPlan, space: SearchSpace, shared: ClassKey, whole: int, look: Look
+) -> Forecast | None:
+    """Return a card's preferred way to make an effective batch; None where it has none."""
+    rank, targets, length = shared
+    held = {"lora_rank": rank, "target_modules": targets, "seq_len": length}
+    try:
+        return look(plan, narrowed(space, {**held, "effective_batch_size": whole}))
+    except InputError:
+        return None

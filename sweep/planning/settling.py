@@ -1,16 +1,37 @@
 """Owns finding how many of ever larger configurations fit, by few predictions and fewer replays.
 
-Knows nothing of spaces or tables. Walking a step for its peak takes a fraction of a millisecond,
-replaying it through the allocator some: what the peak alone rules out is never replayed.
+Knows nothing of spaces, tables or speeds. Walking a step for its peak takes a fraction of what
+replaying it through the allocator does: what the peak alone rules out is never replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
 from sweep.planning.forecast import Forecaster
 from sweep.predict.memory import Fit
+
+
+@dataclass(frozen=True)
+class SettledRow:
+    """Valid configurations that differ in their micro-batch alone, and how many of them fit."""
+
+    configurations: Sequence[TrialConfig]
+    """The smallest micro-batch first."""
+    sure: int
+    """How many of the first ones fit surely."""
+    possible: int
+    """How many of the first ones fit surely or perhaps."""
+
+
+def settle_row(
+    configurations: Sequence[TrialConfig], *, forecaster: Forecaster, near: int
+) -> SettledRow:
+    """Return how much of a row fits; arguments as those of `settle`."""
+    count, at = len(configurations), configurations.__getitem__
+    return SettledRow(configurations, *settle(count, at, forecaster=forecaster, near=near))
 
 
 def settle(

@@ -9,16 +9,36 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from search_spaces.config import TrialConfig
-from search_spaces.space import Dimension, FloatRange, SearchSpace
-from sweep.planning.forecast import Forecast, Forecaster
-from sweep.planning.settling import settle
-from sweep.predict.memory import Fit
+from search_spaces.errors import InputError
+from search_spaces.models import ModelSpec
+from search_spaces.space import (
+    MICRO_STEPS_TIMED,
+    Choices,
+    Dimension,
+    FloatRange,
+    SearchSpace,
+)
+from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
+from sweep.planning.recommendation import (
+    Capacity,
+    Certainty,
+    alternative,
+    certainty_of,
+    nearest_capacity,
+    preferred,
+    speed_order,
+)
+from sweep.planning.settling import SettledRow, settle_row
+from sweep.planning.table import ShapeTable, Size, fastest_table
+from sweep.predict.profiles import Untraceable
 
 ROWS_MAX = 6_000
 CONFIGURATIONS_MAX = 60_000
@@ -27,13 +47,29 @@ ROWS_SAMPLED = 1_500
 BATCHES_MAX = 256
 """Micro-batches that are looked at in one row."""
 STEPS_SAMPLED = 64
-"""Fitting configurations whose step times make the mean that a study's length follows from."""
+"""Fitting configurations whose step times tell how long a study takes."""
+VALUES_SHOWN = 16
+"""Rows or columns that the table takes from one dimension."""
+
 START_SECONDS = 25.0
 """A worker's start: imports and the model's build."""
-TRIAL_SECONDS = 1.5
-"""What a trial takes beside its training steps: attach, detach, storage."""
-COMPILE_SECONDS = 10.0
-"""The first shape of a compiled configuration."""
+TRIAL_SECONDS = 2.0
+"""What a trial takes beside its training steps: attach, first kernels, detach, storage."""
+STEPS_OVER_FEWEST = 1.25
+"""Steps of a trial that runs to its end, over the fewest that its budget allows."""
+STEPS_TO_STOP = 3
+"""Measured steps after which a trial that is too slow is stopped, and no sooner."""
+STOPPED_SHARE = 0.7
+"""Share of a study's trials that are stopped as too slow, where speed is all it is after.
+
+These four are those of the study in ``tests/bench/results/a10_rank16_study.txt``.
+"""
+COMPILE_SECONDS = 7.0
+"""What the first step of a compiled configuration takes longer, its shape being new.
+
+As measured on an H200, the first of a process apart, which takes ten: see
+``tests/bench/results/compile_cost.json``.
+"""
 
 ClassKey = tuple[int, str | tuple[str, ...], int]
 """Rank, target modules, length: what a configuration can learn, and from how much context."""
@@ -48,11 +84,14 @@ class Counts:
     too_large: int
     invalid: Mapping[str, int]
     """By the rule that forbids them."""
+    unpredicted: Mapping[str, int] = field(default_factory=dict)
+    """By the reason why nothing is predicted of them."""
 
     @property
     def looked_at(self) -> int:
         """All of them."""
-        return self.fit + self.uncertain + self.too_large + sum(self.invalid.values())
+        predicted = self.fit + self.uncertain + self.too_large
+        return predicted + sum(self.invalid.values()) + sum(self.unpredicted.values())
 
 
 @dataclass(frozen=True)
@@ -60,16 +99,21 @@ class Survey:
     """What a space holds for one card."""
 
     space: SearchSpace
+    model: ModelSpec
     total: int | None
     """Configurations of the space; None where a dimension is continuous."""
     counts: Counts
     """Of the configurations looked at: all, or a sample where there are too many."""
-    fastest_by_class: Mapping[ClassKey, Forecast]
-    """The fastest that surely fits; where none does, of those that perhaps do."""
+    candidates: Mapping[ClassKey, Sequence[Forecast]]
+    """Of each class, the fastest that surely fits and the fastest of those that are less sure."""
+    table: ShapeTable | None
+    """The fastest at each size of the space; None where nothing may fit at any."""
     least_bytes: int | None
     """The smallest peak of those that cannot fit whatever the micro-batch; None without any."""
-    mean_step_seconds: float | None
-    """Over configurations that fit; None where none does, or speed has no prediction."""
+    step_seconds: float | None
+    """Median over configurations that fit; None where none does, or speed has no prediction."""
+    step_uncertainty: float = 0.0
+    """Of that: the mean of the predictions' own."""
     compiled_share: float = 0.0
     """Share of the fitting configurations whose layers are compiled."""
 
@@ -78,10 +122,31 @@ class Survey:
         """Whether the counts are a sample's."""
         return self.total != self.counts.looked_at
 
+    @cached_property
+    def fastest_by_class(self) -> Mapping[ClassKey, Forecast]:
+        """The one to prefer of each class; classes of which nothing may fit are left out."""
+        chosen = {key: preferred(some) for key, some in self.candidates.items()}
+        return {key: one for key, one in chosen.items() if one is not None}
+
+    @cached_property
+    def capacity(self) -> Capacity | None:
+        """The capacity class that is recommended from: the standard one, or the nearest to it."""
+        return nearest_capacity({key[:2] for key in self.candidates}, model=self.model)
+
     @property
     def recommended(self) -> Forecast | None:
-        """The fastest of all; the one with most tokens where no speed is known."""
-        return max(self.fastest_by_class.values(), key=merit, default=None)
+        """The one to prefer of that class, whatever its length; None where nothing may fit."""
+        return preferred(self._able())
+
+    @property
+    def alternative(self) -> Forecast | None:
+        """What is worth naming beside the recommended one, if anything is."""
+        best = self.recommended
+        return None if best is None else alternative(self._able(), best)
+
+    def _able(self) -> list[Forecast]:
+        every = self.candidates.items()
+        return [one for key, some in every if key[:2] == self.capacity for one in some]
 
     @property
     def trials(self) -> int:
@@ -91,49 +156,65 @@ class Survey:
         return min(self.space.trials, self.counts.fit + self.counts.uncertain)
 
     def study_seconds(self) -> tuple[float, float] | None:
-        """Return how long a study of this space takes, at least and at most; None where unknown."""
-        space, step, trials = self.space, self.mean_step_seconds, self.trials
+        """Return how long a study of this space takes on the card itself; None where unknown.
+
+        The first is with as many trials stopped early as is usual and a card as fast as may be, the
+        second with none stopped and a card as slow as may be.
+        """
+        space, step, error = self.space, self.step_seconds, min(self.step_uncertainty, 0.9)
         if step is None:
             return None
         budget = space.steps
-        shortest = (budget.warmup_min + budget.measured_min) * step
-        measured = max(budget.measured_min * step, budget.seconds_max)
-        longest = budget.warmup_max * step + min(budget.measured_max * step, measured)
+        fewest = budget.warmup_min + budget.measured_min
+        stopped = budget.warmup_min + min(STEPS_TO_STOP, budget.measured_min)
+        share = STOPPED_SHARE if "tokens_per_second" in space.objectives else 0.0
+        low = (share * stopped + (1.0 - share) * fewest) * step * (1.0 - error)
+        high = STEPS_OVER_FEWEST * fewest * step * (1.0 + error)
         overhead = TRIAL_SECONDS + self.compiled_share * COMPILE_SECONDS
         limit = space.time_budget_seconds or math.inf
-        low, high = (START_SECONDS + trials * (overhead + one) for one in (shortest, longest))
+        low, high = (START_SECONDS + self.trials * (overhead + one) for one in (low, high))
         return min(low, limit), min(high, limit)
 
 
 def class_of(config: TrialConfig) -> ClassKey:
-    """Return a configuration's capacity class."""
+    """Return a configuration's capacity class and its length."""
     return config.lora_rank, config.target_modules, config.seq_len
-
-
-def merit(forecast: Forecast) -> tuple[bool, float, int]:
-    """Return what makes a forecast better than another: sure first, then speed, then tokens."""
-    speed = forecast.tokens_per_second or 0.0
-    return forecast.fit is Fit.YES, speed, forecast.config.tokens_per_micro_batch
 
 
 def survey(space: SearchSpace, forecaster: Forecaster) -> Survey:
     """Return what ``space`` holds for the forecaster's card.
 
     Raises:
-        InputError: memory cannot be predicted.
+        InputError: memory can be predicted of no configuration.
         EnvironmentFault: the tracing process does not answer.
     """
     tally = _Tally()
     for row in rows(space):
         tally.take(row, forecaster)
+    counts = tally.counts()
+    if tally.refused is not None and not counts.fit + counts.uncertain + counts.too_large:
+        raise tally.refused
+    step, uncertainty = _step_seconds(tally.sure, forecaster)
     return Survey(
         space=space,
+        model=forecaster.model,
         total=space.size(),
-        counts=Counts(len(tally.sure), tally.uncertain, tally.too_large, tally.invalid),
-        fastest_by_class=tally.fastest,
+        counts=counts,
+        candidates={key: tuple(best.values()) for key, best in tally.best.items()},
+        table=_table(space, tally, forecaster) if tally.best else None,
         least_bytes=tally.least_bytes,
-        mean_step_seconds=_mean_step_seconds(tally.sure, forecaster),
+        step_seconds=step,
+        step_uncertainty=uncertainty,
         compiled_share=sum(config.compile for config in tally.sure) / max(1, len(tally.sure)),
+    )
+
+
+def _table(space: SearchSpace, tally: _Tally, forecaster: Forecaster) -> ShapeTable:
+    batches, lengths = (
+        thinned({size[axis] for size in tally.sizes}, most=VALUES_SHOWN) for axis in (0, 1)
+    )
+    return fastest_table(
+        forecaster, tally.settled, batches=batches, lengths=lengths, spare=tally.sizes
     )
 
 
@@ -141,33 +222,67 @@ def survey(space: SearchSpace, forecaster: Forecaster) -> Survey:
 class _Tally:
     """What the rows so far hold."""
 
-    sure: list[TrialConfig] = field(default_factory=list)
-    uncertain: int = 0
-    too_large: int = 0
+    settled: list[SettledRow] = field(default_factory=list)
     invalid: Counter[str] = field(default_factory=Counter)
-    fastest: dict[ClassKey, Forecast] = field(default_factory=dict)
+    unpredicted: Counter[str] = field(default_factory=Counter)
+    refused: InputError | None = None
+    """Why the first of those rows was not predicted, of which nothing can be."""
+    best: dict[ClassKey, dict[Certainty, Forecast]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    sizes: dict[Size, TrialConfig] = field(default_factory=dict)
+    """A configuration of each size, whatever becomes of it."""
     least_bytes: int | None = None
     near: int = 1
     """How many of the last row fitted: neighbours are alike."""
 
-    def take(self, row: Sequence[TrialConfig], forecaster: Forecaster) -> None:
+    @cached_property
+    def sure(self) -> list[TrialConfig]:
+        """What surely fits, once every row has been taken."""
+        return [config for row in self.settled for config in row.configurations[: row.sure]]
+
+    @property
+    def uncertain(self) -> int:
+        return sum(row.possible - row.sure for row in self.settled)
+
+    @property
+    def too_large(self) -> int:
+        return sum(len(row.configurations) - row.possible for row in self.settled)
+
+    def take(self, configurations: Sequence[TrialConfig], forecaster: Forecaster) -> None:
         """Count one row, the smallest micro-batch first."""
-        valid = self._valid(row, forecaster)
+        for config in configurations:
+            self.sizes.setdefault((config.micro_batch_size, config.seq_len), config)
+        valid = self._valid(configurations, forecaster)
         if not valid:
             return
-        certain, possible = settle(
-            len(valid), valid.__getitem__, forecaster=forecaster, near=self.near
-        )
-        self.near = max(1, possible)
-        self.sure += valid[:certain]
-        self.uncertain += possible - certain
-        self.too_large += len(valid) - possible
-        if possible:
-            # The largest micro-batch is the fastest of its row.
-            self._keep(forecaster.forecast(valid[(certain or possible) - 1]))
-        else:
+        try:
+            row = settle_row(valid, forecaster=forecaster, near=self.near)
+        except InputError as error:
+            self._refuse(len(valid), error)
+            return
+        self.settled.append(row)
+        self.near = max(1, row.possible)
+        # The largest micro-batch is the fastest of its row: of the sure ones, and of the others.
+        for count in {row.sure, row.possible} - {0}:
+            self._keep(valid[count - 1], forecaster)
+        if not row.possible:
             least = forecaster.memory(valid[0]).peak_allocated_bytes
             self.least_bytes = min(least, self.least_bytes or least)
+
+    def counts(self) -> Counts:
+        """Return how many there are of each kind."""
+        return Counts(
+            len(self.sure), self.uncertain, self.too_large, self.invalid, self.unpredicted
+        )
+
+    def _refuse(self, count: int, error: InputError) -> None:
+        """Count a row whose structure cannot be traced, or that the model has no modules for."""
+        self.refused = self.refused or error
+        if isinstance(error, Untraceable):
+            self.unpredicted[str(error)] += count
+        else:
+            self.invalid[UNBUILDABLE] += count
 
     def _valid(self, row: Sequence[TrialConfig], forecaster: Forecaster) -> list[TrialConfig]:
         """Return the configurations that no rule forbids, and count the others."""
@@ -175,10 +290,17 @@ class _Tally:
         self.invalid.update(one.rule for one in broken if one is not None)
         return [config for config, one in zip(row, broken, strict=True) if one is None]
 
-    def _keep(self, candidate: Forecast) -> None:
-        key = class_of(candidate.config)
-        if key not in self.fastest or merit(candidate) > merit(self.fastest[key]):
-            self.fastest[key] = candidate
+    def _keep(self, config: TrialConfig, forecaster: Forecaster) -> None:
+        # Settling the row found all that decides; a forecast in doubt replays the step once more.
+        is_measured = forecaster.evidence.trial(config) is not None
+        level = certainty_of(
+            forecaster.fit(config),
+            uncertainty=0.0 if is_measured else forecaster.memory(config).uncertainty,
+        )
+        order = forecaster.tokens_per_second(config) or 0.0, config.tokens_per_micro_batch
+        best = self.best[class_of(config)]
+        if level not in best or order > speed_order(best[level]):
+            best[level] = forecaster.forecast(config)
 
 
 def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
@@ -218,9 +340,62 @@ def _row_values(
     if len(known) == len(columns) and math.prod(map(len, known)) <= most:
         yield from itertools.product(*known)
         return
+    drawn = {
+        key: _few(dimension) if key == "seq_len" else dimension
+        for key, dimension in dimensions.items()
+    }
+    lean = list(_leanest(drawn))
+    yield from lean
     draw = random.Random(seed)
-    for _ in range(min(ROWS_SAMPLED, most)):
-        yield tuple(_drawn(dimension, draw) for dimension in dimensions.values())
+    for _ in range(min(ROWS_SAMPLED, most) - len(lean)):
+        yield tuple(_drawn(dimension, draw) for dimension in drawn.values())
+
+
+def _few(dimension: Dimension) -> Dimension:
+    """Return so few lengths that each has many rows, and a place in the table."""
+    return Choices(choices=tuple(thinned(dimension.values() or (), most=VALUES_SHOWN)))
+
+
+_LEAN_FIRST: Mapping[str, Sequence[Any]] = {
+    "target_modules": ("qv", "attention"),
+    "kernels": ("liger", "fused-loss"),
+    "quantization": ("nf4", "fp4"),
+    "double_quant": (True,),
+    "upcast_fp32": (False,),
+    "optimizer": ("paged_adamw_8bit", "adamw_8bit"),
+    "attention": ("sdpa", "flash_attention_2"),
+    "compile": (False,),
+}
+"""What needs less memory than the values that are not listed, the least of all first."""
+
+
+def _leanest(dimensions: Mapping[str, Dimension]) -> Iterator[tuple[Any, ...]]:
+    """Yield the row that needs least memory at each length: a sample must not miss what fits."""
+    columns = {key: _ends(dimension) for key, dimension in dimensions.items()}
+    yield from itertools.product(
+        *(
+            values if key == "seq_len" else [min(values, key=lambda v: _weight(key, v))]
+            for key, values in columns.items()
+        )
+    )
+
+
+def _ends(dimension: Dimension) -> Sequence[Any]:
+    values = dimension.values()
+    if values is not None:
+        return values
+    assert isinstance(dimension, FloatRange)
+    return dimension.low, dimension.high
+
+
+def _weight(key: str, value: Any) -> float:
+    """Return a figure that grows with the memory that a value takes, as a rule."""
+    if key in _LEAN_FIRST:
+        order = _LEAN_FIRST[key]
+        return order.index(value) if value in order else len(order)
+    if key == "checkpoint_fraction":
+        return -float(value)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _drawn(dimension: Dimension, draw: random.Random) -> Any:
@@ -231,8 +406,26 @@ def _drawn(dimension: Dimension, draw: random.Random) -> Any:
     return draw.uniform(dimension.low, dimension.high)
 
 
-def _mean_step_seconds(sure: Sequence[TrialConfig], forecaster: Forecaster) -> float | None:
+def _timed(config: TrialConfig) -> TrialConfig:
+    """Return the part of an optimizer step that a trial runs."""
+    micro_steps = min(config.accumulation_steps, MICRO_STEPS_TIMED)
+    return config.model_copy(update={"effective_batch_size": micro_steps * config.micro_batch_size})
+
+
+def _step_seconds(
+    sure: Sequence[TrialConfig], forecaster: Forecaster
+) -> tuple[float | None, float]:
+    """Return the median step of a trial and its uncertainty.
+
+    A median, as samplers are drawn to what is fast, and the few longest steps would make a mean.
+    Of an accumulation a trial times the first micro-steps alone.
+    """
     some = random.Random(0).sample(sure, min(STEPS_SAMPLED, len(sure)))
-    predicted = [forecaster.speed(config)[0] for config in some]
-    known = [speed.step_seconds for speed in predicted if speed is not None]
-    return sum(known) / len(known) if known else None
+    timed = map(_timed, some)
+    predicted = [speed for config in timed for speed in [forecaster.speed(config)[0]] if speed]
+    if not predicted:
+        return None, 0.0
+    return (
+        statistics.median(speed.step_seconds for speed in predicted),
+        statistics.fmean(speed.uncertainty for speed in predicted),
+    )

@@ -1,6 +1,7 @@
 """Owns the table of batch by sequence length: what fits, how fast, the largest batch per length.
 
-Knows nothing of spaces, prices or terminals.
+It is either one structure at several sizes, or the fastest of many structures at each. Knows
+nothing of prices or terminals.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
 from sweep.planning.forecast import Forecast, Forecaster
-from sweep.planning.settling import settle
+from sweep.planning.settling import SettledRow, settle
 from sweep.predict.memory import Fit
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -30,18 +31,133 @@ class LargestBatch:
     """That is not surely too large."""
 
 
+Size = tuple[int, int]
+"""Micro-batch and sequence length."""
+
+
 @dataclass(frozen=True)
 class ShapeTable:
-    """One structure at several sizes."""
+    """What fits by micro-batch and sequence length."""
 
-    base: TrialConfig
-    """What every cell has in common, beside micro-batch and length."""
+    base: TrialConfig | None
+    """What every cell has in common, beside its size; None where each has the fastest structure."""
     batches: tuple[int, ...]
     lengths: tuple[int, ...]
-    cells: Mapping[tuple[int, int], Forecast]
-    """By micro-batch and length."""
+    cells: Mapping[Size, Forecast]
     largest: Mapping[int, LargestBatch]
-    """By length."""
+    """By length: of any micro-batch for one structure, else of the micro-batches of the space."""
+
+
+def fastest_table(
+    forecaster: Forecaster,
+    rows: Sequence[SettledRow],
+    *,
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    spare: Mapping[Size, TrialConfig],
+) -> ShapeTable:
+    """Return the fastest that fits at every size: surely if anything does, else perhaps.
+
+    Where nothing fits, the cell is the structure that comes nearest to it.
+
+    Args:
+        forecaster: tells speed and memory.
+        rows: every valid configuration, and how much of each row fits.
+        batches: micro-batches of the table.
+        lengths: sequence lengths of the table.
+        spare: a configuration of each size, for where rules forbid all of them.
+    """
+    cells: dict[Size, Forecast] = {}
+    for length in lengths:
+        column = _Column(forecaster, [row for row in rows if _length(row) == length])
+        cells |= {
+            (batch, length): column.at(batch) or forecaster.forecast(spare[batch, length])
+            for batch in batches
+        }
+    largest = {length: _largest_held(rows, length) for length in lengths}
+    return ShapeTable(None, tuple(batches), tuple(lengths), cells, largest)
+
+
+def _length(row: SettledRow) -> int:
+    return row.configurations[0].seq_len
+
+
+def _largest_held(rows: Sequence[SettledRow], length: int) -> LargestBatch:
+    held = [row for row in rows if _length(row) == length]
+    return LargestBatch(
+        sure=max((_batch(row, row.sure) for row in held), default=0),
+        possible=max((_batch(row, row.possible) for row in held), default=0),
+    )
+
+
+def _batch(row: SettledRow, count: int) -> int:
+    """Return the largest micro-batch of the first ``count`` configurations."""
+    return row.configurations[count - 1].micro_batch_size if count else 0
+
+
+class _Column:
+    """The rows of one length, those that are fastest at their largest micro-batch first.
+
+    As speed never falls with the micro-batch, a row is done with once it is slower even there.
+    """
+
+    def __init__(self, forecaster: Forecaster, rows: Sequence[SettledRow]) -> None:
+        self._forecaster = forecaster
+        able = [(self._top(row), row) for row in rows if row.possible]
+        self._able = sorted(able, key=lambda pair: pair[0], reverse=True)
+        self._rows = rows
+
+    def _top(self, row: SettledRow) -> float:
+        return self._forecaster.tokens_per_second(row.configurations[row.possible - 1]) or 0.0
+
+    def at(self, batch: int) -> Forecast | None:
+        """Return the cell of a micro-batch; None where no row has it."""
+        return (
+            self._fastest(batch, Fit.YES)
+            or self._fastest(batch, Fit.UNCERTAIN)
+            or self._nearest(batch)
+        )
+
+    def _fastest(self, batch: int, wanted: Fit) -> Forecast | None:
+        # Asked from the fastest on, so that hardly more than one is replayed to see that it fits.
+        for _, config in sorted(self._fitting(batch, wanted), key=lambda pair: -pair[0]):
+            forecast = self._forecaster.forecast(config)
+            if forecast.fit is wanted:
+                return forecast
+        return None
+
+    def _fitting(self, batch: int, wanted: Fit) -> list[tuple[float, TrialConfig]]:
+        """Return what may be the fastest of those that fit, with its speed."""
+        found: list[tuple[float, TrialConfig]] = []
+        fastest = -1.0
+        for top, row in self._able:
+            if top < fastest:
+                break
+            count = row.sure if wanted is Fit.YES else row.possible
+            config = _sized(row.configurations[:count], batch)
+            if config is not None:
+                speed = self._forecaster.tokens_per_second(config) or 0.0
+                found.append((speed, config))
+                fastest = max(fastest, speed)
+        return found
+
+    def _nearest(self, batch: int) -> Forecast | None:
+        """Return the structure that holds the largest micro-batch; of several, the smallest."""
+        sized = [(row, _sized(row.configurations, batch)) for row in self._rows]
+        held = [(row, config) for row, config in sized if config is not None]
+        furthest = max((row.possible for row, _ in held), default=0)
+        nearest = [(row, config) for row, config in held if row.possible == furthest]
+        _, config = min(nearest, key=lambda pair: self._need(pair[0]), default=(None, None))
+        return None if config is None else self._forecaster.forecast(config)
+
+    def _need(self, row: SettledRow) -> int:
+        """Return the peak of the first that does not fit, which settling the row predicted."""
+        first = row.configurations[min(row.possible, len(row.configurations) - 1)]
+        return self._forecaster.memory(first).peak_allocated_bytes
+
+
+def _sized(configurations: Sequence[TrialConfig], batch: int) -> TrialConfig | None:
+    return next((one for one in configurations if one.micro_batch_size == batch), None)
 
 
 def shape_table(
@@ -94,7 +210,8 @@ def _largest_batch(forecaster: Forecaster, base: TrialConfig, length: int) -> La
     def sized(index: int) -> TrialConfig:
         return reshaped(base, micro_batch_size=allowed[index], seq_len=length)
 
-    if forecaster.broken(sized(0)) is not None:
+    first = forecaster.forecast(sized(0))
+    if first.broken is not None or first.memory is None:
         return LargestBatch(sure=0, possible=0)
     counts = settle(len(allowed), sized, forecaster=forecaster)
     return LargestBatch(*(allowed[count - 1] if count else 0 for count in counts))

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 
 from search_spaces.config import CONFIG_KEYS, TARGET_SETS, TrialConfig
 from search_spaces.errors import InputError
-from search_spaces.gpus import GIB
+from search_spaces.gpus import GIB, gpu_catalogue
+from search_spaces.loading import preset_names
 from storage.environment import fingerprint
 from storage.studies import open_study
 from sweep import plan_options
@@ -24,10 +26,11 @@ from sweep.cli import main
 from sweep.plan_command import plan
 from sweep.plan_file import read_configurations
 from sweep.plan_options import CONFIG_OPTIONS, given
-from sweep.plan_question import PlanRequest
+from sweep.plan_question import PlanRequest, settle_question
 from sweep.planning.cost import AskedWork
+from sweep.predict.profiles import Untraceable
 from sweep.samplers import make_sampler
-from tests.sweep.imagined_memory import ImaginedPredictor
+from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import INTERFACE_KEYS, TRIALS, a_snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +157,132 @@ def test_the_budget_of_a_space_counts_where_it_is_the_tighter_one(
     assert budgets == [7 * GIB, 23_604_690_944 - 536_870_912]
 
 
+@pytest.mark.parametrize("name", ["a10", "A10", " a10 "])
+def test_how_a_name_is_written_changes_no_answer(
+    answer: Plan, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    answer(space=name, configuration=HELD, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["space"], document["space_kind"]) == ("a10", "preset")
+    answer(space=name, configuration=HELD)
+    assert "preset a10, held at " in capsys.readouterr().out
+
+
+def test_a_card_by_any_of_its_names_is_the_same_space() -> None:
+    for gpu in gpu_catalogue().values():
+        names = (gpu.name, gpu.name.upper(), *gpu.aliases, *map(str.upper, gpu.aliases))
+        questions = [
+            settle_question(
+                PlanRequest(space=name), predictor=lambda *_: ImaginedPredictor(), card=lambda: None
+            )
+            for name in names
+        ]
+        first = questions[0]
+        assert all((one.kind, one.space) == (first.kind, first.space) for one in questions)
+        assert first.kind == ("preset" if gpu.name in PRESETS else "standard")
+
+
+def test_a_card_without_a_preset_has_a_standard_space(
+    answer: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = {"compile": False, "kernels": "hf"}
+    answer(space="L4", configuration=typed)
+    out = capsys.readouterr().out
+    assert "the l4's standard space, held at not compiled, standard kernels: 384 " in out
+
+
+PRESETS = {preset.name for preset in preset_names()}
+HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
+
+
+# Knobs that are typed
+
+
+def test_what_is_typed_is_held_and_the_rest_of_the_space_is_searched(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = a_space_file(home, SMALL)
+    answer(space=space, configuration={"micro_batch_size": 2}, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["configurations"]["total"] == 2
+    assert document["held"] == {"micro_batch_size": 2}
+    assert document["recommended"]["config"]["micro_batch_size"] == 2
+    assert document["table"]["micro_batch_sizes"] == [2]
+    assert document["table"]["scope"] == "space"
+
+
+def test_a_rank_that_is_typed_is_the_class_that_is_recommended_from(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(space=a_space_file(home, SMALL), configuration={"lora_rank": 64}, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["capacity_class"] == {
+        "lora_rank": 64,
+        "target_modules": "attention",
+        "is_standard": False,
+    }
+    assert document["recommended"]["config"]["lora_rank"] == 64
+
+
+def test_a_space_of_which_everything_is_typed_is_one_configuration(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = {"micro_batch_size": 2, "lora_rank": 4}
+    answer(
+        space=a_space_file(home, SMALL + "fixed: {seq_len: 64}\n"),
+        configuration=typed,
+        as_json=True,
+    )
+    document = json.loads(capsys.readouterr().out)
+    asked = {**typed, "seq_len": 64}
+    assert asked.items() <= document["config"].items()
+
+
+def test_exactly_the_recipe_is_asked_about_where_nothing_is_typed(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(space=a_space_file(home, SMALL), is_exact=True, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["config"] == TrialConfig().model_dump(mode="json")
+
+
+def test_batches_that_do_not_go_into_an_effective_batch_are_left_out(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = a_space_file(home, "gpu: a10\ndimensions:\n  micro_batch_size: [1, 3, 4, 8]\n")
+    answer(space=space, configuration={"effective_batch_size": 12}, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["table"]["micro_batch_sizes"] == [1, 3, 4]
+    assert document["recommended"]["config"]["effective_batch_size"] == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "typed", "message"),
+    [
+        ("micro_batch_size: [4, 8]", {"effective_batch_size": 6}, "no micro_batch_size of space"),
+        ("lora_rank: [4, 8]", {"effective_batch_size": 6}, "is not a multiple of micro_batch_size"),
+        (
+            "effective_batch_size: [6, 8]",
+            {"micro_batch_size": 5},
+            "micro_batch_size 5: no effective_batch_size of space",
+        ),
+        ("lora_rank: [4, 8]", {"seq_len": 0}, "options: seq_len must be at least 1, got 0"),
+        ("lora_rank: [4, 8]", {"kernels": "x"}, "options: kernels must be one of"),
+    ],
+)
+def test_what_is_typed_must_go_with_the_space(
+    answer: Plan, home: Path, text: str, typed: Mapping[str, Any], message: str
+) -> None:
+    fixed = "fixed: {micro_batch_size: 4}\n" if "lora_rank" in text else ""
+    fixed = "fixed: {micro_batch_size: 2}\n" if text.startswith("effective") else fixed
+    with pytest.raises(InputError) as refused:
+        answer(
+            space=a_space_file(home, f"gpu: a10\ndimensions:\n  {text}\n{fixed}"),
+            configuration=typed,
+        )
+    assert message in str(refused.value)
+
+
 # A file of configurations
 
 
@@ -213,11 +342,39 @@ def test_standard_input_is_named_in_messages() -> None:
     assert read_configurations("-", stdin=stream) == [("stdin: line 2", TrialConfig(lora_rank=3))]
 
 
-def test_a_line_that_cannot_be_predicted_is_named(home: Path) -> None:
-    broken = ImaginedPredictor(fault=InputError("no module 'zz'"))
-    request = PlanRequest(space="a10", from_file=a_file(home, "{}"))
-    with pytest.raises(InputError, match=r"configs\.jsonl: line 1: no module 'zz'"):
-        plan(request, predictor=lambda *_: broken)
+class Picky(ImaginedPredictor):
+    """Cannot trace Liger's kernels, and has no module for the fused loss."""
+
+    def predict(self, config: TrialConfig) -> ImaginedMemory:
+        match config.kernels:
+            case "liger":
+                raise Untraceable("cannot be traced: data decides")
+            case "fused-loss":
+                raise InputError("no module 'zz'")
+        return super().predict(config)
+
+
+def test_a_line_that_cannot_be_predicted_silences_no_other(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = a_file(home, "{}", '{"kernels": "liger"}', '{"kernels": "fused-loss"}', "{}")
+    request = PlanRequest(space="a10", from_file=name)
+    predictor = Picky()
+    assert plan(replace(request, as_json=True), predictor=lambda *_: predictor) == 0
+    good, untraceable, unbuildable, again = map(json.loads, capsys.readouterr().out.splitlines())
+    assert good == again
+    assert good["fits"] is True
+    assert (untraceable["fits"], untraceable["invalid"]) == (None, None)
+    assert "data decides" in untraceable["notes"][0]
+    assert unbuildable["fits"] is False
+    assert unbuildable["invalid"]["reason"] == "no module 'zz'"
+    assert plan(request, predictor=lambda *_: predictor) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
+    assert [row[1] for row in rows] == ["yes", "–", "invalid", "yes"]
+    words = " ".join(out.split())
+    assert "data decides" in words
+    assert "no module 'zz'" in words
 
 
 def test_people_get_a_file_as_a_table(
@@ -236,8 +393,8 @@ def test_people_get_a_file_as_a_table(
     ("typed", "code"),
     [
         ({"configuration": {"micro_batch_size": 8}}, 0),
-        ({"configuration": {"micro_batch_size": 64}}, 1),
-        ({"configuration": {"seq_len": 100_000}}, 1),
+        ({"configuration": {"micro_batch_size": 64}, "is_exact": True}, 1),
+        ({"configuration": {"seq_len": 100_000}, "is_exact": True}, 1),
         ({"gpus": ("t4", "h200"), "configuration": {"micro_batch_size": 64}}, 0),
     ],
 )
@@ -247,6 +404,11 @@ def test_the_exit_code_says_whether_anything_fits(
     assert answer(**{"space": None if "gpus" in typed else "a10", **typed}) == code
 
 
+def test_a_knob_that_leaves_nothing_valid_of_a_space_is_bad_input(answer: Plan) -> None:
+    with pytest.raises(InputError, match="no configuration is valid: seq-len-beyond-positions"):
+        answer(space="a10", configuration={"seq_len": 100_000})
+
+
 def test_a_file_in_which_nothing_fits_exits_with_1(answer: Plan, home: Path) -> None:
     assert answer(space="a10", from_file=a_file(home, '{"micro_batch_size": 64}')) == 1
 
@@ -254,8 +416,10 @@ def test_a_file_in_which_nothing_fits_exits_with_1(answer: Plan, home: Path) -> 
 def test_one_configuration_is_answered_under_the_files_keys(
     answer: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(space="a10", configuration={"micro_batch_size": 8}, as_json=True)
+    answer(space="a10", configuration={"micro_batch_size": 8}, is_exact=True, as_json=True)
     document = json.loads(capsys.readouterr().out)
+    assert document["config"] == TrialConfig(micro_batch_size=8).model_dump(mode="json")
+    assert document["table"]["scope"] == "structure"
     assert document.keys() >= INTERFACE_KEYS | {"table", "bills", "gpu", "model"}
     # 21.48 GiB less 2 % hold the base's 5 GiB, the adapters' 16 MiB and 32 rows of half a GiB.
     assert document["table"]["largest_micro_batch"]["512"] == {"sure": 32, "possible": 33}
@@ -270,7 +434,12 @@ def test_a_space_is_answered_with_counts_and_a_recommendation(
     assert document["configurations"]["fit"] == 4
     assert document["configurations"]["cannot_fit"] == 2
     assert document["recommended"]["config"]["micro_batch_size"] == 8
-    assert document["recommended"]["config"]["lora_rank"] == 8
+    assert document["recommended"]["config"]["lora_rank"] == 16
+    assert document["capacity_class"] == {
+        "lora_rank": 16,
+        "target_modules": "attention",
+        "is_standard": True,
+    }
     assert len(document["fastest_by_class"]) == 2
     assert document["study_seconds"][0] < document["study_seconds"][1]
 
@@ -285,8 +454,10 @@ def test_people_see_table_breakdown_bottleneck_cost_and_grounds(
         "What fits, in tokens/s",
         "6 configurations",
         "4 surely fit, 0 are too close to say, 2 cannot fit",
-        "Recommended: the fastest that surely fits",
-        "8 x 512, rank 8",
+        "file mine: 6 configurations",
+        "Recommended: the fastest that surely fits, of rank 16 on q,k,v,o",
+        "8 x 512, rank 16",
+        "the published recipe's capacity",
         "▓ activations 4.00 GiB",
         "bound by ",
         "Fastest of each capacity class",
@@ -299,13 +470,13 @@ def test_people_see_table_breakdown_bottleneck_cost_and_grounds(
     ):
         assert words in out
     largest = next(line for line in out.splitlines() if line.strip().startswith("largest"))
-    assert largest.split()[:3] == ["largest", "32", "(33?)"]
+    assert largest.split() == ["largest", "8"]
 
 
 def test_a_doubtful_cell_has_a_question_mark_and_one_that_does_not_fit_a_dash(
     answer: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert answer(space="a10", configuration={"micro_batch_size": 33}) == 1
+    assert answer(space="a10", configuration={"micro_batch_size": 33}, is_exact=True) == 1
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if line.split()[:1] == ["33"])
     assert row.split()[1].endswith("?")
@@ -330,7 +501,7 @@ def test_prices_of_the_users_are_taken_from_where_they_are_kept(
     (home / "other.yaml").write_text(text.replace("Mine", "Theirs"))
     providers = []
     for prices in (None, home / "other.yaml"):
-        answer(space="a10", configuration={"lora_rank": 8}, prices=prices, as_json=True)
+        answer(space="a10", is_exact=True, prices=prices, as_json=True)
         providers.append(json.loads(capsys.readouterr().out)["cost"]["provider"])
     assert providers == ["Mine", "Theirs"]
 
@@ -339,10 +510,30 @@ def test_the_work_that_is_asked_about_is_billed(
     answer: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work = AskedWork(dataset_samples=800, epochs=2)
-    answer(space="a10", configuration={"micro_batch_size": 8}, work=work, as_json=True)
+    asked = {"configuration": {"micro_batch_size": 8}, "is_exact": True}
+    answer(space="a10", **asked, work=work, as_json=True)
     cost = json.loads(capsys.readouterr().out)["cost"]
     assert cost["steps"] == 200
     assert cost["usd_per_epoch"] == pytest.approx(cost["usd"] / 2)
+
+
+def test_several_cards_are_compared_by_one_effective_batch(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = a_space_file(home, "gpu: a10\ndimensions:\n  micro_batch_size: [1, 8, 24, 48]\n")
+    asked: dict[str, Any] = {
+        "space": space,
+        "gpus": ("a10", "h200"),
+        "work": AskedWork(samples=480),
+    }
+    answer(**asked)
+    out = capsys.readouterr().out
+    assert "The same work on each card: 0.2 M tokens in 10 steps of 48 x 512" in out
+    assert ", accumulated 2 times" in out
+    answer(**asked, as_json=True)
+    comparison = json.loads(capsys.readouterr().out)["comparison"]
+    assert {bill["steps"] for bill in comparison["bills"]} == {10}
+    assert (comparison["effective_batch_size"], comparison["samples"]) == (48, 480)
 
 
 def test_a_study_calibrates_the_plan(
@@ -362,21 +553,26 @@ def test_a_study_calibrates_the_plan(
             trial = study.ask({}, params=None)
             study.begin(trial, record.config, "2026-11-21T00:00:00+00:00")
             study.tell(trial, record.model_copy(update={"number": trial.number}))
-    answer(space="a10", study="mine", storage=url, configuration={"micro_batch_size": 2})
+    asked: dict[str, Any] = {"space": "a10", "study": "mine", "storage": url, "is_exact": True}
+    answer(**asked, configuration={"micro_batch_size": 2})
     assert f"calibrated by {len(TRIALS)} trials of study mine" in capsys.readouterr().out
-    answer(space="a10", study="mine", storage=url, configuration={"micro_batch_size": 8})
+    answer(**asked, configuration={"micro_batch_size": 8})
     assert "measured by trial 4 of study mine" in capsys.readouterr().out
 
 
 # What is kept
 
 
-def test_a_space_is_looked_over_once(answer: Plan, home: Path, memory: ImaginedPredictor) -> None:
+def test_a_space_is_looked_over_once(
+    answer: Plan, home: Path, memory: ImaginedPredictor, capsys: pytest.CaptureFixture[str]
+) -> None:
     space = a_space_file(home, SMALL + "  checkpoint_fraction: {low: 0, high: 1, step: 0.02}\n")
     answer(space=space, as_json=True)
     first = len(memory.asked)
+    found = json.loads(capsys.readouterr().out)
     answer(space=space, as_json=True)
     assert len(memory.asked) - first < first / 2
+    assert json.loads(capsys.readouterr().out) == found
     answer(space=space, gpus=("l4",), as_json=True)
     assert len(memory.asked) - first > first
 
@@ -434,7 +630,17 @@ def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
         "heavy = {'torch', 'transformers', 'peft', 'bitsandbytes', 'optuna'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
-    typed = ("--batch-size", "2", "--seq-len", "64", "--rank", "8", "--no-upcast-fp32", "--json")
+    typed = (
+        "--exact",
+        "--batch-size",
+        "2",
+        "--seq-len",
+        "64",
+        "--rank",
+        "8",
+        "--no-upcast-fp32",
+        "--json",
+    )
     done = subprocess.run(
         [sys.executable, "-c", program, *DEMO, *typed],
         capture_output=True,

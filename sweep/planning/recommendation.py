@@ -1,0 +1,127 @@
+"""Owns which of many forecasts is recommended: of which capacity class, and sure against fast.
+
+Pure: forecasts in, one of them out. Knows nothing of spaces, tables or terminals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import IntEnum
+
+from search_spaces.config import TrialConfig
+from search_spaces.linears import lora_parameters, resolve_targets
+from search_spaces.models import ModelSpec
+from sweep.planning.forecast import Forecast
+from sweep.predict.memory import Fit
+
+Capacity = tuple[int, str | tuple[str, ...]]
+"""Rank and target modules: what the adapters can learn."""
+
+STANDARD_CAPACITY: Capacity = (TrialConfig().lora_rank, TrialConfig().target_modules)
+"""The published recipe's: rank 16 on q,k,v,o."""
+WELL_PREDICTED = 0.05
+"""A peak whose prediction may be further off than this (compiled layers') is less than sure."""
+
+
+class Certainty(IntEnum):
+    """How sure it is that a configuration fits."""
+
+    DOUBTFUL = 0
+    """The budget lies within the prediction's uncertainty."""
+    LIKELY = 1
+    """It fits, by a prediction that is wide of the truth at times."""
+    SURE = 2
+
+
+def certainty(forecast: Forecast) -> Certainty:
+    """Return how sure it is that a forecast that may fit does."""
+    memory = forecast.memory if forecast.trial is None else None
+    return certainty_of(forecast.fit, uncertainty=0.0 if memory is None else memory.uncertainty)
+
+
+def certainty_of(fit: Fit, *, uncertainty: float) -> Certainty:
+    """Return how sure a fit is that a memory prediction of that relative uncertainty tells."""
+    if fit is not Fit.YES:
+        return Certainty.DOUBTFUL
+    return Certainty.SURE if uncertainty <= WELL_PREDICTED else Certainty.LIKELY
+
+
+def speed_order(forecast: Forecast) -> tuple[float, int]:
+    """Return what sorts forecasts of one certainty: speed, then tokens where none is known."""
+    return forecast.tokens_per_second or 0.0, forecast.config.tokens_per_micro_batch
+
+
+def is_surely_faster(one: Forecast, other: Forecast) -> bool:
+    """Whether ``one`` is faster even if it is as slow, and ``other`` as fast, as may be."""
+    mine, theirs = one.tokens_per_second_range, other.tokens_per_second_range
+    return mine is not None and theirs is not None and mine[0] > theirs[1]
+
+
+def preferred(candidates: Iterable[Forecast]) -> Forecast | None:
+    """Return the fastest of the surest, unless a less sure one is faster beyond the uncertainty.
+
+    A gain inside the error of the speeds is no reason to risk running out of memory.
+    """
+    chosen: Forecast | None = None
+    best = _fastest_by_certainty(candidates)
+    for level in sorted(best, reverse=True):
+        if chosen is None or is_surely_faster(best[level], chosen):
+            chosen = best[level]
+    return chosen
+
+
+def alternative(candidates: Iterable[Forecast], chosen: Forecast) -> Forecast | None:
+    """Return what is worth naming beside the preferred forecast, if anything is.
+
+    Where a surer one was passed over, that is the surest; else it is the fastest of those that
+    are less sure, where it is predicted to be faster.
+    """
+    best = _fastest_by_certainty(candidates)
+    surest = max(best, default=Certainty.DOUBTFUL)
+    if surest > certainty(chosen):
+        return best[surest]
+    faster = [one for one in best.values() if speed_order(one)[0] > speed_order(chosen)[0]]
+    return max(faster, key=speed_order, default=None)
+
+
+def _fastest_by_certainty(candidates: Iterable[Forecast]) -> dict[Certainty, Forecast]:
+    best: dict[Certainty, Forecast] = {}
+    for one in candidates:
+        level = certainty(one)
+        if level not in best or speed_order(one) > speed_order(best[level]):
+            best[level] = one
+    return best
+
+
+def nearest_capacity(classes: Iterable[Capacity], *, model: ModelSpec) -> Capacity | None:
+    """Return the class nearest to the standard recipe's; None where there is no class.
+
+    The same target modules come first, then the number of trainable parameters (the rank, where
+    the architecture does not tell), then more of them.
+    """
+    wanted = _targets(STANDARD_CAPACITY, model)
+
+    def distance(capacity: Capacity) -> tuple[bool, float, float]:
+        size = _size(capacity, model)
+        # Rounded, so that half and twice the parameters are equally near.
+        return _targets(capacity, model) != wanted, round(abs(math.log(size)), 6), -size
+
+    return min(classes, key=distance, default=None)
+
+
+def _adapters(capacity: Capacity) -> TrialConfig:
+    rank, targets = capacity
+    return TrialConfig(lora_rank=rank, target_modules=targets)
+
+
+def _targets(capacity: Capacity, model: ModelSpec) -> frozenset[str]:
+    return frozenset(resolve_targets(_adapters(capacity), model))
+
+
+def _size(capacity: Capacity, model: ModelSpec) -> float:
+    """Return the size of a class's adapters over that of the standard one's."""
+    mine, theirs = (lora_parameters(_adapters(one), model) for one in (capacity, STANDARD_CAPACITY))
+    if mine is None or theirs is None:
+        return capacity[0] / STANDARD_CAPACITY[0]
+    return mine / theirs
