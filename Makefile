@@ -4,25 +4,40 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu lint format clean help
+LOWEST := .venv-lowest
+
+.PHONY: demo test test-lowest test-gpu lint format clean help
+
+# Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
+waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo "another make $(2): waiting for it" >&2; flock 9; fi
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/: .*##/:/'
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qlora-sweep needs Python 3.11 or newer, this is " + sys.version.split()[0] or 0)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,postgresql]'
+	@$(call waiting,$(VENV).lock,prepares $(VENV)); \
+	if [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]; then exit 0; fi; \
+	set -ex; \
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,postgresql]'; \
 	touch $@
 
 demo: $(READY)   ## a real study on the CPU: summary in the terminal, report in runs/demo/report.html
-	$(BIN)/sweep run cpu-demo --study demo
+	@$(call waiting,$(VENV)/.demo.lock,demo is running); \
+	set -x; exec $(BIN)/sweep run cpu-demo --study demo
 
 test: $(READY)   ## the test suite without a GPU
 	$(BIN)/python -m pytest -m "not gpu"
 
-test-gpu: $(READY)  ## the tests that need a GPU; fails where there is none
-	$(BIN)/python -m pytest -m gpu --require-gpu
+test-lowest:     ## the same under the lowest versions that pyproject.toml allows, in an environment of its own
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	PIP_CONSTRAINT=lowest-constraints.txt $(LOWEST)/bin/pip install --quiet --disable-pip-version-check --editable '.[test,postgresql,dashboard]'
+	$(LOWEST)/bin/python -m pytest -m "not gpu"
+
+test-gpu: $(READY)  ## the tests that need a GPU, three minutes; fails where there is none
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gpu]'
+	$(BIN)/python -m pytest tests/gpu -m gpu --require-gpu
 
 lint: $(READY)   ## lint, format, types and import contracts
 	$(BIN)/ruff check .
@@ -34,5 +49,5 @@ format: $(READY) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:           ## remove the environment and every study
-	rm -rf $(VENV) runs
+clean:           ## remove the environments and every study
+	rm -rf $(VENV) $(VENV).lock $(LOWEST) runs

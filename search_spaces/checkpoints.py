@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from search_spaces.documents import read_json
+from search_spaces.documents import exists, open_file, read_json
 from search_spaces.errors import EnvironmentFault, InputError, shown
 from search_spaces.models import ModelSpec
 
@@ -40,14 +40,14 @@ def check_weights(spec: ModelSpec) -> None:
 
 
 def _check_directory(directory: Path, *, label: Path) -> None:
-    if (directory / INDEX).exists():
+    if exists(directory / INDEX, label=str(label / INDEX)):
         shards = _shards(directory / INDEX, label=str(label / INDEX))
         for name, tensors in shards.items():
             header = _header(directory / name, label=str(label / name))
             missing = sorted(tensors - header.keys())
             if missing:
                 raise InputError(f"{label / name}: tensor '{missing[0]}' of {INDEX} is not in it")
-    elif (directory / SINGLE).exists():
+    elif exists(directory / SINGLE, label=str(label / SINGLE)):
         _header(directory / SINGLE, label=str(label / SINGLE))
     else:
         pickled = any(directory.glob("*.bin"))
@@ -78,7 +78,7 @@ def _header(path: Path, *, label: str) -> dict[str, Any]:
     """
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path, label=label) as file:
             start = file.read(_LENGTH_BYTES)
             length = int.from_bytes(start, "little")
             text = file.read(length) if length <= HEADER_BYTES_MAX else b""

@@ -96,7 +96,7 @@ class TrialConfig(BaseModel):
     optimizer: OptimizerName = "adamw_8bit"
     """Optimizer of the adapters."""
     compile: StrictBool = False
-    """Whether each decoder layer is compiled with `torch.compile`, shapes dynamic."""
+    """Whether each decoder layer is compiled with `torch.compile`, shapes static."""
 
     @model_validator(mode="after")
     def _accumulation_is_whole(self) -> TrialConfig:

@@ -5,11 +5,14 @@ Knows nothing of what the keys mean.
 
 from __future__ import annotations
 
+import errno
 import json
+import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -47,30 +50,84 @@ def home_expanded(name: str) -> Path:
         return Path(name)
 
 
+def is_directory(path: Path, *, label: str) -> bool:
+    """Return whether there is such a directory.
+
+    Raises:
+        EnvironmentFault: nobody can tell, as around it is a directory that may not be searched.
+    """
+    kind = _kind(path, label=label)
+    return kind is not None and stat.S_ISDIR(kind)
+
+
+def exists(path: Path, *, label: str) -> bool:
+    """Return whether there is anything under that name. Raises what `is_directory` raises."""
+    return _kind(path, label=label) is not None
+
+
+def _kind(path: Path, *, label: str) -> int | None:
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return None
+        raise EnvironmentFault(f"{label}: cannot be read: {error.strerror}") from error
+    except ValueError:
+        # A name with a null character in it is nobody's.
+        return None
+
+
 def read_text(path: Path, *, label: str) -> str:
     """Return the text of a file.
 
     Raises:
-        InputError: there is no such file, it is a directory, too large, or not UTF-8.
+        InputError: there is no such file, it is none, too large, or not UTF-8.
         EnvironmentFault: it is there and cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path, label=label) as file:
             data = file.read(BYTES_MAX + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(f"{label}: no such file") from error
-    except IsADirectoryError as error:
-        raise InputError(f"{label}: is a directory, not a file") from error
     except OSError as error:
         raise EnvironmentFault(f"{label}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise InputError(f"{label!r}: not a file name: {error}") from error
+        raise InputError(f"{shown(label)}: not a file name: {error}") from error
     if len(data) > BYTES_MAX:
         raise InputError(f"{label}: larger than {BYTES_MAX:,} bytes; is it the right file?")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{label}: not UTF-8 text, byte {error.start} is wrong") from error
+
+
+_HANDED_OVER = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
+"""A descriptor that the shell opened, as for ``<(command)``: whoever writes to it ends."""
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (lambda _: True, "a device"),
+)
+
+
+def open_file(path: Path, *, label: str) -> IO[bytes]:
+    """Open a file and nothing else: reading a pipe or a device may never end.
+
+    Raises:
+        InputError: it is something else.
+        OSError: it cannot be opened.
+    """
+    if _HANDED_OVER.fullmatch(str(path)):
+        return path.open("rb")
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = next(words for is_kind, words in _KINDS if is_kind(mode))
+        raise InputError(f"{label}: is {kind}, not a file")
+    return path.open("rb")
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -174,5 +231,5 @@ def read_json(path: Path, *, label: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{label}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise InputError(f"{label}: expected a JSON object, got {type(values).__name__}")
+        raise InputError(f"{label}: expected a JSON object, got {shown(values)}")
     return values

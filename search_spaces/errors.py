@@ -1,6 +1,7 @@
 """Owns the error tree of what a person can type or name, and naming the nearest right word.
 
 SweepError                  what the terminal translates into one message and an exit code
++-- NothingFits             exit 1: everything was right, and no configuration fits
 +-- InputError              exit 2: a file, key, value, preset, GPU or model that is not right
 +-- EnvironmentFault        exit 3: GPU, driver, disk, database, network
 """
@@ -8,7 +9,8 @@ SweepError                  what the terminal translates into one message and an
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 
 SHOWN_MAX = 120
 """Characters of a value that a message quotes."""
@@ -18,6 +20,10 @@ class SweepError(Exception):
     """An expected failure with a message written for the person at the terminal."""
 
     exit_code = 1
+
+
+class NothingFits(SweepError):  # noqa: N818 - an answer, and no mistake of anybody's
+    """No configuration was measured to fit, so there is none to hand out."""
 
 
 class InputError(SweepError):
@@ -33,13 +39,53 @@ class EnvironmentFault(SweepError):  # noqa: N818 - nothing in what was typed is
 
 
 def shown(value: object) -> str:
-    """Return a value as a message quotes it: what was typed, cut where it is long."""
+    """Return a value as a message quotes it: as it was typed in YAML or JSON, cut where long."""
     try:
-        text = repr(value)
+        text = _written(value)
     except ValueError:
         # Python refuses to write out whole numbers of thousands of digits.
         return "a number too long to show"
     return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}..."
+
+
+def _written(value: object) -> str:
+    match value:
+        case str():
+            # Quoted, with whatever would not show written out.
+            return repr(value)
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case bytes():
+            return f"{len(value)} bytes of binary data"
+        case Mapping():
+            return f"{{{', '.join(f'{_plain(k)}: {_written(v)}' for k, v in value.items())}}}"
+        case list() | tuple() | set() | frozenset():
+            return f"[{', '.join(map(_written, value))}]"
+        case _:
+            # Numbers and dates read as they were typed.
+            return str(value)
+
+
+def _plain(key: object) -> str:
+    return key if isinstance(key, str) and key.isprintable() else _written(key)
+
+
+def words_of(error: BaseException) -> str:
+    """Return what an exception says, in words: its text, never the name of its class."""
+    match error:
+        case OSError(strerror=str(reason)):
+            return reason if error.filename is None else f"{error.filename}: {reason}"
+        case KeyError(args=(str(key),)):
+            return f"'{key}' is missing"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else _spelled(type(error).__name__)
+
+
+def _spelled(name: str) -> str:
+    """Return a class's name as words, for an exception that says nothing: ``memory error``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

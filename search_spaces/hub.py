@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from search_spaces.errors import EnvironmentFault, InputError, SweepError
+from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
 
 SECONDS_MAX = 10.0
 """How long the hub may take to answer."""
@@ -70,5 +70,5 @@ def translate(error: Exception, *, name: str) -> SweepError:
             )
         case _:
             return EnvironmentFault(
-                f"model '{name}': the hub cannot be reached ({error}): {ADVICE}"
+                f"model '{name}': the hub cannot be reached ({words_of(error)}): {ADVICE}"
             )

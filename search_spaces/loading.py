@@ -8,6 +8,7 @@ file, line, key and value. Knows nothing of Optuna. Models by name are in `model
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -18,10 +19,10 @@ from pydantic import ValidationError
 from search_spaces.checkpoints import check_weights
 from search_spaces.config import CONFIG_KEYS, explain_validation, parse_config
 from search_spaces.dimensions import read_dimension, read_value
-from search_spaces.documents import Document, home_expanded, parse_yaml, read_text
+from search_spaces.documents import Document, exists, home_expanded, parse_yaml, read_text
 from search_spaces.errors import InputError, did_you_mean, shown
 from search_spaces.gpus import find_gpu
-from search_spaces.model_files import ModelSummary, load_model_spec, model_names
+from search_spaces.model_files import ModelSummary, load_model_spec, located, model_names
 from search_spaces.space import Dimension, SearchSpace, StepBudget
 
 SPACE_KEYS = (*SearchSpace.model_fields, "time_budget")
@@ -40,27 +41,43 @@ class PresetSummary:
     """How many configurations it holds; None where a dimension is continuous."""
 
 
+def preset_name(typed: str) -> str | None:
+    """Return the shipped preset that a name means, whatever its case; None where none does.
+
+    A path, or the name of a file that is there, is no preset unless it is written just like one.
+    """
+    presets = _presets()
+    if typed in presets:
+        return typed
+    wanted = typed.strip().lower()
+    is_free = wanted in presets and not _is_path(typed, home_expanded(typed))
+    return wanted if is_free else None
+
+
 def load_space(name_or_path: str) -> SearchSpace:
-    """Return the space of a shipped preset or of a YAML file.
+    """Return the space of a shipped preset, whatever the case of its name, or of a YAML file.
 
     Raises:
         InputError: neither a preset nor a file, or a file that does not describe a space.
         EnvironmentFault: the file is there and cannot be read.
     """
-    presets = _presets()
-    if name_or_path in presets:
-        return parse_space(presets[name_or_path], label=f"{name_or_path}.yaml")
+    presets, preset = _presets(), preset_name(name_or_path)
+    if preset is not None:
+        return parse_space(presets[preset], label=f"{preset}.yaml")
     path = home_expanded(name_or_path)
     if not _is_path(name_or_path, path):
         raise InputError(
             f"unknown preset '{name_or_path}'{did_you_mean(name_or_path, presets)} "
             "(a preset, or the path of a YAML file)"
         )
-    return parse_space(read_text(path, label=name_or_path), label=name_or_path)
+    space = parse_space(read_text(path, label=name_or_path), label=name_or_path)
+    return space.model_copy(update={"model": located(space.model, beside=path.parent)})
 
 
 def _is_path(text: str, path: Path) -> bool:
-    return path.suffix in (".yaml", ".yml") or "/" in text or (text != "" and path.exists())
+    return (
+        path.suffix in (".yaml", ".yml") or "/" in text or (text != "" and exists(path, label=text))
+    )
 
 
 def preset_names() -> list[PresetSummary]:
@@ -110,7 +127,8 @@ def parse_space(text: str, *, label: str) -> SearchSpace:
 
 def _name_of(label: str) -> str:
     """Return the name of a space whose file gives none: the file's, as far as names go."""
-    return re.sub(r"[^\w.-]+", "-", Path(label).stem).strip(".-")[:64] or "space"
+    stem = unicodedata.normalize("NFC", Path(label).stem)
+    return re.sub(r"[^\w.-]+", "-", stem).strip(".-")[:64] or "space"
 
 
 def _without_empty(document: Document) -> dict[str, Any]:
@@ -174,8 +192,10 @@ def _check_gpu(document: Document, values: dict[str, Any]) -> None:
 
 
 def _check_baseline(document: Document, space: SearchSpace) -> None:
+    """Refuse a baseline that is none, whether by what it names or by what it inherits."""
     if space.baseline:
         parse_config(space.baseline, where=f"{document.where('baseline')}: baseline")
+    space.baseline_config()
 
 
 def _take_time_budget(document: Document, values: dict[str, Any]) -> None:
@@ -185,8 +205,10 @@ def _take_time_budget(document: Document, values: dict[str, Any]) -> None:
     where = document.where("time_budget")
     if "time_budget_seconds" in values:
         raise InputError(f"{where}: time_budget and time_budget_seconds are both given: keep one")
+    typed = values.pop("time_budget")
+    is_number = isinstance(typed, int | float) and not isinstance(typed, bool)
     try:
-        values["time_budget_seconds"] = parse_duration(str(values.pop("time_budget")))
+        values["time_budget_seconds"] = parse_duration(str(typed) if is_number else typed)
     except InputError as error:
         raise InputError(f"{where}: time_budget: {error}") from error
 
@@ -194,13 +216,14 @@ def _take_time_budget(document: Document, values: dict[str, Any]) -> None:
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
-def parse_duration(text: str) -> float:
+def parse_duration(text: object) -> float:
     """Return the seconds that ``10m``, ``90s``, ``1h30m`` or ``600`` stands for.
 
     Raises:
         InputError: it is none of these, or no time at all.
     """
-    match = _DURATION.fullmatch(text.strip().lower().replace(" ", ""))
+    written = text.strip().lower().replace(" ", "") if isinstance(text, str) else ""
+    match = _DURATION.fullmatch(written)
     parts = match.groups() if match else ()
     seconds = sum(float(part or 0) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if not seconds > 0 or seconds == float("inf"):
@@ -217,5 +240,6 @@ __all__ = [
     "model_names",
     "parse_duration",
     "parse_space",
+    "preset_name",
     "preset_names",
 ]

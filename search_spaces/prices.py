@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, Valida
 
 from search_spaces.config import Number, explain_validation
 from search_spaces.documents import Document, parse_yaml, read_text
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.errors import InputError, did_you_mean, shown
 from search_spaces.gpus import find_gpu
 
 USD_PER_HOUR_MAX = 1000.0
@@ -129,7 +129,7 @@ def _offers(document: Document, assumptions: Mapping[str, Any]) -> list[Offer]:
     """Return an offer for each card of each price list of the file."""
     lists = document.values.get("offers") or []
     if not isinstance(lists, list):
-        raise InputError(f"{document.where('offers')}: offers must be a list, got {lists!r}")
+        raise InputError(f"{document.where('offers')}: offers must be a list, got {shown(lists)}")
     keys = tuple(key for key in Offer.model_fields if key != "gpu")
     offers = []
     for index, entry in enumerate(lists):
@@ -139,7 +139,7 @@ def _offers(document: Document, assumptions: Mapping[str, Any]) -> list[Offer]:
         if not isinstance(prices, Mapping) or not prices:
             raise InputError(
                 f"{document.where(*path, 'usd_per_hour')}: "
-                f"usd_per_hour must map cards to prices, got {prices!r}"
+                f"usd_per_hour must map cards to prices, got {shown(prices)}"
             )
         for card, price in prices.items():
             values = {**assumptions, **terms, "gpu": card, "usd_per_hour": price}
@@ -181,7 +181,7 @@ def _known(
     """Return ``value`` if it maps known keys."""
     where = document.where(*path)
     if not isinstance(value, Mapping):
-        raise InputError(f"{where}: must map keys to values, got {value!r}")
+        raise InputError(f"{where}: must map keys to values, got {shown(value)}")
     for key in value:
         if key not in keys:
             at = document.where(*path, str(key))

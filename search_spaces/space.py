@@ -12,10 +12,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from search_spaces.config import CONFIG_KEYS, Number, TrialConfig, parse_config
+from search_spaces.errors import InputError
 from search_spaces.models import Weights
+from search_spaces.rules import canonical
 
 VALUES_MAX = 10_000
 """More values than this in one dimension is a slip: nobody measures them."""
+
+MICRO_STEPS_TIMED = 2
+"""Micro-steps of one optimizer step that a trial really runs, however long the accumulation.
+
+The second has the first one's gradients beside it, as every later one would: the peak is that of
+the whole accumulation, and so is the time of a micro-step.
+"""
 
 Objective = Literal["tokens_per_second", "peak_memory", "cost", "trainable_parameters"]
 SamplerName = Literal["tpe", "gp", "random", "grid"]
@@ -136,7 +145,10 @@ class SearchSpace(_Model):
     dimensions: dict[str, Annotated[Dimension, Field(union_mode="left_to_right")]]
     fixed: dict[str, Any] = {}
     baseline: dict[str, Any] = {}
-    """What the study's gain is reported over; missing keys take the recipe's defaults."""
+    """What the study's gain is reported over: a reference, which the space need not hold.
+
+    Missing keys take the space's fixed values, and the recipe's defaults where nothing is fixed.
+    """
 
     @model_validator(mode="after")
     def _consistent(self) -> SearchSpace:
@@ -175,8 +187,17 @@ class SearchSpace(_Model):
         return parse_config({**self.fixed, **params}, where=f"space '{self.name}'")
 
     def baseline_config(self) -> TrialConfig:
-        """Return the configuration that gains are reported over."""
-        return parse_config(self.baseline, where=f"space '{self.name}': baseline")
+        """Return the configuration that gains are reported over.
+
+        Raises:
+            InputError: it names an unknown key, a value out of range, or batches that do not go
+                into each other.
+        """
+        where = f"space '{self.name}': baseline"
+        # Judged by itself first, so that only what it inherits gives way below.
+        parse_config(self.baseline, where=where)
+        inherited = _with_whole_batches({**self.fixed, **self.baseline}, named=self.baseline)
+        return parse_config(inherited, where=where)
 
     def size(self) -> int | None:
         """Return the number of combinations; None where a dimension is continuous."""
@@ -202,18 +223,73 @@ class SearchSpace(_Model):
             yield dict(zip(names, row, strict=True))
 
     def params_of(self, config: TrialConfig) -> dict[str, Any] | None:
-        """Return each dimension's value that gives ``config``; None where the space lacks it."""
-        values = config.model_dump(mode="python")
-        params: dict[str, Any] = {}
-        for key, dimension in self.dimensions.items():
-            known = dimension.values()
-            match = (
-                [v for v in known if _same(v, values[key])] if known is not None else [values[key]]
-            )
-            if not match:
-                return None
-            params[key] = match[0]
-        return params if self.config(params) == config else None
+        """Return each dimension's value that gives ``config``; None where the space lacks it.
+
+        What trains the same way is the same: alpha 32 is alpha left out at rank 16.
+        """
+        known, wanted = config.model_dump(mode="python"), canonical(config)
+        columns = {
+            key: _candidates(key, dimension, known[key], getattr(wanted, key))
+            for key, dimension in self.dimensions.items()
+        }
+        for row in itertools.product(*columns.values()):
+            params = dict(zip(columns, row, strict=True))
+            if self._gives(params, wanted):
+                return params
+        return None
+
+    def _gives(self, params: Mapping[str, Any], wanted: TrialConfig) -> bool:
+        try:
+            return canonical(self.config(params)) == wanted
+        except InputError:
+            return False
+
+
+def _with_whole_batches(values: dict[str, Any], *, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a baseline's values with an effective batch that its micro-batch goes into.
+
+    What the baseline names stays. An inherited micro-batch becomes the largest that goes into the
+    effective batch and is no larger itself; an inherited effective batch becomes the multiple of
+    the micro-batch that is nearest to it.
+    """
+    effective = _count(values.get("effective_batch_size"))
+    default = TrialConfig.model_fields["micro_batch_size"].default
+    micro = _count(values.get("micro_batch_size", default))
+    if effective is None or micro is None or effective % micro == 0:
+        return values
+    if "micro_batch_size" not in named:
+        smaller = range(min(micro, effective), 0, -1)
+        fitting = next(size for size in smaller if effective % size == 0)
+        return values | {"micro_batch_size": fitting}
+    # Both named and contradictory were refused before.
+    return values | {"effective_batch_size": max(1, (effective + micro // 2) // micro) * micro}
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _candidates(key: str, dimension: Dimension, value: Any, resolved: Any) -> list[Any]:
+    """Return the dimension's values that may stand for a configuration's, those as written first.
+
+    A value left out stands for what it resolves to: whether it really does depends on the other
+    keys, so only the whole configuration tells.
+    """
+    declared = dimension.values()
+    if declared is None:
+        assert isinstance(dimension, FloatRange), "only a range of numbers has no list of values"
+        number = resolved if value is None else value
+        is_inside = isinstance(number, int | float) and dimension.low <= number <= dimension.high
+        return [number] if is_inside else []
+    as_written = [known for known in declared if _same(known, value)]
+    # Without quantization either value of double_quant does nothing.
+    others = [
+        known
+        for known in declared
+        if known not in as_written
+        and (known is None or key == "double_quant" or _same(known, resolved))
+    ]
+    return as_written + others
 
 
 def _same(declared: Any, value: Any) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from reports import units
-from reports.measured import rankable
+from reports import uncertainty, units
 from reports.tables import VERDICT_LABELS
 from search_spaces.config import TrialConfig
-from storage import ranking
 from storage.definition import StudyDefinition
+from storage.gain import Gain, compare
+from storage.needs import need_of
+from storage.ranking import Ranking, rank, verdict_counts
 from storage.records import (
     Crashed,
     Diverged,
@@ -27,6 +28,7 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
+from storage.retries import next_number
 from sweep.events import Event, StudyFinished, TrialFinished, TrialProgress, TrialStarted
 from sweep.runner import Progress
 from sweep.tuner import trials_spent
@@ -37,7 +39,10 @@ _DETAIL_LENGTH = 160
 
 @dataclass
 class Board:
-    """A study as it stands, kept up to date by `take`."""
+    """A study as it stands, kept up to date by `take`.
+
+    It is drawn several times a second, and ranked once a trial.
+    """
 
     name: str
     definition: StudyDefinition
@@ -49,9 +54,13 @@ class Board:
     is_stopping: bool = False
     _started_seconds: float = field(init=False)
     _finished_here: int = field(default=0, init=False)
+    _since: int = field(init=False)
+    _ranking: Ranking = field(init=False)
 
     def __post_init__(self) -> None:
+        self._since = next_number(self.records)
         self._started_seconds = self.clock()
+        self._ranking = rank(self.records, self.definition)
 
     def take(self, event: Event) -> None:
         """Take in one event."""
@@ -62,6 +71,7 @@ class Board:
                 self.progress = progress
             case TrialFinished(record=record):
                 self.records.append(record)
+                self._ranking = rank(self.records, self.definition)
                 self._finished_here += 1
                 self.current = self.progress = None
             case StudyFinished():
@@ -69,13 +79,14 @@ class Board:
 
     @property
     def best(self) -> TrialRecord | None:
-        """The fastest trial that fits so far."""
-        return ranking.winner(rankable(self.records))
+        """The best trial of the space that fits so far, by the study's objectives."""
+        return self._ranking.winner
 
     @property
-    def gain(self) -> float | None:
-        """The best's speed over the baseline's."""
-        return ranking.gain_over_baseline(rankable(self.records))
+    def gain(self) -> Gain | None:
+        """The best's speed over the baseline's, where it can be stated."""
+        comparison = compare(self._ranking)
+        return None if comparison is None else comparison.gain
 
     @property
     def is_first(self) -> bool:
@@ -85,7 +96,7 @@ class Board:
     @property
     def trials_done(self) -> int:
         """Trials that count towards the study's total."""
-        return trials_spent(self.records)
+        return trials_spent(self.records, since=self._since)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -105,7 +116,7 @@ class Board:
 
     def verdicts(self) -> tuple[tuple[Verdict, int], ...]:
         """Return how many trials ended in each way that occurred."""
-        counts = ranking.verdict_counts(self.records)
+        counts = verdict_counts(self.records)
         return tuple((verdict, counts[verdict]) for verdict in Verdict if counts[verdict])
 
     def describe(self, config: TrialConfig) -> str:
@@ -113,27 +124,29 @@ class Board:
         return units.changes(config, baseline=self.definition.space.baseline_config())
 
 
-def outcome_line(record: TrialRecord) -> str:
+def outcome_line(record: TrialRecord, *, budget_bytes: int) -> str:
     """Return how a trial ended, in a few words."""
     measured = record.measurement
     label = VERDICT_LABELS[record.verdict]
     if measured is not None:
-        speed = units.rate(measured.tokens_per_second)
-        return f"{label}, {speed} tokens/s, {units.gib(measured.peak_allocated_bytes)}"
-    detail = " ".join(_detail(record).split())
+        speed = uncertainty.speed(measured)
+        return f"{label}, {speed}, {units.gib(measured.peak_allocated_bytes)}"
+    detail = " ".join(_detail(record, budget_bytes).split())
     if len(detail) > _DETAIL_LENGTH:
         detail = f"{detail[:_DETAIL_LENGTH]}..."
     return f"{label} ({detail})" if detail else label
 
 
-def _detail(record: TrialRecord) -> str:
+def _detail(record: TrialRecord, budget_bytes: int) -> str:
+    need = need_of(record, budget_bytes=budget_bytes)
+    needs = "" if need is None else f"needs {uncertainty.need(need)}"
     match record.outcome:
         case OutOfMemory(stage=stage):
-            return stage
-        case PredictedOutOfMemory(predicted_bytes=predicted):
-            return units.gib(predicted)
+            return f"{stage}, {needs}"
+        case PredictedOutOfMemory():
+            return needs
         case DominatedOutOfMemory(by=number):
-            return f"trial {number}"
+            return f"trial {number}, {needs}"
         case Invalid(rule=rule, detail=detail):
             return detail or rule
         case Ineffective(knob=knob, detail=detail):

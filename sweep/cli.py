@@ -6,6 +6,7 @@ run. Exit codes: 0 done, 1 done and nothing fits, 2 bad input, 3 environment, 13
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from search_spaces.errors import EnvironmentFault, InputError, SweepError
+from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
 from sweep.console import ReaderGoneError, note, prepare_streams
 from sweep.places import crash_log_directory
 from sweep.plan_options import with_config_options
@@ -30,12 +31,50 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+STDOUT = "-"
+"""Name of standard output."""
+
+
+@app.callback(invoke_without_command=True)
+def front_door(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+) -> int:
+    """Name a GPU, get the fastest QLoRA configuration that fits it, and proof."""
+    if version:
+        from sweep import commands
+
+        commands.version()
+        raise typer.Exit
+    return 0
+
+
 StorageOption = Annotated[
     str | None,
     typer.Option("--storage", help="Database URL; sqlite:///runs/sweep.db by default."),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
+]
+
+
+def _named(option: str) -> Callable[[str | None], str | None]:
+    """Return a check that an option, where it is given, names something."""
+
+    def check(typed: str | None) -> str | None:
+        if typed == "":
+            raise InputError(f"{option}: an empty text names nothing; leave the option out")
+        return typed
+
+    return check
+
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Shipped architecture, directory or hub id.", callback=_named("--model")
+    ),
 ]
 StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
 
@@ -46,9 +85,7 @@ def run(
     gpu: Annotated[
         str | None, typer.Option(help="Card whose budget counts; auto is the one that is here.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Shipped architecture, directory or hub id.")
-    ] = None,
+    model: ModelOption = None,
     study: Annotated[str | None, typer.Option(help="Name; the space's by default.")] = None,
     storage: StorageOption = None,
     trials: Annotated[
@@ -93,14 +130,25 @@ def plan(
     gpu: Annotated[
         list[str] | None, typer.Option(help="Card; name several to compare them.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Shipped architecture, directory or hub id.")
-    ] = None,
+    model: ModelOption = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="Ask about one configuration: the recipe, but for what is typed."
+        ),
+    ] = False,
     from_file: Annotated[
-        str | None, typer.Option(help="Configurations, one JSON object a line; - is stdin.")
+        str | None,
+        typer.Option(
+            help="Configurations, one JSON object a line; - is stdin.",
+            callback=_named("--from-file"),
+        ),
     ] = None,
     prices: Annotated[
-        Path | None, typer.Option(help="Your prices; runs/prices.yaml where that is there.")
+        str | None,
+        typer.Option(
+            help="Your prices; runs/prices.yaml where that is there.", callback=_named("--prices")
+        ),
     ] = None,
     study: Annotated[str | None, typer.Option(help="Calibrate by this study's trials.")] = None,
     storage: StorageOption = None,
@@ -115,8 +163,8 @@ def plan(
 ) -> int:
     """Predict what fits, how fast and at what cost; needs no GPU.
 
-    With an option of a configuration, that one is asked about: what is not typed is the standard
-    recipe's.
+    Options of a configuration are held fixed and the rest of the space is searched. With --exact
+    one configuration is asked about: what is not typed is the standard recipe's.
     """
     from sweep import plan_command
     from sweep.plan_question import PlanRequest
@@ -128,9 +176,10 @@ def plan(
             gpus=tuple(gpu or ()),
             model=model,
             configuration=configuration,
+            is_exact=exact,
             from_file=from_file,
             work=AskedWork(steps, samples, tokens, dataset_samples, epochs),
-            prices=prices,
+            prices=None if prices is None else Path(prices),
             study=study,
             storage=storage,
             as_json=as_json,
@@ -163,14 +212,20 @@ def best(study: StudyArgument, storage: StorageOption = None, as_json: JsonOptio
 def report(
     study: StudyArgument,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="runs/STUDY/report.html; - is stdout.")
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="runs/STUDY/report.html; - is stdout.",
+            callback=_named("--output"),
+        ),
     ] = None,
     storage: StorageOption = None,
 ) -> int:
     """Write a study's report, one HTML file."""
     from sweep import commands
 
-    return commands.report(study, storage=storage, output=output)
+    return commands.report(study, storage=storage, output=_output(output))
 
 
 @app.command()
@@ -181,14 +236,33 @@ def export(
         typer.Option("--format", help="script, json, axolotl, llama-factory or trl."),
     ] = "script",
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="A file; - or nothing is stdout.")
+        str | None,
+        typer.Option(
+            "-o", "--output", help="A file; - or nothing is stdout.", callback=_named("--output")
+        ),
     ] = None,
     storage: StorageOption = None,
 ) -> int:
     """Write a study's winner as a recipe that runs."""
     from sweep import commands
 
-    return commands.export(study, format=format, storage=storage, output=output)
+    return commands.export(study, format=format, storage=storage, output=_output(output))
+
+
+def _output(typed: str | None) -> Path | None:
+    """Return the file that an output goes to; None for the usual place.
+
+    Raises:
+        InputError: it is a directory.
+    """
+    from search_spaces.documents import is_directory
+
+    if typed is None:
+        return None
+    path = Path(typed)
+    if typed != STDOUT and is_directory(path, label=f"--output: {typed}"):
+        raise InputError(f"--output: {typed} is a directory: name a file in it")
+    return path
 
 
 @app.command()
@@ -244,9 +318,26 @@ def guarded(command: Callable[[], int | None]) -> int:
         return InputError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except OSError as error:
+        note(f"error: {words_of(error)}{_cure(error)}")
+        return EnvironmentFault.exit_code
+    except MemoryError:
+        note("error: this machine's memory is used up")
+        return EnvironmentFault.exit_code
     except Exception as error:  # noqa: BLE001 - the edge: what is left is a mistake of ours
         note(_report_crash(error))
         return EnvironmentFault.exit_code
+
+
+def _cure(error: OSError) -> str:
+    """Return what to do where the system refuses something that is nobody's mistake."""
+    match error.errno:
+        case errno.EMFILE | errno.ENFILE:
+            return ": raise the limit, with `ulimit -n 1024` say"
+        case errno.ENOSPC | errno.EDQUOT:
+            return ": free some space, or set SWEEP_HOME to another disk"
+        case _:
+            return ""
 
 
 def _report_crash(error: Exception) -> str:
@@ -255,7 +346,7 @@ def _report_crash(error: Exception) -> str:
 
     text = redact("".join(traceback.format_exception(error)))
     name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
-    said = redact(f"error: {type(error).__name__}: {error}")
+    said = redact(f"error: {words_of(error)}")
     for directory in (crash_log_directory(), Path(tempfile.gettempdir())):
         try:
             directory.mkdir(parents=True, exist_ok=True)

@@ -11,18 +11,20 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from reports import units
 from reports.answer import emulation_note
 from reports.page import render, write_report
-from search_spaces.errors import EnvironmentFault
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import gpu_catalogue
 from search_spaces.loading import preset_names
 from search_spaces.model_files import model_names
+from storage.best import best_document
 from storage.definition import StudySnapshot
-from storage.ranking import best_document
+from storage.retries import next_number
 from storage.studies import LeasedStudy, list_studies, read_study, redact
 from sweep.board import Board
 from sweep.cards import read_card
@@ -34,7 +36,7 @@ from sweep.interruption import Interruption
 from sweep.live import watching
 from sweep.places import report_path, runs_directory, storage_url
 from sweep.session import drive, prepare
-from sweep.summary import best_text, has_fit, status_text, studies_text, study_summary
+from sweep.summary import best_text, has_fit, status_text, studies_text, study_summary, why_invalid
 from sweep.tuner import trials_spent
 
 DONE, NOTHING_FITS, ENVIRONMENT, INTERRUPTED = 0, 1, 3, 130
@@ -70,6 +72,13 @@ def run(
         raise fault
     if reason is StopReason.INTERRUPTED:
         return INTERRUPTED
+    invalid = why_invalid(snapshot)
+    if invalid is not None:
+        # Only the real model knows its modules, where its architecture is not known from here.
+        raise InputError(
+            f"space '{prepared.space.name}': no configuration that was tried is valid: "
+            f"{invalid.rule}: {invalid.detail}"
+        )
     return DONE if has_fit(snapshot) else NOTHING_FITS
 
 
@@ -90,8 +99,8 @@ def _watch(study: LeasedStudy, interruption: Interruption) -> Iterator[Listener]
     definition, records = study.definition, study.records()
     total = definition.space.trials
     if study.was_resumed:
-        done = trials_spent(records)
-        note(f"Resuming study {study.study.study_name}: {done} of {total} trials are done.")
+        done = trials_spent(records, since=next_number(records))
+        note(f"Resuming study {study.study.study_name}: {_progress(done, total)}.")
     else:
         note(f"Starting study {study.study.study_name}: {units.plural(total, 'trial')}.")
     emulation = emulation_note(definition.target)
@@ -105,6 +114,14 @@ def _watch(study: LeasedStudy, interruption: Interruption) -> Iterator[Listener]
     )
     with watching(board, is_stopping=interruption.is_requested, stream=sys.stderr) as listener:
         yield listener
+
+
+def _progress(done: int, total: int) -> str:
+    """Return how many trials are done; an earlier run may have been asked for more than this."""
+    verb = "is" if done == 1 else "are"
+    if done > total:
+        return f"{units.plural(done, 'trial')} {verb} done, {total:,} asked for"
+    return f"{done:,} of {units.plural(total, 'trial')} {verb} done"
 
 
 def status(study: str | None, *, storage: str | None) -> int:
@@ -148,6 +165,15 @@ def export(study: str, *, format: str, storage: str | None, output: Path | None)
     return DONE
 
 
+def version() -> int:
+    """Print the version of this program."""
+    try:
+        say(f"sweep {metadata.version('qlora-sweep')}")
+    except metadata.PackageNotFoundError:
+        say("sweep, run from a directory in which it is not installed")
+    return DONE
+
+
 def presets() -> int:
     """Print the shipped search spaces."""
     rows = [
@@ -167,10 +193,21 @@ def gpus() -> int:
             units.gib(spec.budget_bytes),
             f"{spec.bandwidth_bytes_per_second / 1e9:,.0f} GB/s",
             f"{max(spec.peak_flops.values()) / 1e12:,.0f}",
+            f"{max(spec.matrix_flops.values()) / 1e12:,.0f}" if spec.matrix_flops else "-",
+            f"{spec.device_uncertainty:.0%}",
         )
         for spec in gpu_catalogue().values()
     ]
-    header = ("gpu", "product", "memory", "for a training", "bandwidth", "peak TFLOP/s")
+    header = (
+        "gpu",
+        "product",
+        "memory",
+        "for a training",
+        "bandwidth",
+        "peak TFLOP/s",
+        "measured",
+        "speed within",
+    )
     say(table(header, rows))
     card = read_card()
     note("No NVIDIA GPU here." if card is None else f"Here: {card.product}.")

@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 from search_spaces.errors import EnvironmentFault
 
@@ -22,13 +23,14 @@ def prepare_streams() -> None:
     """Make both streams take whatever comes.
 
     A terminal without Unicode shows question marks; what goes to a stream that was closed before
-    the start goes nowhere.
+    the start goes nowhere, and a closed stdin is an empty one. Their descriptors are taken in
+    order, so that no database is ever opened as the one that others print to.
     """
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper):
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
@@ -60,6 +62,37 @@ def note(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
+
+
+class Unfailing(io.TextIOBase):
+    """A text stream whose writes never fail: a terminal may go away while something is shown."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's own."""
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        """Write, or do not."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or do not."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Whether it was a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Return the stream's own."""
+        return self._stream.fileno()
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

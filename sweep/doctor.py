@@ -94,7 +94,15 @@ def _broken(reason: str) -> dict[str, Any]:
 
 def _nearest_existing(path: Path) -> Path:
     absolute = path.absolute()
-    return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+    return next(parent for parent in (absolute, *absolute.parents) if _is_seen(parent))
+
+
+def _is_seen(path: Path) -> bool:
+    """Whether something is there that may be looked at."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def check(machine: Machine) -> tuple[Finding, ...]:
@@ -161,8 +169,8 @@ def _card(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "ok",
             "GPU",
-            f"{card.product}, {units.gib(card.memory_bytes)}, driver {card.driver} "
-            f"(CUDA up to {card.cuda})",
+            f"{card.product}, {units.gib(card.memory_bytes)}, driver {card.driver or 'unknown'} "
+            f"(CUDA up to {card.cuda or 'unknown'})",
         )
     yield _catalogue(card)
     yield _memory(card)
@@ -200,6 +208,14 @@ def _catalogue(card: Card) -> Finding:
 
 
 def _memory(card: Card) -> Finding:
+    if card.free_bytes is None:
+        shared = ", shared with the host" if card.shares_host_memory else ""
+        return Finding(
+            "note",
+            "GPU memory",
+            f"{units.gib(card.memory_bytes)}{shared}; the driver does not tell how much is free",
+            "end what else uses it: it takes memory and speed from the trials",
+        )
     used = card.memory_bytes - card.free_bytes
     others = ", ".join(
         f"process {process.pid} ({units.gib(process.used_bytes)})" for process in card.processes

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""From the keyboard, and from a scheduler or a spot market that wants the machine back."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""From the keyboard; from a scheduler or a spot market that wants the machine back; from a terminal
+that is gone."""
 
 
 class Interruption:
@@ -24,28 +25,48 @@ class Interruption:
     def __init__(self, *, cancel: Callable[[], None]) -> None:
         self._cancel = cancel
         self._requests = 0
+        self._is_interruptible = False
 
     def is_requested(self) -> bool:
         """Return whether anybody asked to stop."""
         return self._requests > 0
 
     def request(self) -> None:
-        """Ask to stop: after the running trial, and at once when asked again."""
+        """Ask to stop: after the running trial, and at once when asked again.
+
+        Raises:
+            KeyboardInterrupt: asked again inside an `interruptible`.
+        """
         self._requests += 1
-        if self._requests == 2:
-            self._cancel()
+        if self._requests < 2:
+            return
+        if self._is_interruptible:
+            raise KeyboardInterrupt
+        self._cancel()
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let the second request cut short what is inside the ``with``: no result is lost there."""
+        self._is_interruptible = True
+        try:
+            yield
+        finally:
+            self._is_interruptible = False
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Take `SIGNALS` as requests inside the ``with``; a third one falls back to the default."""
         previous = {number: signal.getsignal(number) for number in SIGNALS}
+        # Whoever started this under nohup wants it to outlive the terminal.
+        if previous[signal.SIGHUP] == signal.SIG_IGN:
+            del previous[signal.SIGHUP]
 
         def handle(_number: int, _frame: FrameType | None) -> None:
-            self.request()
-            if self._requests == 2:
+            if self._requests:
                 _install(previous)
+            self.request()
 
-        _install(dict.fromkeys(SIGNALS, handle))
+        _install(dict.fromkeys(previous, handle))
         try:
             yield
         finally:

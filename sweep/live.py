@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,9 +16,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from reports import units
+from reports import uncertainty, units
 from sweep.board import Board, outcome_line, verdict_words
-from sweep.console import note
+from sweep.console import Unfailing, note
 from sweep.events import Event, Listener, TrialFinished, TrialStarted
 
 _REFRESHES_PER_SECOND = 4
@@ -66,15 +66,14 @@ def trial_line(board: Board, event: TrialFinished) -> str:
     """Return a finished trial in one line."""
     record = event.record
     again = f", attempt {record.attempt}" if record.attempt > 1 else ""
-    return (
-        f"trial {record.number}{again} ({board.trials_done} of {board.definition.space.trials}): "
-        f"{outcome_line(record)}: {board.describe(record.config)}"
-    )
+    ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
+    count = units.out_of(board.trials_done, board.definition.space.trials)
+    return f"trial {record.number}{again} ({count}): {ended}: {board.describe(record.config)}"
 
 
 @contextmanager
 def _panel(board: Board, *, is_stopping: Callable[[], bool], stream: TextIO) -> Iterator[Listener]:
-    console = Console(file=stream, highlight=False)
+    console = Console(file=cast(TextIO, Unfailing(stream)), highlight=False)
 
     def render() -> RenderableType:
         board.is_stopping = is_stopping()
@@ -114,7 +113,7 @@ def _headline(board: Board) -> str:
     left = board.remaining_seconds
     return (
         f"{board.name}: {target.gpu}{on}, {units.gib(target.budget_bytes)}; "
-        f"{board.trials_done} of {board.definition.space.trials} trials; "
+        f"{units.out_of(board.trials_done, board.definition.space.trials)} trials; "
         f"{units.duration(board.elapsed_seconds)} so far"
         + ("" if left is None else f", about {units.duration(left)} left")
     )
@@ -131,8 +130,10 @@ def _best(board: Board) -> str:
     best = board.best
     if best is None:
         return "nothing fits yet"
-    gain = "" if board.gain is None else f", {units.factor(board.gain)} the baseline"
-    return f"trial {best.number}: {outcome_line(best)}{gain}: {board.describe(best.config)}"
+    budget_bytes, found = board.definition.target.budget_bytes, board.gain
+    gain = "" if found is None else f", {uncertainty.factor(found)} the baseline"
+    ended = outcome_line(best, budget_bytes=budget_bytes)
+    return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"
 
 
 def _now(board: Board) -> str:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from search_spaces.documents import home_expanded
+
 RESERVED = frozenset({"crashes", "prices.yaml", "sweep.db"})
 """What stands in the directory of studies' files and is no study."""
 
 
 def runs_directory() -> Path:
     """Return the directory of all studies' files: ``runs``, under ``SWEEP_HOME`` where set."""
-    return Path(os.environ.get("SWEEP_HOME") or ".").expanduser() / "runs"
+    return home_expanded(os.environ.get("SWEEP_HOME") or ".") / "runs"
 
 
 def storage_url(typed: str | None) -> str:
@@ -33,6 +35,12 @@ def report_path(study: str) -> Path:
     return runs_directory() / study / "report.html"
 
 
+def own_price_file() -> Path | None:
+    """Return the user's price list, ``runs/prices.yaml``; None where there is none."""
+    path = runs_directory() / "prices.yaml"
+    return path if path.exists() else None
+
+
 def worker_log_path(study: str) -> Path:
     """Return where the output of a study's workers goes."""
     return runs_directory() / study / "worker.log"
@@ -46,4 +54,4 @@ def crash_log_directory() -> Path:
 def cache_directory() -> Path:
     """Return where what can be worked out again is kept."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "qlora-sweep"
+    return home_expanded(base) / "qlora-sweep"

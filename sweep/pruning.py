@@ -12,7 +12,8 @@ from typing import assert_never
 
 from search_spaces.config import TrialConfig
 from search_spaces.space import Objective
-from storage.records import TrialRecord, Verdict
+from storage.ranking import SPEED_OBJECTIVES, Ranking
+from storage.records import TrialRecord
 from sweep.runner import Progress
 
 SPEED_MARGIN = 0.02
@@ -25,19 +26,28 @@ class Rival:
 
     config: TrialConfig
     tokens_per_second: float
+    """The slow end of its 95 % interval: what it reached for sure."""
     peak_allocated_bytes: int
 
 
-def rivals_among(records: Iterable[TrialRecord]) -> tuple[Rival, ...]:
-    """Return the trials in ``records`` that ran to the end within the budget."""
-    return tuple(
-        Rival(
-            config=record.config,
-            tokens_per_second=record.measurement.tokens_per_second,
-            peak_allocated_bytes=record.measurement.peak_allocated_bytes,
-        )
-        for record in records
-        if record.verdict is Verdict.FITS and record.measurement is not None
+def rivals_among(ranking: Ranking) -> tuple[Rival, ...]:
+    """Return the trials of the space that ran to the end within the budget, at a known speed.
+
+    A baseline outside the space cannot win it, so it stops nothing either. A speed without an
+    interval beats nobody for sure.
+    """
+    rivals = (_rival(record) for record in ranking.ranked)
+    return tuple(rival for rival in rivals if rival is not None)
+
+
+def _rival(record: TrialRecord) -> Rival | None:
+    interval = None if record.measurement is None else record.measurement.speed_interval
+    if record.measurement is None or interval is None:
+        return None
+    return Rival(
+        config=record.config,
+        tokens_per_second=interval[0],
+        peak_allocated_bytes=record.measurement.peak_allocated_bytes,
     )
 
 
@@ -51,6 +61,8 @@ def is_hopeless(
 ) -> bool:
     """Return whether a rival beats the trial in every objective even in the trial's best case.
 
+    Only where speed is among what is asked for: a slow trial may still need the least memory.
+
     Before the measured steps give an interval of the median nothing is hopeless: the first steps
     are not the rate.
 
@@ -62,7 +74,7 @@ def is_hopeless(
         margin: share by which a rival must be faster than the best case.
     """
     high = progress.tokens_per_second_high
-    if progress.phase != "measure" or high is None or "tokens_per_second" not in objectives:
+    if progress.phase != "measure" or high is None or SPEED_OBJECTIVES.isdisjoint(objectives):
         return False
     return any(
         rival.tokens_per_second > high * (1.0 + margin)

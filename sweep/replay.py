@@ -21,6 +21,7 @@ from storage.records import (
     PrunedSlow,
     TrialRecord,
 )
+from sweep.budget import held_to_budget
 from sweep.runner import Observer, Progress, keep_going
 
 
@@ -39,6 +40,7 @@ class ReplayRunner:
         otherwise: answers a configuration that was not recorded; a function of the configuration
             makes a device of it. By default such a configuration is `Invalid` under the rule
             ``not_recorded``.
+        budget_bytes: what was recorded with a higher peak does not fit; None for no budget.
         pause: called before each beat, where a test or a demonstration wants time to pass.
     """
 
@@ -47,12 +49,14 @@ class ReplayRunner:
         records: Iterable[TrialRecord] = (),
         *,
         otherwise: Callable[[TrialConfig], Outcome] = not_recorded,
+        budget_bytes: int | None = None,
         pause: Callable[[], None] = lambda: None,
     ) -> None:
         self._outcomes: dict[str, list[Outcome]] = {}
         for record in records:
             self._outcomes.setdefault(record.config.key(), []).append(record.outcome)
         self._otherwise = otherwise
+        self._budget_bytes = budget_bytes
         self._pause = pause
         self._is_cancelled = False
         self.ran: list[TrialConfig] = []
@@ -66,6 +70,8 @@ class ReplayRunner:
         self.ran.append(config)
         self._is_cancelled = False
         outcome = self._next_outcome(config)
+        if self._budget_bytes is not None:
+            outcome = held_to_budget(outcome, budget_bytes=self._budget_bytes)
         for beat in _beats(outcome, tokens_per_step=config.tokens_per_step, steps=steps):
             self._pause()
             if self._is_cancelled:
@@ -125,16 +131,14 @@ def _measuring(
     }
     for step in range(1, measurement.steps_warmup + 1):
         yield Progress(phase="warmup", step=step, **memory)
-    shortest_step_seconds = measurement.step_seconds_ci95[0]
+    interval = measurement.step_seconds_ci95
+    fastest = None if interval is None else tokens_per_step / interval[0]
     for step in range(1, measurement.steps_measured + 1):
-        has_interval = step >= fewest
         yield Progress(
             phase="measure",
             step=step,
             tokens_per_second=measurement.tokens_per_second,
-            tokens_per_second_high=tokens_per_step / shortest_step_seconds
-            if has_interval
-            else None,
+            tokens_per_second_high=fastest if step >= fewest else None,
             **memory,
         )
     yield Progress(phase="detach")
@@ -142,8 +146,10 @@ def _measuring(
 
 def _cut_short(measurement: Measurement, *, steps_measured: int) -> Measurement:
     share = steps_measured / measurement.steps_measured
-    return measurement.model_copy(
-        update={
+    # Validated anew, unlike a copy: an interval of so many steps may not be one of fewer.
+    return Measurement.model_validate(
+        measurement.model_dump()
+        | {
             "steps_measured": steps_measured,
             "measured_seconds": measurement.measured_seconds * share,
         }

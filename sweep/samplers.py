@@ -30,7 +30,11 @@ Expectation = Callable[[TrialConfig], float | None]
 BREADTH = 1024
 """Combinations whose promise is compared for a guided trial."""
 LOOKAHEAD = 256
-"""Random combinations that are looked at before a hopeless draw is let through."""
+"""The most promising combinations that are looked at for one that is acceptable."""
+REFUSALS_MAX = 1024
+"""Refused draws and combinations before one of them is let through: one in a hundred is found."""
+UNTRIED_MAX = 50_000
+"""Combinations that are gone through for one that was not tried."""
 STARTUP_TRIALS = 10
 """Random trials before a model is fitted: a quarter of a study of 40."""
 
@@ -101,7 +105,7 @@ def quiet_optuna() -> None:
 class WithoutRepeats(BaseSampler):
     """Any sampler, kept from what was tried already and from what is known to be hopeless.
 
-    A draw of either kind is thrown away and drawn again a few times. Then, among a few random
+    A draw of either kind is thrown away and drawn again a few times. Then, among many random
     combinations, an acceptable one that was not tried is taken. Failing that a hopeless one passes:
     it gets its verdict without the device, and the sampler learns from it.
 
@@ -142,13 +146,16 @@ class WithoutRepeats(BaseSampler):
                 return {name: promising[name] for name in search_space}
         hopeless: Params | None = None
         candidate: Params = {}
+        refusals = 0
         for candidate in self._candidates(study, trial, search_space):
             config = self._encoding.config(candidate)
             if identity(config) in tried:
                 continue
             if not self._refuses(config):
                 return candidate
-            hopeless = hopeless or candidate
+            hopeless, refusals = hopeless or candidate, refusals + 1
+            if refusals >= REFUSALS_MAX:
+                break
         return hopeless or candidate
 
     def _most_promising(self, expects: Expectation, tried: Collection[str]) -> Params | None:
@@ -209,6 +216,6 @@ class WithoutRepeats(BaseSampler):
             }
         size = self._encoding.size
         if size is not None:
-            for index in self._random.sample(range(size), min(size, LOOKAHEAD)):
+            for index in self._random.sample(range(size), min(size, UNTRIED_MAX)):
                 combination = self._encoding.combination(index)
                 yield {name: combination[name] for name in search_space}

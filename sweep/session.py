@@ -6,18 +6,19 @@ Knows nothing of options' spelling and prints nothing; who listens is handed in.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
 
 from search_spaces.checkpoints import check_weights
 from search_spaces.config import explain_validation
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, shown
+from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import match_product
 from search_spaces.loading import load_space
 from search_spaces.model_files import load_model_spec
@@ -27,12 +28,19 @@ from search_spaces.rules import violation
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
+from storage.ranking import SPEED_OBJECTIVES
 from storage.records import Measurement
-from storage.studies import LeasedStudy, open_study
+from storage.studies import NAME_BYTES_MAX, NAME_MAX, LeasedStudy, open_study
 from sweep.cards import Card
 from sweep.events import Listener, StopReason
 from sweep.interruption import Interruption
-from sweep.places import RESERVED, cache_directory, runs_directory, worker_log_path
+from sweep.places import (
+    RESERVED,
+    cache_directory,
+    own_price_file,
+    runs_directory,
+    worker_log_path,
+)
 from sweep.predict.memory import MemoryPredictor
 from sweep.preflight import Preflight
 from sweep.runner import Runner
@@ -41,9 +49,6 @@ from sweep.speed_forecast import SpeedForecast
 from sweep.supervisor import SupervisedRunner
 from sweep.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.tuner import tune
-
-_LISTABLE = 100_000
-_LOOKED_AT = 256
 
 Watch = Callable[[LeasedStudy, Interruption], AbstractContextManager[Listener]]
 """Shows a study while it runs."""
@@ -105,7 +110,12 @@ def prepare(
         check_weights(model)
     resolved = resolve_target(space, card() if space.gpu != "cpu" else None)
     check_budget(space, model, resolved.target)
-    _check_rules(space, model, resolved)
+    refuse_impossible(
+        space,
+        model=model,
+        compute_capability=resolved.compute_capability,
+        device=resolved.target.device,
+    )
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
@@ -120,36 +130,22 @@ def prepare(
     )
 
 
-def _check_rules(space: SearchSpace, model: ModelSpec, resolved: ResolvedTarget) -> None:
-    """Refuse a space in which no configuration can be valid; a look at many of them tells.
+def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
+    """Return the space's name, with the card and the model where those were changed.
 
     Raises:
-        InputError: every configuration that was looked at breaks a rule.
+        InputError: a letter of it cannot stand in a study's name, and without it two studies could
+            be taken for one.
     """
-    size = space.size()
-    if size is None or size > _LISTABLE:
-        return
-    looked_at = islice(space.combinations(), 0, None, -(-size // _LOOKED_AT))
-    broken = [
-        violation(
-            space.config(values),
-            model=model,
-            compute_capability=resolved.compute_capability,
-            device=resolved.target.device,
-        )
-        for values in looked_at
-    ]
-    first = broken[0]
-    if first is not None and all(broken):
-        raise InputError(
-            f"space '{space.name}': no configuration is valid: {first.rule}: {first.reason}"
-        )
-
-
-def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
-    """Return the space's name, with the card and the model where those were changed."""
     parts = [space.name, *(str(changed[key]) for key in ("gpu", "model") if key in changed)]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-")[:100]
+    whole = unicodedata.normalize("NFC", "-".join(parts))
+    name = re.sub(r"[^\w.-]+", "-", whole).strip("-._")[:NAME_MAX]
+    lost = [c for c in re.findall(r"[^\w.-]", whole) if unicodedata.category(c)[0] in "LMN"]
+    if lost or not name or len(name.encode()) > NAME_BYTES_MAX:
+        raise InputError(
+            f"space {shown(space.name)}: no study can be named after it: choose a name with --study"
+        )
+    return name
 
 
 def supervised_runner(prepared: Prepared) -> Runner:
@@ -186,14 +182,14 @@ def drive(
     """
     quiet_optuna()
     space, target = prepared.space, prepared.target
-    cost_of = _cost_of(space, target)
+    cost_of = token_price(space, target)
     speed = _speed(prepared)
     preflight = _preflight(prepared, speed=speed, warn=warn)
     sampler = make_sampler(
         space.sampler,
         space,
         seed=space.seed,
-        refuses=lambda config: preflight.check(config) is not None,
+        refuses=preflight.refuses,
         expects=speed.predict if speed is not None and _is_speed(space) else None,
     )
     study = open_study(
@@ -206,15 +202,22 @@ def drive(
     )
     runner = new_runner(prepared)
     interruption = Interruption(cancel=runner.cancel)
-    with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
-        return tune(
-            study,
-            runner=runner,
-            preflight=preflight,
-            on_event=listener,
-            should_stop=interruption.is_requested,
-            cost_of=cost_of,
-        )
+    try:
+        with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
+            return tune(
+                study,
+                runner=runner,
+                preflight=preflight,
+                on_event=listener,
+                should_stop=interruption.is_requested,
+                interruptible=interruption.interruptible,
+                cost_of=cost_of,
+            )
+    except KeyboardInterrupt:
+        # Asked twice while nothing ran; whatever the loop was at, storage can go on from there.
+        if not interruption.is_requested():
+            raise
+        return StopReason.INTERRUPTED
 
 
 def _overridden(space: SearchSpace, changed: Mapping[str, Any]) -> SearchSpace:
@@ -235,7 +238,7 @@ def _speed(prepared: Prepared) -> SpeedForecast | None:
 
 def _is_speed(space: SearchSpace) -> bool:
     """Whether what the study is after rises with speed alone."""
-    return space.objectives in (("tokens_per_second",), ("cost",))
+    return SPEED_OBJECTIVES.issuperset(space.objectives)
 
 
 def _preflight(
@@ -265,7 +268,7 @@ def _preflight(
     )
 
 
-def _cost_of(space: SearchSpace, target: Target) -> Callable[[Measurement], float] | None:
+def token_price(space: SearchSpace, target: Target) -> Callable[[Measurement], float] | None:
     """Return dollars per million tokens at the cheapest hour of the card, where it is searched for.
 
     Raises:
@@ -273,11 +276,11 @@ def _cost_of(space: SearchSpace, target: Target) -> Callable[[Measurement], floa
     """
     if "cost" not in space.objectives:
         return None
-    offers = load_prices().get(target.gpu)
+    offers = load_prices(own_price_file()).get(target.gpu)
     if not offers:
         raise InputError(
             f"space '{space.name}': objectives: no price is known of the {target.gpu}, so its cost "
-            "cannot be searched for"
+            f"cannot be searched for; write one into {runs_directory() / 'prices.yaml'}"
         )
     usd_per_second = offers[0].usd_per_hour / 3600
     return lambda measurement: 1e6 * usd_per_second / measurement.tokens_per_second

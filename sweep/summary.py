@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from reports import tables, units
+from reports import objectives, tables, uncertainty, units
 from reports.answer import answer, emulation_note
 from storage.definition import StudySnapshot, StudySummary
-from storage.ranking import verdict_counts
-from storage.records import Verdict
+from storage.ranking import rank_study, verdict_counts
+from storage.records import Invalid, Verdict
 from sweep.board import verdict_words
 from sweep.console import table
 
@@ -31,8 +31,9 @@ def study_summary(
     """
     said = answer(snapshot)
     sections = [_opening(snapshot), *_lines("", _winner(snapshot))]
-    sections += _section("Runners-up", _runners_up(snapshot))
-    sections += _section("To go faster", _bullets(tables.how_to_go_faster(snapshot)))
+    sections += _front(snapshot) or _section("Runners-up", _runners_up(snapshot))
+    title = tables.advice_title(snapshot)
+    sections += _section(title, _bullets(tables.how_to_go_faster(snapshot)))
     commands = [f"  {command}{storage_option}" for command in said.commands]
     if report is not None:
         commands.append(f"  report: {report}")
@@ -53,9 +54,9 @@ def status_text(snapshot: StudySnapshot) -> str:
 
 
 def best_text(snapshot: StudySnapshot) -> str:
-    """Return the winner, its whole configuration, and the fastest of each capacity class."""
+    """Return the winner, the front, its whole configuration, and the fastest of each class."""
     said = answer(snapshot)
-    lines = [_opening(snapshot), *_lines("", _winner(snapshot))]
+    lines = [_opening(snapshot), *_lines("", _winner(snapshot)), *_front(snapshot)]
     if said.configuration:
         lines += _section("Configuration", [said.configuration])
     classes = [
@@ -75,18 +76,42 @@ def studies_text(summaries: Sequence[StudySummary]) -> str:
             summary.gpu,
             summary.model,
             units.count(summary.trials),
-            units.rate(summary.best_tokens_per_second),
+            _best_of(summary),
+            objectives.names(summary.objectives),
             units.duration(summary.wall_seconds),
             summary.holder or units.DASH,
         )
         for summary in summaries
     ]
-    return table(("study", "gpu", "model", "trials", "best tokens/s", "time", "driven by"), rows)
+    return table(
+        ("study", "gpu", "model", "trials", "best", "ranked by", "time", "driven by"), rows
+    )
 
 
 def has_fit(snapshot: StudySnapshot) -> bool:
-    """Whether anything was measured to fit."""
-    return any(record.verdict is Verdict.FITS for record in snapshot.records)
+    """Whether anything of the space was measured to fit."""
+    return rank_study(snapshot).winner is not None
+
+
+def _best_of(summary: StudySummary) -> str:
+    """Return the best trial's speed and, where it is ranked by more or else, that as well."""
+    if summary.best is None:
+        return units.DASH
+    asked = summary.objectives
+    parts = [uncertainty.speed(summary.best)]
+    if "peak_memory" in asked:
+        parts.append(units.gib(summary.best.peak_allocated_bytes))
+    if "trainable_parameters" in asked:
+        parts.append(f"{units.count(summary.best.trainable_parameters)} trainable")
+    return ", ".join(parts)
+
+
+def why_invalid(snapshot: StudySnapshot) -> Invalid | None:
+    """Return why the space's first configuration is not valid, where none that was tried is."""
+    space = snapshot.definition.space
+    tried = [r.outcome for r in snapshot.records if space.params_of(r.config) is not None]
+    invalid = [outcome for outcome in tried if isinstance(outcome, Invalid)]
+    return invalid[0] if invalid and len(invalid) == len(tried) else None
 
 
 def _opening(snapshot: StudySnapshot) -> str:
@@ -126,6 +151,19 @@ def _runners_up(snapshot: StudySnapshot) -> list[str]:
     ]
     header = (f"  {_CONFIGURATION_COLUMNS[0]}", *_CONFIGURATION_COLUMNS[1:])
     return [table(header, rows)] if rows else []
+
+
+def _front(snapshot: StudySnapshot) -> list[str]:
+    """Return the trade-off of a study of several objectives, the knee first."""
+    rows = [
+        (f"  {row.number}", *row.values, row.interval, row.changes)
+        for row in tables.front_rows(snapshot)
+    ]
+    if not rows:
+        return []
+    names = objectives.names(snapshot.definition.space.objectives)
+    header = ("  trial", *tables.value_columns(snapshot), "95 % interval", "configuration")
+    return _section(f"The front of {names}, the knee first", [table(header, rows)])
 
 
 def _bullets(sentences: Iterable[str]) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.space import Choices, FloatRange, IntRange, SearchSpace
 
 
@@ -29,6 +32,76 @@ def test_no_value_of_a_range_lies_beyond_its_ends(low: float, width: float, step
 
 def test_steps_of_a_tenth_are_tenths() -> None:
     assert FloatRange(low=0.0, high=0.4, step=0.1).values() == (0.0, 0.1, 0.2, 0.3, 0.4)
+
+
+def a_space(**values: Any) -> SearchSpace:
+    return SearchSpace.model_validate(
+        {"name": "s", "dimensions": {"checkpoint_fraction": {"choices": [0.0, 1.0]}}} | values
+    )
+
+
+def test_a_baseline_carries_the_fixed_values_unless_it_names_them() -> None:
+    fixed = {"lora_rank": 64, "seq_len": 128, "micro_batch_size": 1}
+    inherits = a_space(fixed=fixed).baseline_config()
+    assert inherits == TrialConfig(lora_rank=64, seq_len=128, micro_batch_size=1)
+    overrides = a_space(fixed=fixed, baseline={"lora_rank": 16, "seq_len": 512})
+    assert overrides.baseline_config() == TrialConfig(micro_batch_size=1)
+    # A dimension is what is searched: the reference is the recipe's.
+    free = a_space(dimensions={"lora_rank": {"choices": [64, 128]}})
+    assert free.baseline_config() == TrialConfig()
+
+
+@pytest.mark.parametrize(
+    ("fixed", "baseline", "micro", "effective"),
+    [
+        ({"effective_batch_size": 8}, {}, 4, 8),
+        ({"effective_batch_size": 6}, {}, 3, 6),
+        ({"effective_batch_size": 2}, {}, 2, 2),
+        ({"effective_batch_size": 7}, {}, 1, 7),
+        ({"micro_batch_size": 3}, {"effective_batch_size": 8}, 2, 8),
+        ({"effective_batch_size": 8}, {"micro_batch_size": 3}, 3, 9),
+        ({"effective_batch_size": 8}, {"micro_batch_size": 32}, 32, 32),
+        ({"effective_batch_size": 6}, {"effective_batch_size": None}, 4, None),
+    ],
+)
+def test_what_a_baseline_inherits_gives_way_where_batches_do_not_go_into_each_other(
+    fixed: dict[str, Any], baseline: dict[str, Any], micro: int, effective: int | None
+) -> None:
+    searched = {"dimensions": {"micro_batch_size": {"choices": [1]}}}
+    space = a_space(
+        fixed=fixed, baseline=baseline, **({} if "micro_batch_size" in fixed else searched)
+    )
+    found = space.baseline_config()
+    assert (found.micro_batch_size, found.effective_batch_size) == (micro, effective)
+
+
+def test_a_baseline_that_names_batches_that_do_not_go_into_each_other_is_refused() -> None:
+    with pytest.raises(InputError, match="multiple of micro_batch_size, got 6 and 4"):
+        a_space(baseline={"micro_batch_size": 4, "effective_batch_size": 6}).baseline_config()
+
+
+@pytest.mark.parametrize(
+    ("space", "config", "is_held"),
+    [
+        ({"dimensions": {"lora_alpha": {"choices": [None, 64]}}}, {"lora_alpha": 32}, True),
+        ({"dimensions": {"lora_alpha": {"choices": [32, 64]}}}, {}, True),
+        ({"dimensions": {"lora_alpha": {"choices": [None, 64]}}}, {"lora_alpha": 33}, False),
+        ({"dimensions": {"lora_alpha": {"low": 16.0, "high": 40.0}}}, {}, True),
+        ({"dimensions": {"lora_alpha": {"low": 16.0, "high": 40.0}}}, {"lora_alpha": 50}, False),
+        ({"fixed": {"lora_alpha": 32}}, {}, True),
+        ({"dimensions": {"effective_batch_size": {"choices": [4, 8]}}}, {}, True),
+        ({"fixed": {"effective_batch_size": 4}}, {}, True),
+        ({"fixed": {"quantization": "none"}}, {"quantization": "none", "double_quant": 0}, True),
+        ({"dimensions": {"lora_dropout": {"low": 0.0, "high": 0.1}}}, {"lora_dropout": 0.2}, False),
+    ],
+)
+def test_a_space_holds_what_trains_as_one_of_its_configurations(
+    space: dict[str, Any], config: dict[str, Any], is_held: bool
+) -> None:
+    wanted = TrialConfig.model_validate(
+        config | ({"double_quant": False} if "double_quant" in config else {})
+    )
+    assert (a_space(**space).params_of(wanted) is not None) is is_held
 
 
 def test_a_space_counts_its_combinations_and_knows_what_it_holds() -> None:

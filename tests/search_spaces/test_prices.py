@@ -79,7 +79,7 @@ def test_an_offer_says_what_it_is() -> None:
         (f"{HEAD}, usd_per_hour: {{a10: cheap}}", "a10: usd_per_hour must be a number"),
         (f"{HEAD}, usd_per_hour: {{a11: 1}}", "usd_per_hour: unknown GPU 'a11'; did you mean 'a10"),
         (f"{HEAD}, usd_per_hour: 1.0", "usd_per_hour must map cards to prices, got 1.0"),
-        (HEAD, "usd_per_hour must map cards to prices, got None"),
+        (HEAD, "usd_per_hour must map cards to prices, got null"),
         ("provider: Mine, source: x, usd_per_hour: {a10: 1}", "a10: date is missing"),
         ("date: 2026-11-20, source: x, usd_per_hour: {a10: 1}", "a10: provider is missing"),
         ("provider: Mine, date: 2026-11-20, usd_per_hour: {a10: 1}", "a10: source is missing"),

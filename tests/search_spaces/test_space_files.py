@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.config import CONFIG_KEYS
+from search_spaces.documents import BYTES_MAX
 from search_spaces.errors import EnvironmentFault, InputError, SweepError
 from search_spaces.loading import load_space, parse_duration, parse_space, preset_names
 from search_spaces.model_files import load_model_spec
@@ -28,6 +29,20 @@ def space_error(text: str, *, label: str = "a10.yaml") -> str:
     with pytest.raises(InputError) as caught:
         parse_space(text, label=label)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a10", "A10", " A100-40GB", "CPU-Demo"])
+def test_a_preset_is_found_whatever_the_case_of_its_name(name: str) -> None:
+    assert load_space(name).name == name.strip().lower()
+
+
+def test_a_file_that_is_there_comes_before_a_preset_written_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("A10").write_text(SMALL)
+    assert load_space("A10").size() == 3
+    assert load_space("a10").size() == 10_368
 
 
 def test_the_short_forms_of_a_dimension_are_choices_and_ranges() -> None:
@@ -124,13 +139,13 @@ def test_a_space_survives_its_own_json() -> None:
         ),
         pytest.param(
             SMALL + "  quantization: [nf4, no]\n",
-            "a10.yaml: line 4: quantization must be one of 'nf4', 'fp4' or 'none', got False; "
+            "a10.yaml: line 4: quantization must be one of 'nf4', 'fp4' or 'none', got false; "
             'YAML reads an unquoted no or off as false: write a word in quotes, "none"',
             id="YAML's no",
         ),
         pytest.param(
             SMALL + "  kernels: [hf, ]\n  quantization: [nf4, ~]\n",
-            "got None; YAML reads null, ~ and nothing as no value",
+            "got null; YAML reads null, ~ and nothing as no value",
             id="YAML's null",
         ),
         pytest.param(
@@ -142,10 +157,10 @@ def test_a_space_survives_its_own_json() -> None:
             SMALL + "  seq_len: ['512']\n", "must be a whole number, got '512'", id="quoted number"
         ),
         pytest.param(
-            SMALL + "  lora_rank: [true]\n", "must be a whole number, got True", id="bool as int"
+            SMALL + "  lora_rank: [true]\n", "must be a whole number, got true", id="bool as int"
         ),
         pytest.param(
-            SMALL + "  lora_dropout: [true]\n", "must be a number, got True", id="bool as number"
+            SMALL + "  lora_dropout: [true]\n", "must be a number, got true", id="bool as number"
         ),
         pytest.param(SMALL + "  lora_dropout: [.nan]\n", "got nan", id="nan"),
         pytest.param(
@@ -384,8 +399,42 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_never_ends_is_refused() -> None:
-    with pytest.raises(InputError, match="larger than"):
+    with pytest.raises(InputError, match="is a device, not a file"):
         load_space("/dev/zero")
+
+
+def test_a_file_that_is_far_too_large_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "large.yaml").open("wb") as file:
+        file.truncate(BYTES_MAX + 1)
+    with pytest.raises(InputError, match="larger than"):
+        load_space(str(tmp_path / "large.yaml"))
+
+
+def test_a_models_directory_is_looked_up_beside_the_file_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spaces, elsewhere = tmp_path / "spaces", tmp_path / "elsewhere"
+    for directory in (
+        spaces / "mine",
+        elsewhere / "mine",
+        elsewhere / "only-here",
+        spaces / "demo",
+    ):
+        directory.mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+
+    def model(name: str) -> str:
+        text = f"model: {name}\n" + SMALL
+        (spaces / "space.yaml").write_text(text)
+        return load_space("../spaces/space.yaml").model
+
+    assert model("mine") == "../spaces/mine"
+    assert model("./mine") == "../spaces/mine"
+    assert model(str(elsewhere / "mine")) == str(elsewhere / "mine")
+    # Nothing beside the file: the directory where the command runs, a hub id, a shipped name.
+    assert model("only-here") == "only-here"
+    assert model("org/name") == "org/name"
+    assert model("demo") == "demo"
 
 
 def test_a_file_that_cannot_be_read_is_the_machines_fault(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from sweep.predict.memory import Fit, MemoryPrediction
+from sweep.predict.memory import MemoryPrediction
 
 BASE_BYTES = 5 * GIB
 BYTES_PER_TOKEN = 1024 * 1024
@@ -15,18 +15,35 @@ RESERVED_FACTOR = 1.1
 
 @dataclass(frozen=True)
 class ImaginedMemory(MemoryPrediction):
-    """A prediction without a step behind it."""
+    """A prediction without a step behind it, nor an allocator that could be wrong about it."""
+
+    @property
+    def quantized_share(self) -> float | None:
+        """All of it, as of most models."""
+        return 1.0
 
     @property
     def peak_reserved_bytes(self) -> int:
         return int(self.peak_allocated_bytes * RESERVED_FACTOR)
 
-    def fits(self, budget_bytes: int) -> Fit:
-        if self.peak_allocated_bytes * (1 - self.uncertainty) > budget_bytes:
-            return Fit.NO
-        if self.peak_allocated_bytes * (1 + self.uncertainty) <= budget_bytes:
-            return Fit.YES
-        return Fit.UNCERTAIN
+    @property
+    def _slack(self) -> float:
+        return self.uncertainty
+
+    def _runs_under(self, limit_bytes: int) -> bool:
+        return self.peak_allocated_bytes <= limit_bytes
+
+
+def imagined(peak_bytes: int, *, uncertainty: float) -> ImaginedMemory:
+    """Return a prediction of nothing but a peak."""
+    return ImaginedMemory(
+        peak_allocated_bytes=peak_bytes,
+        breakdown={},
+        moment="backward",
+        uncertainty=uncertainty,
+        reserved_uncertainty=uncertainty,
+        step=None,  # type: ignore[arg-type]
+    )
 
 
 class ImaginedPredictor:
@@ -52,5 +69,6 @@ class ImaginedPredictor:
             breakdown=breakdown,
             moment="backward",
             uncertainty=self.uncertainty,
+            reserved_uncertainty=self.uncertainty,
             step=None,  # type: ignore[arg-type]
         )

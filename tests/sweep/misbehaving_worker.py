@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 from sweep.wire import Alive, Event, Ready, RunCommand, WorkerSettings, command_adapter
 
-HANG, EXIT, SEGFAULT, GARBAGE, SILENT_AFTER_BEATS, SLOW_BEATS, GRANDCHILD = range(1, 8)
+HANG, EXIT, SEGFAULT, GARBAGE, SILENT_AFTER_BEATS, SLOW_BEATS, GRANDCHILD, TELLTALE = range(1, 9)
 
 
 def main() -> None:
@@ -47,6 +48,9 @@ def misbehave(how: int, send: Callable[[Event], None], write: Callable[[bytes], 
         case 7:
             child = subprocess.Popen(["sleep", "600"])
             print(f"grandchild {child.pid}", flush=True)
+        case 8:
+            print(f"environment {json.dumps(dict(os.environ))}", flush=True)
+            os._exit(0)
     time.sleep(600)
 
 

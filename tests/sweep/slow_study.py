@@ -1,39 +1,79 @@
-"""A program: a slow simulated study that says each beat and takes signals as `sweep run` does."""
+"""A program: a slow simulated study that says each beat and takes signals as `sweep run` does.
+
+What is slow is the trial's beats, the choice of the second trial's configuration, or its check.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from sweep.events import Event, StopReason, TrialProgress
+from search_spaces.config import TrialConfig
+from sweep.events import Event, StopReason, TrialFinished, TrialProgress
 from sweep.interruption import Interruption
 from sweep.preflight import Preflight
 from sweep.replay import ReplayRunner
+from sweep.samplers import make_sampler
 from sweep.tuner import tune
-from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
+from tests.sweep.simulated_device import BUDGET, MODEL, a_space, a_study, train
 
 
-def say(event: Event) -> None:
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def listen(event: Event) -> None:
     if isinstance(event, TrialProgress):
-        sys.stdout.write(f"{event.number} {event.progress.phase}\n")
-        sys.stdout.flush()
+        say(f"{event.number} {event.progress.phase}")
+    if isinstance(event, TrialFinished):
+        say(f"{event.record.number} told")
 
 
-def main(home: Path, beat_seconds: float) -> int:
+def slow_from_the_second(what: str) -> Callable[[TrialConfig], None]:
+    """Return a check that takes the first trial at once and the second for ever."""
+    seen: set[str] = set()
+
+    def check(config: TrialConfig) -> None:
+        seen.add(config.key())
+        if len(seen) > 1:
+            say(what)
+            time.sleep(600)
+
+    return check
+
+
+def main(home: Path, beat_seconds: float, slow: str = "trial") -> int:
     runner = ReplayRunner(otherwise=train, pause=lambda: time.sleep(beat_seconds))
     interruption = Interruption(cancel=runner.cancel)
-    preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
-    with a_study(home) as study, interruption.handling_signals():
-        reason = tune(
-            study,
-            runner=runner,
-            preflight=preflight,
-            on_event=say,
-            should_stop=interruption.is_requested,
-        )
+    check = slow_from_the_second("checking") if slow == "check" else lambda _: None
+    preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=check)
+    choosing = slow_from_the_second("choosing")
+    choosing(a_space().baseline_config())
+    sampler = make_sampler(
+        "random",
+        a_space(),
+        seed=0,
+        refuses=lambda config: slow == "ask" and bool(choosing(config)),
+    )
+    reason = StopReason.INTERRUPTED
+    try:
+        with a_study(home, sampler=sampler) as study, interruption.handling_signals():
+            reason = tune(
+                study,
+                runner=runner,
+                preflight=preflight,
+                on_event=listen,
+                should_stop=interruption.is_requested,
+                interruptible=interruption.interruptible,
+            )
+    except KeyboardInterrupt:
+        if not interruption.is_requested():
+            raise
     return 130 if reason is StopReason.INTERRUPTED else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:]))

@@ -11,6 +11,7 @@ from storage.records import (
     DominatedOutOfMemory,
     Ineffective,
     Invalid,
+    Measured,
     Outcome,
     OutOfMemory,
     PredictedOutOfMemory,
@@ -21,7 +22,7 @@ from storage.records import (
 from sweep.board import Board, outcome_line, verdict_words
 from sweep.events import StopReason, StudyFinished, TrialFinished, TrialProgress, TrialStarted
 from sweep.runner import Progress
-from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_space, train
+from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space, train
 
 CONFIG = TrialConfig()
 
@@ -68,6 +69,28 @@ def test_the_best_so_far_includes_earlier_runs() -> None:
     assert board.best == earlier
 
 
+def test_the_best_so_far_is_by_what_was_asked_for_and_of_the_space() -> None:
+    board = a_board(objectives=["peak_memory"], fixed={"lora_rank": 64})
+    outside = a_record(TrialConfig(lora_rank=1, micro_batch_size=1), is_baseline=True)
+    board.take(TrialFinished(record=outside))
+    assert board.best is None
+    for number, batch in ((1, 2), (2, 1), (3, 4)):
+        config = TrialConfig(lora_rank=64, micro_batch_size=batch)
+        board.take(TrialFinished(record=a_record(config, number=number)))
+    assert board.best is not None
+    assert board.best.number == 2
+
+
+def test_a_noisy_speed_is_said_with_its_interval_and_without_a_gain() -> None:
+    noisy = Measured(measurement=a_measurement(CONFIG, spread=0.2, flags=("noisy",)))
+    board = a_board(records=[finished(0, batch=8, is_baseline=True).record])
+    assert board.gain is not None
+    board = a_board(records=[finished(0, batch=8, is_baseline=True, outcome=noisy).record])
+    assert board.gain is None
+    line = outcome_line(a_record(CONFIG, noisy), budget_bytes=BUDGET)
+    assert line == "fits, 7,006 tokens/s (5,838–8,757, noisy), 6.65 GiB"
+
+
 def test_what_is_left_follows_the_pace_of_this_run() -> None:
     clock = Clock()
     board = a_board(clock=clock, trials=10, records=[finished(n).record for n in range(4)])
@@ -98,9 +121,22 @@ def test_after_the_study_nothing_runs() -> None:
     ("outcome", "words"),
     [
         (train(CONFIG), "fits, 7,006 tokens/s, 6.65 GiB"),
-        (OutOfMemory(stage="backward"), "ran out of memory (backward)"),
-        (PredictedOutOfMemory(predicted_bytes=2**35), "predicted not to fit (32.00 GiB)"),
-        (DominatedOutOfMemory(by=4), "larger than one that ran out (trial 4)"),
+        (
+            OutOfMemory(stage="backward"),
+            "ran out of memory (backward, needs at least 21.50 GiB)",
+        ),
+        (
+            OutOfMemory(stage="backward", peak_allocated_bytes=2**34, requested_bytes=2**30),
+            "ran out of memory (backward, needs at least 21.50 GiB)",
+        ),
+        (
+            PredictedOutOfMemory(predicted_bytes=2**35),
+            "predicted not to fit (needs 32.00 GiB by prediction)",
+        ),
+        (
+            DominatedOutOfMemory(by=4),
+            "larger than one that ran out (trial 4, needs at least 21.50 GiB)",
+        ),
         (Invalid(rule="r", detail="no Triton"), "invalid (no Triton)"),
         (Ineffective(knob="compile"), "had no effect (compile)"),
         (TimedOut(phase="build"), "timed out (build)"),
@@ -109,7 +145,7 @@ def test_after_the_study_nothing_runs() -> None:
     ],
 )
 def test_every_end_is_said_in_a_few_words(outcome: Outcome, words: str) -> None:
-    assert outcome_line(a_record(CONFIG, outcome)) == words
+    assert outcome_line(a_record(CONFIG, outcome), budget_bytes=BUDGET) == words
 
 
 def test_counts_by_verdict_in_words() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,14 @@ def test_results_go_to_stdout(
 ) -> None:
     assert main(arguments) == 0
     assert shown in capsys.readouterr().out
+
+
+def test_a_cards_measured_rate_stands_beside_its_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpus"]) == 0
+    header, *cards = capsys.readouterr().out.splitlines()
+    assert re.split(r"  +", header)[-3:] == ["peak TFLOP/s", "measured", "speed within"]
+    t4 = next(card.split() for card in cards if card.startswith("t4 "))
+    assert t4[-3:] == ["65", "24", "50%"]
 
 
 def test_the_report_is_written_where_it_is_expected_or_asked_for(
@@ -203,7 +212,7 @@ def test_a_mistake_of_ours_leaves_a_traceback_in_a_file_and_no_password_anywhere
     err = capsys.readouterr().err
     (log,) = (home / "runs" / "crashes").iterdir()
     assert str(log) in err
-    assert "RuntimeError" in err
+    assert "RuntimeError" in log.read_text()
     assert "Traceback" not in err
     assert "Traceback" in log.read_text()
     assert "hunter2" not in err + log.read_text()

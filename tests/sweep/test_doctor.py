@@ -138,3 +138,15 @@ def test_examining_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     machine = examine(lambda: ON_CPU)
     assert machine.is_writable
     assert not (tmp_path / "not").exists()
+
+
+def test_a_card_of_which_little_is_told_is_described_all_the_same() -> None:
+    card = a_card(
+        free_bytes=None, driver=None, cuda=None, compute_capability=None, shares_host_memory=True
+    )
+    machine = a_machine(card=card)
+    assert is_healthy(check(machine))
+    assert "driver unknown (CUDA up to unknown)" in found(machine, "GPU").detail
+    memory = found(machine, "GPU memory")
+    assert "shared with the host" in memory.detail
+    assert "does not tell how much is free" in memory.detail

@@ -182,3 +182,24 @@ def test_optuna_says_nothing_on_the_terminal(capfd: pytest.CaptureFixture[str]) 
         quiet_optuna()
         warnings.warn("new", optuna.exceptions.ExperimentalWarning, stacklevel=1)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["random", "tpe"])
+def test_the_last_one_of_a_large_space_that_was_not_tried_is_found(name: SamplerName) -> None:
+    space = a_space(dimensions={"lora_rank": {"low": 1, "high": 3000}}, fixed={})
+    encoding = Encoding(space)
+    study = optuna.create_study(sampler=make_sampler(name, space, seed=1), direction="maximize")
+    for rank in range(1, 3000):
+        study.add_trial(
+            optuna.trial.create_trial(
+                params={"lora_rank": rank}, distributions=encoding.distributions, value=1.0
+            )
+        )
+    assert study.ask(encoding.distributions).params == {"lora_rank": 3000}
+
+
+@pytest.mark.parametrize("name", ["random", "tpe"])
+def test_one_acceptable_configuration_in_a_thousand_is_found(name: SamplerName) -> None:
+    space = a_space(dimensions={"lora_rank": {"low": 1, "high": 1000}}, fixed={})
+    sampler = make_sampler(name, space, seed=1, refuses=lambda config: config.lora_rank != 777)
+    assert asked(sampler, space, trials=1)[0].lora_rank == 777

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.gpus import GIB
+from search_spaces.loading import load_space
+from storage.definition import Target
 from storage.studies import LeasedStudy, read_study
 from sweep.events import Event, Listener, StopReason
 from sweep.interruption import Interruption
 from sweep.places import runs_directory
 from sweep.replay import ReplayRunner
 from sweep.runner import Runner
-from sweep.session import Prepared, drive, prepare
+from sweep.session import Prepared, drive, prepare, token_price
+from tests.storage.builders import a_measurement
 from tests.sweep.simulated_device import train
 from tests.sweep.test_targets import a_card
 
@@ -152,6 +156,23 @@ def test_cost_is_an_objective_only_where_a_price_is_known(home: Path) -> None:
         run(prepared(str(space)), f"sqlite:///{home}/runs/sweep.db")
 
 
+def test_a_study_that_searches_for_cost_reads_the_users_prices(home: Path) -> None:
+    """The same list that a plan reads."""
+    space = load_space("a10").model_copy(update={"objectives": ("cost",)})
+    target = Target(gpu="a10", device="cuda", budget_bytes=GIB)
+    measured = a_measurement(1000.0)
+    shipped = token_price(space, target)
+    (home / "runs").mkdir(exist_ok=True)
+    (home / "runs" / "prices.yaml").write_text(
+        "offers:\n- {provider: Me, date: 2026-11-21, source: me, usd_per_hour: {a10: 0.036}}\n"
+    )
+    own = token_price(space, target)
+    assert shipped is not None
+    assert own is not None
+    assert own(measured) == pytest.approx(1e6 * 0.036 / 3600 / 1000.0)
+    assert shipped(measured) > own(measured)
+
+
 @pytest.mark.parametrize(
     ("fixed", "said"),
     [
@@ -169,3 +190,23 @@ def test_a_space_in_which_nothing_can_be_valid_is_refused(
     )
     with pytest.raises(InputError, match=said):
         prepared(str(file))
+
+
+def a_t4_space(directory: Path, dtypes: str) -> str:
+    file = directory / "mine.yaml"
+    file.write_text(
+        "name: mine\ngpu: t4\ndimensions:\n"
+        "  lora_rank: {low: 1, high: 256}\n"
+        f"  compute_dtype: [{dtypes}]\n"
+    )
+    return str(file)
+
+
+@pytest.mark.parametrize("dtypes", ["bf16, fp16", "fp16, bf16"])
+def test_a_space_with_anything_valid_in_it_is_taken(tmp_path: Path, dtypes: str) -> None:
+    assert prepared(a_t4_space(tmp_path, dtypes)).target.gpu == "t4"
+
+
+def test_a_large_space_with_nothing_valid_in_it_is_refused_naming_the_rule(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no configuration is valid: bf16-needs-ampere: bf16"):
+        prepared(a_t4_space(tmp_path, "bf16"))

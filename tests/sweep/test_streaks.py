@@ -27,3 +27,11 @@ def test_anything_else_in_between_begins_the_count_anew(between: Outcome) -> Non
     for outcome in [CRASH] * 4 + [between] + [CRASH] * 4:
         streak.count(outcome)
     assert streak
+
+
+def test_a_model_that_cannot_be_built_is_suspected_beside_the_machine() -> None:
+    streak = FailureStreak()
+    for _ in range(FAILURES_IN_A_ROW - 1):
+        streak.count(CRASH)
+    with pytest.raises(EnvironmentFault, match=r"model cannot be built.*said: no kernel image"):
+        streak.count(CRASH)

@@ -1,13 +1,24 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from search_spaces.config import TrialConfig
-from storage.definition import RunningTrial, StudyDefinition, StudySnapshot, Target
+from search_spaces.errors import NothingFits
+from storage.definition import (
+    RunningTrial,
+    StudyDefinition,
+    StudySnapshot,
+    StudySummary,
+    Target,
+)
 from storage.records import OutOfMemory, TrialRecord
-from sweep.summary import best_text, has_fit, status_text, study_summary
-from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_space
+from sweep.export.recipe import recipe_of
+from sweep.summary import best_text, has_fit, status_text, studies_text, study_summary
+from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 
 
 def trials() -> tuple[TrialRecord, ...]:
@@ -77,6 +88,47 @@ def test_the_status_says_what_is_running_and_what_was_left_behind() -> None:
         driven
     )
     assert "left unfinished" in status_text(replace(driven, holder=None))
+
+
+def with_space(snapshot: StudySnapshot, **changes: object) -> StudySnapshot:
+    definition = snapshot.definition.model_copy(update={"space": a_space(**changes)})
+    return replace(snapshot, definition=definition)
+
+
+def test_several_objectives_end_with_their_front_and_its_knee() -> None:
+    snapshot = with_space(a_snapshot(*trials()), objectives=["tokens_per_second", "peak_memory"])
+    for text in (study_summary(snapshot), best_text(snapshot)):
+        assert "The best compromise between speed and peak memory" in text
+        assert "The front of speed and peak memory, the knee first:" in text
+    assert "Runners-up" not in study_summary(snapshot)
+
+
+def test_where_only_a_baseline_outside_the_space_fits_nothing_does() -> None:
+    snapshot = with_space(
+        a_snapshot(*trials()[:1]),
+        fixed={"lora_rank": 64},
+        baseline={"lora_rank": 16, "micro_batch_size": 8},
+    )
+    assert not has_fit(snapshot)
+    assert "Nothing of the space that was tried" in study_summary(snapshot)
+    with pytest.raises(NothingFits, match="has nothing to export"):
+        recipe_of(snapshot)
+
+
+def test_the_list_of_studies_says_what_each_is_ranked_by_and_how_sure_its_best_is() -> None:
+    noisy = a_measurement(TrialConfig(), spread=0.2, flags=("noisy",))
+    text = studies_text(
+        [
+            StudySummary("fast", "a10", "m", 3, ("tokens_per_second",), 1, noisy, 9.0, None),
+            StudySummary("small", "a10", "m", 3, ("peak_memory",), 1, noisy, 9.0, None),
+            StudySummary("none", "a10", "m", 3, ("peak_memory",), None, None, 9.0, None),
+        ]
+    )
+    fast, small, none = text.splitlines()[1:]
+    assert re.search(r"7,006 tokens/s \(5,838–8,757, noisy\) +speed", fast)
+    assert "noisy), 6.65 GiB" in small
+    assert "peak memory" in small
+    assert "–  " in none
 
 
 def test_the_best_shows_the_whole_configuration_and_the_capacity_classes() -> None:

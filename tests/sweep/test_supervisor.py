@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +21,7 @@ from search_spaces.gpus import GIB
 from search_spaces.model_files import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from storage.records import Crashed, Lost, Measured, Outcome, TimedOut
+from storage.records import RETRYABLE, Crashed, Lost, Measured, Outcome, TimedOut
 from sweep.supervisor import Deadlines, SupervisedRunner
 from tests.sweep import misbehaving_worker as how
 
@@ -136,6 +138,19 @@ def test_what_libraries_print_goes_to_the_log_and_not_to_the_pipe(
     assert "hello from a library" in (tmp_path / "logs" / "worker.log").read_text()
 
 
+def test_a_worker_for_the_cpu_sees_no_card_and_no_other_trainings_settings(
+    runner: SupervisedRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    misbehave(runner, how.TELLTALE)
+    log = (tmp_path / "logs" / "worker.log").read_text()
+    environment = json.loads(log.split("environment ")[1].splitlines()[0])
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment.keys().isdisjoint({"ACCELERATE_MIXED_PRECISION", "LOCAL_RANK"})
+
+
 DRIVER = """
 import sys, time
 from pathlib import Path
@@ -194,3 +209,21 @@ def test_a_budget_below_the_model_is_out_of_memory_while_loading_or_training(
     ) as runner:
         outcome = runner.run(TrialConfig(micro_batch_size=1, seq_len=16), steps=STEPS)
     assert outcome.verdict == "oom"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"model_type": "unheard-of"}, "unheard-of"), ({"hidden_act": "snap"}, "snap")],
+    ids=["no such architecture", "no such activation"],
+)
+def test_a_model_that_cannot_be_built_crashed_while_building_and_may_be_tried_again(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    demo = load_model_spec("demo")
+    broken = dataclasses.replace(demo, config={**demo.config, **change})
+    with SupervisedRunner(broken, target=CPU, log_path=tmp_path / "worker.log") as runner:
+        outcome = runner.run(TrialConfig(micro_batch_size=1, seq_len=16), steps=STEPS)
+    assert isinstance(outcome, Crashed), outcome
+    assert outcome.phase == "build"
+    assert outcome.verdict in RETRYABLE
+    assert said in outcome.detail

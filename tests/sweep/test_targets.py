@@ -7,6 +7,7 @@ import pytest
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB, find_gpu
 from search_spaces.model_files import load_model_spec
+from search_spaces.models import ModelSpec
 from storage.definition import Target
 from sweep.cards import Card
 from sweep.targets import check_budget, least_weight_bytes, resolve_target
@@ -54,6 +55,22 @@ def test_a_card_that_the_catalogue_does_not_have_is_its_own_target() -> None:
     target = resolve_target(a_space(gpu="auto"), card).target
     assert target.gpu == "NVIDIA Z1"
     assert target.budget_bytes == 39 * GIB
+
+
+def test_a_card_that_shares_the_hosts_memory_leaves_the_host_some() -> None:
+    card = a_card("h200", product="NVIDIA GB10", memory_bytes=120 * GIB, shares_host_memory=True)
+    target = resolve_target(a_space(gpu="auto"), card).target
+    assert target.budget_bytes == pytest.approx(0.85 * 120 * GIB)
+
+
+def test_a_card_that_tells_no_capability_is_taken_at_the_catalogues_word() -> None:
+    known = resolve_target(a_space(gpu="t4"), a_card("h200", compute_capability=None))
+    assert known.host_capability == find_gpu("h200").compute_capability
+    other = a_card("h200", product="NVIDIA Z1", compute_capability=None)
+    unknown = resolve_target(a_space(gpu="t4"), other)
+    assert unknown.compute_capability == find_gpu("t4").compute_capability
+    assert unknown.host_capability is None
+    assert resolve_target(a_space(gpu="auto"), other).compute_capability is None
 
 
 def test_a_slice_of_a_card_has_less_than_the_catalogue_says() -> None:
@@ -115,3 +132,23 @@ def test_the_least_that_weights_take_depends_on_how_they_may_be_stored() -> None
     assert 3.5 * GIB < quantized < 4 * GIB
     assert 13 * GIB < plain < 14 * GIB
     assert least_weight_bytes(either, model) == quantized
+
+
+def test_experts_that_are_one_tensor_take_two_bytes_a_weight_whatever_the_quantization() -> None:
+    mixtral = ModelSpec(
+        "mixtral-8x7b",
+        "directory",
+        {
+            "model_type": "mixtral",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "vocab_size": 32000,
+        },
+    )
+    least = least_weight_bytes(a_space(), mixtral)
+    assert least is not None
+    assert 84 * GIB < least < 87 * GIB

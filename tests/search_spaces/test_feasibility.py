@@ -1,0 +1,169 @@
+"""A space is refused where truly nothing in it is valid, and nowhere else."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search_spaces.feasibility import obstacles
+from search_spaces.model_files import load_model_spec
+from search_spaces.rules import violation
+from search_spaces.space import Choices, FloatRange, IntRange, SearchSpace
+
+MISTRAL = load_model_spec("mistral-7b-v0.3")
+TURING, AMPERE = (7, 5), (8, 0)
+RANKS = IntRange(low=1, high=256)
+NEEDS_AMPERE = "bf16-needs-ampere"
+
+
+def among(*values: Any) -> Choices:
+    return Choices(choices=values)
+
+
+def rules_against(
+    card: tuple[int, int] | None = TURING, *, fixed: dict[str, Any] | None = None, **dimensions: Any
+) -> list[str]:
+    space = SearchSpace(name="mine", dimensions=dimensions, fixed=fixed or {})
+    found = obstacles(
+        space, model=MISTRAL, compute_capability=card, device="cpu" if card is None else "cuda"
+    )
+    return [one.rule for one in found]
+
+
+@pytest.mark.parametrize("dtypes", [("bf16", "fp16"), ("fp16", "bf16"), ("bf16", "bf16", "fp32")])
+def test_one_valid_value_is_enough_wherever_it_stands(dtypes: tuple[str, ...]) -> None:
+    dtype = Choices(choices=tuple(dict.fromkeys(dtypes)))
+    assert rules_against(lora_rank=RANKS, compute_dtype=dtype) == []
+    assert rules_against(compute_dtype=dtype, lora_rank=RANKS) == []
+
+
+@pytest.mark.parametrize(
+    ("card", "dimensions", "rules"),
+    [
+        (TURING, {"lora_rank": RANKS, "compute_dtype": among("bf16")}, [NEEDS_AMPERE]),
+        # The default of what is in neither dimensions nor fixed counts as well.
+        (TURING, {"lora_rank": RANKS}, [NEEDS_AMPERE]),
+        # A range without steps that no rule reads stands in no rule's way.
+        (TURING, {"lora_dropout": FloatRange(low=0.0, high=0.1)}, [NEEDS_AMPERE]),
+        (AMPERE, {"target_modules": among(["q_pj"], ["w1"])}, ["unknown-target-module"]),
+        (AMPERE, {"target_modules": among(["q_pj"], "qv")}, []),
+        (None, {"attention": among("flash_attention_2")}, ["flash-attention-2"]),
+        # A rule that leaves something is not named beside one that leaves nothing.
+        (
+            TURING,
+            {"compute_dtype": among("bf16", "fp16"), "target_modules": among(["w1"], ["w2"])},
+            ["unknown-target-module"],
+        ),
+        (
+            AMPERE,
+            {"compute_dtype": among("fp32"), "attention": among("flash_attention_2")},
+            ["flash-attention-2"],
+        ),
+        (
+            AMPERE,
+            {"compute_dtype": among("fp32", "bf16"), "attention": among("flash_attention_2")},
+            [],
+        ),
+        (
+            AMPERE,
+            {"compute_dtype": among("fp32"), "attention": among("flash_attention_2", "sdpa")},
+            [],
+        ),
+    ],
+)
+def test_the_rules_that_leave_nothing_are_named(
+    card: tuple[int, int] | None, dimensions: dict[str, Any], rules: list[str]
+) -> None:
+    assert rules_against(card, **dimensions) == rules
+
+
+def test_rules_that_leave_nothing_only_together_are_all_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from search_spaces import feasibility
+
+    rules = {
+        "even-rank": lambda config, _: None if config.lora_rank % 2 == 0 else "odd",
+        "odd-rank-at-512": lambda config, _: (
+            "even" if config.seq_len == 512 and config.lora_rank % 2 == 0 else None
+        ),
+        "says-nothing": lambda config, _: None,
+    }
+    monkeypatch.setattr(feasibility, "RULES", rules)
+    both = ["even-rank", "odd-rank-at-512"]
+    assert rules_against(lora_rank=RANKS, seq_len=among(512)) == both
+    assert rules_against(lora_rank=RANKS, seq_len=among(512, 1024)) == []
+
+
+def test_what_a_property_of_the_configuration_reads_counts_as_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from search_spaces import feasibility
+
+    rules = {"few-tokens": lambda config, _: "many" if config.tokens_per_step > 600 else None}
+    monkeypatch.setattr(feasibility, "RULES", rules)
+    batches = IntRange(low=1, high=4)
+    assert rules_against(micro_batch_size=batches, seq_len=among(512, 601)) == []
+    assert rules_against(micro_batch_size=batches, seq_len=among(601)) == ["few-tokens"]
+
+
+def test_a_huge_space_is_decided_at_once() -> None:
+    wide = IntRange(low=1, high=9_999)
+    started = time.monotonic()
+    assert rules_against(
+        lora_rank=wide,
+        micro_batch_size=wide,
+        seq_len=IntRange(low=40_000, high=49_999),
+        compute_dtype=among("bf16", "fp16"),
+    ) == ["seq-len-beyond-positions"]
+    assert time.monotonic() - started < 20
+
+
+def test_a_rule_that_reads_more_than_can_be_listed_refuses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from search_spaces import feasibility
+
+    never = {"never": lambda config, _: f"{config.lora_dropout} {config.lora_rank}"}
+    monkeypatch.setattr(feasibility, "RULES", never)
+    assert rules_against(lora_rank=RANKS) == ["never"]
+    assert rules_against(lora_rank=RANKS, lora_dropout=FloatRange(low=0.0, high=0.1)) == []
+
+
+def subsets(*values: Any) -> st.SearchStrategy[Choices]:
+    picked = st.lists(st.sampled_from(values), min_size=1, max_size=3, unique_by=str)
+    return picked.map(lambda chosen: Choices(choices=tuple(chosen)))
+
+
+@settings(max_examples=150)
+@given(
+    st.fixed_dictionaries(
+        {
+            "compute_dtype": subsets("bf16", "fp16", "fp32"),
+            "attention": subsets("sdpa", "flash_attention_2", "eager"),
+        },
+        optional={
+            "kernels": subsets("hf", "fused-loss", "liger"),
+            "compile": subsets(True, False),
+            "optimizer": subsets("adamw_8bit", "paged_adamw_8bit"),
+            "seq_len": subsets(1, 512, 40_000),
+            "target_modules": subsets("qv", ["q_proj"], ["w1"]),
+        },
+    ),
+    st.sampled_from([None, (6, 0), TURING, AMPERE]),
+)
+def test_the_answer_is_that_of_trying_every_configuration(
+    dimensions: dict[str, Any], card: tuple[int, int] | None
+) -> None:
+    space = SearchSpace(name="mine", dimensions=dimensions)
+    device = "cpu" if card is None else "cuda"
+    tried = (
+        violation(space.config(values), model=MISTRAL, compute_capability=card, device=device)
+        for values in space.combinations()
+    )
+    nothing_is_valid = all(one is not None for one in tried)
+    assert bool(rules_against(card, **dimensions)) is nothing_is_valid

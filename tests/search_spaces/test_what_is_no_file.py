@@ -1,0 +1,90 @@
+"""What is named where a file should be: a message at once, and never a read without end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from search_spaces.checkpoints import check_weights
+from search_spaces.documents import read_text
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.loading import load_space
+from search_spaces.model_files import load_model_spec
+from search_spaces.models import ModelSpec
+from search_spaces.prices import load_prices
+from sweep.plan_file import read_configurations
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def a_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # A socket's whole path must be short.
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(path.name)
+    os.chdir(here)
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "a named pipe": lambda path: os.mkfifo(path),
+    "a directory": lambda path: path.mkdir(),
+    "a socket": a_socket,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a space": ("mine.yaml", lambda path: load_space(str(path))),
+    "a model's config": ("config.json", lambda path: load_model_spec(str(path.parent))),
+    "prices": ("prices.yaml", load_prices),
+    "configurations": ("configs.jsonl", lambda path: read_configurations(str(path))),
+    "a weights' index": (
+        "model.safetensors.index.json",
+        lambda path: check_weights(ModelSpec("mine", "directory", {}, path.parent)),
+    ),
+    "weights": (
+        "model.safetensors",
+        lambda path: check_weights(ModelSpec("mine", "directory", {}, path.parent)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str, kind: str) -> None:
+    name, read = READERS[reader]
+    KINDS[kind](tmp_path / name)
+    with pytest.raises(InputError, match=rf"{name}: is {kind}, not a file"):
+        read(tmp_path / name)
+
+
+def test_what_the_shell_hands_over_is_read_though_it_is_a_pipe() -> None:
+    end, start = os.pipe()
+    writer = threading.Thread(target=lambda: (os.write(start, b"name: mine\n"), os.close(start)))
+    writer.start()
+    try:
+        assert read_text(Path(f"/dev/fd/{end}"), label="piped") == "name: mine\n"
+    finally:
+        writer.join()
+        os.close(end)
+
+
+@pytest.mark.parametrize("reader", ["a space", "a model's config", "weights"])
+def test_a_directory_that_may_not_be_searched_is_the_machines_fault(
+    tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, read = READERS[reader]
+    locked = tmp_path / "locked" / name
+    stat = Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if locked.parent in (path, path.parent):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(EnvironmentFault, match="cannot be read: Permission denied"):
+        read(locked)

@@ -1,0 +1,86 @@
+"""The versions that pyproject.toml allows are those that are installed and tested."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+UNTESTED = {"torch", "liger-kernel"}
+"""Their lowest versions run on the GPU machine, not in an environment of `make test-lowest`."""
+LINT = {"import-linter", "mypy", "ruff", "types-pyyaml"}
+"""No test needs them: the lowest version is the one that CI has."""
+
+
+def requirements() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = (line for lines in project["optional-dependencies"].values() for line in lines)
+    found = [Requirement(line) for line in (*project["dependencies"], *extras)]
+    return [one for one in found if one.name != project["name"]]
+
+
+def pins(name: str) -> dict[str, Version]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(one.name): _only(one, "==") for one in found}
+
+
+def _only(requirement: Requirement, operator: str) -> Version:
+    (specifier,) = requirement.specifier
+    assert specifier.operator == operator, f"{requirement} is not of the form x{operator}1.2"
+    return Version(specifier.version)
+
+
+def lower_bounds() -> dict[str, Version]:
+    return {canonicalize_name(one.name): _only(one, ">=") for one in requirements()}
+
+
+def test_every_lower_bound_is_what_make_test_lowest_installs() -> None:
+    wanted = {name: bound for name, bound in lower_bounds().items() if name not in UNTESTED | LINT}
+    lowest = pins("lowest-constraints.txt")
+    assert {name: lowest.get(name) for name in wanted} == wanted
+
+
+def test_what_is_not_tested_at_its_lowest_says_where_it_was() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for name in UNTESTED:
+        before = text[: text.index(f'"{name}>=')].splitlines()
+        assert any("measurement" in line for line in before[-3:]), name
+
+
+def test_ci_tests_versions_that_are_allowed() -> None:
+    tested = pins("constraints.txt")
+    for name, bound in lower_bounds().items():
+        assert tested[name] >= bound, name
+        assert name not in LINT or tested[name] == bound, name
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=lambda one: one.name)
+def test_what_is_installed_here_is_allowed(requirement: Requirement) -> None:
+    try:
+        installed = version(requirement.name)
+    except ModuleNotFoundError:
+        pytest.skip(f"{requirement.name} is not installed")
+    assert requirement.specifier.contains(installed, prereleases=True)
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """What another package happens to bring may be gone with its next version."""
+    modules = {"jinja2", "yaml", "pynvml", "bitsandbytes", "liger_kernel", "psycopg"}
+    named = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "liger_kernel": "liger-kernel"}
+    pattern = re.compile(r"^\s*(?:from|import) ([a-zA-Z_]\w*)", re.MULTILINE)
+    ours = {"search_spaces", "storage", "sweep", "reports"}
+    for package in ours:
+        for path in (ROOT / package).rglob("*.py"):
+            modules |= set(pattern.findall(path.read_text(encoding="utf-8")))
+    outside = modules - ours - set(sys.stdlib_module_names)
+    missing = {canonicalize_name(named.get(m, m)) for m in outside} - lower_bounds().keys()
+    assert missing == set()
