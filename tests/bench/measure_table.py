@@ -2,7 +2,9 @@
 
 Writes one JSON document per line: model, configuration, bytes after build and after attaching, peak
 bytes by stage of
-the step, peaks over all steps, step times. ``tests/data/measurements_*.jsonl`` were made by it.
+the step, peaks over all steps, step times, and the host's pace in launching kernels.
+``tests/data/measurements_*.jsonl`` were made by it. Exits 75 when its seconds were used up before
+its table.
 
     python tests/bench/measure_table.py OUT.jsonl [--seconds 480] [--known OLD.jsonl]
         [--snapshots BLOCKS.jsonl] [--held-out tests/data/models]
@@ -14,8 +16,9 @@ import argparse
 import collections
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -26,11 +29,12 @@ import torch
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.loading import load_model_spec
 from sweep.training.adapters import attached
-from sweep.training.device import CudaDevice, is_out_of_memory
+from sweep.training.device import CudaDevice
 from sweep.training.model import BaseKey, BaseModel, build_base
 from sweep.training.step import TrainingLoop
+from tests.bench.pace import launch_microseconds
+from tests.bench.stamp import OUT_OF_TIME
 
-HF = {"checkpoint_fraction": 1.0}
 LEAN = {"upcast_fp32": False, "kernels": "liger"}
 
 
@@ -162,7 +166,9 @@ SNAPSHOTS = (0, 3, 5, 7, 9, 20, 23, 24, 26, 32, 34, 35, 37, 39, 43, 45)
 
 
 class StagedLoop(TrainingLoop):
-    """A loop that keeps the peak of every stage."""
+    """A loop that keeps the peak of every stage, waiting for the card at each while watched."""
+
+    is_watched = True
 
     @property
     def stage(self) -> str:
@@ -173,7 +179,7 @@ class StagedLoop(TrainingLoop):
         if not hasattr(self, "peaks"):
             self.peaks: dict[str, int] = collections.defaultdict(int)
             self.reserved = 0
-        else:
+        elif self.is_watched:
             self.note()
         self._stage = value
 
@@ -194,25 +200,32 @@ def measure(base: BaseModel, config: TrialConfig, *, device: CudaDevice) -> dict
         for _ in range(3):
             loop.step()
         loop.note()
-        times: list[float] = []
-        begun = time.perf_counter()
-        while len(times) < 5 or (time.perf_counter() - begun < 1.0 and len(times) < 9):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            loop.step()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        loop.note()
+        # A step that is timed is not made to wait: on a slow host that would be its whole time.
+        loop.is_watched = False
+        times = _times(loop)
         return {
             "base_bytes": base_bytes,
             "attached_bytes": attached_bytes,
             "stage_peaks": dict(loop.peaks),
-            "peak_allocated_bytes": max(loop.peaks.values()),
-            "peak_reserved_bytes": loop.reserved,
+            "peak_allocated_bytes": max(*loop.peaks.values(), device.peak_allocated_bytes()),
+            "peak_reserved_bytes": max(loop.reserved, device.peak_reserved_bytes() or 0),
             "trainable_parameters": sum(p.numel() for p in attachment.trainable_parameters()),
             "step_seconds": statistics.median(times),
             "step_times": [round(t, 5) for t in times],
         }
+
+
+def _times(loop: TrainingLoop) -> list[float]:
+    """Return the seconds of five to nine steps."""
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < 5 or (time.perf_counter() - begun < 1.0 and len(times) < 9):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loop.step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def snapshot(base: BaseModel, config: TrialConfig) -> list[dict[str, Any]]:
@@ -263,7 +276,75 @@ def _origin(event: dict[str, Any]) -> str:
     return " < ".join(frames[:7])
 
 
-def main() -> None:
+class Resident:
+    """The base that is on the card, changed only where the next configuration needs another."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._base: BaseModel | None = None
+        self._model = ""
+
+    def of(self, model: str, config: TrialConfig) -> BaseModel:
+        """Return the base of a model for a configuration."""
+        key = BaseKey.of(config)
+        if self._base is not None and (self._model, self._base.key) == (model, key):
+            return self._base
+        if self._base is not None:
+            self._base.close()
+            self._base = None
+        self._device.release()
+        start = time.perf_counter()
+        self._base = build_base(
+            key,
+            spec=load_model_spec(model),
+            weights="random",
+            device=self._device.torch_device,
+            seed=0,
+        )
+        self._model = model
+        torch.cuda.synchronize()
+        print(f"build {model} {time.perf_counter() - start:.2f} s", flush=True)
+        return self._base
+
+
+def measured_row(
+    resident: Resident, model: str, config: TrialConfig, *, device: CudaDevice
+) -> dict[str, Any]:
+    """Return a configuration's row: its figures, or why it has none."""
+    row: dict[str, Any] = {"model": Path(model).name, "config": config.model_dump(mode="json")}
+    start = time.perf_counter()
+    failure = None
+    try:
+        row |= measure(resident.of(model, config), config, device=device)
+    except Exception as error:  # noqa: BLE001 - a row says why it has no figures
+        failure = f"{type(error).__name__}: {error}"[:300]
+        row |= {"oom": device.ran_out(error), "failure": failure}
+    # Outside the except block: a caught exception keeps the tensors alive.
+    device.release()
+    row["launch_microseconds"] = round(launch_microseconds(device), 2)
+    row["wall_seconds"] = round(time.perf_counter() - start, 3)
+    return row
+
+
+def to_measure(
+    tables: dict[str, Callable[[], list[dict[str, Any]]]], known: set[tuple[str, str]]
+) -> Iterator[tuple[str, int, TrialConfig]]:
+    """Yield model, place in its table and configuration of what is not known, base by base."""
+    for model, table in tables.items():
+        configs = enumerate(parse_config(values) for values in table())
+        new = [(i, c) for i, c in configs if (Path(model).name, c.key()) not in known]
+        yield from ((model, index, config) for index, config in sorted(new, key=_by_base))
+
+
+def add_snapshot(base: BaseModel, config: TrialConfig, path: Path) -> None:
+    """Append the blocks at a configuration's peak."""
+    blocks = {"config": config.model_dump(mode="json"), "blocks": snapshot(base, config)[:300]}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(blocks) + "\n")
+
+
+def parsed() -> argparse.Namespace:
+    """Return the command's options."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("out", type=Path)
     arguments.add_argument("--seconds", type=float, default=480.0)
@@ -272,59 +353,28 @@ def main() -> None:
     arguments.add_argument(
         "--held-out", type=Path, metavar="MODELS", help="random configurations, these models too"
     )
-    options = arguments.parse_args()
-    tables = TABLE if options.held_out is None else held_out(options.held_out)
+    return arguments.parse_args()
+
+
+def main() -> None:
+    options = parsed()
     begun = time.perf_counter()
     device = CudaDevice()
     device.warm_up()
-    base: BaseModel | None = None
+    resident = Resident(device)
+    tables = TABLE if options.held_out is None else held_out(options.held_out)
     known = _known(options.known)
     with options.out.open("a", encoding="utf-8") as out:
-        for name, table in tables.items():
-            spec = load_model_spec(name)
-            configs = [
-                (index, config)
-                for index, config in enumerate(parse_config(values) for values in table())
-                if (Path(name).name, config.key()) not in known
-            ]
-            for index, config in sorted(configs, key=_by_base):
-                if time.perf_counter() - begun > options.seconds:
-                    return
-                key = BaseKey.of(config)
-                if base is None or base.key != key or base.model.name_or_path != name:
-                    if base is not None:
-                        base.close()
-                        base = None
-                    device.release()
-                    start = time.perf_counter()
-                    base = build_base(
-                        key, spec=spec, weights="random", device=device.torch_device, seed=0
-                    )
-                    base.model.name_or_path = name
-                    torch.cuda.synchronize()
-                    print(f"build {name} {time.perf_counter() - start:.2f} s", flush=True)
+        for model, index, config in to_measure(tables, known):
+            if time.perf_counter() - begun > options.seconds:
+                sys.exit(OUT_OF_TIME)
+            row = measured_row(resident, model, config, device=device)
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+            print(model, config.changes_from(TrialConfig()), _summary(row), flush=True)
+            if options.snapshots and model.startswith("mistral") and index in SNAPSHOTS:
+                add_snapshot(resident.of(model, config), config, options.snapshots)
                 device.release()
-                row = {"model": Path(name).name, "config": config.model_dump(mode="json")}
-                failure = None
-                start = time.perf_counter()
-                try:
-                    row |= measure(base, config, device=device)
-                except Exception as error:  # noqa: BLE001 - a row says why it has no figures
-                    failure = f"{type(error).__name__}: {error}"[:300]
-                    row |= {"oom": is_out_of_memory(error)}
-                if failure is not None:
-                    row["failure"] = failure
-                row["wall_seconds"] = time.perf_counter() - start
-                device.release()
-                out.write(json.dumps(row) + "\n")
-                out.flush()
-                print(name, config.changes_from(TrialConfig()), _summary(row), flush=True)
-                if options.snapshots and name.startswith("mistral") and index in SNAPSHOTS:
-                    rows = snapshot(base, config)
-                    with options.snapshots.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps({"config": row["config"], "blocks": rows[:300]}))
-                        file.write("\n")
-                    device.release()
 
 
 def _by_base(pair: tuple[int, TrialConfig]) -> tuple[bool, str]:
@@ -333,7 +383,8 @@ def _by_base(pair: tuple[int, TrialConfig]) -> tuple[bool, str]:
 
 
 def _known(path: Path | None) -> set[tuple[str, str]]:
-    lines = [] if path is None else path.read_text(encoding="utf-8").splitlines()
+    is_there = path is not None and path.exists()
+    lines = path.read_text(encoding="utf-8").splitlines() if path and is_there else []
     rows = [json.loads(line) for line in lines]
     return {(row["model"], parse_config(row["config"]).key()) for row in rows}
 

@@ -1,0 +1,75 @@
+"""What the tests on a card share: a small model with real proportions, and a worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelSpec
+from search_spaces.space import StepBudget
+from storage.records import Measured, Measurement, Outcome
+from sweep.training.device import CudaDevice
+from sweep.training.model import BaseKey
+from sweep.wire import Event, RunCommand, WorkerSettings
+from sweep.worker import Worker
+
+SMALL = ModelSpec(
+    name="small",
+    source="shipped",
+    config={
+        "model_type": "mistral",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+)
+"""Heads, groups and widths as in large models, so that the same kernels are chosen."""
+QUICK = StepBudget(warmup_min=2, warmup_max=2, measured_min=2, measured_max=2)
+
+
+def small_config(**knobs: Any) -> TrialConfig:
+    return TrialConfig(**{"micro_batch_size": 4, "seq_len": 512, **knobs})
+
+
+class Rig:
+    """The worker's own code in this process, where its insides can be looked at."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.events: list[Event] = []
+        settings = WorkerSettings(
+            device="cuda",
+            budget_bytes=budget_bytes,
+            model=SMALL.to_json(),
+            weights="random",
+            seed=0,
+            is_emulated=True,
+        )
+        self.worker = Worker(settings, send=self.events.append)
+        self.worker.prepare()
+        self.device = CudaDevice()
+
+    def settle(self, config: TrialConfig) -> int:
+        """Make the configuration's base the resident one and return the bytes allocated then."""
+        assert self.worker._ensure_base(BaseKey.of(config)) is None
+        self.device.release()
+        return self.allocated_bytes()
+
+    def allocated_bytes(self) -> int:
+        allocated = self.device.allocated_bytes()
+        assert allocated is not None
+        return allocated
+
+    def run(self, config: TrialConfig) -> Outcome:
+        return self.worker.run(RunCommand(config=config, steps=QUICK)).outcome
+
+    def measure(self, config: TrialConfig) -> Measurement:
+        outcome = self.run(config)
+        assert isinstance(outcome, Measured), outcome
+        return outcome.measurement

@@ -1,0 +1,269 @@
+"""Every value of every knob is trained for real, proves that it took effect, and leaves no byte."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from search_spaces.config import (
+    TARGET_SETS,
+    Attention,
+    ComputeDtype,
+    Kernels,
+    OptimizerName,
+    Quantization,
+    TrialConfig,
+)
+from search_spaces.linears import lora_parameters
+from storage.records import Ineffective, Measured
+from sweep.training.adapters import attached
+from sweep.training.model import BaseKey, build_base
+from sweep.training.proof import KernelWatch, ineffective
+from sweep.training.step import TrainingLoop
+from tests.gpu.rig import SMALL, Rig, small_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    # What libraries warn of depends on the card.
+    pytest.mark.filterwarnings("default"),
+]
+LEAN = {"kernels": "liger", "upcast_fp32": False}
+WITHOUT = {"quantization": "none", "double_quant": False}
+VALUES: dict[str, tuple[Any, ...]] = {
+    "compute_dtype": get_args(ComputeDtype),
+    "quantization": get_args(Quantization),
+    "double_quant": (True, False),
+    "checkpoint_fraction": (0.0, 0.5, 1.0),
+    "upcast_fp32": (True, False),
+    "kernels": get_args(Kernels),
+    "attention": ("sdpa", "eager"),
+    "optimizer": get_args(OptimizerName),
+    "compile": (False, True),
+    "lora_rank": (8, 64),
+    "lora_alpha": (8.0, None),
+    "lora_dropout": (0.0, 0.1, 1.0),
+    "target_modules": (*TARGET_SETS, ("down_proj", "q_proj")),
+    "effective_batch_size": (None, 8),
+    "micro_batch_size": (1, 7),
+    "seq_len": (128, 1000),
+}
+CASES: list[dict[str, Any]] = [
+    *({knob: value} for knob, values in VALUES.items() for value in values),
+    {**WITHOUT, "upcast_fp32": False},
+    {**WITHOUT, **LEAN, "checkpoint_fraction": 0.0},
+    {**LEAN, "compute_dtype": "fp16"},
+    {"kernels": "fused-loss", "compile": True, "checkpoint_fraction": 0.5},
+    {"kernels": "fused-loss", "upcast_fp32": False, "compile": True, "checkpoint_fraction": 0.0},
+    {"optimizer": "paged_adamw_8bit", "lora_rank": 64, "target_modules": "all-linear"},
+]
+
+
+def described(knobs: dict[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in knobs.items())
+
+
+@pytest.mark.parametrize(
+    "knobs", sorted(CASES, key=lambda k: str(BaseKey.of(small_config(**k)))), ids=described
+)
+def test_every_value_of_every_knob_takes_effect_and_leaves_no_byte(
+    rig: Rig, knobs: dict[str, Any]
+) -> None:
+    config = small_config(**knobs)
+    before = rig.settle(config)
+    measurement = rig.measure(config)
+    assert rig.allocated_bytes() == before
+    assert measurement.trainable_parameters == lora_parameters(config, SMALL)
+    assert measurement.peak_allocated_bytes > before
+    # Random tokens under a random head: the loss is near that of a uniform guess.
+    assert measurement.final_loss == pytest.approx(10.6, abs=1.0)
+
+
+def test_the_cases_hold_every_value_of_every_knob() -> None:
+    assert set(VALUES) == set(TrialConfig.model_fields)
+    assert set(VALUES["attention"]) | {"flash_attention_2"} == set(get_args(Attention))
+
+
+def test_flash_attention_is_flash_attns_own_or_a_verdict_with_the_reason(rig: Rig) -> None:
+    config = small_config(attention="flash_attention_2")
+    if importlib.util.find_spec("flash_attn") is not None:
+        assert rig.measure(config).tokens_per_second > 0
+        return
+    outcome = rig.run(config)
+    assert isinstance(outcome, Ineffective)
+    assert outcome.knob == "attention"
+    assert "FlashAttention2" in outcome.detail
+    rig.measure(small_config())
+
+
+@pytest.mark.parametrize(
+    ("ran", "asked", "knob"),
+    [
+        ({}, {"attention": "eager"}, "attention"),
+        ({}, {"attention": "flash_attention_2"}, "attention"),
+        ({"attention": "eager"}, {}, "attention"),
+        ({}, {"compute_dtype": "fp16"}, "compute_dtype"),
+        ({"compute_dtype": "fp32"}, {"compute_dtype": "bf16"}, "compute_dtype"),
+        ({}, {"upcast_fp32": False}, "upcast_fp32"),
+        ({"upcast_fp32": False}, {}, "upcast_fp32"),
+        ({}, {"quantization": "fp4"}, "quantization"),
+        ({}, {"double_quant": False}, "double_quant"),
+        ({}, WITHOUT, "quantization"),
+        (WITHOUT, {}, "quantization"),
+        ({}, {"checkpoint_fraction": 0.5}, "checkpoint_fraction"),
+        ({}, {"kernels": "liger"}, "kernels"),
+        ({"kernels": "fused-loss"}, {"kernels": "liger"}, "kernels"),
+        ({"kernels": "liger"}, {"kernels": "fused-loss"}, "kernels"),
+        ({"kernels": "liger"}, {}, "kernels"),
+        ({}, {"optimizer": "adamw_torch_fused"}, "optimizer"),
+        ({"optimizer": "adamw_torch_fused"}, {}, "optimizer"),
+        (
+            {"lora_rank": 64, "target_modules": "all-linear"},
+            {
+                "lora_rank": 64,
+                "target_modules": "all-linear",
+                "optimizer": "paged_adamw_8bit",
+            },
+            "optimizer",
+        ),
+        ({}, {"compile": True}, "compile"),
+        ({}, {"lora_dropout": 0.1}, "lora_dropout"),
+        ({}, {"lora_rank": 8, "lora_alpha": 16}, "lora_rank"),
+        ({}, {"lora_alpha": 16}, "lora_alpha"),
+    ],
+)
+def test_a_run_that_is_not_what_was_asked_is_found_out(
+    rig: Rig, ran: dict[str, Any], asked: dict[str, Any], knob: str
+) -> None:
+    config = small_config(micro_batch_size=1, **ran)
+    rig.settle(config)
+    base = rig.worker._base
+    assert base is not None
+    torch._dynamo.utils.counters.clear()
+    with attached(base, config) as attachment:
+        loop = TrainingLoop(attachment, config, vocab_size=SMALL.vocab_size, seed=0)
+        with KernelWatch() as watch:
+            loop.step()
+        wanted = small_config(micro_batch_size=1, **asked)
+        fault = ineffective(wanted, attached=attachment, loop=loop, watch=watch)
+        honest = ineffective(config, attached=attachment, loop=loop, watch=watch)
+    assert isinstance(fault, Ineffective)
+    assert fault.knob == knob
+    assert honest is None
+
+
+def test_an_effective_batch_is_one_update_of_so_many_micro_batches(rig: Rig) -> None:
+    config = small_config(effective_batch_size=12)
+    rig.settle(config)
+    base = rig.worker._base
+    assert base is not None
+    updates: list[object] = []
+    with attached(base, config) as attachment:
+        loop = TrainingLoop(attachment, config, vocab_size=SMALL.vocab_size, seed=0)
+        inner = loop.optimizer.optimizer
+        inner.register_step_post_hook(lambda *_: updates.append(None))
+        for _ in range(2):
+            loop.step()
+        assert (loop.micro_step, len(updates)) == (6, 2)
+
+
+def test_checkpointing_and_fused_losses_save_what_they_are_for(rig: Rig) -> None:
+    def peak(**knobs: Any) -> int:
+        return rig.measure(small_config(**knobs)).peak_allocated_bytes
+
+    whole, half, none = (peak(checkpoint_fraction=f) for f in (1.0, 0.5, 0.0))
+    assert whole < half < none
+    assert peak(kernels="liger") <= peak(kernels="fused-loss") < whole
+    assert peak(attention="eager", checkpoint_fraction=0.0) > none
+    assert peak(upcast_fp32=False) < whole
+
+
+def test_a_compiled_layer_leaves_nothing_that_changes_the_next_trial(rig: Rig) -> None:
+    plain = small_config(upcast_fp32=False, checkpoint_fraction=0.0)
+    before = rig.settle(plain)
+    reference = rig.measure(plain).peak_allocated_bytes
+    for batch in (4, 5):
+        compiled = plain.model_copy(update={"compile": True, "micro_batch_size": batch})
+        assert rig.measure(compiled).tokens_per_second > 0
+        assert rig.allocated_bytes() == before
+    assert rig.measure(plain).peak_allocated_bytes == reference
+    base = rig.worker._base
+    assert base is not None
+    assert all(module._compiled_call_impl is None for module in base.model.modules())
+
+
+def test_a_standard_run_after_liger_is_a_standard_run(rig: Rig) -> None:
+    """Liger patches the modelling module for the whole process; its base takes that back."""
+    standard, liger, again = (_fingerprint(rig, kernels) for kernels in ("hf", "liger", "hf"))
+    assert standard == again
+    assert standard[1] != liger[1]
+
+
+def _fingerprint(rig: Rig, kernels: str) -> tuple[int, dict[str, int], int]:
+    """Return the base's bytes, how often a step calls each operator, and the peak."""
+    config = small_config(kernels=kernels)
+    before = rig.settle(config)
+    operators = _operators(rig, config)
+    rig.device.release()
+    assert rig.allocated_bytes() == before
+    return before, operators, rig.measure(config).peak_allocated_bytes
+
+
+def _operators(rig: Rig, config: TrialConfig) -> dict[str, int]:
+    base = rig.worker._base
+    assert base is not None
+    with attached(base, config) as attachment:
+        loop = TrainingLoop(attachment, config, vocab_size=SMALL.vocab_size, seed=0)
+        with _Operators() as operators:
+            loop.step()
+    return operators.counts
+
+
+def test_liger_layers_are_compiled_or_said_not_to_be(rig: Rig) -> None:
+    """liger-kernel 0.8.5 keeps its dispatch out of graphs; its fused loss is outside the layers."""
+    config = small_config(kernels="liger", upcast_fp32=False, compile=True)
+    before = rig.settle(config)
+    outcome = rig.run(config)
+    assert isinstance(outcome, Measured | Ineffective)
+    if isinstance(outcome, Ineffective):
+        assert outcome.knob == "compile"
+    assert rig.allocated_bytes() == before
+
+
+class _Operators(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.counts[func.name()] = self.counts.get(func.name(), 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_base_is_the_same_to_the_byte_however_often_it_is_built(rig: Rig) -> None:
+    key = BaseKey.of(small_config())
+    sizes = set()
+    for _ in range(3):
+        rig.settle(small_config(upcast_fp32=False))
+        before = rig.settle(small_config())
+        sizes.add(before)
+        assert rig.worker._base is not None
+        assert rig.worker._base.key == key
+    assert len(sizes) == 1
+
+
+def test_a_base_that_is_closed_leaves_nothing(rig: Rig) -> None:
+    before = rig.allocated_bytes()
+    base = build_base(
+        BaseKey.of(small_config(kernels="liger")),
+        spec=SMALL,
+        weights="random",
+        device=rig.device.torch_device,
+        seed=0,
+    )
+    base.close()
+    del base
+    rig.device.release()
+    assert rig.allocated_bytes() == before

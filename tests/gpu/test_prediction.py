@@ -1,0 +1,63 @@
+"""Predicted memory against the card's counters, on structures of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from search_spaces.gpus import match_product
+from sweep.predict.child import TracingChild
+from sweep.predict.memory import MemoryPredictor
+from tests.gpu.rig import SMALL, Rig, small_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+LEAN = {"kernels": "liger", "upcast_fp32": False}
+WIDE = {"target_modules": "all-linear", "lora_rank": 64}
+CASES: list[dict[str, Any]] = [
+    {"micro_batch_size": 8},
+    {"seq_len": 2048, "checkpoint_fraction": 0.5},
+    {"checkpoint_fraction": 0.0},
+    {**LEAN},
+    {**LEAN, "micro_batch_size": 10, "checkpoint_fraction": 0.0},
+    {**LEAN, **WIDE, "checkpoint_fraction": 0.25},
+    {"kernels": "fused-loss", "lora_dropout": 0.05},
+    {"attention": "eager", "checkpoint_fraction": 0.0},
+    {"compute_dtype": "fp16", "double_quant": False, "target_modules": "qv"},
+    {"quantization": "none", "double_quant": False, "upcast_fp32": False},
+    {**WIDE, "optimizer": "adamw_torch_fused", "micro_batch_size": 1},
+    {"quantization": "fp4", "optimizer": "paged_adamw_8bit", "seq_len": 384},
+]
+
+
+@pytest.fixture(scope="module")
+def predictor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryPredictor]:
+    cache: Path = tmp_path_factory.mktemp("profiles")
+    child = TracingChild()
+    try:
+        yield MemoryPredictor(
+            SMALL,
+            cache_dir=cache,
+            compute_capability=torch.cuda.get_device_capability(0),
+            tracer=child,
+        )
+    finally:
+        child.close()
+
+
+@pytest.mark.parametrize("knobs", CASES, ids=str)
+def test_peak_memory_is_within_the_stated_uncertainty(
+    rig: Rig, predictor: MemoryPredictor, knobs: dict[str, Any]
+) -> None:
+    config = small_config(**knobs)
+    measured = rig.measure(config).peak_allocated_bytes
+    prediction = predictor.predict(config)
+    assert prediction.peak_allocated_bytes == pytest.approx(measured, rel=prediction.uncertainty)
+
+
+def test_the_card_is_in_the_catalogue_or_is_told_by_its_own_name() -> None:
+    spec = match_product(torch.cuda.get_device_name(0))
+    assert spec is None or spec.compute_capability == torch.cuda.get_device_capability(0)
