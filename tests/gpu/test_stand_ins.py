@@ -221,7 +221,9 @@ def test_a_stand_in_keeps_and_takes_what_the_kernel_does(name: str) -> None:
 
 def test_fused_attention_keeps_what_its_stand_in_keeps() -> None:
     real, paper = on_the_card(sdpa), on_paper(sdpa)
-    assert paper.kept == pytest.approx(real.kept, rel=0.02), (real, paper)
+    # Of a block that is left from before, the allocator does not split up to a MiB off.
+    unsplit = MIB + CONSTANTS_BYTES
+    assert paper.kept == pytest.approx(real.kept, rel=0.02, abs=unsplit), (real, paper)
 
 
 @pytest.mark.parametrize("is_nested", [True, False])
