@@ -15,7 +15,7 @@ from search_spaces.rules import canonical
 from storage.definition import StudySnapshot, Target
 from storage.gain import compare
 from storage.ranking import SPEED_OBJECTIVES, Ranking, measured_of, rank_study
-from storage.records import Measurement, TrialRecord, Verdict
+from storage.records import RETRYABLE, Measurement, TrialRecord, Verdict
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def _winner_sentence(ranking: Ranking, winner: TrialRecord) -> str:
 def _no_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
     if not snapshot.records:
         return "No trial has finished yet."
+    if all(record.verdict in RETRYABLE for record in snapshot.records):
+        return "No trial has come to a conclusion yet: the same command tries them again."
     budget = units.gib(snapshot.definition.target.budget_bytes)
     if ranking.baseline is None or ranking.is_baseline_in_space:
         return f"Nothing that was tried was measured to fit in {budget}."

@@ -18,7 +18,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
-from storage.records import OutOfMemory, TrialRecord
+from storage.records import Lost, OutOfMemory, TrialRecord
 from tests.reports.synthetic import (
     HOSTILE,
     definition,
@@ -187,8 +187,18 @@ def test_a_study_s_name_is_quoted_for_the_shell() -> None:
         ((fits(0, math.nan), fits(1, math.inf)), "Nothing that was tried"),
         ((fits(0, 8_000.0, final_loss=math.nan, flops_utilization=math.inf),), "8,000"),
         ((record(0, OutOfMemory(stage="load")),), "Nothing that was tried"),
+        ((record(0, Lost()),), "No trial has come to a conclusion yet"),
     ],
-    ids=["empty", "all out of memory", "only slow", "one", "not finite", "loss", "unknown need"],
+    ids=[
+        "empty",
+        "all out of memory",
+        "only slow",
+        "one",
+        "not finite",
+        "loss",
+        "unknown need",
+        "interrupted",
+    ],
 )
 def test_any_study_has_a_report(records: Sequence[TrialRecord], said: str) -> None:
     page = Page(render(snapshot(records)))
