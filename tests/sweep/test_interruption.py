@@ -110,6 +110,15 @@ def test_a_driver_that_was_killed_leaves_a_study_that_can_go_on(tmp_path: Path) 
         assert study.records()[1].verdict is Verdict.LOST
 
 
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """A shell ignores SIGINT on behalf of what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 def test_a_third_request_is_the_defaults_business() -> None:
     cancelled: list[bool] = []
     interruption = Interruption(cancel=lambda: cancelled.append(True))
