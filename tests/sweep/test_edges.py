@@ -273,7 +273,10 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_tracing_child() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_twice_while_a_plan_is_traced_ends_it(home: Path) -> None:
-    command = [sys.executable, "-c", "from sweep.cli import main; raise SystemExit(main())"]
+    # A suite that was started in the background has SIGINT ignored, and hands that on.
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{listen}; from sweep.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", program]
     with subprocess.Popen([*command, "plan", "a10"], cwd=ROOT, start_new_session=True) as process:
         time.sleep(3)
         os.killpg(process.pid, signal.SIGINT)
