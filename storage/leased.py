@@ -148,9 +148,7 @@ class LeasedStudy:
 
         The lease says that no other driver's trial can be running.
         """
-        for frozen in self._patiently(lambda: self._trials(TrialState.RUNNING)):
-            number = frozen.number
-            self._patiently(lambda: self._close_unbegun(number))  # noqa: B023 - called at once
+        self._patiently(self._close_running)
 
     def add_wall_seconds(self, seconds: float) -> None:
         """Add to the driver's time over all runs of the study."""
@@ -230,6 +228,10 @@ class LeasedStudy:
         for frozen in self._trials(TrialState.RUNNING):
             if mapping.config_of(frozen) is None:
                 self._close_unbegun(frozen.number)
+
+    def _close_running(self) -> None:
+        for frozen in self._trials(TrialState.RUNNING):
+            self._close_unbegun(frozen.number)
 
     def _close_unbegun(self, number: int) -> None:
         self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
