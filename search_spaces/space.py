@@ -1,6 +1,6 @@
 """Owns the search space: which dimensions are free, what is fixed, and on what it is searched.
 
-Knows nothing of Optuna; `sweep.samplers` turns dimensions into distributions.
+Knows nothing of Optuna; `sweep.sampling.samplers` turns dimensions into distributions.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from typing import Annotated, Any
 import typer
 
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
-from sweep.console import ReaderGoneError, note, prepare_streams
-from sweep.places import crash_log_directory
-from sweep.plan_options import with_config_options
+from sweep.paths import crash_log_directory
+from sweep.terminal.config_options import with_config_options
+from sweep.terminal.console import ReaderGoneError, note, prepare_streams
 
 app = typer.Typer(
     name="sweep",
@@ -43,7 +43,7 @@ def front_door(
 ) -> int:
     """Name a GPU, get the fastest QLoRA configuration that fits it, and proof."""
     if version:
-        from sweep import commands
+        from sweep.terminal import commands
 
         commands.version()
         raise typer.Exit
@@ -99,7 +99,7 @@ def run(
     as_json: JsonOption = False,
 ) -> int:
     """Start or resume a study."""
-    from sweep import commands
+    from sweep.terminal import commands
 
     overrides = {
         "gpu": gpu,
@@ -166,9 +166,9 @@ def plan(
     Options of a configuration are held fixed and the rest of the space is searched. With --exact
     one configuration is asked about: what is not typed is the standard recipe's.
     """
-    from sweep import plan_command
-    from sweep.plan_question import PlanRequest
     from sweep.planning.cost import AskedWork
+    from sweep.planning.question import PlanRequest
+    from sweep.terminal.plan import command as plan_command
 
     return plan_command.plan(
         PlanRequest(
@@ -195,7 +195,7 @@ def status(
     storage: StorageOption = None,
 ) -> int:
     """Show what ran, what is running, and the best so far."""
-    from sweep import commands
+    from sweep.terminal import commands
 
     return commands.status(study, storage=storage)
 
@@ -203,7 +203,7 @@ def status(
 @app.command()
 def best(study: StudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> int:
     """Show a study's winner."""
-    from sweep import commands
+    from sweep.terminal import commands
 
     return commands.best(study, storage=storage, as_json=as_json)
 
@@ -223,7 +223,7 @@ def report(
     storage: StorageOption = None,
 ) -> int:
     """Write a study's report, one HTML file."""
-    from sweep import commands
+    from sweep.terminal import commands
 
     return commands.report(study, storage=storage, output=_output(output))
 
@@ -244,7 +244,7 @@ def export(
     storage: StorageOption = None,
 ) -> int:
     """Write a study's winner as a recipe that runs."""
-    from sweep import commands
+    from sweep.terminal import commands
 
     return commands.export(study, format=format, storage=storage, output=_output(output))
 
@@ -268,7 +268,7 @@ def _output(typed: str | None) -> Path | None:
 @app.command()
 def presets() -> int:
     """List the shipped search spaces."""
-    from sweep import commands
+    from sweep.terminal import commands
 
     return commands.presets()
 
@@ -276,7 +276,7 @@ def presets() -> int:
 @app.command()
 def gpus() -> int:
     """List the cards of the catalogue."""
-    from sweep import commands
+    from sweep.terminal import commands
 
     return commands.gpus()
 
@@ -284,7 +284,7 @@ def gpus() -> int:
 @app.command()
 def models() -> int:
     """List the shipped architectures."""
-    from sweep import commands
+    from sweep.terminal import commands
 
     return commands.models()
 
@@ -292,7 +292,7 @@ def models() -> int:
 @app.command()
 def doctor() -> int:
     """Check this machine, and say what to do."""
-    from sweep import commands
+    from sweep.terminal import commands
 
     return commands.doctor()
 

@@ -1,1 +1,1 @@
-"""What `sweep plan` answers, worked out from values alone: nothing here reads, prints or runs."""
+"""What `sweep plan` answers: the question settled, then the answer worked out from values alone."""

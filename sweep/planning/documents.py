@@ -12,7 +12,7 @@ from sweep.planning.recommendation import STANDARD_CAPACITY
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable
 from sweep.predict.cost import Bill, BreakEven
-from sweep.predict.memory import Fit
+from sweep.predict.memory.predictor import Fit
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
 """What a peak is made of, in the order it is shown."""

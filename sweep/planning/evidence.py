@@ -17,8 +17,8 @@ from search_spaces.rules import canonical
 from storage.definition import StudySnapshot, Target
 from storage.ranking import fitting, rankable
 from storage.records import OutOfMemory, TrialRecord
-from sweep.predict.residuals import Residuals
-from sweep.predict.speed import Calibration, calibrate
+from sweep.predict.memory.residuals import Residuals
+from sweep.predict.speed.predictor import Calibration, calibrate
 
 
 @dataclass(frozen=True)

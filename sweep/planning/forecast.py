@@ -17,9 +17,9 @@ from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation, violation
 from storage.records import TrialRecord
 from sweep.planning.evidence import NO_EVIDENCE, Evidence
-from sweep.predict.memory import Fit, MemoryPrediction
-from sweep.predict.profiles import Untraceable
-from sweep.predict.speed import SpeedPrediction, predict_step
+from sweep.predict.memory.predictor import Fit, MemoryPrediction
+from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.speed.predictor import SpeedPrediction, predict_step
 
 UNBUILDABLE = "cannot-be-built"
 """The rule of what only the model's own code forbids: a target module that it does not have."""

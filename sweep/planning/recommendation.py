@@ -13,7 +13,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.linears import lora_parameters, resolve_targets
 from search_spaces.models import ModelSpec
 from sweep.planning.forecast import Forecast
-from sweep.predict.memory import Fit
+from sweep.predict.memory.predictor import Fit
 
 Capacity = tuple[int, str | tuple[str, ...]]
 """Rank and target modules: what the adapters can learn."""

@@ -27,6 +27,7 @@ from search_spaces.space import (
     SearchSpace,
 )
 from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
+from sweep.planning.largest_fit import SettledRow, settle_row
 from sweep.planning.recommendation import (
     Capacity,
     Certainty,
@@ -36,9 +37,8 @@ from sweep.planning.recommendation import (
     preferred,
     speed_order,
 )
-from sweep.planning.settling import SettledRow, settle_row
 from sweep.planning.table import ShapeTable, Size, fastest_table
-from sweep.predict.profiles import Untraceable
+from sweep.predict.memory.profiles import Untraceable
 
 ROWS_MAX = 6_000
 CONFIGURATIONS_MAX = 60_000

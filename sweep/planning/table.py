@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
 from sweep.planning.forecast import Forecast, Forecaster
-from sweep.planning.settling import SettledRow, settle
-from sweep.predict.memory import Fit
+from sweep.planning.largest_fit import SettledRow, settle
+from sweep.predict.memory.predictor import Fit
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LENGTHS = (512, 1024, 2048, 4096)

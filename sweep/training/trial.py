@@ -29,8 +29,8 @@ from storage.records import (
     Phase,
     PrunedSlow,
     Stage,
+    over_budget,
 )
-from sweep.budget import over_budget
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device
 from sweep.training.failures import (

@@ -19,10 +19,10 @@ from typing import Any
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import find_gpu
 from search_spaces.loading import load_model_spec, load_space
-from sweep.places import cache_directory
+from sweep.paths import cache_directory
 from sweep.planning.forecast import Forecaster
-from sweep.planning.settling import settle
-from sweep.predict.memory import MemoryPredictor
+from sweep.planning.largest_fit import settle
+from sweep.predict.memory.predictor import MemoryPredictor
 
 DRAWS: dict[str, tuple[Any, ...]] = {
     "lora_rank": (16, 64),

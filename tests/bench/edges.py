@@ -18,9 +18,9 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.loading import load_model_spec, load_space
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from sweep.cards import read_card
-from sweep.supervisor import SupervisedRunner
-from sweep.targets import resolve_target
+from sweep.running.device_info import read_card
+from sweep.running.supervisor import SupervisedRunner
+from sweep.study.targets import resolve_target
 from tests.bench.moved import read_rows
 from tests.bench.stamp import OUT_OF_TIME
 

@@ -13,9 +13,9 @@ from typing import Any
 from search_spaces.config import TrialConfig
 from search_spaces.loading import load_model_spec, load_space
 from storage.records import Measured, Outcome, OutOfMemory
-from sweep.cards import read_card
-from sweep.supervisor import SupervisedRunner
-from sweep.targets import resolve_target
+from sweep.running.device_info import read_card
+from sweep.running.supervisor import SupervisedRunner
+from sweep.study.targets import resolve_target
 
 REFERENCE = {"micro_batch_size": 8, "seq_len": 512}
 TOO_LARGE = (

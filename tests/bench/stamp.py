@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sweep.cards import read_card
+from sweep.running.device_info import read_card
 
 OUT_OF_TIME = 75
 """Exit status of a command of this directory that has rows left to measure (`EX_TEMPFAIL`)."""

@@ -19,7 +19,7 @@ from typing import Any
 from storage.definition import StudySnapshot
 from storage.reading import read_study
 from storage.records import Verdict
-from sweep.places import runs_directory, storage_url
+from sweep.paths import runs_directory, storage_url
 
 
 def step_rows(snapshot: StudySnapshot) -> Iterator[dict[str, Any]]:

@@ -33,8 +33,8 @@ from search_spaces.models import ModelSpec
 from search_spaces.rules import WITHOUT_SDPA, violation
 from search_spaces.space import StepBudget
 from storage.records import Invalid, Measured
-from sweep.predict.child import TracingChild
-from sweep.predict.memory import MemoryPredictor
+from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.predict.memory.tracing_process import TracingChild
 from sweep.training.device import CpuDevice
 from sweep.training.meter import CardReader
 from sweep.training.model import BaseKey, build_base

@@ -17,9 +17,9 @@ from search_spaces.model_files import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow
-from sweep.replay import ReplayRunner
-from sweep.runner import Progress, Runner
-from sweep.supervisor import SupervisedRunner
+from sweep.running.replay import ReplayRunner
+from sweep.running.runner import Progress, Runner
+from sweep.running.supervisor import SupervisedRunner
 from tests.sweep.simulated_device import BUDGET, train
 
 STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)

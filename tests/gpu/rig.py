@@ -8,10 +8,10 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.records import Measured, Measurement, Outcome
+from sweep.running.wire import Event, RunCommand, WorkerSettings
+from sweep.running.worker import Worker
 from sweep.training.device import CudaDevice
 from sweep.training.model import BaseKey
-from sweep.wire import Event, RunCommand, WorkerSettings
-from sweep.worker import Worker
 
 SMALL = ModelSpec(
     name="small",

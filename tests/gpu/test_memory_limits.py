@@ -12,7 +12,7 @@ import pytest
 
 from storage.definition import Target
 from storage.records import Measured, OutOfMemory
-from sweep.supervisor import SupervisedRunner
+from sweep.running.supervisor import SupervisedRunner
 from tests.gpu.rig import QUICK, SMALL, small_config
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from search_spaces.gpus import match_product
-from sweep.predict.child import TracingChild
-from sweep.predict.memory import MemoryPredictor
+from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.predict.memory.tracing_process import TracingChild
 from tests.gpu.rig import SMALL, Rig, small_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

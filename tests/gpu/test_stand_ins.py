@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as functional
 
 from search_spaces.config import TrialConfig
-from sweep.predict.tracing import attention, fourbit, liger
-from sweep.predict.tracing.ledger import Ledger
+from sweep.predict.memory.tracing import attention, fourbit, liger
+from sweep.predict.memory.tracing.ledger import Ledger
 from sweep.training.model import BaseKey, _quantize_random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

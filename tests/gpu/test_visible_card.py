@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sweep.cards import open_cuda, read_card
+from sweep.running.device_info import open_cuda, read_card
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from search_spaces.loading import load_space
 from search_spaces.model_files import load_model_spec
 from search_spaces.models import ModelSpec
 from search_spaces.prices import load_prices
-from sweep.plan_file import read_configurations
+from sweep.planning.from_file import read_configurations
 
 pytestmark = pytest.mark.timeout(20)
 

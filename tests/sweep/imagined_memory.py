@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from sweep.predict.memory import MemoryPrediction
+from sweep.predict.memory.predictor import MemoryPrediction
 
 BASE_BYTES = 5 * GIB
 BYTES_PER_TOKEN = 1024 * 1024

@@ -12,10 +12,10 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from sweep.cli import guarded, main
-from sweep.console import ReaderGoneError
-from sweep.preflight import Preflight
-from sweep.replay import ReplayRunner
-from sweep.tuner import tune
+from sweep.running.replay import ReplayRunner
+from sweep.study.preflight import Preflight
+from sweep.study.tuner import tune
+from sweep.terminal.console import ReaderGoneError
 from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,8 @@ def test_help_answers_without_a_heavy_import() -> None:
 
 def test_the_parent_process_never_imports_torch(study: str) -> None:
     program = (
-        "import sys, sweep.session; from sweep.cli import main; code = main(['best', 'study']);"
+        "import sys, sweep.study.session; from sweep.cli import main;"
+        "code = main(['best', 'study']);"
         "heavy = {'torch', 'transformers', 'peft', 'bitsandbytes'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )

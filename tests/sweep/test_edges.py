@@ -17,10 +17,10 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from storage.records import Invalid
 from sweep.cli import guarded, main
-from sweep.commands import _progress
-from sweep.predict.child import TracingChild
-from sweep.session import default_study_name
-from sweep.summary import why_invalid
+from sweep.predict.memory.tracing_process import TracingChild
+from sweep.study.session import default_study_name
+from sweep.terminal.commands import _progress
+from sweep.terminal.summary import why_invalid
 from tests.reports.synthetic import fits, record, snapshot
 from tests.sweep.simulated_device import a_space
 
@@ -160,10 +160,10 @@ def test_a_home_that_may_not_be_searched_is_the_machines_fault(
     monkeypatch.setenv("SWEEP_HOME", str(home / "locked"))
     monkeypatch.setattr(Path, "stat", refuse)
     if arguments == ["doctor"]:
-        monkeypatch.setattr("sweep.doctor.probe_libraries", dict)
-        monkeypatch.setattr("sweep.doctor.check", lambda machine: (str(machine.runs),))
-        monkeypatch.setattr("sweep.commands.check", lambda machine: ())
-        monkeypatch.setattr("sweep.commands.findings_text", lambda findings: "")
+        monkeypatch.setattr("sweep.terminal.doctor.probe_libraries", dict)
+        monkeypatch.setattr("sweep.terminal.doctor.check", lambda machine: (str(machine.runs),))
+        monkeypatch.setattr("sweep.terminal.commands.check", lambda machine: ())
+        monkeypatch.setattr("sweep.terminal.commands.findings_text", lambda findings: "")
         assert main(arguments) == 0
         return
     assert main(arguments) == 3

@@ -11,9 +11,9 @@ import yaml
 
 from sweep.cli import main
 from sweep.export.formats import format_names
-from sweep.preflight import Preflight
-from sweep.replay import ReplayRunner
-from sweep.tuner import tune
+from sweep.running.replay import ReplayRunner
+from sweep.study.preflight import Preflight
+from sweep.study.tuner import tune
 from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
 
 TOO_LARGE = {"trials": 1, "baseline": {"micro_batch_size": 32, "checkpoint_fraction": 0.0}}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sweep.predict.child import TracingChild
-from sweep.predict.memory import MemoryPrediction, MemoryPredictor
+from sweep.predict.memory.predictor import MemoryPrediction, MemoryPredictor
+from sweep.predict.memory.tracing_process import TracingChild
 from tests.sweep.predict.rows import Predict, Row, config_of, model_of
 
 

@@ -17,9 +17,9 @@ from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import lora_parameters
 from search_spaces.model_files import load_model_spec
 from search_spaces.models import ModelSpec
-from sweep.predict.child import TracingChild
-from sweep.predict.memory import Fit, MemoryPrediction, MemoryPredictor
-from sweep.predict.speed import predict_step
+from sweep.predict.memory.predictor import Fit, MemoryPrediction, MemoryPredictor
+from sweep.predict.memory.tracing_process import TracingChild
+from sweep.predict.speed.predictor import predict_step
 
 MEASURED = Path(__file__).parents[2] / "data" / "measurements_h200.jsonl"
 MISTRAL, LLAMA, THIRTEEN = "mistral-7b-v0.3", "llama-3.1-8b", "llama-2-13b"

@@ -9,7 +9,7 @@ import torch
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
-from sweep.predict.work import step_work
+from sweep.predict.speed.work import step_work
 from sweep.training.adapters import attached
 from sweep.training.model import BaseKey, build_base
 from sweep.training.trial import flops_per_token

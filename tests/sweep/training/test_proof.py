@@ -10,12 +10,12 @@ import torch
 
 from search_spaces.config import TrialConfig
 from storage.records import Ineffective
+from sweep.running.wire import Event, RunCommand, WorkerSettings
+from sweep.running.worker import Worker
 from sweep.training.adapters import attached
 from sweep.training.model import BaseKey, Unavailable, build_base
 from sweep.training.proof import KernelWatch, ineffective
 from sweep.training.step import TrainingLoop
-from sweep.wire import Event, RunCommand, WorkerSettings
-from sweep.worker import Worker
 from tests.sweep.training.tiny import QUICK, TINY, tiny_base, tiny_config
 
 FREEZE = "freeze v_proj"

@@ -1,0 +1,126 @@
+"""Owns one training step as memory sees it: what stays, and its segments in order, at real sizes.
+
+Knows nothing of how profiles are made, nor of the allocator.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from search_spaces.config import TrialConfig
+from sweep.predict.memory.optimizer_states import FP32_BYTES, state_bytes
+from sweep.predict.memory.polynomials import Values, evaluate
+from sweep.predict.memory.profiles import Account, Profile, Segment
+
+Amounts = dict[str, int]
+"""Bytes by part."""
+
+_MOMENTS = {"embed": "forward", "head": "loss", "head_backward": "loss"}
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One segment of the step."""
+
+    name: str
+    """As in `Profile.segments`."""
+    is_checkpointed: bool
+    """Whose profile it is from."""
+    layer: int = 0
+    """Decoder layer of the whole model; 0 for what happens once."""
+
+    @property
+    def moment(self) -> str:
+        """``forward``, ``loss`` or ``backward``."""
+        kind = self.name.partition(" ")[0]
+        return _MOMENTS.get(kind, kind)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that has the optimizer's states from the start, as every step but the first."""
+
+    config: TrialConfig
+    profiles: Mapping[bool, Profile]
+    """The structures' profiles, by whether layers are recomputed."""
+    flags: tuple[bool, ...]
+    """For each decoder layer, whether it is recomputed."""
+    values: Values
+    """Of the polynomials' symbols."""
+    workspace_bytes: int
+    """What the libraries keep for themselves."""
+
+    @property
+    def profile(self) -> Profile:
+        """The last layer's: where it ends, the loss begins. What does not vary is alike in both."""
+        return self.profiles[self.flags[-1]]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier micro-batches are there throughout."""
+        return self.config.accumulation_steps > 1
+
+    def visits(self) -> Iterator[Visit]:
+        """Yield the step's segments in order."""
+        last = self.flags[-1]
+        layers = list(enumerate(zip(self.profile.positions, self.flags, strict=True)))
+        yield Visit("embed", self.flags[0])
+        yield from (Visit(f"forward {at}", flag, layer) for layer, (at, flag) in layers)
+        yield Visit("head", last)
+        yield Visit("head_backward", last)
+        yield from (Visit(f"backward {at}", flag, layer) for layer, (at, flag) in reversed(layers))
+
+    def segment(self, visit: Visit) -> Segment:
+        """Return the traced segment of a visit."""
+        return self.profiles[visit.is_checkpointed].segments[visit.name]
+
+    def humps(self, visit: Visit) -> list[Amounts]:
+        """Return how high a segment can rise above where it begins."""
+        return [self._scaled(hump, visit.is_checkpointed) for hump in self.segment(visit).humps]
+
+    def kept(self, visit: Visit) -> Amounts:
+        """Return what a segment leaves; negative where it frees more."""
+        total = self._scaled(self.segment(visit).kept, visit.is_checkpointed)
+        for flag, profile in self.profiles.items():
+            if flag != visit.is_checkpointed:
+                repeated = profile.segments[visit.name].repeated
+                for part, size in self._scaled(repeated, flag).items():
+                    total[part] = total.get(part, 0) + size
+        return total
+
+    @cached_property
+    def adapters(self) -> list[int]:
+        """Bytes of each trained tensor, in the order they are attached."""
+        return [elements * FP32_BYTES for elements in self._trained]
+
+    @cached_property
+    def states(self) -> list[int]:
+        """Bytes of each of the optimizer's tensors that are on the card."""
+        optimizer = self.config.optimizer
+        sizes = {n: state_bytes(optimizer, n) for n in set(self._trained)}
+        return [size for elements in self._trained for size in sizes[elements]]
+
+    @cached_property
+    def _trained(self) -> list[int]:
+        """Elements of each trained tensor."""
+        rank, of_layer = self.config.lora_rank, self.profile.adapters
+        return [n * rank for position in self.profile.positions for n in of_layer[position]]
+
+    def _scaled(self, account: Account, is_checkpointed: bool) -> Amounts:
+        """Return an account at real sizes, with what a layer adds counted for each of its kind."""
+        result: Amounts = {}
+        for key, polynomial in account.items():
+            part, _, layer = key.partition(" ")
+            size = evaluate(polynomial, self.values)
+            if layer:
+                size *= self._repeats[int(layer), is_checkpointed]
+            result[part] = result.get(part, 0) + size
+        return result
+
+    @cached_property
+    def _repeats(self) -> Counter[tuple[int, bool]]:
+        """How many layers each traced one stands for."""
+        return Counter(zip(self.profile.positions, self.flags, strict=True))

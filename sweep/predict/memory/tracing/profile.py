@@ -1,0 +1,151 @@
+"""Owns one structure's profile: build the excerpt, walk a step, reduce what was counted.
+
+Also what the failures on that way mean. Knows nothing of processes or files.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import torch
+from transformers import masking_utils
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError, words_of
+from search_spaces.experts import LEAST_QUANTIZED_SHARE
+from search_spaces.models import ModelSpec
+from sweep.predict.memory.profiles import Structure, Untraceable
+from sweep.predict.memory.tracing import fourbit, liger
+from sweep.predict.memory.tracing.building import built
+from sweep.predict.memory.tracing.ledger import Ledger, PlainLoop
+from sweep.predict.memory.tracing.model import (
+    Excerpt,
+    Traceable,
+    attach,
+    build_base,
+    excerpt,
+)
+from sweep.predict.memory.tracing.segments import segments
+from sweep.predict.memory.tracing.symbols import Symbols
+from sweep.predict.memory.tracing.tapes import tapes
+from sweep.predict.memory.tracing.walk import walk
+from sweep.training.model import BaseModel
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+_SHAPE_FAULTS = ("shape", "size of tensor", "invalid for input", "must match", "split")
+
+# The same question in another form; the ledger knows the answer to this one.
+masking_utils.fast_all = torch.all
+
+
+def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
+    """Return a structure's profile as JSON values, as `profiles.Profile.from_json` reads them.
+
+    Raises:
+        Untraceable: the model's code cannot be walked without data.
+        InputError: the config cannot be built, or contradicts itself.
+    """
+    try:
+        part = excerpt(spec)
+        symbols = _symbols(part, structure)
+        config = structure.to_config()
+        base = build_base(config, part.spec)
+        _check_quantized(base)
+        on_card = built(base.model, config, part.positions)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"it cannot be built: {_line(error)}") from error
+    fuses_loss = structure.kernels != "hf"
+    # The compiler recomputes what is elementwise, as Liger's kernels do; not quite, so the
+    # prediction says that it is less certain.
+    fuses_layers = structure.kernels == "liger" or structure.is_compiled
+    if structure.is_compiled:
+        fourbit.compile_layers(base.model)
+    with liger.patched(base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
+        target = _attach(base, config, symbols)
+        ledger = _walk(target, symbols, structure)
+    sizes, tape_of = tapes(ledger, symbols)
+    accounts = segments(ledger, symbols, gradients=_gradients(target, ledger))
+    return {
+        "positions": part.positions,
+        "base": on_card,
+        "adapters": _adapters(target, symbols),
+        "segments": {name: {**accounts[name], "tape": tape} for name, tape in tape_of.items()},
+        "sizes": sizes,
+        "window": part.window,
+        "quantized_share": base.quantized_share,
+    }
+
+
+def _symbols(part: Excerpt, structure: Structure) -> Symbols:
+    if structure.is_long and part.window is not None:
+        return Symbols(part.dimensions, longer_than=part.window)
+    limits = [part.longest, part.window and part.window - 1]
+    return Symbols(part.dimensions, longest=min((n for n in limits if n), default=None))
+
+
+def _check_quantized(base: BaseModel) -> None:
+    """Refuse a base that would be called a 4-bit one and is not; its worker would, too late."""
+    share = base.quantized_share
+    if share is not None and share < LEAST_QUANTIZED_SHARE:
+        raise Untraceable(
+            f"only {share:.1%} of its matrices' weights would be in 4 bits, as bitsandbytes "
+            "replaces linear layers only: use quantization none"
+        )
+
+
+def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable:
+    try:
+        return attach(base, config, rank=symbols.r)
+    except InputError:
+        raise
+    except Exception as error:
+        raise Untraceable(f"adapters cannot be attached: {_line(error)}") from error
+
+
+def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Ledger:
+    try:
+        return walk(
+            target,
+            symbols=symbols,
+            autocast_dtype=_AUTOCAST[structure.compute_dtype],
+            has_flash=structure.has_flash,
+            is_checkpointed=structure.is_checkpointed,
+        )
+    except PlainLoop as error:
+        raise Untraceable(f"{_module_at_fault(error, target)} {error}") from error
+    except Exception as error:
+        where = _module_at_fault(error, target)
+        if isinstance(error, RuntimeError) and any(f in str(error) for f in _SHAPE_FAULTS):
+            raise InputError(f"its config contradicts itself in {where}: {_line(error)}") from error
+        raise Untraceable(f"{where}: {_line(error)}") from error
+
+
+def _module_at_fault(error: BaseException, target: Traceable) -> str:
+    """Return the name of the innermost module that was running."""
+    names = {id(module): name for name, module in target.base.named_modules()}
+    found = f"model type '{target.base.config.model_type}'"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if names.get(id(module)):
+            found = f"module '{names[id(module)]}'"
+    return found
+
+
+def _line(error: BaseException) -> str:
+    return words_of(error)[:300]
+
+
+def _adapters(target: Traceable, symbols: Symbols) -> list[list[int]]:
+    """Return the elements of every trained tensor for each unit of rank, by layer, as attached."""
+    return [
+        [p.numel() // symbols.r for p in layer.parameters() if p.requires_grad]
+        for layer in target.layers
+    ]
+
+
+def _gradients(target: Traceable, ledger: Ledger) -> frozenset[int]:
+    numbers = [ledger.number(p.grad) for p in target.adapters() if p.grad is not None]
+    return frozenset(number for number in numbers if number is not None)

@@ -1,0 +1,111 @@
+"""Owns walking one training step of a model without data, and marking where its segments begin.
+
+Knows nothing of how the model was built or what the profile is used for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from sweep.predict.memory.tracing.cuda import Cuda
+from sweep.predict.memory.tracing.ledger import Ledger
+from sweep.predict.memory.tracing.model import Traceable
+from sweep.predict.memory.tracing.symbols import Symbols
+
+
+def walk(
+    target: Traceable,
+    *,
+    symbols: Symbols,
+    autocast_dtype: torch.dtype | None,
+    has_flash: bool,
+    is_checkpointed: bool,
+) -> Ledger:
+    """Run forward and backward once and return what was counted, with a mark at each boundary.
+
+    Marks in order: ``embed``, ``forward 0..n-1``, ``head``, ``head_backward``, ``backward n-1..0``.
+    """
+    cuda = Cuda(autocast_dtype, padded_length=symbols.p, has_flash=has_flash)
+    if is_checkpointed:
+        _checkpoint(target, cuda)
+    ledger = Ledger(
+        ignored=[*target.model.parameters(), *target.model.buffers()],
+        layers=len(target.layers),
+        is_odd=symbols.is_unexplained,
+    )
+    with ledger, _boundaries(target.layers, ledger):
+        ledger.mark("embed")
+        tokens = torch.empty(symbols.b, symbols.s, dtype=torch.int64, device="meta")
+        labels = torch.empty_like(tokens)
+        loss = _forward(target, cuda, tokens, labels, widens=autocast_dtype is not None)
+        ledger.mark("head_backward")
+        torch.autograd.backward(loss)
+    return ledger
+
+
+def _forward(
+    target: Traceable, cuda: Cuda, tokens: torch.Tensor, labels: torch.Tensor, *, widens: bool
+) -> torch.Tensor:
+    """As accelerate runs it: under autocast, its 16-bit outputs then widened to fp32."""
+    with cuda.region():
+        output = target.model(input_ids=tokens, labels=labels)
+    if widens:
+        wide = {name: _widened(value) for name, value in output.items()}
+        return wide["loss"]
+    return output.loss
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
+
+
+def _checkpoint(target: Traceable, cuda: Cuda) -> None:
+    """Recompute every layer, and enter autocast again for that, as torch does."""
+    target.base.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={
+            "use_reentrant": False,
+            "context_fn": lambda: (contextlib.nullcontext(), cuda.region()),
+        }
+    )
+    for layer in target.layers:
+        layer.gradient_checkpointing = True
+
+
+@contextlib.contextmanager
+def _boundaries(layers: list[torch.nn.Module], ledger: Ledger) -> Iterator[None]:
+    """Mark where each layer's forward and backward pass begin."""
+    is_done = [False]
+    hooks = []
+    for index, layer in enumerate(layers):
+        is_last = index == len(layers) - 1
+        hooks.append(layer.register_forward_pre_hook(_entering(ledger, index, is_done)))
+        hooks.append(layer.register_forward_hook(_leaving(ledger, index, is_last, is_done)))
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def _entering(ledger: Ledger, index: int, is_done: list[bool]) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        if not is_done[0]:
+            ledger.mark(f"forward {index}")
+
+    return hook
+
+
+def _leaving(ledger: Ledger, index: int, is_last: bool, is_done: list[bool]) -> Callable[..., None]:
+    def hook(_module: Any, _args: Any, output: Any) -> None:
+        if is_done[0]:
+            return
+        tensor = output[0] if isinstance(output, tuple) else output
+        tensor.register_hook(lambda _grad: ledger.mark(f"backward {index}"))
+        if is_last:
+            is_done[0] = True
+            ledger.mark_next("head")
+
+    return hook

@@ -1,0 +1,156 @@
+"""Owns the runner that needs no device: it answers with recorded outcomes.
+
+For the tuner's tests and development. Knows nothing of storage or Optuna.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Self
+
+from search_spaces.config import TrialConfig
+from search_spaces.space import StepBudget
+from storage.records import (
+    Invalid,
+    Lost,
+    Measured,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+    PrunedSlow,
+    TrialRecord,
+    held_to_budget,
+)
+from sweep.running.runner import Observer, Progress, keep_going
+
+
+def not_recorded(config: TrialConfig) -> Outcome:
+    """Say that no trial of ``config`` was recorded: nothing is known of it, and no number is made
+    up."""
+    return Invalid(rule="not_recorded", detail=f"no recorded trial of {config.key()}")
+
+
+class ReplayRunner:
+    """Answers each configuration with what was recorded of it, beat by beat.
+
+    Args:
+        records: the trials to replay; of several of one configuration they are answered in turn,
+            then the last again.
+        otherwise: answers a configuration that was not recorded; a function of the configuration
+            makes a device of it. By default such a configuration is `Invalid` under the rule
+            ``not_recorded``.
+        budget_bytes: what was recorded with a higher peak does not fit; None for no budget.
+        pause: called before each beat, where a test or a demonstration wants time to pass.
+    """
+
+    def __init__(
+        self,
+        records: Iterable[TrialRecord] = (),
+        *,
+        otherwise: Callable[[TrialConfig], Outcome] = not_recorded,
+        budget_bytes: int | None = None,
+        pause: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._outcomes: dict[str, list[Outcome]] = {}
+        for record in records:
+            self._outcomes.setdefault(record.config.key(), []).append(record.outcome)
+        self._otherwise = otherwise
+        self._budget_bytes = budget_bytes
+        self._pause = pause
+        self._is_cancelled = False
+        self.ran: list[TrialConfig] = []
+        """Every configuration that was run, in order."""
+
+    def run(
+        self, config: TrialConfig, *, steps: StepBudget, observe: Observer = keep_going
+    ) -> Outcome:
+        """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
+        one."""
+        self.ran.append(config)
+        self._is_cancelled = False
+        outcome = self._next_outcome(config)
+        if self._budget_bytes is not None:
+            outcome = held_to_budget(outcome, budget_bytes=self._budget_bytes)
+        for beat in _beats(outcome, tokens_per_step=config.tokens_per_step, steps=steps):
+            self._pause()
+            if self._is_cancelled:
+                return Lost(detail="cancelled")
+            if observe(beat) and isinstance(outcome, Measured) and beat.phase == "measure":
+                return PrunedSlow(
+                    measurement=_cut_short(outcome.measurement, steps_measured=beat.step)
+                )
+        return outcome
+
+    def cancel(self) -> None:
+        """Make the running trial `Lost` at its next beat."""
+        self._is_cancelled = True
+
+    def close(self) -> None:
+        """Do nothing: there is no device to free."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _next_outcome(self, config: TrialConfig) -> Outcome:
+        recorded = self._outcomes.get(config.key())
+        if not recorded:
+            return self._otherwise(config)
+        return recorded.pop(0) if len(recorded) > 1 else recorded[0]
+
+
+def _beats(outcome: Outcome, *, tokens_per_step: int, steps: StepBudget) -> Iterator[Progress]:
+    yield Progress(phase="attach")
+    match outcome:
+        case Measured(measurement=measurement) | PrunedSlow(measurement=measurement):
+            yield from _measuring(
+                measurement, tokens_per_step=tokens_per_step, fewest=steps.measured_min
+            )
+        case OutOfMemory(peak_allocated_bytes=peak):
+            yield Progress(phase="warmup", allocated_bytes=peak)
+        case _:
+            yield Progress(phase="warmup")
+
+
+def _measuring(
+    measurement: Measurement, *, tokens_per_step: int, fewest: int
+) -> Iterator[Progress]:
+    """Yield the beats of a measured trial; the interval of the median is there from the fewest
+    steps on."""
+    memory = {
+        "allocated_bytes": measurement.peak_allocated_bytes,
+        "reserved_bytes": measurement.peak_reserved_bytes,
+    }
+    for step in range(1, measurement.steps_warmup + 1):
+        yield Progress(phase="warmup", step=step, **memory)
+    interval = measurement.step_seconds_ci95
+    fastest = None if interval is None else tokens_per_step / interval[0]
+    for step in range(1, measurement.steps_measured + 1):
+        yield Progress(
+            phase="measure",
+            step=step,
+            tokens_per_second=measurement.tokens_per_second,
+            tokens_per_second_high=fastest if step >= fewest else None,
+            **memory,
+        )
+    yield Progress(phase="detach")
+
+
+def _cut_short(measurement: Measurement, *, steps_measured: int) -> Measurement:
+    share = steps_measured / measurement.steps_measured
+    # Validated anew, unlike a copy: an interval of so many steps may not be one of fewer.
+    return Measurement.model_validate(
+        measurement.model_dump()
+        | {
+            "steps_measured": steps_measured,
+            "measured_seconds": measurement.measured_seconds * share,
+        }
+    )

@@ -1,0 +1,306 @@
+"""Owns the child process that owns the device: configurations in, signs of life and outcomes out.
+
+Run as ``python -P -m sweep.running.worker FD``, where FD is the pipe for events; commands come on
+stdin. Keeps the base model resident between trials. Knows nothing of studies, samplers or storage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import IO, Any
+
+import torch
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError, words_of
+from search_spaces.models import ModelSpec
+from search_spaces.space import StepBudget
+from storage.records import Crashed, Ineffective, Invalid, Outcome, OutOfMemory, Phase
+from sweep.running.wire import (
+    Alive,
+    Event,
+    Finished,
+    Ready,
+    RunCommand,
+    StopCommand,
+    Unusable,
+    WorkerSettings,
+    command_adapter,
+)
+from sweep.training.device import Device, open_device
+from sweep.training.failures import requested_bytes
+from sweep.training.meter import NEIGHBOUR_BYTES, CardReader
+from sweep.training.model import BaseKey, BaseModel, Unavailable, build_base
+from sweep.training.trial import Beat, Trial
+
+_PR_SET_PDEATHSIG = 1
+_DETAIL_LENGTH = 2000
+# What a base may leave behind without being called a leak: a library's late workspace.
+_BASELINE_SLACK_BYTES = 64 * 2**20
+_REHEARSAL_MODEL = ModelSpec(
+    name="rehearsal",
+    source="shipped",
+    config={
+        "model_type": "mistral",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 128,
+        "max_position_embeddings": 64,
+        "sliding_window": None,
+    },
+)
+
+
+class Worker:
+    """The device, the resident base, and the trials run on it."""
+
+    def __init__(self, settings: WorkerSettings, *, send: Callable[[Event], None]) -> None:
+        self._settings = settings
+        self._send = send
+        self._spec = ModelSpec.from_json(settings.model)
+        self._base: BaseModel | None = None
+        self._stop = threading.Event()
+        self._device: Device = open_device(settings.device)
+        self._card = CardReader(_pci_bus_id() if settings.device == "cuda" else None)
+        self.phase: Phase = "start"
+        """Where the newest command is."""
+        self._room: int | None = None
+        """What the device had for this process when it began."""
+
+    def prepare(self) -> None:
+        """Take what libraries take once, then put the budget in force."""
+        self._device.warm_up()
+        self._rehearse()
+        self._device.release()
+        # The libraries' million objects are here to stay; collecting around each trial need not
+        # visit them.
+        gc.freeze()
+        # This process has its context by now, so whoever comes later is a neighbour.
+        self._card.remember()
+        self._device.cap(self._settings.budget_bytes)
+        self._room = self._device.room_bytes()
+
+    def stop_trial(self) -> None:
+        """Ask the running trial to stop as slow; it does at its next step."""
+        self._stop.set()
+
+    def run(self, command: RunCommand) -> Finished:
+        """Run one trial on the right base and say whether this process can run another."""
+        self._stop.clear()
+        started = time.perf_counter()
+        key = BaseKey.of(command.config)
+        failed = self._ensure_base(key)
+        if failed is not None:
+            return Finished(outcome=failed)
+        assert self._base is not None
+        self.phase = "attach"
+        before = self._device.allocated_bytes()
+        config = command.config
+        trial = self._trial(self._base, config, command.steps, started=started)
+        trial.budget_bytes = self._settings.budget_bytes
+        trial.report = lambda beat: self._report(beat, config)
+        outcome = trial.run()
+        return Finished(outcome=outcome, retire=self._reason_to_retire(config, before))
+
+    def _trial(
+        self, base: BaseModel, config: TrialConfig, steps: StepBudget, *, started: float
+    ) -> Trial:
+        return Trial(
+            base=base,
+            config=config,
+            steps=steps,
+            device=self._device,
+            card=self._card,
+            seed=self._settings.seed,
+            peak_flops=self._settings.peak_flops.get(config.compute_dtype),
+            is_emulated=self._settings.is_emulated,
+            started=started,
+        )
+
+    def _report(self, beat: Beat, config: TrialConfig) -> bool:
+        self.phase = beat.phase
+        tokens = config.tokens_per_step
+        self._send(
+            Alive(
+                phase=beat.phase,
+                step=beat.step,
+                tokens_per_second=_rate(tokens, beat.median_seconds),
+                tokens_per_second_high=_rate(tokens, beat.fastest_median_seconds),
+                allocated_bytes=self._device.peak_allocated_bytes(),
+            )
+        )
+        return self._stop.is_set()
+
+    def _ensure_base(self, key: BaseKey) -> Outcome | None:
+        """Make the base of this key the resident one; return an outcome where it cannot be."""
+        if self._base is not None and self._base.key == key:
+            return None
+        self.phase = "build"
+        self._send(Alive(phase="build"))
+        if self._base is not None:
+            self._base.close()
+            self._base = None
+        self._device.release()
+        self._device.reset_peak()
+        failure: str | None = None
+        try:
+            self._base = build_base(
+                key,
+                spec=self._spec,
+                weights=self._settings.weights,
+                device=self._device.torch_device,
+                seed=self._settings.seed,
+            )
+        except InputError as error:
+            return Invalid(rule="model", detail=str(error)[:_DETAIL_LENGTH])
+        except Unavailable as error:
+            return Ineffective(knob=error.knob, detail=str(error)[:_DETAIL_LENGTH])
+        except Exception as error:
+            if not self._device.ran_out(error):
+                raise
+            failure, requested = words_of(error)[:_DETAIL_LENGTH], requested_bytes(error)
+        # Outside the except block: a caught exception keeps the frames, and so the weights, alive.
+        self._device.release()
+        if failure is None:
+            return None
+        return OutOfMemory(
+            stage="load",
+            requested_bytes=requested,
+            peak_allocated_bytes=self._device.peak_allocated_bytes(),
+            detail=failure,
+            flags=("neighbour",) if self._was_robbed() else (),
+        )
+
+    def _was_robbed(self) -> bool:
+        """Whether another process came and holds what the budget had promised to this one."""
+        room = self._device.room_bytes()
+        if room is None or self._room is None or room >= self._settings.budget_bytes:
+            return False
+        return self._room - room > NEIGHBOUR_BYTES or self._card.read().has_neighbour
+
+    def _reason_to_retire(self, config: TrialConfig, before: int | None) -> str | None:
+        if config.optimizer.startswith("paged"):
+            return "bitsandbytes never frees paged buffers"
+        after = self._device.allocated_bytes()
+        if before is not None and after is not None and after > before + _BASELINE_SLACK_BYTES:
+            return f"memory did not come back: {after - before} bytes more than before the trial"
+        return None
+
+    def _rehearse(self) -> None:
+        """Run one tiny training: lazy imports, threads and workspaces are then no trial's."""
+        config = TrialConfig(
+            micro_batch_size=1,
+            seq_len=16,
+            checkpoint_fraction=1.0,
+            attention="sdpa",
+            compute_dtype="bf16" if _has_bf16(self._settings.device) else "fp16",
+        )
+        base = build_base(
+            BaseKey.of(config),
+            spec=_REHEARSAL_MODEL,
+            weights="random",
+            device=self._device.torch_device,
+            seed=0,
+        )
+        steps = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=2)
+        self._trial(base, config, steps, started=time.perf_counter()).run()
+        base.close()
+
+
+def _rate(tokens: int, seconds: float | None) -> float | None:
+    return None if not seconds else tokens / seconds
+
+
+def _has_bf16(device: str) -> bool:
+    return device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _pci_bus_id() -> str:
+    card: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{card.pci_domain_id:08x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when the tuner's dies, however it dies (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _read_commands(
+    lines: IO[bytes], *, runs: queue.SimpleQueue[RunCommand | None], stop: Callable[[], None]
+) -> None:
+    """Sort commands until the pipe closes; the pipe closes when the tuner is gone."""
+    for line in lines:
+        match command_adapter.validate_json(line):
+            case RunCommand() as command:
+                runs.put(command)
+            case StopCommand():
+                stop()
+    runs.put(None)
+
+
+def _serve(worker: Worker, commands: IO[bytes], send: Callable[[Event], None]) -> None:
+    runs: queue.SimpleQueue[RunCommand | None] = queue.SimpleQueue()
+    reader = threading.Thread(
+        target=_read_commands, args=(commands,), kwargs={"runs": runs, "stop": worker.stop_trial}
+    )
+    reader.daemon = True
+    reader.start()
+    while (command := runs.get()) is not None:
+        try:
+            finished = worker.run(command)
+        except Exception as error:  # noqa: BLE001 - it is this trial's verdict
+            traceback.print_exc()
+            detail = words_of(error)[:_DETAIL_LENGTH]
+            # After an unknown failure the device's state is unknown too.
+            send(Finished(outcome=Crashed(phase=worker.phase, detail=detail), retire=detail))
+            return
+        send(finished)
+        if finished.retire is not None:
+            return
+
+
+def main() -> None:
+    """Read the settings, prepare the device, serve trials until told to stop or retired."""
+    _die_with_parent()
+    # Ctrl-C in the terminal is the tuner's to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    events = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
+    lock = threading.Lock()
+
+    def send(event: Event) -> None:
+        with lock:
+            events.write(event.model_dump_json().encode() + b"\n")
+
+    settings = WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
+    try:
+        if settings.device == "cuda" and not torch.cuda.is_available():
+            send(Unusable(reason="torch finds no CUDA device; `sweep doctor` says more"))
+            return
+        worker = Worker(settings, send=send)
+        worker.prepare()
+        name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
+    except Exception as error:  # noqa: BLE001 - the tuner raises it
+        traceback.print_exc()
+        send(Unusable(reason=words_of(error)[:_DETAIL_LENGTH]))
+        return
+    send(Ready(device_name=name))
+    _serve(worker, sys.stdin.buffer, send)
+    # Shutdown with a CUDA context and daemon threads can hang or abort; nothing is left to save.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

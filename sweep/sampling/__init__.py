@@ -1,0 +1,1 @@
+"""What is tried next: a space in Optuna's words, and the samplers that draw from it."""

@@ -1,0 +1,59 @@
+"""Owns what the tuner says while it works: one frozen value per thing that happens.
+
+Knows nothing of who listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from search_spaces.config import TrialConfig
+from storage.records import TrialRecord
+from sweep.running.runner import Progress
+
+
+class StopReason(StrEnum):
+    """Why a study stopped; all of them leave it resumable."""
+
+    TRIALS_SPENT = "trials_spent"
+    TIME_SPENT = "time_spent"
+    EXHAUSTED = "exhausted"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class TrialStarted:
+    """A configuration is about to be checked and, if it passes, run."""
+
+    number: int
+    config: TrialConfig
+    is_baseline: bool
+    attempt: int
+
+
+@dataclass(frozen=True)
+class TrialProgress:
+    """The running trial gave a sign of life."""
+
+    number: int
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class TrialFinished:
+    """A trial ended and is stored."""
+
+    record: TrialRecord
+
+
+@dataclass(frozen=True)
+class StudyFinished:
+    """The loop ended in an orderly way."""
+
+    reason: StopReason
+
+
+Event = TrialStarted | TrialProgress | TrialFinished | StudyFinished
+Listener = Callable[[Event], None]

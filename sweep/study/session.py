@@ -1,0 +1,286 @@
+"""Owns one run of a study, from what was typed to the last trial: settle it, then drive it.
+
+Knows nothing of options' spelling and prints nothing; who listens is handed in.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+
+from search_spaces.checkpoints import check_weights
+from search_spaces.config import explain_validation
+from search_spaces.errors import InputError, shown
+from search_spaces.feasibility import refuse_impossible
+from search_spaces.gpus import match_product
+from search_spaces.loading import load_space
+from search_spaces.model_files import load_model_spec
+from search_spaces.models import ModelSpec
+from search_spaces.prices import load_prices
+from search_spaces.rules import violation
+from search_spaces.space import SearchSpace
+from storage.definition import StudyDefinition, Target
+from storage.environment import fingerprint
+from storage.ranking import SPEED_OBJECTIVES
+from storage.records import Measurement
+from storage.studies import NAME_BYTES_MAX, NAME_MAX, LeasedStudy, open_study
+from sweep.paths import (
+    RESERVED,
+    cache_directory,
+    own_price_file,
+    runs_directory,
+    worker_log_path,
+)
+from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.running.device_info import Card
+from sweep.running.runner import Runner
+from sweep.running.supervisor import SupervisedRunner
+from sweep.sampling.samplers import make_sampler, quiet_optuna
+from sweep.sampling.speed_forecast import SpeedForecast
+from sweep.study.events import Listener, StopReason
+from sweep.study.interruption import Interruption
+from sweep.study.preflight import Preflight
+from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
+from sweep.study.tuner import tune
+
+Watch = Callable[[LeasedStudy, Interruption], AbstractContextManager[Listener]]
+"""Shows a study while it runs."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A study that is settled and checked, and not yet opened."""
+
+    name: str
+    definition: StudyDefinition
+    model: ModelSpec
+    resolved: ResolvedTarget
+
+    @property
+    def space(self) -> SearchSpace:
+        """What is searched."""
+        return self.definition.space
+
+    @property
+    def target(self) -> Target:
+        """What it is searched for."""
+        return self.definition.target
+
+
+def prepare(
+    space_name: str,
+    *,
+    overrides: Mapping[str, Any],
+    study: str | None,
+    card: Callable[[], Card | None],
+) -> Prepared:
+    """Settle what a run is about, before anything is opened or started.
+
+    Args:
+        space_name: a preset or a YAML file.
+        overrides: keys of the space with what was typed instead; None leaves the space's value.
+        study: its name; None derives one from the space and the overrides.
+        card: reads the card in this machine.
+
+    Raises:
+        InputError: something that was typed, written or named is not right.
+        EnvironmentFault: the card, or the network for a hub id, is not to be had.
+    """
+    declared = load_space(space_name)
+    changed = {
+        key: value
+        for key, value in overrides.items()
+        if value is not None and value != getattr(declared, key)
+    }
+    space = _overridden(declared, changed)
+    name = default_study_name(space, changed) if study is None else study
+    if name in RESERVED:
+        raise InputError(
+            f"study name '{name}' is that of a file of sweep's; choose another with --study"
+        )
+    model = load_model_spec(space.model)
+    if space.weights == "pretrained":
+        check_weights(model)
+    resolved = resolve_target(space, card() if space.gpu != "cpu" else None)
+    check_budget(space, model, resolved.target)
+    refuse_impossible(
+        space,
+        model=model,
+        compute_capability=resolved.compute_capability,
+        device=resolved.target.device,
+    )
+    definition = StudyDefinition(
+        space=space,
+        model=model.to_json(),
+        model_fingerprint=model.fingerprint,
+        target=resolved.target,
+    )
+    return Prepared(
+        name=name,
+        definition=definition,
+        model=model,
+        resolved=resolved,
+    )
+
+
+def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
+    """Return the space's name, with the card and the model where those were changed.
+
+    Raises:
+        InputError: a letter of it cannot stand in a study's name, and without it two studies could
+            be taken for one.
+    """
+    parts = [space.name, *(str(changed[key]) for key in ("gpu", "model") if key in changed)]
+    whole = unicodedata.normalize("NFC", "-".join(parts))
+    name = re.sub(r"[^\w.-]+", "-", whole).strip("-._")[:NAME_MAX]
+    lost = [c for c in re.findall(r"[^\w.-]", whole) if unicodedata.category(c)[0] in "LMN"]
+    if lost or not name or len(name.encode()) > NAME_BYTES_MAX:
+        raise InputError(
+            f"space {shown(space.name)}: no study can be named after it: choose a name with --study"
+        )
+    return name
+
+
+def supervised_runner(prepared: Prepared) -> Runner:
+    """Return the real runner; its child starts with the first trial."""
+    return SupervisedRunner(
+        prepared.model,
+        target=prepared.target,
+        weights=prepared.space.weights,
+        log_path=worker_log_path(prepared.name),
+        seed=prepared.space.seed,
+    )
+
+
+def drive(
+    prepared: Prepared,
+    *,
+    storage: str,
+    watch: Watch,
+    warn: Callable[[str], None],
+    new_runner: Callable[[Prepared], Runner] = supervised_runner,
+) -> StopReason:
+    """Create or resume the study and run it until it stops.
+
+    Args:
+        prepared: what `prepare` settled.
+        storage: URL of the database.
+        watch: shows the study while it runs.
+        warn: told of what works less well than it could.
+        new_runner: what runs the trials.
+
+    Raises:
+        InputError: the storage's study of that name is about something else.
+        EnvironmentFault: database, device or disk is not to be had.
+    """
+    quiet_optuna()
+    space, target = prepared.space, prepared.target
+    cost_of = token_price(space, target)
+    speed = _speed(prepared)
+    preflight = _preflight(prepared, speed=speed, warn=warn)
+    sampler = make_sampler(
+        space.sampler,
+        space,
+        seed=space.seed,
+        refuses=preflight.refuses,
+        expects=speed.predict if speed is not None and _is_speed(space) else None,
+    )
+    study = open_study(
+        prepared.name,
+        url=storage,
+        definition=prepared.definition,
+        sampler=sampler,
+        environment=fingerprint(device=target.device),
+        home=runs_directory(),
+    )
+    runner = new_runner(prepared)
+    interruption = Interruption(cancel=runner.cancel)
+    try:
+        with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
+            return tune(
+                study,
+                runner=runner,
+                preflight=preflight,
+                on_event=listener,
+                should_stop=interruption.is_requested,
+                interruptible=interruption.interruptible,
+                cost_of=cost_of,
+            )
+    except KeyboardInterrupt:
+        # Asked twice while nothing ran; whatever the loop was at, storage can go on from there.
+        if not interruption.is_requested():
+            raise
+        return StopReason.INTERRUPTED
+
+
+def _overridden(space: SearchSpace, changed: Mapping[str, Any]) -> SearchSpace:
+    try:
+        return SearchSpace.model_validate({**space.model_dump(), **changed})
+    except ValidationError as error:
+        raise InputError(f"space '{space.name}': {explain_validation(error)}") from error
+
+
+def _speed(prepared: Prepared) -> SpeedForecast | None:
+    """Return the forecast for the card that really runs; None where it has no data sheet."""
+    target = prepared.target
+    if target.device == "cpu":
+        return None
+    host = match_product(target.emulated_on or target.gpu)
+    return None if host is None else SpeedForecast(model=prepared.model, gpu=host)
+
+
+def _is_speed(space: SearchSpace) -> bool:
+    """Whether what the study is after rises with speed alone."""
+    return SPEED_OBJECTIVES.issuperset(space.objectives)
+
+
+def _preflight(
+    prepared: Prepared, *, speed: SpeedForecast | None, warn: Callable[[str], None]
+) -> Preflight:
+    target, model = prepared.target, prepared.model
+    # What is predicted is a CUDA allocator's memory; a process on the CPU takes other amounts.
+    predictor = None
+    if target.device == "cuda":
+        predictor = MemoryPredictor(
+            model,
+            cache_dir=cache_directory() / "memory",
+            compute_capability=prepared.resolved.host_capability,
+        )
+    return Preflight(
+        model=model,
+        budget_bytes=target.budget_bytes,
+        violation=partial(
+            violation,
+            model=model,
+            compute_capability=prepared.resolved.compute_capability,
+            device=target.device,
+        ),
+        predictor=predictor,
+        speed=speed,
+        warn=warn,
+    )
+
+
+def token_price(space: SearchSpace, target: Target) -> Callable[[Measurement], float] | None:
+    """Return dollars per million tokens at the cheapest hour of the card, where it is searched for.
+
+    Raises:
+        InputError: cost is an objective and no price of the card is known.
+    """
+    if "cost" not in space.objectives:
+        return None
+    offers = load_prices(own_price_file()).get(target.gpu)
+    if not offers:
+        raise InputError(
+            f"space '{space.name}': objectives: no price is known of the {target.gpu}, so its cost "
+            f"cannot be searched for; write one into {runs_directory() / 'prices.yaml'}"
+        )
+    usd_per_second = offers[0].usd_per_hour / 3600
+    return lambda measurement: 1e6 * usd_per_second / measurement.tokens_per_second

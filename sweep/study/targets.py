@@ -1,0 +1,156 @@
+"""Owns which card a study is for, and whether machine and model go with it.
+
+Pure: a space and what NVML read of the card go in. Knows nothing of NVML, storage or runners.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reports import units
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.experts import expert_weights
+from search_spaces.gpus import GIB, GpuSpec, find_gpu, match_product
+from search_spaces.linears import linear_shapes
+from search_spaces.models import ModelSpec
+from search_spaces.space import SearchSpace
+from storage.definition import Target
+from sweep.running.device_info import Card
+
+UNKNOWN_CARD_RESERVE_BYTES = GIB
+"""Context, libraries and headroom on a card that the catalogue does not have."""
+SHARED_MEMORY_RESERVE = 0.15
+"""Share kept for the host where card and host have one memory: without it processes are ended."""
+ADVICE = (
+    "`sweep doctor` says what is wrong, `sweep plan` answers without a GPU, and "
+    "`sweep run cpu-demo` is a study on the CPU"
+)
+
+
+@dataclass(frozen=True)
+class ResolvedTarget:
+    """A target, and what the rules need to know of the card behind it."""
+
+    target: Target
+    compute_capability: tuple[int, int] | None
+    """What may be relied on: the least of the target's and its host's; None on a CPU, or where it
+    is not known.
+    """
+    host_capability: tuple[int, int] | None
+    """Of the card that really runs; None as above."""
+
+
+def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
+    """Return what the study of ``space`` is for on a machine with ``card``.
+
+    Raises:
+        InputError: no such card, or a budget that is missing or more than the card has.
+        EnvironmentFault: there is no card here, or a smaller one than asked for.
+    """
+    if space.gpu == "cpu":
+        return ResolvedTarget(_cpu(space), None, None)
+    wanted = None if space.gpu == "auto" else find_gpu(space.gpu)
+    if card is None:
+        asked = "a GPU" if wanted is None else f"the {wanted.name}"
+        raise EnvironmentFault(
+            f"space '{space.name}' is for {asked}, and this machine shows no NVIDIA GPU: {ADVICE}"
+        )
+    host = match_product(card.product)
+    capability = card.compute_capability
+    if capability is None and host is not None:
+        capability = host.compute_capability
+    if wanted is None or wanted == host:
+        return ResolvedTarget(_itself(space, card, host), capability, capability)
+    least = min(known for known in (capability, wanted.compute_capability) if known is not None)
+    return ResolvedTarget(_emulated(space, card, wanted), least, capability)
+
+
+def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
+    """Refuse a budget that cannot even hold the frozen weights, before minutes go into trying.
+
+    Raises:
+        InputError: names both sizes.
+    """
+    least = least_weight_bytes(space, model)
+    if least is not None and least > target.budget_bytes:
+        budget = units.gib(target.budget_bytes)
+        raise InputError(
+            f"space '{space.name}': model '{model.name}' needs at least {units.gib(least)} for its "
+            f"frozen weights and the budget on the {target.gpu} is {budget}: "
+            "name a smaller model, a larger card or a larger budget_gib"
+        )
+
+
+def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
+    """Return what the weights take at the very least; None where the architecture is not known.
+
+    Half a byte for each weight of a 4-bit linear layer, two for one that is not quantised, as
+    embeddings and head never are, nor experts that are one tensor a layer. Constants, norms and
+    everything that trains come on top.
+    """
+    experts, shapes = expert_weights(model), linear_shapes(model)
+    if experts is not None:
+        return 2 * (experts + model.vocab_size * model.hidden_size)
+    if shapes is None:
+        return None
+    dimension = space.dimensions.get("quantization")
+    kinds = dimension.values() if dimension else (space.fixed.get("quantization", "nf4"),)
+    halves = 4 if set(kinds or ()) == {"none"} else 1
+    linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
+    tables = 1 if model.config.get("tie_word_embeddings") else 2
+    return linears * halves // 2 + 2 * tables * model.vocab_size * model.hidden_size
+
+
+def _cpu(space: SearchSpace) -> Target:
+    if space.budget_gib is None:
+        raise InputError(
+            f"space '{space.name}': budget_gib is missing: gpu cpu has no memory of its own, so "
+            "say how much a training may take"
+        )
+    return Target(gpu="cpu", device="cpu", budget_bytes=int(space.budget_gib * GIB))
+
+
+def _itself(space: SearchSpace, card: Card, spec: GpuSpec | None) -> Target:
+    if spec is None:
+        available = card.memory_bytes - _reserve_bytes(card)
+        name = card.product
+    else:
+        # A slice of a card, or one with ECC on, has less than the catalogue says.
+        available = spec.budget_bytes - max(0, spec.memory_bytes - card.memory_bytes)
+        name = spec.name
+    return Target(gpu=name, device="cuda", budget_bytes=_budget(space, available, card=name))
+
+
+def _emulated(space: SearchSpace, card: Card, spec: GpuSpec) -> Target:
+    available = card.memory_bytes - _reserve_bytes(card)
+    if available < spec.budget_bytes:
+        raise EnvironmentFault(
+            f"the {card.product} here has {units.gib(card.memory_bytes)} and cannot stand in "
+            f"for the {spec.name}, whose trainings may take {units.gib(spec.budget_bytes)}"
+        )
+    return Target(
+        gpu=spec.name,
+        device="cuda",
+        budget_bytes=_budget(space, spec.budget_bytes, card=spec.name),
+        emulated_on=card.product,
+    )
+
+
+def _reserve_bytes(card: Card) -> int:
+    """Return what of a card's memory is not for a training."""
+    if not card.shares_host_memory:
+        return UNKNOWN_CARD_RESERVE_BYTES
+    return max(UNKNOWN_CARD_RESERVE_BYTES, int(SHARED_MEMORY_RESERVE * card.memory_bytes))
+
+
+def _budget(space: SearchSpace, available: int, *, card: str) -> int:
+    """Return the tighter of what the card has and what the space allows."""
+    if space.budget_gib is None:
+        return available
+    asked = int(space.budget_gib * GIB)
+    if asked > available:
+        raise InputError(
+            f"space '{space.name}': budget_gib {space.budget_gib:g} is more than the "
+            f"{units.gib(available)} that a training has on the {card}"
+        )
+    return asked

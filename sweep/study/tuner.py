@@ -1,0 +1,308 @@
+"""Owns the loop of a study: ask, pre-flight, run, tell, stop.
+
+Knows nothing of processes, databases, samplers or terminals: each is handed in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from optuna.trial import Trial
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault
+from storage.ranking import rank
+from storage.records import (
+    RETRYABLE,
+    Measured,
+    Measurement,
+    Outcome,
+    PredictionRecord,
+    PrunedSlow,
+    TrialRecord,
+    held_to_budget,
+)
+from storage.retries import attempts, next_number, to_retry
+from storage.studies import LeasedStudy
+from sweep.running.runner import Observer, Progress, Runner
+from sweep.sampling.encoding import Encoding, identity
+from sweep.sampling.grid import Frontier
+from sweep.study.events import (
+    Listener,
+    StopReason,
+    StudyFinished,
+    TrialFinished,
+    TrialProgress,
+    TrialStarted,
+)
+from sweep.study.failures import FailureStreak, nothing_concluded
+from sweep.study.neighbours import AGAIN_AT_MOST, is_disturbed, settle
+from sweep.study.preflight import Preflight
+from sweep.study.pruning import is_hopeless, rivals_among
+
+
+def tune(
+    study: LeasedStudy,
+    *,
+    runner: Runner,
+    preflight: Preflight,
+    clock: Callable[[], float] = time.monotonic,
+    on_event: Listener = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+    cost_of: Callable[[Measurement], float] | None = None,
+) -> StopReason:
+    """Run a study until its trials or its time are spent, nothing is left, or somebody asks.
+
+    `trials` of the study's space is the total over all runs; its time budget is for this run alone.
+
+    Args:
+        study: opened and leased; what an earlier driver left open is settled first.
+        runner: runs a configuration.
+        preflight: spares the device what cannot be valid or cannot fit.
+        clock: seconds; only differences count.
+        on_event: hears of everything that happens.
+        should_stop: asked before each trial.
+        interruptible: entered while a trial is chosen and checked, which may take long and be cut
+            short by an exception: no result is lost, and what was begun is settled by a resume.
+        cost_of: dollars of a measured trial, for studies with the objective ``cost``.
+
+    Raises:
+        EnvironmentFault: the device or the database is not to be had, trial after trial fails in
+            the same way, or no trial that ran came to anything else. What was measured is stored.
+    """
+    driver = _Driver(
+        study=study,
+        runner=runner,
+        preflight=preflight,
+        clock=clock,
+        on_event=on_event,
+        should_stop=should_stop,
+        cost_of=cost_of,
+    )
+    with interruptible():
+        driver.recover()
+    while (reason := driver.reason_to_stop()) is None:
+        try:
+            with interruptible():
+                trial = driver.ask()
+                refused = preflight.check(trial.config)
+        except KeyboardInterrupt:
+            study.abandon()
+            reason = StopReason.INTERRUPTED
+            break
+        driver.tell(trial, refused or driver.run(trial))
+    on_event(StudyFinished(reason))
+    fault = nothing_concluded(study.records())
+    if fault is not None and reason is not StopReason.INTERRUPTED:
+        raise fault
+    return reason
+
+
+def trials_spent(records: Iterable[TrialRecord], *, since: int = 0) -> int:
+    """Return how many of a study's trials are spent: all but those that are tried again.
+
+    A configuration that failed as often as it may counts once.
+
+    Args:
+        records: of one study.
+        since: number of the first trial of this run, which tries anew what failed in earlier ones.
+    """
+    known = tuple(records)
+    settled = {record.config for record in known if record.verdict not in RETRYABLE}
+    failed = {record.config for record in known} - settled
+    final = sum(record.verdict not in RETRYABLE for record in known)
+    return final + len(failed) - len(to_retry(known, since=since))
+
+
+@dataclass
+class _Asked:
+    """A trial between ask and tell."""
+
+    handle: Trial
+    config: TrialConfig
+    is_baseline: bool
+    attempt: int
+    started_at: str
+    started_seconds: float
+    prediction: PredictionRecord | None
+    device_seconds: float | None = None
+    """None for a trial that was never launched."""
+
+
+class _Driver:
+    """One run of a study."""
+
+    def __init__(
+        self,
+        *,
+        study: LeasedStudy,
+        runner: Runner,
+        preflight: Preflight,
+        clock: Callable[[], float],
+        on_event: Listener,
+        should_stop: Callable[[], bool],
+        cost_of: Callable[[Measurement], float] | None,
+    ) -> None:
+        self._study = study
+        self._space = study.definition.space
+        self._baseline = self._space.baseline_config()
+        self._encoding = Encoding(self._space)
+        self._frontier = Frontier(self._encoding)
+        self._runner = runner
+        self._preflight = preflight
+        self._clock = clock
+        self._on_event = on_event
+        self._should_stop = should_stop
+        self._cost_of = cost_of
+        self._since = 0
+        self._started_seconds = self._counted_seconds = clock()
+        self._failures = FailureStreak()
+
+    def recover(self) -> None:
+        """Settle what an earlier driver left open, and learn from what it found out."""
+        self._study.recover()
+        records = self._study.records()
+        self._since = next_number(records)
+        self._preflight.learn_all(records)
+
+    def reason_to_stop(self) -> StopReason | None:
+        """Return why no further trial should start; None where one should."""
+        limit = self._space.time_budget_seconds
+        if self._should_stop():
+            return StopReason.INTERRUPTED
+        if limit is not None and self._clock() - self._started_seconds >= limit:
+            return StopReason.TIME_SPENT
+        records = self._study.records()
+        if to_retry(records, since=self._since):
+            return None
+        if trials_spent(records, since=self._since) >= self._space.trials:
+            return StopReason.TRIALS_SPENT
+        return StopReason.EXHAUSTED if self._is_exhausted() else None
+
+    def ask(self) -> _Asked:
+        """Begin the next trial: the baseline first, then what failed, then what the sampler asks.
+
+        After a failure the sampler goes first, so that a fault of the machine shows as different
+        configurations failing alike.
+        """
+        records = self._study.records()
+        retries = to_retry(records, since=self._since)
+        has_room = trials_spent(records, since=self._since) + len(retries) < self._space.trials
+        if all(record.config != self._baseline for record in records):
+            return self._begin(self._baseline)
+        if retries and not (self._failures and has_room and not self._is_exhausted()):
+            return self._begin(retries[0])
+        return self._begin(None)
+
+    def run(self, trial: _Asked) -> Outcome:
+        """Run a trial on the device, and stop it early where it cannot matter any more.
+
+        One that another process disturbed is run again, and nothing above the budget fits.
+        """
+        ranking = rank(self._study.records(), self._study.definition)
+        rivals = () if trial.is_baseline else rivals_among(ranking)
+
+        def observe(progress: Progress) -> bool:
+            self._on_event(TrialProgress(number=trial.handle.number, progress=progress))
+            return is_hopeless(
+                progress,
+                config=trial.config,
+                rivals=rivals,
+                objectives=self._space.objectives,
+            )
+
+        started = self._clock()
+        outcomes = [self._outcome(trial.config, observe)]
+        while (
+            is_disturbed(outcomes[-1])
+            and len(outcomes) <= AGAIN_AT_MOST
+            and not self._should_stop()
+        ):
+            try:
+                outcomes.append(self._outcome(trial.config, observe))
+            except EnvironmentFault:
+                # A neighbour that took the whole card: what was measured beside it is not lost.
+                if not any(isinstance(one, Measured | PrunedSlow) for one in outcomes):
+                    raise
+                break
+        trial.device_seconds = self._clock() - started
+        return settle(outcomes)
+
+    def _outcome(self, config: TrialConfig, observe: Observer) -> Outcome:
+        outcome = self._runner.run(config, steps=self._space.steps, observe=observe)
+        budget = self._study.definition.target.budget_bytes
+        return held_to_budget(outcome, budget_bytes=budget)
+
+    def tell(self, trial: _Asked, outcome: Outcome) -> None:
+        """Store how a trial ended, and learn from it.
+
+        Raises:
+            EnvironmentFault: too many trials in a row failed in the same way.
+        """
+        record = TrialRecord(
+            number=trial.handle.number,
+            config=trial.config,
+            outcome=outcome,
+            is_baseline=trial.is_baseline,
+            attempt=trial.attempt,
+            started_at=trial.started_at,
+            wall_seconds=self._clock() - trial.started_seconds,
+            device_seconds=trial.device_seconds or 0.0,
+            prediction=trial.prediction,
+        )
+        self._study.tell(trial.handle, record, cost=self._cost(record))
+        self._count_wall_seconds()
+        self._preflight.learn(record)
+        self._on_event(TrialFinished(record=record))
+        if trial.device_seconds is not None:
+            self._failures.count(outcome)
+
+    def _begin(self, config: TrialConfig | None) -> _Asked:
+        """Ask storage for a trial, of ``config`` or of the sampler's choice, and mark it begun."""
+        started_seconds = self._clock()
+        if config is None:
+            handle = self._study.ask(self._encoding.distributions)
+            config = self._space.config(self._encoding.decode(handle.params))
+        else:
+            params = self._encoding.params_of(config)
+            distributions = {} if params is None else self._encoding.distributions
+            handle = self._study.ask(distributions, params=params)
+        started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._study.begin(handle, config, started_at)
+        trial = _Asked(
+            handle=handle,
+            config=config,
+            is_baseline=config == self._baseline,
+            attempt=attempts(self._study.records(), config) + 1,
+            started_at=started_at,
+            started_seconds=started_seconds,
+            prediction=self._preflight.prediction(config),
+        )
+        self._on_event(
+            TrialStarted(
+                number=handle.number,
+                config=config,
+                is_baseline=trial.is_baseline,
+                attempt=trial.attempt,
+            )
+        )
+        return trial
+
+    def _is_exhausted(self) -> bool:
+        return self._frontier.is_exhausted({identity(r.config) for r in self._study.records()})
+
+    def _cost(self, record: TrialRecord) -> float | None:
+        if self._cost_of is None or record.measurement is None:
+            return None
+        return self._cost_of(record.measurement)
+
+    def _count_wall_seconds(self) -> None:
+        """Add up the driver's time trial by trial, so that a crash loses one trial's at most."""
+        now = self._clock()
+        self._study.add_wall_seconds(now - self._counted_seconds)
+        self._counted_seconds = now

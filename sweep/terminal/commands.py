@@ -1,0 +1,246 @@
+"""Owns what each command does once its options are read: call, print, and say how it ended.
+
+Knows nothing of how options are spelled or how errors become exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from reports import units
+from reports.answer import emulation_note
+from reports.page import render, write_report
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.gpus import gpu_catalogue
+from search_spaces.loading import preset_names
+from search_spaces.model_files import model_names
+from storage.best import best_document
+from storage.definition import StudySnapshot
+from storage.retries import next_number
+from storage.studies import LeasedStudy, list_studies, read_study, redact
+from sweep.export import formats
+from sweep.paths import report_path, runs_directory, storage_url
+from sweep.running.device_info import read_card
+from sweep.study.events import Listener, StopReason
+from sweep.study.interruption import Interruption
+from sweep.study.session import drive, prepare
+from sweep.study.tuner import trials_spent
+from sweep.terminal.console import note, say, table
+from sweep.terminal.doctor import check, examine, findings_text, is_healthy
+from sweep.terminal.live import watching
+from sweep.terminal.progress import Board
+from sweep.terminal.summary import (
+    best_text,
+    has_fit,
+    status_text,
+    studies_text,
+    study_summary,
+    why_invalid,
+)
+
+DONE, NOTHING_FITS, ENVIRONMENT, INTERRUPTED = 0, 1, 3, 130
+_REASONS = {
+    StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
+    StopReason.EXHAUSTED: "Every configuration of the space has been tried.",
+    StopReason.INTERRUPTED: "Interrupted; the same command goes on where this one stopped.",
+}
+
+
+def run(
+    space: str,
+    *,
+    overrides: Mapping[str, Any],
+    study: str | None,
+    storage: str | None,
+    as_json: bool,
+) -> int:
+    """Start or resume a study; write its report; print the winner, or the document of `best`."""
+    prepared = prepare(space, overrides=overrides, study=study, card=read_card)
+    url = storage_url(storage)
+    reason = drive(prepared, storage=url, watch=_watch, warn=lambda text: note(f"warning: {text}"))
+    if reason in _REASONS:
+        note(_REASONS[reason])
+    snapshot = read_study(prepared.name, url=url, home=runs_directory())
+    report, fault = _write_report(snapshot, report_path(prepared.name))
+    if as_json:
+        say(json.dumps(best_document(snapshot)))
+    else:
+        option = f" --storage {shlex.quote(redact(storage))}" if storage else ""
+        say(study_summary(snapshot, report=report, storage_option=option))
+    if fault is not None:
+        raise fault
+    if reason is StopReason.INTERRUPTED:
+        return INTERRUPTED
+    invalid = why_invalid(snapshot)
+    if invalid is not None:
+        # Only the real model knows its modules, where its architecture is not known from here.
+        raise InputError(
+            f"space '{prepared.space.name}': no configuration that was tried is valid: "
+            f"{invalid.rule}: {invalid.detail}"
+        )
+    return DONE if has_fit(snapshot) else NOTHING_FITS
+
+
+def _write_report(
+    snapshot: StudySnapshot, path: Path
+) -> tuple[Path | None, EnvironmentFault | None]:
+    """Write the report; a fault is handed back, so that the results are printed all the same."""
+    try:
+        write_report(snapshot, path)
+    except EnvironmentFault as fault:
+        return None, fault
+    return path, None
+
+
+@contextmanager
+def _watch(study: LeasedStudy, interruption: Interruption) -> Iterator[Listener]:
+    """Say what begins or goes on, then show it on stderr."""
+    definition, records = study.definition, study.records()
+    total = definition.space.trials
+    if study.was_resumed:
+        done = trials_spent(records, since=next_number(records))
+        note(f"Resuming study {study.study.study_name}: {_progress(done, total)}.")
+    else:
+        note(f"Starting study {study.study.study_name}: {units.plural(total, 'trial')}.")
+    emulation = emulation_note(definition.target)
+    if emulation is not None:
+        note(emulation)
+    board = Board(
+        name=study.study.study_name,
+        definition=definition,
+        records=list(records),
+        clock=time.monotonic,
+    )
+    with watching(board, is_stopping=interruption.is_requested, stream=sys.stderr) as listener:
+        yield listener
+
+
+def _progress(done: int, total: int) -> str:
+    """Return how many trials are done; an earlier run may have been asked for more than this."""
+    verb = "is" if done == 1 else "are"
+    if done > total:
+        return f"{units.plural(done, 'trial')} {verb} done, {total:,} asked for"
+    return f"{done:,} of {units.plural(total, 'trial')} {verb} done"
+
+
+def status(study: str | None, *, storage: str | None) -> int:
+    """Print what ran, what is running and the best so far, of one study or of all."""
+    url = storage_url(storage)
+    if study is None:
+        say(studies_text(list_studies(url, runs_directory())))
+    else:
+        say(status_text(read_study(study, url=url, home=runs_directory())))
+    return DONE
+
+
+def best(study: str, *, storage: str | None, as_json: bool) -> int:
+    """Print the winner of a study."""
+    snapshot = read_study(study, url=storage_url(storage), home=runs_directory())
+    say(json.dumps(best_document(snapshot)) if as_json else best_text(snapshot))
+    return DONE if has_fit(snapshot) else NOTHING_FITS
+
+
+def report(study: str, *, storage: str | None, output: Path | None) -> int:
+    """Print a study's report, or write it and print where it is."""
+    snapshot = read_study(study, url=storage_url(storage), home=runs_directory())
+    if output is not None and str(output) == "-":
+        say(render(snapshot))
+        return DONE
+    path = output or report_path(study)
+    write_report(snapshot, path)
+    say(str(path))
+    return DONE
+
+
+def export(study: str, *, format: str, storage: str | None, output: Path | None) -> int:
+    """Print a study's winner as a recipe, or write it and print where it is."""
+    snapshot = read_study(study, url=storage_url(storage), home=runs_directory())
+    text = formats.export(snapshot, format=format)
+    if output is None or str(output) == "-":
+        say(text.removesuffix("\n"))
+    else:
+        formats.save(text, output)
+        say(str(output))
+    return DONE
+
+
+def version() -> int:
+    """Print the version of this program."""
+    try:
+        say(f"sweep {metadata.version('qlora-sweep')}")
+    except metadata.PackageNotFoundError:
+        say("sweep, run from a directory in which it is not installed")
+    return DONE
+
+
+def presets() -> int:
+    """Print the shipped search spaces."""
+    rows = [
+        (p.name, p.gpu, p.model, units.count(p.combinations), p.description) for p in preset_names()
+    ]
+    say(table(("preset", "gpu", "model", "configurations", "what"), rows))
+    return DONE
+
+
+def gpus() -> int:
+    """Print the cards of the catalogue, and which of them is here."""
+    rows = [
+        (
+            spec.name,
+            spec.product,
+            units.gib(spec.memory_bytes),
+            units.gib(spec.budget_bytes),
+            f"{spec.bandwidth_bytes_per_second / 1e9:,.0f} GB/s",
+            f"{max(spec.peak_flops.values()) / 1e12:,.0f}",
+            f"{max(spec.matrix_flops.values()) / 1e12:,.0f}" if spec.matrix_flops else "-",
+            f"{spec.device_uncertainty:.0%}",
+        )
+        for spec in gpu_catalogue().values()
+    ]
+    header = (
+        "gpu",
+        "product",
+        "memory",
+        "for a training",
+        "bandwidth",
+        "peak TFLOP/s",
+        "measured",
+        "speed within",
+    )
+    say(table(header, rows))
+    card = read_card()
+    note("No NVIDIA GPU here." if card is None else f"Here: {card.product}.")
+    return DONE
+
+
+def models() -> int:
+    """Print the shipped architectures."""
+    rows = [
+        (
+            model.name,
+            f"{model.parameters / 1e6:,.0f} M",
+            units.count(model.layers),
+            units.count(model.hidden_size),
+            units.count(model.vocab_size),
+            units.count(model.max_positions),
+        )
+        for model in model_names()
+    ]
+    say(table(("model", "parameters", "layers", "width", "vocabulary", "positions"), rows))
+    note("A directory with a config.json or a hub id (org/name) is a model as well.")
+    return DONE
+
+
+def doctor() -> int:
+    """Print a check-up of this machine."""
+    findings = check(examine())
+    say(findings_text(findings))
+    return DONE if is_healthy(findings) else ENVIRONMENT

@@ -1,0 +1,157 @@
+"""Owns how a running study looks on stderr: a live panel on a terminal, a line per trial elsewhere.
+
+Knows nothing of the tuner but its events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TextIO, cast
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from reports import uncertainty, units
+from sweep.study.events import Event, Listener, TrialFinished, TrialStarted
+from sweep.terminal.console import Unfailing, note
+from sweep.terminal.progress import Board, outcome_line, verdict_words
+
+_REFRESHES_PER_SECOND = 4
+_BAR_WIDTH = 40
+STOPPING = "stopping after this trial; Ctrl-C again stops now, and the study can go on either way"
+
+
+@contextmanager
+def watching(
+    board: Board, *, is_stopping: Callable[[], bool], stream: TextIO
+) -> Iterator[Listener]:
+    """Show a study while it runs; yields what the tuner's events go to.
+
+    Args:
+        board: kept up to date with every event.
+        is_stopping: whether somebody asked to stop.
+        stream: where to; a terminal gets the live panel.
+    """
+    if stream.isatty():
+        with _panel(board, is_stopping=is_stopping, stream=stream) as listener:
+            yield listener
+    else:
+        yield _plain(board, is_stopping=is_stopping)
+
+
+def _plain(board: Board, *, is_stopping: Callable[[], bool]) -> Listener:
+    def listen(event: Event) -> None:
+        board.take(event)
+        if is_stopping() and not board.is_stopping:
+            board.is_stopping = True
+            note(STOPPING)
+        if isinstance(event, TrialStarted) and board.is_first:
+            note(f"{_time()} trial {event.number} starts the worker and builds the model")
+        if isinstance(event, TrialFinished):
+            note(f"{_time()} {trial_line(board, event)}")
+
+    return listen
+
+
+def _time() -> str:
+    return f"{datetime.now():%H:%M:%S}"
+
+
+def trial_line(board: Board, event: TrialFinished) -> str:
+    """Return a finished trial in one line."""
+    record = event.record
+    again = f", attempt {record.attempt}" if record.attempt > 1 else ""
+    ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
+    count = units.out_of(board.trials_done, board.definition.space.trials)
+    return f"trial {record.number}{again} ({count}): {ended}: {board.describe(record.config)}"
+
+
+@contextmanager
+def _panel(board: Board, *, is_stopping: Callable[[], bool], stream: TextIO) -> Iterator[Listener]:
+    console = Console(file=cast(TextIO, Unfailing(stream)), highlight=False)
+
+    def render() -> RenderableType:
+        board.is_stopping = is_stopping()
+        return panel(board)
+
+    with Live(
+        get_renderable=render,
+        console=console,
+        refresh_per_second=_REFRESHES_PER_SECOND,
+        transient=True,
+    ):
+
+        def listen(event: Event) -> None:
+            board.take(event)
+            if isinstance(event, TrialFinished):
+                console.print(Text(trial_line(board, event)), soft_wrap=False, overflow="ellipsis")
+
+        yield listen
+
+
+def panel(board: Board) -> RenderableType:
+    """Return the live view of a study."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="ellipsis")
+    for label, content in _rows(board):
+        grid.add_row(label, content)
+    lines: list[RenderableType] = [Text(_headline(board), style="bold"), grid]
+    if board.is_stopping:
+        lines.append(Text(STOPPING, style="yellow"))
+    return Group(*lines)
+
+
+def _headline(board: Board) -> str:
+    target = board.definition.target
+    on = f" (on {target.emulated_on})" if target.emulated_on else ""
+    left = board.remaining_seconds
+    return (
+        f"{board.name}: {target.gpu}{on}, {units.gib(target.budget_bytes)}; "
+        f"{units.out_of(board.trials_done, board.definition.space.trials)} trials; "
+        f"{units.duration(board.elapsed_seconds)} so far"
+        + ("" if left is None else f", about {units.duration(left)} left")
+    )
+
+
+def _rows(board: Board) -> Iterator[tuple[str, RenderableType]]:
+    yield "best", Text(_best(board))
+    yield "now", Text(_now(board))
+    yield "memory", _memory(board)
+    yield "trials", Text(verdict_words(board.verdicts()) or "none finished yet")
+
+
+def _best(board: Board) -> str:
+    best = board.best
+    if best is None:
+        return "nothing fits yet"
+    budget_bytes, found = board.definition.target.budget_bytes, board.gain
+    gain = "" if found is None else f", {uncertainty.factor(found)} the baseline"
+    ended = outcome_line(best, budget_bytes=budget_bytes)
+    return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"
+
+
+def _now(board: Board) -> str:
+    if board.current is None:
+        return "choosing the next configuration"
+    number, config = board.current.number, board.current.config
+    phase = "checking" if board.progress is None else board.progress.phase
+    step = f" step {board.progress.step}" if board.progress and board.progress.step else ""
+    return f"trial {number}, {phase}{step}: {board.describe(config)}"
+
+
+def _memory(board: Board) -> RenderableType:
+    """Return the running trial's memory against the budget."""
+    budget = board.definition.target.budget_bytes
+    used = board.progress.allocated_bytes if board.progress else None
+    row = Table.grid(padding=(0, 1))
+    row.add_row(
+        ProgressBar(total=budget, completed=used or 0, width=_BAR_WIDTH),
+        Text(f"{units.gib(used)} of {units.gib(budget)}"),
+    )
+    return row

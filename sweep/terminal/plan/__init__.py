@@ -1,0 +1,1 @@
+"""What `sweep plan` prints, and the way from its options there."""

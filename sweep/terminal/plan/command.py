@@ -1,0 +1,156 @@
+"""Owns what `sweep plan` does once its options are read: settle the question, answer it, print.
+
+Needs no GPU and no network. Knows nothing of how options are spelled.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+
+from search_spaces.config import TrialConfig
+from search_spaces.feasibility import refuse_impossible
+from search_spaces.gpus import GpuSpec
+from search_spaces.models import ModelSpec
+from search_spaces.space import SearchSpace
+from sweep.paths import cache_directory
+from sweep.planning.cache import kept_survey
+from sweep.planning.cost import bills
+from sweep.planning.documents import card_document, comparison_document, forecast_document
+from sweep.planning.forecast import Forecast, Forecaster
+from sweep.planning.from_file import read_configurations
+from sweep.planning.plan import (
+    CardPlan,
+    compare_cards,
+    plan_configuration,
+    plan_space,
+)
+from sweep.planning.question import PlanRequest, Predictor, Question, settle_question
+from sweep.planning.survey import Survey
+from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.running.device_info import Card, read_card
+from sweep.terminal.console import say
+from sweep.terminal.plan.view import configurations_view, plan_view, plans_view, rendered
+
+DONE, NOTHING_FITS = 0, 1
+
+
+def traced(model: ModelSpec, gpu: GpuSpec) -> MemoryPredictor:
+    """Return the predictor that traces the model's own code, and keeps what it traced."""
+    return MemoryPredictor(
+        model,
+        cache_dir=cache_directory() / "memory",
+        compute_capability=gpu.compute_capability,
+    )
+
+
+def plan(
+    request: PlanRequest,
+    *,
+    predictor: Predictor = traced,
+    card: Callable[[], Card | None] = read_card,
+) -> int:
+    """Answer and print; return 0, or 1 where nothing fits.
+
+    Args:
+        request: what was typed.
+        predictor: makes what predicts memory.
+        card: reads the card in this machine, for where none is named.
+
+    Raises:
+        InputError: something that was typed, written or named is not right.
+        EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
+    """
+    question = settle_question(request, predictor=predictor, card=card)
+    with _working(request):
+        if request.from_file is not None:
+            text, fits = _many(question, request.from_file)
+        else:
+            text, fits = _cards(question)
+    say(text)
+    return DONE if fits else NOTHING_FITS
+
+
+@contextmanager
+def _working(request: PlanRequest) -> Iterator[None]:
+    """Show on a terminal's stderr that a plan is being made: a new model takes seconds to trace."""
+    if not sys.stderr.isatty() or request.as_json:
+        yield
+        return
+    with Console(stderr=True).status("predicting; a model that is new here takes longer"):
+        yield
+
+
+def _cards(question: Question) -> tuple[str, bool]:
+    """Return the plan of each card and their comparison, and whether anything fits."""
+    work, offers = question.request.work, question.offers
+    forecasters = {gpu.name: question.forecaster(gpu) for gpu in question.gpus}
+    plans = [_card_plan(question, forecasters[gpu.name]) for gpu in question.gpus]
+    fits = any(one.fits for one in plans)
+    if len(plans) == 1:
+        (only,) = plans
+        document, view = card_document(only), plan_view(only)
+    else:
+
+        def look(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
+            return _preferred(about, forecasters[plan.gpu.name])
+
+        comparison = compare_cards(plans, work=work, offers=offers, look=look)
+        document = comparison_document(plans, comparison)
+        view = plans_view(plans, comparison)
+    return (_json(document) if question.request.as_json else _text(view)), fits
+
+
+def _card_plan(question: Question, forecaster: Forecaster) -> CardPlan:
+    work = question.request.work
+    offers = question.offers.get(forecaster.gpu.name, ())
+    about = question.about(forecaster.gpu)
+    refuse_impossible(about, model=question.model)
+    if isinstance(about, TrialConfig):
+        return plan_configuration(about, forecaster=forecaster, work=work, offers=offers)
+    found = _surveyed(about, forecaster)
+    return plan_space(
+        found, forecaster=forecaster, work=work, offers=offers, asked=question.asked()
+    )
+
+
+def _preferred(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> Forecast | None:
+    if isinstance(about, TrialConfig):
+        return forecaster.forecast(about)
+    return _surveyed(about, forecaster).recommended
+
+
+def _surveyed(space: SearchSpace, forecaster: Forecaster) -> Survey:
+    return kept_survey(space, forecaster, directory=cache_directory() / "surveys")
+
+
+def _many(question: Question, name: str) -> tuple[str, bool]:
+    """Return the answer for each configuration of a file, and whether any of them fits."""
+    (gpu,) = question.gpus
+    forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
+    forecasts = [forecaster.forecast(config) for _, config in read_configurations(name)]
+    every = [
+        bills(one, work=question.request.work, offers=offers, model=question.model)
+        for one in forecasts
+    ]
+    fits = any(one.fits for one in forecasts)
+    if question.request.as_json:
+        documents = zip(forecasts, every, strict=True)
+        return "\n".join(_json(forecast_document(f, bills=b)) for f, b in documents), fits
+    return _text(configurations_view(forecasts, [b[0] if b else None for b in every])), fits
+
+
+def _json(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, allow_nan=False)
+
+
+def _text(view: Any) -> str:
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else None
+    return rendered(view, is_terminal=is_terminal, width=width)

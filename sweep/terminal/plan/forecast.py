@@ -1,0 +1,163 @@
+"""Owns how one configuration's forecast looks: speed, memory as a bar, what it is bound by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from reports import units
+from search_spaces.config import TrialConfig
+from sweep.planning.documents import PARTS
+from sweep.planning.forecast import Forecast
+from sweep.predict.memory.predictor import Fit, MemoryPrediction
+from sweep.predict.speed.predictor import SpeedPrediction
+
+BAR_WIDTH = 60
+FIT_STYLES = {Fit.YES: "green", Fit.UNCERTAIN: "yellow", Fit.NO: "dim"}
+PART_MARKS = {
+    "weights": ("█", "blue"),
+    "adapters": ("◆", "magenta"),
+    "gradients": ("▲", "cyan"),
+    "optimizer": ("●", "yellow"),
+    "activations": ("▓", "green"),
+    "loss": ("▒", "red"),
+}
+"""A glyph and a colour for each part of a peak, so that either alone tells them apart."""
+FREE_MARK = "·"
+TERM_WORDS = {
+    "matmul": "matrix products",
+    "lora": "adapters",
+    "attention": "attention",
+    "dequant": "dequantisation",
+    "elementwise": "norms, casts and activations",
+    "loss": "the loss",
+    "optimizer": "the optimizer",
+    "launch": "waiting for launches",
+    "overhead": "fixed work of the host",
+}
+TERMS_SHOWN = 3
+SIZE_KEYS = ("micro_batch_size", "seq_len")
+CLASS_KEYS = ("lora_rank", "target_modules")
+
+
+def describe(config: TrialConfig) -> str:
+    """Return a configuration in words: ``8 x 512, rank 16, adapters on q,k,v,o, ...``."""
+    return f"{_size(config)}, {structure(config)}"
+
+
+def structure(config: TrialConfig) -> str:
+    """Return all but micro-batch and length, as far as it is not the standard recipe's."""
+    capacity = [units.phrase(key, getattr(config, key)) for key in CLASS_KEYS]
+    return ", ".join([*capacity, *_changed(config)])
+
+
+def knobs(config: TrialConfig) -> str:
+    """Return all but the capacity class, as far as it is not the standard recipe's."""
+    return ", ".join([_size(config), *_changed(config)])
+
+
+def _size(config: TrialConfig) -> str:
+    return f"{config.micro_batch_size} x {config.seq_len}"
+
+
+def _changed(config: TrialConfig) -> Iterator[str]:
+    for key, value in config.changes_from(TrialConfig()).items():
+        if key not in (*SIZE_KEYS, *CLASS_KEYS):
+            yield units.phrase(key, value)
+
+
+def answer_view(forecast: Forecast, *, budget_bytes: int, gpu: str) -> RenderableType:
+    """Return what is expected of a configuration.
+
+    Args:
+        forecast: the expectation.
+        budget_bytes: what a training may take of the card.
+        gpu: the card's name.
+    """
+    parts: list[RenderableType] = [Text(describe(forecast.config))]
+    if forecast.broken is not None:
+        parts.append(Text(f"{forecast.broken.rule}: {forecast.broken.reason}", style="red"))
+    if forecast.step_seconds is not None:
+        parts.append(Text(_speed_line(forecast), style="bold"))
+    if forecast.memory is not None:
+        parts += _memory(forecast.memory, budget_bytes)
+    if forecast.speed is not None:
+        parts += map(Text, _bottleneck_lines(forecast.speed, forecast.config, gpu))
+    return Group(*parts)
+
+
+def _speed_line(forecast: Forecast) -> str:
+    ends = forecast.tokens_per_second_range
+    between = "" if ends is None else f" ({units.rate(ends[0])} to {units.rate(ends[1])})"
+    return (
+        f"{units.rate(forecast.tokens_per_second)} tokens/s{between}, "
+        f"{units.step_time(forecast.step_seconds)} per step ({forecast.speed_basis})"
+    )
+
+
+def _memory(memory: MemoryPrediction, budget_bytes: int) -> Iterator[RenderableType]:
+    share = memory.peak_allocated_bytes / budget_bytes
+    yield Text(
+        f"peak {units.gib(memory.peak_allocated_bytes)} allocated, {units.percent(share)} of the "
+        f"budget, reached in {memory.moment}; {units.gib(memory.peak_reserved_bytes)} reserved"
+    )
+    yield memory_bar(memory, budget_bytes)
+    yield _legend(memory)
+
+
+def memory_bar(memory: MemoryPrediction, budget_bytes: int) -> Text:
+    """Return the peak's parts along the budget; where they exceed it, along themselves."""
+    whole = max(budget_bytes, memory.peak_allocated_bytes)
+    bar, done, drawn = Text(), 0, 0
+    for part in PARTS:
+        done += memory.breakdown[part]
+        # Ends are rounded, not widths, so that the bar is as long as the sum.
+        end = round(BAR_WIDTH * done / whole)
+        mark, style = PART_MARKS[part]
+        bar.append(mark * (end - drawn), style=style)
+        drawn = end
+    bar.append(FREE_MARK * (BAR_WIDTH - drawn), style="dim")
+    return bar
+
+
+def _legend(memory: MemoryPrediction) -> RenderableType:
+    cells = []
+    for part in PARTS:
+        mark, style = PART_MARKS[part]
+        words = f" {part} {units.gib(memory.breakdown[part])}"
+        cells.append(Text.assemble((mark, style), words))
+    grid = Table.grid(padding=(0, 3, 0, 0))
+    half = len(cells) // 2
+    grid.add_row(*cells[:half])
+    grid.add_row(*cells[half:])
+    return grid
+
+
+def _bottleneck_lines(speed: SpeedPrediction, config: TrialConfig, gpu: str) -> Iterator[str]:
+    ranked = sorted(speed.terms.items(), key=lambda term: -term[1])[:TERMS_SHOWN]
+    shares = ", ".join(
+        f"{TERM_WORDS[term]} {units.percent(seconds / speed.step_seconds)}"
+        for term, seconds in ranked
+    )
+    yield f"bound by {speed.bottleneck}; of a step: {shares}"
+    used = units.percent(speed.flops_utilization)
+    yield f"{used} of the {gpu}'s {config.compute_dtype} peak is put to use"
+    yield f"to go faster: {_advice(speed, config)}"
+
+
+def _advice(speed: SpeedPrediction, config: TrialConfig) -> str:
+    match speed.bottleneck:
+        case "launch":
+            return "a larger micro-batch or compiled layers, as the card waits for the host"
+        case "bandwidth":
+            return "fused kernels, compiled layers or no fp32 upcast, which move fewer bytes"
+        case "compute" if config.checkpoint_fraction > 0:
+            return "recompute fewer layers, as far as the memory allows"
+        case _:
+            return "a card with more FLOP/s; what is not matrix products is little"
+
+
+__all__ = ["FIT_STYLES", "answer_view", "describe", "knobs", "memory_bar", "structure"]

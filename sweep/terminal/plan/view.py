@@ -1,0 +1,374 @@
+"""Owns how a plan looks to a person. Knows nothing of how it was worked out or where it goes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from reports import units
+from search_spaces.config import TrialConfig
+from search_spaces.linears import parameters
+from search_spaces.models import ModelSpec
+from sweep.planning.forecast import Forecast
+from sweep.planning.plan import CardComparison, CardPlan
+from sweep.planning.recommendation import STANDARD_CAPACITY, Capacity, certainty
+from sweep.planning.survey import Survey
+from sweep.planning.table import LargestBatch, ShapeTable
+from sweep.predict.cost import Bill
+from sweep.predict.memory.predictor import Fit
+from sweep.terminal.plan.bills import bill_lines, comparison_lines, usd, work_words
+from sweep.terminal.plan.forecast import FIT_STYLES, answer_view, describe, knobs, structure
+
+PLAIN_WIDTH = 140
+"""Columns where the width is nobody's: a pipe or a file."""
+FIT_WORDS = {
+    Fit.YES: "fits",
+    Fit.UNCERTAIN: "is too close to the budget to say",
+    Fit.NO: "does not fit",
+}
+LEGEND = "'?' is too close to the budget to be sure, '-' does not fit"
+SPACE_LEGEND = "the fastest of the {whole} that fits, of any rank and target modules; " + LEGEND
+
+
+def rendered(content: RenderableType, *, is_terminal: bool, width: int | None = None) -> str:
+    """Return what ``content`` looks like: coloured and as wide as the terminal, or plain."""
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=is_terminal,
+        width=width if is_terminal else PLAIN_WIDTH,
+        highlight=False,
+    )
+    with console.capture() as captured:
+        console.print(content)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
+
+
+def plan_view(plan: CardPlan) -> RenderableType:
+    """Return the plan of one card."""
+    return Group(*_sections(plan))
+
+
+def plans_view(plans: Sequence[CardPlan], comparison: CardComparison | None) -> RenderableType:
+    """Return the plans of several cards, and the same training on each."""
+    title = "The same work on each card"
+    lines = ["nothing to compare: fewer than two can do it, or no price is known"]
+    if comparison is not None:
+        title = f"{title}: {_training(comparison)}"
+        lines = [*_contestants(comparison), *comparison_lines(comparison.bills)]
+    views = [part for one in plans for part in (Text(""), plan_view(one))]
+    return Group(*views[1:], *_section(title, _lines(lines)))
+
+
+def _training(comparison: CardComparison) -> str:
+    work = comparison.workload
+    return (
+        f"{work.tokens / 1e6:,.1f} M tokens in {units.plural(work.steps, 'step')} of "
+        f"{comparison.effective_batch_size:,} x {comparison.seq_len:,}"
+    )
+
+
+def _contestants(comparison: CardComparison) -> Iterator[str]:
+    """Yield how each card makes the effective batch."""
+    for name, forecast in comparison.chosen.items():
+        times = forecast.config.accumulation_steps
+        how = "" if times == 1 else f", accumulated {times} times"
+        doubt = "" if forecast.fit is Fit.YES else " (perhaps fits)"
+        yield (
+            f"{name}: {units.rate(forecast.tokens_per_second)} tokens/s with "
+            f"{describe(_one_pass(forecast.config))}{how}{doubt}"
+        )
+
+
+def _one_pass(config: TrialConfig) -> TrialConfig:
+    """Return a configuration without what it accumulates."""
+    return config.model_copy(update={"effective_batch_size": None})
+
+
+def _sections(plan: CardPlan) -> Iterator[RenderableType]:
+    yield Text(
+        f"{plan.gpu.name} ({plan.gpu.product}): {units.gib(plan.gpu.memory_bytes)} usable, a "
+        f"training may take {units.gib(plan.budget_bytes)}",
+        style="bold",
+    )
+    yield Text(_model_line(plan.model))
+    if plan.table is not None:
+        yield from _section("What fits, in tokens/s", _table(plan.table, plan))
+    if plan.survey is not None:
+        yield from _section("The space", _lines(_space_lines(plan.survey, plan)))
+    if plan.shown is None:
+        yield from _section("Nothing fits", Text(_too_small(plan)))
+        return
+    answer = answer_view(plan.shown, budget_bytes=plan.budget_bytes, gpu=plan.gpu.name)
+    yield from _section(_title(plan.shown, plan.survey), answer)
+    if plan.survey is not None:
+        yield from _section("Why this one", _lines(_reasons(plan.survey, plan.shown)))
+    if plan.survey is not None and len(plan.survey.fastest_by_class) > 1:
+        yield from _section("Fastest of each capacity class", _classes(plan.survey, plan.shown))
+    if plan.bills:
+        yield from _section(f"Cost of {work_words(plan.bills[0])}", _lines(bill_lines(plan.bills)))
+    grounds = list(_sure_lines(plan, plan.shown))
+    if grounds:
+        yield from _section("How sure", _lines(grounds))
+
+
+def _section(title: str, content: RenderableType) -> Iterator[RenderableType]:
+    yield Text(f"\n{title}", style="bold")
+    yield Padding(content, (0, 0, 0, 2))
+
+
+def _lines(lines: Iterable[str]) -> RenderableType:
+    return Group(*map(Text, lines))
+
+
+def _grid(*headers: str, right: Sequence[str] = ()) -> Table:
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for header in headers:
+        grid.add_column(header, justify="right" if header in right else "left")
+    return grid
+
+
+def _model_line(model: ModelSpec) -> str:
+    count = parameters(model)
+    size = "" if count is None else f"{_in_words(count)} parameters, "
+    return f"{model.name}: {size}{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
+
+
+def _in_words(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
+
+
+def _table(table: ShapeTable, plan: CardPlan) -> RenderableType:
+    lengths = [f"{length:,}" for length in table.lengths]
+    grid = _grid("micro-batch", *lengths, right=lengths)
+    shown = None if plan.shown is None else plan.shown.config
+    for batch in _told(table):
+        cells = [table.cells[batch, length] for length in table.lengths]
+        grid.add_row(f"{batch:,}", *(_cell(cell, shown) for cell in cells))
+    largest = (_largest(table.largest[length]) for length in table.lengths)
+    grid.add_row("largest", *largest, style="bold")
+    if table.base is None:
+        is_sampled = plan.survey is not None and plan.survey.is_sampled
+        legend = SPACE_LEGEND.format(whole="space's sample" if is_sampled else "space")
+        return Group(grid, Text(legend, style="dim"))
+    head = f"{structure(table.base)}, at other sizes: by micro-batch and sequence length"
+    return Group(Text(head, style="dim"), grid, Text(LEGEND, style="dim"))
+
+
+def _told(table: ShapeTable) -> Iterator[int]:
+    """Yield the micro-batches up to the first from which on nothing fits at any length."""
+    most = max((largest.possible for largest in table.largest.values()), default=0)
+    for batch in table.batches:
+        yield batch
+        if batch > most:
+            return
+
+
+def _cell(cell: Forecast, shown: TrialConfig | None) -> Text:
+    is_shown = shown is not None and _shape(cell.config) == _shape(shown)
+    style = FIT_STYLES[cell.fit] + (" reverse" if is_shown else "")
+    if cell.fit is Fit.NO:
+        return Text("-", style=style)
+    known = "fits" if cell.tokens_per_second is None else units.rate(cell.tokens_per_second)
+    return Text(f"{known}?" if cell.fit is Fit.UNCERTAIN else known, style=style)
+
+
+def _shape(config: TrialConfig) -> tuple[int, int]:
+    return config.micro_batch_size, config.seq_len
+
+
+def _largest(largest: LargestBatch) -> str:
+    perhaps = f" ({largest.possible:,}?)" if largest.possible > largest.sure else ""
+    return f"{f'{largest.sure:,}' if largest.sure else '-'}{perhaps}"
+
+
+def _title(forecast: Forecast, survey: Survey | None) -> str:
+    config = forecast.config
+    if survey is None:
+        verdict = "is not possible" if forecast.broken is not None else FIT_WORDS[forecast.fit]
+        return f"{config.micro_batch_size} x {config.seq_len} {verdict}"
+    what = "largest" if forecast.tokens_per_second is None else "fastest"
+    within = _class_words((config.lora_rank, config.target_modules))
+    if forecast.fit is Fit.YES:
+        return f"Recommended: the {what} that surely fits, of {within}"
+    return f"Recommended: the {what} that perhaps fits, of {within}"
+
+
+def _class_words(capacity: Capacity) -> str:
+    rank, targets = capacity
+    return f"rank {rank} on {units.targets(targets)}"
+
+
+def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
+    """Yield why that class, that length and that certainty; what else is worth a try."""
+    config, capacity = best.config, survey.capacity
+    assert capacity is not None, "what is recommended has a class"
+    standard = _class_words(STANDARD_CAPACITY)
+    classes = {key[:2] for key in survey.fastest_by_class}
+    if len(classes) == 1:
+        yield f"{_class_words(capacity)} is the only capacity class here that fits"
+    elif capacity == STANDARD_CAPACITY:
+        yield f"{standard} is the published recipe's capacity; others are for you to name"
+    else:
+        yield f"{_class_words(capacity)} is the nearest to {standard} here that fits"
+    if len({key[2] for key in survey.fastest_by_class if key[:2] == capacity}) > 1:
+        yield f"{config.seq_len:,} is the length of most tokens/s: hold yours with --seq-len"
+    other = survey.alternative
+    if other is None:
+        return
+    speed = f"{units.rate(other.tokens_per_second)} tokens/s"
+    if certainty(other) > certainty(best):
+        yield f"surer to fit, and slower beyond doubt: {describe(other.config)}, {speed}"
+    else:
+        doubt = "its memory less well known" if other.fit is Fit.YES else "less sure to fit"
+        yield (
+            f"worth a try, {doubt} and not surely faster: {describe(other.config)}, "
+            f"{speed} predicted"
+        )
+
+
+def _classes(survey: Survey, best: Forecast) -> RenderableType:
+    """The fastest per rank and target modules, at the length of the fastest of all."""
+    numbers = ("tokens/s", "peak")
+    grid = _grid("rank", "target modules", *numbers, "configuration", right=numbers)
+    for (rank, targets, length), forecast in survey.fastest_by_class.items():
+        if length != best.config.seq_len or forecast.memory is None:
+            continue
+        doubt = "?" if forecast.fit is Fit.UNCERTAIN else ""
+        grid.add_row(
+            str(rank),
+            units.targets(targets),
+            units.rate(forecast.tokens_per_second) + doubt,
+            units.gib(forecast.memory.peak_allocated_bytes),
+            knobs(forecast.config),
+        )
+    return grid
+
+
+def _space_lines(survey: Survey, plan: CardPlan) -> Iterator[str]:
+    counts, total = survey.counts, survey.total
+    whole = "no end of configurations" if total is None else units.plural(total, "configuration")
+    yield f"{_space_words(survey, plan)}: {whole}"
+    if survey.is_sampled:
+        yield f"of a sample of {units.plural(counts.looked_at, 'configuration')}:"
+    yield (
+        f"{counts.fit:,} surely fit, {counts.uncertain:,} are too close to say, "
+        f"{counts.too_large:,} cannot fit"
+    )
+    for rule, number in sorted(counts.invalid.items()):
+        yield f"{number:,} are forbidden on this model and card: {rule}"
+    for reason, number in sorted(counts.unpredicted.items()):
+        yield f"{number:,} are not predicted: {reason}"
+    seconds = survey.study_seconds()
+    if seconds is not None:
+        yield (
+            f"a study of {units.plural(survey.trials, 'trial')} takes about "
+            f"{units.duration(seconds[0])} to {units.duration(seconds[1])} on the {plan.gpu.name}"
+        )
+
+
+def _space_words(survey: Survey, plan: CardPlan) -> str:
+    """Return which space was taken, and what of it was held: one letter must not decide that."""
+    name = survey.space.name
+    words = {
+        "preset": f"preset {name}",
+        "standard": f"the {name}'s standard space",
+        "file": f"file {name}",
+    }
+    held = ", ".join(units.phrase(key, survey.space.fixed[key]) for key in plan.asked.held)
+    return words.get(plan.asked.kind or "", name) + (f", held at {held}" if held else "")
+
+
+def _too_small(plan: CardPlan) -> str:
+    least = None if plan.survey is None else plan.survey.least_bytes
+    if least is None:
+        return "every configuration is forbidden on this model and card"
+    return (
+        f"the smallest configuration needs {units.gib(least)} and the budget is "
+        f"{units.gib(plan.budget_bytes)}: name a larger card or a smaller model"
+    )
+
+
+def _sure_lines(plan: CardPlan, forecast: Forecast) -> Iterator[str]:
+    if forecast.memory is not None:
+        yield (
+            "memory: predicted from the model's own code, within "
+            f"{units.error(forecast.memory.uncertainty)} (reserved: "
+            f"{units.error(forecast.memory.reserved_uncertainty)}){_memory_record(plan)}"
+        )
+    speed = _speed_ground(plan, forecast)
+    if speed is not None:
+        yield f"speed: {speed}"
+    for bill in plan.bills[:1]:
+        yield f"price: {bill.offer.provider}, read on {bill.offer.date}, {bill.offer.source}"
+    if not plan.bills and forecast.step_seconds is not None:
+        yield f"cost: no price of the {plan.gpu.name} is known; name a file with --prices"
+    yield from plan.evidence.notes
+    if forecast.broken is None:
+        yield from forecast.notes
+
+
+def _speed_ground(plan: CardPlan, forecast: Forecast) -> str | None:
+    evidence = plan.evidence
+    if forecast.trial is not None:
+        return f"measured by trial {forecast.trial.number} of study {evidence.study}"
+    if forecast.speed is None:
+        return None
+    if evidence.calibration is None:
+        return (
+            f"predicted from the card's data sheet, within "
+            f"{units.percent(forecast.speed.uncertainty)}; --study NAME calibrates it"
+        )
+    trials = units.plural(evidence.calibration.trials, "trial")
+    error = f"{100 * evidence.calibration.relative_error:.1f} %"
+    return f"calibrated by {trials} of study {evidence.study}, met within {error} in the median"
+
+
+def _memory_record(plan: CardPlan) -> str:
+    evidence = plan.evidence
+    if evidence.memory_error is None:
+        return ""
+    trials = units.plural(len(evidence.memory_errors), "trial")
+    error = f"{100 * evidence.memory_error:.1f} %"
+    return f"; off by {error} in the median over {trials} of study {evidence.study}"
+
+
+def configurations_view(
+    forecasts: Sequence[Forecast], cheapest: Sequence[Bill | None]
+) -> RenderableType:
+    """Return a table of many configurations in their order, each with its cheapest bill."""
+    numbers = ("peak", "tokens/s", "1,000 steps")
+    grid = _grid("", "fits", *numbers, "bound by", "configuration", right=numbers)
+    for number, (forecast, bill) in enumerate(zip(forecasts, cheapest, strict=True), start=1):
+        memory, speed = forecast.memory, forecast.speed
+        grid.add_row(
+            f"{number:,}",
+            Text(_short_word(forecast), FIT_STYLES[forecast.fit]),
+            units.gib(memory.peak_allocated_bytes if memory else None),
+            units.rate(forecast.tokens_per_second),
+            usd(bill.usd_per_1000_steps) if bill else units.DASH,
+            speed.bottleneck if speed else units.DASH,
+            ": ".join([describe(forecast.config), *_why_not(forecast)]),
+        )
+    return Group(grid, Text("'?' is too close to the budget to be sure", style="dim"))
+
+
+def _short_word(forecast: Forecast) -> str:
+    if forecast.broken is not None:
+        return "invalid"
+    return units.DASH if forecast.fits is None else _SHORT_WORDS[forecast.fit]
+
+
+def _why_not(forecast: Forecast) -> Iterator[str]:
+    """Yield why there is no answer for a configuration, if there is none."""
+    if forecast.broken is not None:
+        yield forecast.broken.reason
+    elif forecast.memory is None:
+        yield forecast.notes[0]
+
+
+_SHORT_WORDS = {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "?"}

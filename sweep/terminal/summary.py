@@ -1,0 +1,179 @@
+"""Owns what the terminal says of a study: at the end of a run, and for `status` and `best`.
+
+Pure: a study's snapshot in, finished text out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from reports import objectives, tables, uncertainty, units
+from reports.answer import answer, emulation_note
+from storage.definition import StudySnapshot, StudySummary
+from storage.ranking import rank_study, verdict_counts
+from storage.records import Invalid, Verdict
+from sweep.terminal.console import table
+from sweep.terminal.progress import verdict_words
+
+_CONFIGURATION_COLUMNS = ("trial", "tokens/s", "95 % interval", "peak", "budget", "configuration")
+
+
+def study_summary(
+    snapshot: StudySnapshot, *, report: Path | None = None, storage_option: str = ""
+) -> str:
+    """Return the end of a run: the winner, the runners-up, how to go faster, what to type next.
+
+    Args:
+        snapshot: the study.
+        report: where its report was written.
+        storage_option: what the next commands need to find the database again.
+    """
+    said = answer(snapshot)
+    sections = [_opening(snapshot), *_lines("", _winner(snapshot))]
+    sections += _front(snapshot) or _section("Runners-up", _runners_up(snapshot))
+    title = tables.advice_title(snapshot)
+    sections += _section(title, _bullets(tables.how_to_go_faster(snapshot)))
+    commands = [f"  {command}{storage_option}" for command in said.commands]
+    if report is not None:
+        commands.append(f"  report: {report}")
+    return "\n".join([*sections, *_section("Next", commands)])
+
+
+def status_text(snapshot: StudySnapshot) -> str:
+    """Return what ran, what is running and the best so far."""
+    lines = [_opening(snapshot)]
+    if snapshot.holder is not None:
+        lines.append(f"Driven by {snapshot.holder}.")
+    for trial in snapshot.running:
+        since = f" since {trial.started_at}" if trial.started_at else ""
+        what = "not yet settled" if trial.config is None else units.shape(trial.config)
+        state = "running" if snapshot.holder is not None else "left unfinished; resuming retries it"
+        lines.append(f"Trial {trial.number} ({what}){since}: {state}.")
+    return "\n".join([*lines, *_lines("", _winner(snapshot))])
+
+
+def best_text(snapshot: StudySnapshot) -> str:
+    """Return the winner, the front, its whole configuration, and the fastest of each class."""
+    said = answer(snapshot)
+    lines = [_opening(snapshot), *_lines("", _winner(snapshot)), *_front(snapshot)]
+    if said.configuration:
+        lines += _section("Configuration", [said.configuration])
+    classes = [
+        (row.lora_rank, row.target_modules, row.seq_len, f"{row.number}", row.tokens_per_second)
+        for row in tables.class_rows(snapshot)
+    ]
+    header = ("rank", "target modules", "length", "trial", "tokens/s")
+    lines += _section("Fastest of each capacity class", [table(header, classes)] if classes else [])
+    return "\n".join(lines)
+
+
+def studies_text(summaries: Sequence[StudySummary]) -> str:
+    """Return a table of studies."""
+    rows = [
+        (
+            summary.name,
+            summary.gpu,
+            summary.model,
+            units.count(summary.trials),
+            _best_of(summary),
+            objectives.names(summary.objectives),
+            units.duration(summary.wall_seconds),
+            summary.holder or units.DASH,
+        )
+        for summary in summaries
+    ]
+    return table(
+        ("study", "gpu", "model", "trials", "best", "ranked by", "time", "driven by"), rows
+    )
+
+
+def has_fit(snapshot: StudySnapshot) -> bool:
+    """Whether anything of the space was measured to fit."""
+    return rank_study(snapshot).winner is not None
+
+
+def _best_of(summary: StudySummary) -> str:
+    """Return the best trial's speed and, where it is ranked by more or else, that as well."""
+    if summary.best is None:
+        return units.DASH
+    asked = summary.objectives
+    parts = [uncertainty.speed(summary.best)]
+    if "peak_memory" in asked:
+        parts.append(units.gib(summary.best.peak_allocated_bytes))
+    if "trainable_parameters" in asked:
+        parts.append(f"{units.count(summary.best.trainable_parameters)} trainable")
+    return ", ".join(parts)
+
+
+def why_invalid(snapshot: StudySnapshot) -> Invalid | None:
+    """Return why the space's first configuration is not valid, where none that was tried is."""
+    space = snapshot.definition.space
+    tried = [r.outcome for r in snapshot.records if space.params_of(r.config) is not None]
+    invalid = [outcome for outcome in tried if isinstance(outcome, Invalid)]
+    return invalid[0] if invalid and len(invalid) == len(tried) else None
+
+
+def _opening(snapshot: StudySnapshot) -> str:
+    target = snapshot.definition.target
+    counts = verdict_counts(snapshot.records)
+    counted = verdict_words((verdict, counts[verdict]) for verdict in Verdict if counts[verdict])
+    lines = [
+        f"Study {snapshot.name}: {units.plural(len(snapshot.records), 'trial')} in "
+        f"{units.duration(snapshot.wall_seconds)} for {snapshot.definition.model['name']} on "
+        f"{target.gpu}, budget {units.gib(target.budget_bytes)}",
+        f"  {counted}" if counted else "",
+        emulation_note(target) or "",
+        *(f"Warning: {warning}" for warning in snapshot.warnings),
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _winner(snapshot: StudySnapshot) -> Iterator[str]:
+    said = answer(snapshot)
+    yield said.sentence
+    if said.configuration:
+        for tile in said.tiles:
+            yield f"  {tile.value} {tile.label} ({tile.detail})"
+
+
+def _runners_up(snapshot: StudySnapshot) -> list[str]:
+    rows = [
+        (
+            f"  {row.number}",
+            row.tokens_per_second,
+            row.interval,
+            row.peak_allocated,
+            row.budget_share,
+            row.changes,
+        )
+        for row in tables.runners_up(snapshot)
+    ]
+    header = (f"  {_CONFIGURATION_COLUMNS[0]}", *_CONFIGURATION_COLUMNS[1:])
+    return [table(header, rows)] if rows else []
+
+
+def _front(snapshot: StudySnapshot) -> list[str]:
+    """Return the trade-off of a study of several objectives, the knee first."""
+    rows = [
+        (f"  {row.number}", *row.values, row.interval, row.changes)
+        for row in tables.front_rows(snapshot)
+    ]
+    if not rows:
+        return []
+    names = objectives.names(snapshot.definition.space.objectives)
+    header = ("  trial", *tables.value_columns(snapshot), "95 % interval", "configuration")
+    return _section(f"The front of {names}, the knee first", [table(header, rows)])
+
+
+def _bullets(sentences: Iterable[str]) -> list[str]:
+    return [f"  - {sentence}" for sentence in sentences]
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return _lines(f"{title}:", lines) if lines else []
+
+
+def _lines(title: str, lines: Iterable[str]) -> list[str]:
+    """Return lines after an empty one and a title."""
+    return ["", *([title] if title else []), *lines]

@@ -1,0 +1,68 @@
+"""The commands that make the committed data, as far as they need no card."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from search_spaces.config import TrialConfig, parse_config
+from search_spaces.gpus import GIB, find_gpu
+from storage.studies import open_study
+from sweep.planning.forecast import Forecaster
+from sweep.predict.memory.predictor import Fit
+from sweep.sampling.samplers import make_sampler
+from tests.bench import study_steps
+from tests.bench.edge_candidates import edge_candidates
+from tests.sweep.imagined_memory import ImaginedPredictor
+from tests.sweep.imagined_study import MISTRAL, TRIALS, a_snapshot
+
+COMMITTED = Path(__file__).parents[1]
+
+
+def test_a_studys_steps_are_the_trials_that_were_measured_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    url = f"sqlite:///{tmp_path}/sweep.db"
+    definition = a_snapshot().definition
+    with open_study(
+        "mine",
+        url=url,
+        definition=definition,
+        sampler=make_sampler("random", definition.space, seed=0),
+        environment={},
+        home=tmp_path,
+    ) as study:
+        for record in TRIALS[:2]:
+            handle = study.ask({})
+            study.begin(handle, record.config, "2026-11-21T00:00:00.000+00:00")
+            study.tell(handle, record.model_copy(update={"number": handle.number}))
+    out = tmp_path / "steps.jsonl"
+    monkeypatch.setattr(sys, "argv", ["study_steps.py", str(out), "mine", "--storage", url])
+    study_steps.main()
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [parse_config(row["config"]) for row in rows] == [r.config for r in TRIALS[:2]]
+    (committed, *_) = (COMMITTED / "data" / "study_steps_h200.jsonl").read_text().splitlines()
+    assert rows[0].keys() == json.loads(committed).keys()
+    assert rows[0]["model"] == MISTRAL.name
+
+
+def test_candidates_at_the_edge_lie_on_both_sides_of_what_may_fit() -> None:
+    gpu = find_gpu("a10")
+    forecaster = Forecaster(
+        model=MISTRAL, gpu=gpu, budget_bytes=20 * GIB, memory=ImaginedPredictor()
+    )
+    configs = edge_candidates(forecaster, count=20, seed=0)
+    assert configs == edge_candidates(forecaster, count=20, seed=0)
+    assert len(set(configs)) == 20
+    fits = [forecaster.fit(config) for config in configs]
+    assert fits.count(Fit.NO) >= 8
+    assert len(fits) - fits.count(Fit.NO) >= 8
+    for config in configs:
+        smaller = TrialConfig(
+            **{**config.model_dump(), "micro_batch_size": max(1, config.micro_batch_size - 2)}
+        )
+        assert forecaster.fit(smaller) is not Fit.NO or config.micro_batch_size <= 2

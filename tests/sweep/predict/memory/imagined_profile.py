@@ -1,0 +1,79 @@
+"""A tracer that traces nothing: a profile written by hand, whose memory adds up on paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from search_spaces.models import ModelSpec
+from sweep.predict.memory.allocator import MIB
+from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, LEAVE, Structure
+
+KIB = 1024
+LAYERS = 4
+WEIGHTS = 100 * MIB
+ADAPTER_ELEMENTS = 1024
+"""Elements for each unit of rank, of the one trained tensor in a layer."""
+
+MODEL = ModelSpec(
+    "imagined",
+    "directory",
+    {
+        "model_type": "imagined",
+        "num_hidden_layers": LAYERS,
+        "hidden_size": 64,
+        "vocab_size": 256,
+    },
+)
+
+
+class ImaginedTracer:
+    """Answers at once; ``asked`` counts what would have been traced.
+
+    A layer keeps 4 KiB a token (1 KiB where it is recomputed) and rises by 10 KiB a token on the
+    way; the loss rises by ``loss_bytes`` a token and keeps half of that until it is done. From a
+    length of ``window`` on, masks of length x length bytes are there throughout.
+    """
+
+    def __init__(self, *, loss_bytes: int = 64 * KIB, window: int | None = None) -> None:
+        self.asked: list[Structure] = []
+        self._loss_bytes = loss_bytes
+        self._window = window
+
+    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
+        self.asked.append(structure)
+        kept = (1 if structure.is_checkpointed else 4) * KIB
+        gradient = {"gradients": {"r": 4 * ADAPTER_ELEMENTS}}
+        mask = {"bss": 1} if structure.is_long else {}
+        forward = {
+            "kept": {"activations": {"bs": kept}},
+            "humps": [{"activations": {"bs": 10 * KIB}}],
+            "tape": [(BIRTH, 0, 1), (LEAVE, "forward>backward0#0", 0), (DEATH, 0, 0)],
+        }
+        backward = {
+            "kept": {"activations": {"bs": -kept}, **gradient},
+            "humps": [{"activations": {"bs": 10 * KIB}}],
+            "tape": [(BIRTH, 0, 1), (FETCH, "forward>backward0#0", 0), (DEATH, 0, 0)],
+        }
+        loss = self._loss_bytes
+        return {
+            "positions": [0, 1, 1, 2],
+            "base": {"allocated_bytes": WEIGHTS, "reserved_bytes": WEIGHTS + MIB, "holes": []},
+            "adapters": [[ADAPTER_ELEMENTS]] * 3,
+            "segments": {
+                "embed": {
+                    "kept": {"activations": mask},
+                    "humps": [{"activations": mask}],
+                    "tape": [],
+                },
+                **{f"forward {i}": forward for i in range(3)},
+                "head": {
+                    "kept": {"loss": {"bs": loss // 2}},
+                    "humps": [{"loss": {"bs": loss}}],
+                    "tape": [(BIRTH, 0, 2), (DEATH, 0, 0)],
+                },
+                "head_backward": {"kept": {"loss": {"bs": -loss // 2}}, "humps": [], "tape": []},
+                **{f"backward {i}": backward for i in range(3)},
+            },
+            "sizes": [{"bs": kept}, {"bs": 10 * KIB}, {"bs": loss}],
+            "window": self._window,
+        }

@@ -1,0 +1,283 @@
+"""Tracing real transformers and PEFT code without data, in the child that does it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig, parse_config
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.model_files import load_model_spec
+from search_spaces.models import ModelSpec
+from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.predict.memory.profiles import Structure, Untraceable
+from sweep.predict.memory.tracing_process import TracingChild
+
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 5000,
+    "head_dim": 32,
+    "pad_token_id": 0,
+}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256}
+FALCON = {key: value for key, value in SMALL.items() if key != "head_dim"}
+GPT2 = {"n_embd": 256, "n_layer": 6, "n_head": 8, "vocab_size": 5000, "pad_token_id": 0}
+MODELS = {
+    "llama": SMALL,
+    "qwen2": SMALL,
+    "qwen3": SMALL,
+    "phi3": SMALL,
+    "gemma2": {**SMALL, "sliding_window": 128},
+    "granite": SMALL,
+    "gpt_neox": SMALL,
+    "gpt2": {**GPT2, "num_hidden_layers": 6, "hidden_size": 256},
+    "opt": {**SMALL, "ffn_dim": 704, "word_embed_proj_dim": 256},
+    "phi": {**SMALL, "num_key_value_heads": 8},
+    "falcon": FALCON,
+}
+
+
+def model(kind: str, **changes: Any) -> ModelSpec:
+    return ModelSpec(kind, "directory", {"model_type": kind, **MODELS.get(kind, SMALL), **changes})
+
+
+@pytest.fixture
+def predictor(tracing_child: TracingChild, profile_cache: Path) -> Any:
+    def of(spec: ModelSpec) -> MemoryPredictor:
+        return MemoryPredictor(spec, cache_dir=profile_cache, tracer=tracing_child)
+
+    return of
+
+
+@pytest.mark.parametrize("kind", sorted(set(MODELS) - {"falcon"}))
+@pytest.mark.parametrize("fraction", [1.0, 0.0, 0.5])
+def test_a_few_layers_tell_what_all_of_them_take(
+    predictor: Any, kind: str, fraction: float
+) -> None:
+    """A list with one value a layer makes each layer one of a kind, so that all are traced."""
+    whole = model(kind, every_layer_is_its_own=list(range(6)))
+    for batch, length in ((1, 96), (3, 200)):
+        config = parse_config(
+            {
+                "micro_batch_size": batch,
+                "seq_len": length,
+                "checkpoint_fraction": fraction,
+                "target_modules": "all-linear",
+            }
+        )
+        extrapolated = predictor(model(kind)).predict(config)
+        traced = predictor(whole).predict(config)
+        assert len(set(traced.step.profile.positions)) == 6
+        assert len(set(extrapolated.step.profile.positions)) < 6
+        assert extrapolated.peak_allocated_bytes == traced.peak_allocated_bytes
+        assert extrapolated.breakdown == traced.breakdown
+
+
+@pytest.mark.parametrize(
+    ("smaller", "larger"),
+    [
+        ({}, {"micro_batch_size": 8}),
+        ({}, {"seq_len": 1024}),
+        ({}, {"lora_rank": 64}),
+        ({"target_modules": "qv"}, {}),
+        ({}, {"target_modules": "all-linear"}),
+        ({}, {"checkpoint_fraction": 0.5}),
+        ({"checkpoint_fraction": 0.5}, {"checkpoint_fraction": 0.0}),
+        ({"upcast_fp32": False}, {}),
+        ({"kernels": "fused-loss"}, {}),
+        ({"kernels": "liger"}, {"kernels": "fused-loss"}),
+        ({}, {"attention": "eager", "checkpoint_fraction": 0.0}),
+        ({}, {"quantization": "none"}),
+        ({}, {"double_quant": False}),
+        ({"checkpoint_fraction": 0.0}, {"checkpoint_fraction": 0.0, "lora_dropout": 0.1}),
+        ({}, {"optimizer": "adamw_torch_fused"}),
+        ({}, {"compute_dtype": "fp32", "checkpoint_fraction": 0.0}),
+        ({}, {"effective_batch_size": 8}),
+    ],
+)
+def test_every_knob_moves_memory_the_way_it_should(
+    predictor: Any, smaller: dict[str, Any], larger: dict[str, Any]
+) -> None:
+    tiny = predictor(load_model_spec("tinyllama-1.1b"))
+    peaks = [tiny.predict(parse_config(keys)).peak_allocated_bytes for keys in (smaller, larger)]
+    assert peaks[0] < peaks[1]
+
+
+def test_peak_memory_is_linear_in_the_tokens(predictor: Any) -> None:
+    tiny = predictor(load_model_spec("tinyllama-1.1b"))
+    peaks = [
+        tiny.predict(TrialConfig(micro_batch_size=batch)).peak_allocated_bytes
+        for batch in (8, 16, 24, 32)
+    ]
+    steps = {b - a for a, b in itertools.pairwise(peaks)}
+    assert max(steps) - min(steps) <= 8 * 2**20  # the allocator's remainders
+
+
+def test_fp4_takes_what_nf4_takes(predictor: Any) -> None:
+    tiny = predictor(load_model_spec("tinyllama-1.1b"))
+    nf4, fp4 = (tiny.predict(TrialConfig(quantization=q)) for q in ("nf4", "fp4"))
+    assert nf4.breakdown == fp4.breakdown
+
+
+def test_beyond_its_window_a_model_needs_masks(predictor: Any) -> None:
+    windowed, plain = model("mistral", sliding_window=256), model("mistral", sliding_window=None)
+    for length, is_equal in ((255, True), (256, False)):
+        config = TrialConfig(seq_len=length, checkpoint_fraction=0.0)
+        peaks = [predictor(spec).predict(config).peak_allocated_bytes for spec in (windowed, plain)]
+        assert (peaks[0] == peaks[1]) is is_equal
+
+
+def test_without_flash_attention_grouped_heads_cost_the_scores(
+    tracing_child: TracingChild, profile_cache: Path
+) -> None:
+    config = TrialConfig(compute_dtype="fp16", seq_len=2048, checkpoint_fraction=0.0)
+    peaks = [
+        MemoryPredictor(
+            model("llama"),
+            cache_dir=profile_cache,
+            compute_capability=capability,
+            tracer=tracing_child,
+        )
+        .predict(config)
+        .breakdown["activations"]
+        for capability in ((7, 5), (8, 6))
+    ]
+    scores = 6 * 4 * 8 * 2048 * 2048 * 2  # layers, sequences, heads, rows, columns, fp16
+    assert peaks[0] - peaks[1] >= scores
+
+
+def test_target_modules_that_the_model_has_not_are_bad_input(predictor: Any) -> None:
+    with pytest.raises(InputError, match=r"no linear layer 'q_prj'.*did you mean 'q_proj'"):
+        predictor(model("llama")).predict(TrialConfig(target_modules=("q_prj",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"num_key_value_heads": 3}, "self_attn"),
+        ({"hidden_size": 0}, "cannot be built"),
+        ({"num_attention_heads": "many"}, "cannot be built"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_bad_input(
+    predictor: Any, changes: dict[str, Any], names: str
+) -> None:
+    with pytest.raises(InputError, match=names) as caught:
+        predictor(model("llama", **changes)).predict(TrialConfig())
+    assert not isinstance(caught.value, Untraceable)
+
+
+@pytest.mark.parametrize(
+    ("spec", "keys", "names"),
+    [
+        (
+            model("mixtral", **MOE),
+            {},
+            r"only \d+\.\d% of its matrices' weights would be in 4 bits.*use quantization none",
+        ),
+        (model("falcon"), {}, r"only 0\.0% of its matrices' weights"),
+        (model("rwkv"), {"attention": "eager"}, "loops over the tokens in plain PyTorch"),
+        (
+            model("bamba", mamba_n_heads=8, mamba_d_head=64, attn_layer_indices=[1, 3, 5]),
+            {},
+            "memory is not predicted: module .* works in chunks of the sequence",
+        ),
+        (
+            model(
+                "qwen3_5_text",
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                linear_key_head_dim=32,
+                linear_value_head_dim=32,
+            ),
+            {},
+            "chunks of the sequence.*flash-linear-attention",
+        ),
+    ],
+)
+def test_code_that_cannot_be_predicted_gives_the_reason(
+    predictor: Any, spec: ModelSpec, keys: dict[str, Any], names: str
+) -> None:
+    with pytest.raises(Untraceable, match=names):
+        predictor(spec).predict(parse_config({"target_modules": "all-linear", **keys}))
+
+
+def test_experts_in_16_bits_are_predicted_and_count_twice_their_number(predictor: Any) -> None:
+    few, many = (model("mixtral", **{**MOE, "num_local_experts": n}) for n in (4, 8))
+    config = TrialConfig(quantization="none")
+    weights = [predictor(spec).predict(config).breakdown["weights"] for spec in (few, many)]
+    experts = 6 * 4 * 3 * 256 * 256 * 2  # layers, experts, matrices, hidden, inner, 16 bits
+    assert weights[1] - weights[0] == pytest.approx(experts, rel=0.01)
+
+
+def test_a_prediction_says_how_much_of_the_base_is_in_4_bits(predictor: Any) -> None:
+    quantized, plain = (
+        predictor(model("llama")).predict(TrialConfig(quantization=q)) for q in ("nf4", "none")
+    )
+    assert quantized.quantized_share == 1.0
+    assert plain.quantized_share is None
+
+
+def test_layers_that_differ_by_their_index_are_all_traced(predictor: Any) -> None:
+    """The first two layers are dense: an excerpt of three could not tell."""
+    spec = model(
+        "qwen2_moe",
+        num_experts=4,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[0, 1],
+    )
+    prediction = predictor(spec).predict(TrialConfig(quantization="none"))
+    assert prediction.step.profile.positions == (0, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "opt", "phi"])
+def test_the_default_targets_are_found_under_other_names(predictor: Any, kind: str) -> None:
+    prediction = predictor(model(kind)).predict(TrialConfig(seq_len=64))
+    assert prediction.breakdown["adapters"] > 0
+
+
+def test_a_multimodal_config_is_refused_by_the_name_of_its_decoder(predictor: Any) -> None:
+    with pytest.raises(InputError, match=r"multimodal.*model_type 'gemma3_text'"):
+        predictor(model("gemma3")).predict(TrialConfig())
+
+
+def test_an_encoder_decoder_is_refused(predictor: Any) -> None:
+    with pytest.raises(InputError, match="T5Config"):
+        predictor(model("t5")).predict(TrialConfig())
+
+
+def test_the_child_goes_on_after_what_it_could_not_trace(tracing_child: TracingChild) -> None:
+    structure = Structure.of(TrialConfig(), is_checkpointed=True)
+    with pytest.raises(InputError):
+        tracing_child.trace(model("no_such_architecture"), structure)
+    assert tracing_child.trace(model("llama"), structure)["positions"] == [0, 1, 1, 1, 1, 2]
+
+
+def test_a_child_that_dies_is_the_environments_fault() -> None:
+    child = TracingChild((sys.executable, "-c", "import sys; sys.exit('out of luck')"))
+    with pytest.raises(EnvironmentFault, match="out of luck"):
+        child.trace(model("llama"), Structure.of(TrialConfig(), is_checkpointed=True))
+    child.close()
+
+
+def test_the_first_prediction_of_a_large_model_takes_seconds(tmp_path: Path) -> None:
+    """From nothing, the child's imports included; the limit leaves room for a busy machine."""
+    child = TracingChild()
+    begun = time.perf_counter()
+    predictor = MemoryPredictor(
+        load_model_spec("mistral-7b-v0.3"), cache_dir=tmp_path, tracer=child
+    )
+    predictor.predict(TrialConfig())
+    seconds = time.perf_counter() - begun
+    child.close()
+    assert seconds <= 20

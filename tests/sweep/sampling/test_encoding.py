@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from sweep.sampling.encoding import Encoding, identity
+from tests.sweep.simulated_device import a_space
+
+DIMENSIONS = [
+    pytest.param("target_modules", {"choices": ["qv", ["q_proj", "up_proj"]]}, id="lists"),
+    pytest.param("lora_alpha", {"choices": [None, 8, 32.5]}, id="null-and-numbers"),
+    pytest.param("compile", {"choices": [True, False]}, id="truth-values"),
+    pytest.param("micro_batch_size", {"low": 2, "high": 11, "step": 3}, id="stepped-integers"),
+    pytest.param("lora_rank", {"low": 1, "high": 64, "log": True}, id="log-integers"),
+    pytest.param("checkpoint_fraction", {"low": 0.1, "high": 0.95, "step": 0.1}, id="steps"),
+]
+
+
+def an_encoding(**dimensions: Any) -> Encoding:
+    fixed = {"lora_rank": 16} if "lora_rank" not in dimensions else {}
+    return Encoding(a_space(dimensions=dimensions, fixed=fixed))
+
+
+@pytest.mark.parametrize(("key", "dimension"), DIMENSIONS)
+def test_every_value_comes_back_from_optuna_as_it_was_declared(
+    key: str, dimension: dict[str, Any]
+) -> None:
+    encoding = an_encoding(**{key: dimension})
+    for value in encoding.space.dimensions[key].values() or ():
+        (param,) = encoding.encode({key: value}).values()
+        distribution = encoding.distributions[key]
+        stored = distribution.to_external_repr(distribution.to_internal_repr(param))
+        assert encoding.decode({key: stored}) == {key: value}
+        assert distribution._contains(distribution.to_internal_repr(param))
+
+
+def test_a_stepped_float_snaps_to_its_declared_step() -> None:
+    encoding = an_encoding(checkpoint_fraction={"low": 0.1, "high": 0.95, "step": 0.1})
+    noisy = {"checkpoint_fraction": 0.30000000000000004}
+    assert encoding.decode(noisy)["checkpoint_fraction"] in (
+        encoding.space.dimensions["checkpoint_fraction"].values() or ()
+    )
+
+
+def test_combinations_by_index_are_those_of_the_space() -> None:
+    encoding = Encoding(a_space())
+    assert encoding.size is not None
+    by_index = {str(sorted(encoding.combination(index).items())) for index in range(encoding.size)}
+    assert by_index == {str(sorted(values.items())) for values in encoding.space.combinations()}
+
+
+def test_a_configuration_outside_the_space_has_no_parameters() -> None:
+    encoding = an_encoding(micro_batch_size={"choices": [4, 6]})
+    assert encoding.params_of(TrialConfig(micro_batch_size=6)) == {"micro_batch_size": 6}
+    assert encoding.params_of(TrialConfig(micro_batch_size=5)) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({}, {"lora_alpha": 32}, True),
+        ({"micro_batch_size": 4}, {"micro_batch_size": 4, "effective_batch_size": 4}, True),
+        ({}, {"lora_alpha": 16}, False),
+        ({}, {"lora_rank": 8}, False),
+    ],
+)
+def test_configurations_that_train_alike_are_one(
+    one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
+    assert (identity(TrialConfig(**one)) == identity(TrialConfig(**other))) is same

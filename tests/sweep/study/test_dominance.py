@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_spaces.config import TrialConfig
+from sweep.study.dominance import Footprint, base_alone, dominates, footprint
+from tests.sweep.simulated_device import MODEL
+
+configs = st.builds(
+    TrialConfig,
+    lora_rank=st.sampled_from([8, 16, 64]),
+    lora_alpha=st.sampled_from([None, 8.0]),
+    lora_dropout=st.sampled_from([0.0, 0.05, 0.5]),
+    target_modules=st.sampled_from(["qv", "attention", "all-linear", ("q_proj",)]),
+    micro_batch_size=st.sampled_from([1, 2, 4]),
+    effective_batch_size=st.sampled_from([None, 4, 8]),
+    seq_len=st.sampled_from([256, 512]),
+    checkpoint_fraction=st.sampled_from([0.0, 0.03, 0.06, 0.5, 1.0]),
+    upcast_fp32=st.booleans(),
+    kernels=st.sampled_from(["hf", "liger"]),
+    compile=st.booleans(),
+)
+footprints = configs.map(lambda config: footprint(config, model=MODEL))
+# Related ones, so that properties of pairs and triples are tried where the relation holds.
+larger = st.fixed_dictionaries(
+    {},
+    optional={
+        "lora_rank": st.just(64),
+        "target_modules": st.just("all-linear"),
+        "micro_batch_size": st.just(4),
+        "seq_len": st.just(512),
+        "checkpoint_fraction": st.sampled_from([0.0, 0.03]),
+        "upcast_fp32": st.just(True),
+        "lora_dropout": st.just(0.5),
+    },
+)
+
+
+@given(footprints)
+def test_everything_dominates_itself(one: Footprint) -> None:
+    assert dominates(one, one)
+
+
+@given(footprints, footprints)
+def test_two_that_dominate_each_other_are_equal(one: Footprint, other: Footprint) -> None:
+    assert (dominates(one, other) and dominates(other, one)) == (one == other)
+
+
+@given(configs, larger, larger)
+def test_dominance_is_transitive(
+    config: TrialConfig, more: dict[str, Any], still_more: dict[str, Any]
+) -> None:
+    low = footprint(config, model=MODEL)
+    middle = footprint(config.model_copy(update=more), model=MODEL)
+    high = footprint(config.model_copy(update=more | still_more), model=MODEL)
+    if dominates(high, middle) and dominates(middle, low):
+        assert dominates(high, low)
+
+
+@given(footprints)
+def test_whatever_trains_needs_its_base(one: Footprint) -> None:
+    eager = replace(one, is_compiled=False)
+    assert dominates(eager, base_alone(eager))
+
+
+BASE: dict[str, Any] = {"lora_rank": 16, "micro_batch_size": 4, "checkpoint_fraction": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("change", "is_larger"),
+    [
+        ({}, True),
+        ({"lora_rank": 32}, True),
+        ({"lora_rank": 8}, False),
+        ({"target_modules": "all-linear"}, True),
+        ({"target_modules": "qv"}, False),
+        ({"target_modules": ("k_proj", "o_proj", "q_proj", "v_proj", "up_proj")}, True),
+        ({"target_modules": ("gate_proj", "up_proj", "down_proj")}, False),
+        ({"micro_batch_size": 8}, True),
+        ({"micro_batch_size": 2}, False),
+        ({"seq_len": 1024}, True),
+        ({"seq_len": 1024, "micro_batch_size": 2}, False),
+        ({"checkpoint_fraction": 0.25}, True),
+        ({"checkpoint_fraction": 0.75}, False),
+        ({"checkpoint_fraction": 0.5 - 1 / 32}, False),
+        ({"checkpoint_fraction": 0.5 - 2 / 32}, True),
+        ({"lora_dropout": 0.1}, True),
+        ({"lora_alpha": 1}, True),
+        ({"effective_batch_size": 8}, False),
+        ({"kernels": "liger"}, False),
+        ({"attention": "eager"}, False),
+        ({"optimizer": "adamw_torch_fused"}, False),
+        ({"compute_dtype": "fp32"}, False),
+        ({"quantization": "none"}, False),
+        ({"double_quant": False}, False),
+        ({"upcast_fp32": False}, False),
+        ({"compile": True}, False),
+    ],
+)
+def test_what_counts_as_larger(change: dict[str, Any], is_larger: bool) -> None:
+    smaller = footprint(TrialConfig(**BASE), model=MODEL)
+    changed = footprint(TrialConfig(**(BASE | change)), model=MODEL)
+    assert dominates(changed, smaller) is is_larger
+
+
+def test_accumulation_that_ends_frees_the_gradients_between_steps() -> None:
+    accumulating = footprint(TrialConfig(micro_batch_size=4, effective_batch_size=8), model=MODEL)
+    at_once = footprint(TrialConfig(micro_batch_size=8, effective_batch_size=8), model=MODEL)
+    assert not dominates(at_once, accumulating)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_larger"),
+    [({"micro_batch_size": 8}, True), ({"lora_rank": 32}, False), ({"lora_dropout": 0.1}, False)],
+)
+def test_a_compiled_graph_is_compared_with_itself_only(
+    change: dict[str, Any], is_larger: bool
+) -> None:
+    compiled = BASE | {"compile": True}
+    smaller = footprint(TrialConfig(**compiled), model=MODEL)
+    changed = footprint(TrialConfig(**(compiled | change)), model=MODEL)
+    assert dominates(changed, smaller) is is_larger

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.gpus import GIB
+from search_spaces.rules import Violation
+from storage.records import (
+    Crashed,
+    DominatedOutOfMemory,
+    Invalid,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    PredictedOutOfMemory,
+    PredictionRecord,
+    TrialRecord,
+)
+from sweep.predict.memory.predictor import Fit, MemoryPrediction
+from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.memory.residuals import Residuals
+from sweep.study.preflight import Preflight
+from tests.sweep.imagined_memory import imagined
+from tests.sweep.simulated_device import MODEL, a_measurement, a_record
+
+BUDGET = 20 * GIB
+
+
+EAGER, COMPILED = 0.02, 0.1
+
+
+def predicted(peak_bytes: int, *, uncertainty: float = EAGER) -> MemoryPrediction:
+    return imagined(peak_bytes, uncertainty=uncertainty)
+
+
+class TenthOfAGibibyte:
+    """Predicts a tenth of a gibibyte for each sequence of the micro-batch."""
+
+    def __init__(self) -> None:
+        self.asked: list[TrialConfig] = []
+
+    def predict(self, config: TrialConfig) -> MemoryPrediction:
+        self.asked.append(config)
+        return predicted(
+            config.micro_batch_size * GIB // 10, uncertainty=COMPILED if config.compile else EAGER
+        )
+
+
+def allowed(_: TrialConfig) -> Violation | None:
+    return None
+
+
+def a_preflight(**changes: Any) -> Preflight:
+    values: dict[str, Any] = {"model": MODEL, "budget_bytes": BUDGET, "violation": allowed}
+    return Preflight(**(values | changes))
+
+
+def batch(size: int, **changes: Any) -> TrialConfig:
+    return TrialConfig(micro_batch_size=size, **changes)
+
+
+def measured_at(share: float, *, compile: bool = False) -> TrialRecord:
+    """A trial whose peak was ``share`` of what was predicted."""
+    config = batch(4, compile=compile)
+    predicted = 10 * GIB
+    measurement = a_measurement(config, peak_allocated_bytes=int(share * predicted))
+    return a_record(
+        config,
+        Measured(measurement=measurement),
+        prediction=PredictionRecord(peak_allocated_bytes=predicted, peak_reserved_bytes=predicted),
+    )
+
+
+def test_what_a_rule_forbids_is_invalid_under_that_rule() -> None:
+    preflight = a_preflight(violation=lambda _: Violation("bf16-needs-ampere", "too old"))
+    assert preflight.check(batch(1)) == Invalid(rule="bf16-needs-ampere", detail="too old")
+
+
+def test_without_any_knowledge_the_device_decides() -> None:
+    assert a_preflight().check(batch(1000)) is None
+
+
+def test_a_configuration_that_ran_out_of_memory_is_never_launched_again() -> None:
+    preflight = a_preflight()
+    ran_out = OutOfMemory(stage="backward")
+    preflight.learn(a_record(batch(8), ran_out, number=7))
+    assert preflight.check(batch(8)) == DominatedOutOfMemory(by=7)
+    assert preflight.check(batch(9)) == DominatedOutOfMemory(by=7)
+    assert preflight.check(batch(7)) is None
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        PredictedOutOfMemory(predicted_bytes=1),
+        DominatedOutOfMemory(by=1),
+        Crashed(phase="measure"),
+    ],
+)
+def test_only_memory_that_really_ran_out_dominates(outcome: Outcome) -> None:
+    preflight = a_preflight()
+    preflight.learn(a_record(batch(8), outcome))
+    assert preflight.check(batch(8)) is None
+
+
+def test_a_base_that_could_not_be_loaded_rules_out_everything_on_it() -> None:
+    preflight = a_preflight()
+    preflight.learn(a_record(batch(8, lora_rank=64), OutOfMemory(stage="load"), number=3))
+    assert preflight.check(batch(1, lora_rank=1)) == DominatedOutOfMemory(by=3)
+    assert preflight.check(batch(1, quantization="none")) is None
+
+
+def test_what_cannot_fit_is_refused_with_its_prediction_and_how_sure_that_is() -> None:
+    preflight = a_preflight(predictor=TenthOfAGibibyte())
+    assert preflight.check(batch(200)) is None
+    match preflight.check(batch(300)):
+        case PredictedOutOfMemory(predicted_bytes=needed, detail=detail):
+            assert needed == 30 * GIB
+            assert "within 2 %" in detail
+        case other:
+            pytest.fail(f"{other} is no prediction")
+
+
+@pytest.mark.parametrize("size", range(150, 260, 5))
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_is_refused_is_what_a_plan_says_does_not_fit(size: int, is_compiled: bool) -> None:
+    config, predictor = batch(size, compile=is_compiled), TenthOfAGibibyte()
+    preflight = a_preflight(predictor=predictor)
+    fit = predictor.predict(config).fits(BUDGET)
+    assert (preflight.check(config) is not None) is (fit is Fit.NO)
+    assert preflight.refuses(config) is (fit is Fit.NO)
+
+
+def test_what_is_too_close_to_say_is_left_to_the_device() -> None:
+    preflight = a_preflight(predictor=TenthOfAGibibyte())
+    close = batch(204)
+    assert TenthOfAGibibyte().predict(close).fits(BUDGET) is Fit.UNCERTAIN
+    assert preflight.check(close) is None
+    assert preflight.check(batch(210)) is not None
+
+
+def test_trials_that_confirm_the_prediction_do_not_make_it_surer_than_it_says() -> None:
+    preflight = a_preflight(predictor=TenthOfAGibibyte())
+    preflight.learn_all([measured_at(1.0)] * 50)
+    assert preflight.check(batch(204)) is None
+
+
+@pytest.mark.parametrize("share", [0.7, 1.3])
+def test_a_trial_off_its_prediction_makes_the_others_less_sure(share: float) -> None:
+    preflight = a_preflight(predictor=TenthOfAGibibyte())
+    assert preflight.check(batch(280)) is not None
+    preflight.learn_all([measured_at(1.0)] * 5 + [measured_at(share)])
+    assert preflight.check(batch(280)) is None
+    assert preflight.check(batch(300)) is not None
+
+
+def test_compiled_and_eager_trials_are_calibrated_apart() -> None:
+    preflight = a_preflight(predictor=TenthOfAGibibyte())
+    preflight.learn_all([measured_at(0.6, compile=True)] * 5)
+    assert preflight.check(batch(320)) is not None
+    assert preflight.check(batch(320, compile=True)) is None
+
+
+def test_a_configuration_is_predicted_once_however_often_it_is_asked_about() -> None:
+    predictor = TenthOfAGibibyte()
+    preflight = a_preflight(predictor=predictor)
+    for _ in range(3):
+        preflight.refuses(batch(204))
+        preflight.check(batch(204))
+        preflight.prediction(batch(204))
+    assert predictor.asked == [batch(204)]
+
+
+def test_the_prediction_is_there_for_the_record() -> None:
+    expected = PredictionRecord(
+        peak_allocated_bytes=3 * GIB, peak_reserved_bytes=predicted(3 * GIB).peak_reserved_bytes
+    )
+    assert a_preflight(predictor=TenthOfAGibibyte()).prediction(batch(30)) == expected
+    assert a_preflight().prediction(batch(30)) is None
+
+
+class Faulty(TenthOfAGibibyte):
+    """Fails as it is told to, by the configuration's kernels."""
+
+    def __init__(self, **faults: list[Exception]) -> None:
+        super().__init__()
+        self._faults = faults
+
+    def predict(self, config: TrialConfig) -> MemoryPrediction:
+        prediction = super().predict(config)
+        faults = self._faults.get(config.kernels, [])
+        if faults:
+            raise faults.pop(0) if len(faults) > 1 else faults[0]
+        return prediction
+
+
+@pytest.mark.parametrize("kind", [InputError, Untraceable])
+def test_what_cannot_be_predicted_is_left_to_the_device_and_the_rest_is_predicted(
+    kind: type[InputError],
+) -> None:
+    warnings: list[str] = []
+    predictor = Faulty(liger=[kind("module 'mamba' cannot be walked")])
+    preflight = a_preflight(predictor=predictor, warn=warnings.append)
+    for size in (300, 400, 500):
+        assert preflight.check(batch(size, kernels="liger")) is None
+        assert not preflight.refuses(batch(size, kernels="liger"))
+        assert preflight.prediction(batch(size, kernels="liger")) is None
+        assert preflight.check(batch(size)) is not None
+    assert len(warnings) == 1
+    assert "module 'mamba'" in warnings[0]
+
+
+def test_each_reason_why_something_is_not_predicted_is_told_once() -> None:
+    warnings: list[str] = []
+    faults = {"liger": [InputError("no module 'w'")], "hf": [Untraceable("data decides")]}
+    preflight = a_preflight(predictor=Faulty(**faults), warn=warnings.append)
+    for size in (1, 2, 3):
+        for kernels in faults:
+            assert preflight.check(batch(size, kernels=kernels)) is None
+    assert [warning.rpartition(": ")[2] for warning in warnings] == [
+        "no module 'w'",
+        "data decides",
+    ]
+
+
+def test_a_tracing_process_that_dies_now_and_then_costs_those_predictions_only() -> None:
+    warnings: list[str] = []
+    died = EnvironmentFault("the tracing process gave no answer")
+    predictor = Faulty(hf=[died, died], liger=[])
+    preflight = a_preflight(predictor=predictor, warn=warnings.append)
+    for size in range(300, 320):
+        assert preflight.check(batch(size)) is None
+        assert preflight.check(batch(size, kernels="liger")) is not None
+    assert warnings == []
+
+
+def test_a_tracing_process_that_dies_again_and_again_is_given_up_with_one_warning() -> None:
+    warnings: list[str] = []
+    predictor = Faulty(hf=[EnvironmentFault("the tracing process gave no answer")])
+    preflight = a_preflight(predictor=predictor, warn=warnings.append)
+    for size in range(300, 320):
+        assert preflight.check(batch(size)) is None
+    assert len(predictor.asked) == 3
+    assert len(warnings) == 1
+    assert "the tracing process gave no answer" in warnings[0]
+
+
+class Constant:
+    """Expects as many tokens/s as trials were seen."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def predict(self, config: TrialConfig) -> float | None:
+        return float(self.seen) if config.kernels == "hf" else None
+
+    def learn(self, record: TrialRecord) -> None:
+        self.seen += 1
+
+
+def test_the_expected_speed_is_in_the_record_too() -> None:
+    preflight = a_preflight(predictor=TenthOfAGibibyte(), speed=Constant())
+    preflight.learn_all([measured_at(1.0)] * 3)
+    known, unknown = (preflight.prediction(batch(1, kernels=k)) for k in ("hf", "liger"))
+    assert known is not None
+    assert known.tokens_per_second == 3.0
+    assert unknown is not None
+    assert unknown.tokens_per_second is None
+
+
+@given(st.lists(st.floats(0.1, 5.0), min_size=1))
+def test_no_trial_seen_so_far_would_have_been_called_impossible_by_what_it_leads_to(
+    shares: list[float],
+) -> None:
+    residuals = Residuals(measured_at(share) for share in shares)
+    prediction = residuals.widened(predicted(10 * GIB), batch(4))
+    for share in shares:
+        assert prediction.fits(int(share * 10 * GIB)) is not Fit.NO
+
+
+def test_a_residual_within_what_is_stated_changes_nothing() -> None:
+    prediction = predicted(10 * GIB)
+    assert Residuals([measured_at(0.985)]).widened(prediction, batch(4)) is prediction
+    wider = Residuals([measured_at(0.9)]).widened(prediction, batch(4))
+    assert wider == replace(prediction, uncertainty=pytest.approx(0.11))

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.gpus import GIB
+from search_spaces.loading import load_space
+from storage.definition import Target
+from storage.studies import LeasedStudy, read_study
+from sweep.paths import runs_directory
+from sweep.running.replay import ReplayRunner
+from sweep.running.runner import Runner
+from sweep.study.events import Event, Listener, StopReason
+from sweep.study.interruption import Interruption
+from sweep.study.session import Prepared, drive, prepare, token_price
+from tests.storage.builders import a_measurement
+from tests.sweep.simulated_device import train
+from tests.sweep.study.test_targets import a_card
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    return tmp_path
+
+
+def prepared(space: str = "cpu-demo", *, study: str | None = None, **overrides: Any) -> Prepared:
+    return prepare(space, overrides=overrides, study=study, card=lambda: a_card("h200"))
+
+
+def simulated(_: Prepared) -> Runner:
+    return ReplayRunner(otherwise=train)
+
+
+@contextmanager
+def unwatched(_study: LeasedStudy, _interruption: Interruption) -> Iterator[Listener]:
+    yield lambda _event: None
+
+
+def run(what: Prepared, storage: str, **changes: Any) -> StopReason:
+    values: dict[str, Any] = {"watch": unwatched, "warn": lambda _: None, "new_runner": simulated}
+    return drive(what, storage=storage, **(values | changes))
+
+
+def test_what_was_typed_overrides_what_the_space_says() -> None:
+    what = prepared(trials=3, seed=7, sampler="random", time_budget_seconds=60.0, model=None)
+    assert (what.space.trials, what.space.seed, what.space.sampler) == (3, 7, "random")
+    assert what.space.time_budget_seconds == 60.0
+    assert what.model.name == what.space.model == "demo"
+    assert what.target.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "a10"),
+        ({"gpu": "a10"}, "a10"),
+        ({"gpu": "l4"}, "a10-l4"),
+        ({"model": "qwen3-8b"}, "a10-qwen3-8b"),
+        ({"trials": 3}, "a10"),
+        ({"study": "mine"}, "mine"),
+    ],
+)
+def test_a_study_is_named_after_its_space_and_what_it_is_for(
+    changes: dict[str, Any], name: str
+) -> None:
+    assert prepared("a10", **changes).name == name
+
+
+def test_a_bigger_card_is_said_to_stand_in() -> None:
+    what = prepared("a10")
+    assert what.target.gpu == "a10"
+    assert what.target.emulated_on == a_card("h200").product
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"trials": 0}, "trials must be at least 1, got 0"),
+        ({"sampler": "tpee"}, "sampler must be one of"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"gpu": "a11"}, "unknown GPU 'a11'"),
+        ({"model": "mistral"}, "unknown model 'mistral'"),
+    ],
+)
+def test_what_cannot_be_is_refused_naming_key_and_value(
+    home: Path, overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        prepared("a10", **overrides)
+    assert list(home.iterdir()) == []
+
+
+def test_a_space_for_the_cpu_does_not_look_for_a_card() -> None:
+    def read() -> None:
+        raise AssertionError("the card was read")
+
+    prepare("cpu-demo", overrides={}, study=None, card=read)
+
+
+def test_without_a_card_a_gpu_preset_is_refused_with_advice() -> None:
+    with pytest.raises(EnvironmentFault, match="sweep plan"):
+        prepare("a10", overrides={}, study=None, card=lambda: None)
+
+
+def test_a_study_is_driven_to_its_end_and_resumed(home: Path) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+    assert run(prepared(trials=3), url) is StopReason.TRIALS_SPENT
+    seen: list[bool] = []
+
+    @contextmanager
+    def watch(study: LeasedStudy, _: Interruption) -> Iterator[Listener]:
+        seen.append(study.was_resumed)
+        yield lambda _event: None
+
+    run(prepared(trials=5), url, watch=watch)
+    assert seen == [True]
+    assert len(read_study("cpu-demo", url=url, home=runs_directory()).records) == 5
+
+
+def test_a_listener_that_asks_to_stop_is_heard(home: Path) -> None:
+    @contextmanager
+    def watch(_study: LeasedStudy, interruption: Interruption) -> Iterator[Listener]:
+        def listen(_: Event) -> None:
+            interruption.request()
+
+        yield listen
+
+    url = f"sqlite:///{home}/runs/sweep.db"
+    assert run(prepared(trials=3), url, watch=watch) is StopReason.INTERRUPTED
+
+
+def test_another_space_under_the_same_name_is_refused(home: Path) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+    run(prepared(trials=1, study="night"), url)
+    other = home / "other.yaml"
+    other.write_text(
+        "gpu: cpu\nmodel: demo\nbudget_gib: 1\ndimensions: {micro_batch_size: [1, 2]}\n"
+    )
+    with pytest.raises(InputError, match="another definition"):
+        run(prepared(str(other), study="night"), url)
+
+
+def test_cost_is_an_objective_only_where_a_price_is_known(home: Path) -> None:
+    space = home / "cost.yaml"
+    space.write_text(
+        "gpu: cpu\nmodel: demo\nbudget_gib: 1\nobjectives: [tokens_per_second, cost]\n"
+        "dimensions: {micro_batch_size: [1, 2]}\n"
+    )
+    with pytest.raises(InputError, match="no price is known of the cpu"):
+        run(prepared(str(space)), f"sqlite:///{home}/runs/sweep.db")
+
+
+def test_a_study_that_searches_for_cost_reads_the_users_prices(home: Path) -> None:
+    """The same list that a plan reads."""
+    space = load_space("a10").model_copy(update={"objectives": ("cost",)})
+    target = Target(gpu="a10", device="cuda", budget_bytes=GIB)
+    measured = a_measurement(1000.0)
+    shipped = token_price(space, target)
+    (home / "runs").mkdir(exist_ok=True)
+    (home / "runs" / "prices.yaml").write_text(
+        "offers:\n- {provider: Me, date: 2026-11-21, source: me, usd_per_hour: {a10: 0.036}}\n"
+    )
+    own = token_price(space, target)
+    assert shipped is not None
+    assert own is not None
+    assert own(measured) == pytest.approx(1e6 * 0.036 / 3600 / 1000.0)
+    assert shipped(measured) > own(measured)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ("target_modules: [nope_proj]", "no linear module 'nope_proj'"),
+        ("kernels: liger", "need CUDA"),
+    ],
+)
+def test_a_space_in_which_nothing_can_be_valid_is_refused(
+    tmp_path: Path, fixed: str, said: str
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "name: mine\ngpu: cpu\nmodel: demo\nbudget_gib: 0.1\n"
+        f"dimensions:\n  micro_batch_size: [1, 2]\nfixed:\n  {fixed}\n"
+    )
+    with pytest.raises(InputError, match=said):
+        prepared(str(file))
+
+
+def a_t4_space(directory: Path, dtypes: str) -> str:
+    file = directory / "mine.yaml"
+    file.write_text(
+        "name: mine\ngpu: t4\ndimensions:\n"
+        "  lora_rank: {low: 1, high: 256}\n"
+        f"  compute_dtype: [{dtypes}]\n"
+    )
+    return str(file)
+
+
+@pytest.mark.parametrize("dtypes", ["bf16, fp16", "fp16, bf16"])
+def test_a_space_with_anything_valid_in_it_is_taken(tmp_path: Path, dtypes: str) -> None:
+    assert prepared(a_t4_space(tmp_path, dtypes)).target.gpu == "t4"
+
+
+def test_a_large_space_with_nothing_valid_in_it_is_refused_naming_the_rule(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no configuration is valid: bf16-needs-ampere: bf16"):
+        prepared(a_t4_space(tmp_path, "bf16"))

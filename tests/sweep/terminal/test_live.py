@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from storage.records import OutOfMemory
+from sweep.running.runner import Progress
+from sweep.study.events import TrialProgress, TrialStarted
+from sweep.terminal.live import STOPPING, panel, watching
+from tests.sweep.terminal.test_progress import a_board, finished
+
+STARTED = TrialStarted(number=1, config=TrialConfig(), is_baseline=False, attempt=1)
+PROGRESS = TrialProgress(
+    number=1, progress=Progress(phase="measure", step=4, allocated_bytes=18 * GIB)
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(board: object) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    with console.capture() as capture:
+        console.print(board)
+    return capture.get()
+
+
+def test_the_panel_shows_best_memory_verdicts_and_what_runs() -> None:
+    board = a_board(trials=40)
+    for event in (
+        finished(0, batch=8),
+        finished(2, outcome=OutOfMemory(stage="forward")),
+        STARTED,
+        PROGRESS,
+    ):
+        board.take(event)
+    text = shown(panel(board))
+    assert "night: a10, 21.50 GiB; 2 of 40 trials" in text
+    assert re.search(r"best +trial 0: fits, [\d,]+ tokens/s", text)
+    assert "trial 1, measure step 4" in text
+    assert "18.00 GiB of 21.50 GiB" in text
+    assert "1 fits, 1 ran out of memory" in text
+    assert STOPPING[:20] not in text
+
+
+def test_the_panel_says_that_the_study_is_stopping() -> None:
+    board = a_board()
+    board.is_stopping = True
+    assert "Ctrl-C again stops now" in shown(panel(board))
+
+
+def test_an_empty_board_can_be_shown() -> None:
+    assert "nothing fits yet" in shown(panel(a_board()))
+
+
+def test_without_a_terminal_there_is_a_line_per_trial_and_no_control_codes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    board = a_board(trials=9)
+    stopping: list[bool] = []
+    with watching(board, is_stopping=lambda: bool(stopping), stream=io.StringIO()) as listener:
+        for event in (STARTED, PROGRESS, finished(1, attempt=2), STARTED):
+            listener(event)
+        stopping.append(True)
+        listener(PROGRESS)
+        listener(PROGRESS)
+    out, err = capsys.readouterr()
+    assert out == ""
+    start, trial, stop = err.splitlines()
+    assert "trial 1 starts the worker" in start
+    assert re.match(r"\d\d:\d\d:\d\d trial 1, attempt 2 \(1 of 9\): fits, ", trial)
+    assert stop == STOPPING
+    assert "\x1b" not in err
+
+
+def test_a_terminal_keeps_a_line_for_each_finished_trial() -> None:
+    stream = Terminal()
+    board = a_board(trials=9)
+    with watching(board, is_stopping=lambda: False, stream=stream) as listener:
+        for event in (STARTED, PROGRESS, finished(1)):
+            listener(event)
+    assert "trial 1 (1 of 9): fits" in stream.getvalue()

@@ -1,0 +1,675 @@
+"""Behaviour of `sweep plan`, from what is typed to what is printed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.config import CONFIG_KEYS, TARGET_SETS, TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.gpus import GIB, gpu_catalogue
+from search_spaces.loading import preset_names
+from storage.environment import fingerprint
+from storage.studies import open_study
+from sweep.cli import main
+from sweep.planning.cost import AskedWork
+from sweep.planning.from_file import read_configurations
+from sweep.planning.question import PlanRequest, settle_question
+from sweep.predict.memory.profiles import Untraceable
+from sweep.running.device_info import Card
+from sweep.sampling.samplers import make_sampler
+from sweep.terminal import config_options as plan_options
+from sweep.terminal.config_options import CONFIG_OPTIONS, given
+from sweep.terminal.plan.command import plan
+from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
+from tests.sweep.imagined_study import INTERFACE_KEYS, TRIALS, a_snapshot
+
+ROOT = Path(__file__).parents[3]
+
+Plan = Callable[..., int]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody's studies, prices and caches, on a machine that shows no card."""
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+@pytest.fixture
+def memory() -> ImaginedPredictor:
+    return ImaginedPredictor()
+
+
+@pytest.fixture
+def answer(memory: ImaginedPredictor) -> Plan:
+    """Make a plan with imagined memory, on a machine without a card."""
+
+    def made(*, card: Card | None = None, **typed: Any) -> int:
+        return plan(PlanRequest(**typed), predictor=lambda *_: memory, card=lambda: card)
+
+    return made
+
+
+def a_card(product: str) -> Card:
+    return Card(product, 24 * GIB, 23 * GIB, (8, 6), "1", "13.0")
+
+
+def a_space_file(home: Path, text: str) -> str:
+    path = home / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+SMALL = "gpu: a10\ndimensions:\n  micro_batch_size: [1, 8, 64]\n  lora_rank: [8, 16]\n"
+
+
+def a_file(home: Path, *lines: str) -> str:
+    path = home / "configs.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+# What is asked about
+
+
+@pytest.mark.parametrize(
+    ("typed", "card", "gpu", "model"),
+    [
+        ({"space": "a10"}, None, "a10", "mistral-7b-v0.3"),
+        ({"space": "t4"}, None, "t4", "mistral-7b-v0.3"),
+        ({"space": "A10"}, None, "a10", "mistral-7b-v0.3"),
+        ({"space": "a10", "gpus": ("l4",), "model": "qwen3-8b"}, None, "l4", "qwen3-8b"),
+        ({"gpus": ("h200", "H200")}, None, "h200", "mistral-7b-v0.3"),
+        ({}, "NVIDIA A10", "a10", "mistral-7b-v0.3"),
+        ({"gpus": ("auto",)}, "NVIDIA A10", "a10", "mistral-7b-v0.3"),
+    ],
+)
+def test_card_and_model_come_from_what_is_named(
+    answer: Plan,
+    capsys: pytest.CaptureFixture[str],
+    typed: Mapping[str, Any],
+    card: str | None,
+    gpu: str,
+    model: str,
+) -> None:
+    here = None if card is None else a_card(card)
+    assert answer(card=here, configuration={"compute_dtype": "fp16"}, as_json=True, **typed) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["gpu"]["name"], document["model"]) == (gpu, model)
+
+
+@pytest.mark.parametrize(
+    ("typed", "card", "message"),
+    [
+        ({}, None, "no GPU is named and none is here"),
+        ({}, "NVIDIA Nonesuch", "does not have the NVIDIA Nonesuch"),
+        ({"space": "a11"}, None, "'a11' is no preset, no YAML file and no GPU; did you mean 'a10'"),
+        ({"space": "none.yaml"}, None, "none.yaml: no such file"),
+        ({"space": "cpu-demo"}, None, "gpu is cpu"),
+        ({"gpus": ("a11",)}, None, "unknown GPU 'a11'; did you mean"),
+        ({"space": "t4", "gpus": ("a10",)}, None, "'t4' is a card and --gpu names another"),
+        ({"space": "a10", "model": "mistral"}, None, "unknown model 'mistral'"),
+        ({"space": "a10", "prices": Path("none.yaml")}, None, "none.yaml: no such file"),
+        ({"space": "a10", "configuration": {"lora_rank": 0}}, None, "lora_rank must be at least 1"),
+        ({"space": "a10", "storage": "sqlite:///x.db"}, None, "--storage needs --study"),
+        ({"space": "a10", "study": "x"}, None, "no studies yet"),
+        ({"gpus": ("t4", "a10"), "from_file": "x"}, None, "--from-file answers for one card"),
+        (
+            {"space": "a10", "from_file": "x", "configuration": {"seq_len": 1}},
+            None,
+            "seq_len and --from-file",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_is_predicted(
+    answer: Plan,
+    memory: ImaginedPredictor,
+    capsys: pytest.CaptureFixture[str],
+    typed: Mapping[str, Any],
+    card: str | None,
+    message: str,
+) -> None:
+    with pytest.raises(InputError) as refused:
+        answer(card=None if card is None else a_card(card), **typed)
+    assert message in str(refused.value)
+    assert (memory.asked, capsys.readouterr().out) == ([], "")
+
+
+def test_the_budget_of_a_space_counts_where_it_is_the_tighter_one(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budgets = []
+    for line in ("budget_gib: 7\n", "budget_gib: 700\n"):
+        answer(space=a_space_file(home, SMALL + line), as_json=True)
+        budgets.append(json.loads(capsys.readouterr().out)["gpu"]["budget_bytes"])
+    assert budgets == [7 * GIB, 23_604_690_944 - 536_870_912]
+
+
+@pytest.mark.parametrize("name", ["a10", "A10", " a10 "])
+def test_how_a_name_is_written_changes_no_answer(
+    answer: Plan, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    answer(space=name, configuration=HELD, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["space"], document["space_kind"]) == ("a10", "preset")
+    answer(space=name, configuration=HELD)
+    assert "preset a10, held at " in capsys.readouterr().out
+
+
+def test_a_card_by_any_of_its_names_is_the_same_space() -> None:
+    for gpu in gpu_catalogue().values():
+        names = (gpu.name, gpu.name.upper(), *gpu.aliases, *map(str.upper, gpu.aliases))
+        questions = [
+            settle_question(
+                PlanRequest(space=name), predictor=lambda *_: ImaginedPredictor(), card=lambda: None
+            )
+            for name in names
+        ]
+        first = questions[0]
+        assert all((one.kind, one.space) == (first.kind, first.space) for one in questions)
+        assert first.kind == ("preset" if gpu.name in PRESETS else "standard")
+
+
+def test_a_card_without_a_preset_has_a_standard_space(
+    answer: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = {"compile": False, "kernels": "hf"}
+    answer(space="L4", configuration=typed)
+    out = capsys.readouterr().out
+    assert "the l4's standard space, held at not compiled, standard kernels: 384 " in out
+
+
+PRESETS = {preset.name for preset in preset_names()}
+HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
+
+
+# Knobs that are typed
+
+
+def test_what_is_typed_is_held_and_the_rest_of_the_space_is_searched(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = a_space_file(home, SMALL)
+    answer(space=space, configuration={"micro_batch_size": 2}, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["configurations"]["total"] == 2
+    assert document["held"] == {"micro_batch_size": 2}
+    assert document["recommended"]["config"]["micro_batch_size"] == 2
+    assert document["table"]["micro_batch_sizes"] == [2]
+    assert document["table"]["scope"] == "space"
+
+
+def test_a_rank_that_is_typed_is_the_class_that_is_recommended_from(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(space=a_space_file(home, SMALL), configuration={"lora_rank": 64}, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["capacity_class"] == {
+        "lora_rank": 64,
+        "target_modules": "attention",
+        "is_standard": False,
+    }
+    assert document["recommended"]["config"]["lora_rank"] == 64
+
+
+def test_a_space_of_which_everything_is_typed_is_one_configuration(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = {"micro_batch_size": 2, "lora_rank": 4}
+    answer(
+        space=a_space_file(home, SMALL + "fixed: {seq_len: 64}\n"),
+        configuration=typed,
+        as_json=True,
+    )
+    document = json.loads(capsys.readouterr().out)
+    asked = {**typed, "seq_len": 64}
+    assert asked.items() <= document["config"].items()
+
+
+def test_exactly_the_recipe_is_asked_about_where_nothing_is_typed(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(space=a_space_file(home, SMALL), is_exact=True, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["config"] == TrialConfig().model_dump(mode="json")
+
+
+def test_batches_that_do_not_go_into_an_effective_batch_are_left_out(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = a_space_file(home, "gpu: a10\ndimensions:\n  micro_batch_size: [1, 3, 4, 8]\n")
+    answer(space=space, configuration={"effective_batch_size": 12}, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["table"]["micro_batch_sizes"] == [1, 3, 4]
+    assert document["recommended"]["config"]["effective_batch_size"] == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "typed", "message"),
+    [
+        ("micro_batch_size: [4, 8]", {"effective_batch_size": 6}, "no micro_batch_size of space"),
+        ("lora_rank: [4, 8]", {"effective_batch_size": 6}, "is not a multiple of micro_batch_size"),
+        (
+            "effective_batch_size: [6, 8]",
+            {"micro_batch_size": 5},
+            "micro_batch_size 5: no effective_batch_size of space",
+        ),
+        ("lora_rank: [4, 8]", {"seq_len": 0}, "options: seq_len must be at least 1, got 0"),
+        ("lora_rank: [4, 8]", {"kernels": "x"}, "options: kernels must be one of"),
+    ],
+)
+def test_what_is_typed_must_go_with_the_space(
+    answer: Plan, home: Path, text: str, typed: Mapping[str, Any], message: str
+) -> None:
+    fixed = "fixed: {micro_batch_size: 4}\n" if "lora_rank" in text else ""
+    fixed = "fixed: {micro_batch_size: 2}\n" if text.startswith("effective") else fixed
+    with pytest.raises(InputError) as refused:
+        answer(
+            space=a_space_file(home, f"gpu: a10\ndimensions:\n  {text}\n{fixed}"),
+            configuration=typed,
+        )
+    assert message in str(refused.value)
+
+
+# A file of configurations
+
+
+def test_a_file_is_answered_line_by_line_in_its_order(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ('{"micro_batch_size": 8}', "", '{"seq_len": 64}', '{"micro_batch_size": 8}')
+    assert answer(space="a10", from_file=a_file(home, *lines), as_json=True) == 0
+    out, err = capsys.readouterr()
+    documents = [json.loads(line) for line in out.splitlines()]
+    assert err == ""
+    assert [d["config"]["micro_batch_size"] for d in documents] == [8, 4, 8]
+    assert [d["config"]["seq_len"] for d in documents] == [512, 64, 512]
+    assert all(d.keys() >= INTERFACE_KEYS for d in documents)
+    assert all(d["config"].keys() == set(CONFIG_KEYS) for d in documents)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"micro_batch": 3}', "unknown key 'micro_batch'; did you mean 'micro_batch_size'?"),
+        ('{"seq_len": "a"}', "seq_len must be a whole number, got 'a'"),
+        ('{"seq_len": 0}', "seq_len must be at least 1"),
+        ("[1]", "must be a JSON object, got [1]"),
+        ("7", "must be a JSON object, got 7"),
+        ('{"seq_len": 5', "not valid JSON"),
+        ('{"seq_len": 5} {}', "not valid JSON"),
+        ('{"seq_len": 5, "seq_len": 6}', "key 'seq_len' is given twice"),
+        ('{"lora_alpha": NaN}', "lora_alpha must be a finite number"),
+        ('{"seq_len": 1' + "0" * 5000 + "}", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"effective_batch_size": 6}', "must be a multiple of micro_batch_size, got 6 and 4"),
+    ],
+)
+def test_a_line_that_is_no_configuration_is_refused_with_its_number(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    name = a_file(home, "{}", line)
+    with pytest.raises(InputError) as refused:
+        answer(space="a10", from_file=name, as_json=True)
+    assert str(refused.value).startswith(f"{name}: line 2: ")
+    assert message in str(refused.value)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "no configuration in it"), (b"\n \n", "no configuration"), (b"\xff", "not UTF-8")],
+)
+def test_standard_input_is_read_as_strictly(content: bytes, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_configurations("-", stdin=io.BytesIO(content))
+
+
+def test_standard_input_is_named_in_messages() -> None:
+    stream = io.BytesIO(b'\n{"lora_rank": 3}\r\n')
+    assert read_configurations("-", stdin=stream) == [("stdin: line 2", TrialConfig(lora_rank=3))]
+
+
+class Picky(ImaginedPredictor):
+    """Cannot trace Liger's kernels, and has no module for the fused loss."""
+
+    def predict(self, config: TrialConfig) -> ImaginedMemory:
+        match config.kernels:
+            case "liger":
+                raise Untraceable("cannot be traced: data decides")
+            case "fused-loss":
+                raise InputError("no module 'zz'")
+        return super().predict(config)
+
+
+def test_a_line_that_cannot_be_predicted_silences_no_other(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = a_file(home, "{}", '{"kernels": "liger"}', '{"kernels": "fused-loss"}', "{}")
+    request = PlanRequest(space="a10", from_file=name)
+    predictor = Picky()
+    assert plan(replace(request, as_json=True), predictor=lambda *_: predictor) == 0
+    good, untraceable, unbuildable, again = map(json.loads, capsys.readouterr().out.splitlines())
+    assert good == again
+    assert good["fits"] is True
+    assert (untraceable["fits"], untraceable["invalid"]) == (None, None)
+    assert "data decides" in untraceable["notes"][0]
+    assert unbuildable["fits"] is False
+    assert unbuildable["invalid"]["reason"] == "no module 'zz'"
+    assert plan(request, predictor=lambda *_: predictor) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
+    assert [row[1] for row in rows] == ["yes", "–", "invalid", "yes"]
+    words = " ".join(out.split())
+    assert "data decides" in words
+    assert "no module 'zz'" in words
+
+
+def test_people_get_a_file_as_a_table(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = a_file(home, "{}", '{"micro_batch_size": 64}', '{"seq_len": 100000}')
+    assert answer(space="a10", from_file=name) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[1] for row in rows[1:4]] == ["yes", "no", "invalid"]
+
+
+# What comes out
+
+
+@pytest.mark.parametrize(
+    ("typed", "code"),
+    [
+        ({"configuration": {"micro_batch_size": 8}}, 0),
+        ({"configuration": {"micro_batch_size": 64}, "is_exact": True}, 1),
+        ({"configuration": {"seq_len": 100_000}, "is_exact": True}, 1),
+        ({"gpus": ("t4", "h200"), "configuration": {"micro_batch_size": 64}}, 0),
+    ],
+)
+def test_the_exit_code_says_whether_anything_fits(
+    answer: Plan, typed: Mapping[str, Any], code: int
+) -> None:
+    assert answer(**{"space": None if "gpus" in typed else "a10", **typed}) == code
+
+
+def test_a_knob_that_leaves_nothing_valid_of_a_space_is_bad_input(answer: Plan) -> None:
+    with pytest.raises(InputError, match="no configuration is valid: seq-len-beyond-positions"):
+        answer(space="a10", configuration={"seq_len": 100_000})
+
+
+def test_a_file_in_which_nothing_fits_exits_with_1(answer: Plan, home: Path) -> None:
+    assert answer(space="a10", from_file=a_file(home, '{"micro_batch_size": 64}')) == 1
+
+
+def test_one_configuration_is_answered_under_the_files_keys(
+    answer: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(space="a10", configuration={"micro_batch_size": 8}, is_exact=True, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["config"] == TrialConfig(micro_batch_size=8).model_dump(mode="json")
+    assert document["table"]["scope"] == "structure"
+    assert document.keys() >= INTERFACE_KEYS | {"table", "bills", "gpu", "model"}
+    # 21.48 GiB less 2 % hold the base's 5 GiB, the adapters' 16 MiB and 32 rows of half a GiB.
+    assert document["table"]["largest_micro_batch"]["512"] == {"sure": 32, "possible": 33}
+
+
+def test_a_space_is_answered_with_counts_and_a_recommendation(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(space=a_space_file(home, SMALL), as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["configurations"]["total"] == 6
+    assert document["configurations"]["fit"] == 4
+    assert document["configurations"]["cannot_fit"] == 2
+    assert document["recommended"]["config"]["micro_batch_size"] == 8
+    assert document["recommended"]["config"]["lora_rank"] == 16
+    assert document["capacity_class"] == {
+        "lora_rank": 16,
+        "target_modules": "attention",
+        "is_standard": True,
+    }
+    assert len(document["fastest_by_class"]) == 2
+    assert document["study_seconds"][0] < document["study_seconds"][1]
+
+
+def test_people_see_table_breakdown_bottleneck_cost_and_grounds(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(space=a_space_file(home, SMALL))
+    out = capsys.readouterr().out
+    for words in (
+        "a10 (NVIDIA A10): 21.98 GiB usable",
+        "What fits, in tokens/s",
+        "6 configurations",
+        "4 surely fit, 0 are too close to say, 2 cannot fit",
+        "file mine: 6 configurations",
+        "Recommended: the fastest that surely fits, of rank 16 on q,k,v,o",
+        "8 x 512, rank 16",
+        "the published recipe's capacity",
+        "▓ activations 4.00 GiB",
+        "bound by ",
+        "Fastest of each capacity class",
+        "Cost of 1,000 steps (8,000 samples, 4.1 M tokens)",
+        "a10 Modal, item by item",
+        "container boot",
+        "memory: predicted from the model's own code, within 2 %",
+        "speed: predicted from the card's data sheet",
+        "price: Modal, read on ",
+    ):
+        assert words in out
+    largest = next(line for line in out.splitlines() if line.strip().startswith("largest"))
+    assert largest.split() == ["largest", "8"]
+
+
+def test_a_doubtful_cell_has_a_question_mark_and_one_that_does_not_fit_a_dash(
+    answer: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer(space="a10", configuration={"micro_batch_size": 33}, is_exact=True) == 1
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.split()[:1] == ["33"])
+    assert row.split()[1].endswith("?")
+    assert row.split()[2:] == ["-", "-", "-"]
+    assert "33 x 512 is too close to the budget to say" in out
+
+
+def test_several_cards_are_compared(answer: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    answer(gpus=("a10", "h100-80gb"), configuration={"micro_batch_size": 8})
+    out = capsys.readouterr().out
+    assert "The same work on each card" in out
+    assert "cheapest: " in out
+    assert "break-even" in out
+
+
+def test_prices_of_the_users_are_taken_from_where_they_are_kept(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "offers:\n- {provider: Mine, date: 2026-11-21, source: me, usd_per_hour: {a10: 0.01}}\n"
+    (home / "runs").mkdir()
+    (home / "runs" / "prices.yaml").write_text(text)
+    (home / "other.yaml").write_text(text.replace("Mine", "Theirs"))
+    providers = []
+    for prices in (None, home / "other.yaml"):
+        answer(space="a10", is_exact=True, prices=prices, as_json=True)
+        providers.append(json.loads(capsys.readouterr().out)["cost"]["provider"])
+    assert providers == ["Mine", "Theirs"]
+
+
+def test_the_work_that_is_asked_about_is_billed(
+    answer: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = AskedWork(dataset_samples=800, epochs=2)
+    asked = {"configuration": {"micro_batch_size": 8}, "is_exact": True}
+    answer(space="a10", **asked, work=work, as_json=True)
+    cost = json.loads(capsys.readouterr().out)["cost"]
+    assert cost["steps"] == 200
+    assert cost["usd_per_epoch"] == pytest.approx(cost["usd"] / 2)
+
+
+def test_several_cards_are_compared_by_one_effective_batch(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = a_space_file(home, "gpu: a10\ndimensions:\n  micro_batch_size: [1, 8, 24, 48]\n")
+    asked: dict[str, Any] = {
+        "space": space,
+        "gpus": ("a10", "h200"),
+        "work": AskedWork(samples=480),
+    }
+    answer(**asked)
+    out = capsys.readouterr().out
+    assert "The same work on each card: 0.2 M tokens in 10 steps of 48 x 512" in out
+    assert ", accumulated 2 times" in out
+    answer(**asked, as_json=True)
+    comparison = json.loads(capsys.readouterr().out)["comparison"]
+    assert {bill["steps"] for bill in comparison["bills"]} == {10}
+    assert (comparison["effective_batch_size"], comparison["samples"]) == (48, 480)
+
+
+def test_a_study_calibrates_the_plan(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    definition = a_snapshot().definition
+    url = f"sqlite:///{home}/sweep.db"
+    with open_study(
+        "mine",
+        url=url,
+        definition=definition,
+        sampler=make_sampler("random", definition.space, seed=0, refuses=lambda _: False),
+        environment=fingerprint(device="cpu"),
+        home=home / "runs",
+    ) as study:
+        for record in TRIALS:
+            trial = study.ask({}, params=None)
+            study.begin(trial, record.config, "2026-11-21T00:00:00+00:00")
+            study.tell(trial, record.model_copy(update={"number": trial.number}))
+    asked: dict[str, Any] = {"space": "a10", "study": "mine", "storage": url, "is_exact": True}
+    answer(**asked, configuration={"micro_batch_size": 2})
+    assert f"calibrated by {len(TRIALS)} trials of study mine" in capsys.readouterr().out
+    answer(**asked, configuration={"micro_batch_size": 8})
+    assert "measured by trial 4 of study mine" in capsys.readouterr().out
+
+
+# What is kept
+
+
+def test_a_space_is_looked_over_once(
+    answer: Plan, home: Path, memory: ImaginedPredictor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = a_space_file(home, SMALL + "  checkpoint_fraction: {low: 0, high: 1, step: 0.02}\n")
+    answer(space=space, as_json=True)
+    first = len(memory.asked)
+    found = json.loads(capsys.readouterr().out)
+    answer(space=space, as_json=True)
+    assert len(memory.asked) - first < first / 2
+    assert json.loads(capsys.readouterr().out) == found
+    answer(space=space, gpus=("l4",), as_json=True)
+    assert len(memory.asked) - first > first
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"fit": 1}', "\0"])
+def test_a_kept_answer_that_cannot_be_read_is_worked_out_anew(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    space = a_space_file(home, SMALL)
+    answer(space=space)
+    first = capsys.readouterr().out
+    (kept,) = (home / "cache" / "qlora-sweep" / "surveys").iterdir()
+    kept.write_text(content)
+    answer(space=space)
+    assert capsys.readouterr().out == first
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    answer: Plan, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file"))
+    assert answer(space=a_space_file(home, SMALL)) == 0
+
+
+# Options
+
+
+def test_every_key_of_a_configuration_has_an_option_and_no_other() -> None:
+    assert sorted(option.key for option in CONFIG_OPTIONS) == sorted(CONFIG_KEYS)
+    assert plan_options.TARGET_SETS == TARGET_SETS
+
+
+@pytest.mark.parametrize(
+    ("typed", "targets"),
+    [
+        ("qv", "qv"),
+        ("q_proj", ["q_proj"]),
+        ("q_proj, v_proj,", ["q_proj", "v_proj"]),
+        ("atention", "atention"),
+    ],
+)
+def test_target_modules_are_a_set_or_names(typed: str, targets: object) -> None:
+    assert given({"target_modules": typed, "lora_rank": None}) == {"target_modules": targets}
+
+
+# The command itself, tracing a real model in its child
+
+DEMO = ("plan", "--gpu", "a10", "--model", "demo")
+
+
+def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
+    program = (
+        "import sys; from sweep.cli import main; code = main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'peft', 'bitsandbytes', 'optuna'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    typed = (
+        "--exact",
+        "--batch-size",
+        "2",
+        "--seq-len",
+        "64",
+        "--rank",
+        "8",
+        "--no-upcast-fp32",
+        "--json",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *DEMO, *typed],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=dict(os.environ),
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
+    asked = {"micro_batch_size": 2, "seq_len": 64, "lora_rank": 8, "upcast_fp32": False}
+    assert asked.items() <= document["config"].items()
+    assert sum(document["breakdown"].values()) == document["peak_allocated_bytes"]
+
+
+def test_a_model_that_cannot_be_traced_is_bad_input(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model_type": "nonesuch",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
+    (home / "model").mkdir()
+    (home / "model" / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--gpu", "a10", "--model", str(home / "model"), "--rank", "8"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nonesuch" in err

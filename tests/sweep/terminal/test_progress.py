@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from storage.definition import StudyDefinition, Target
+from storage.records import (
+    Crashed,
+    DominatedOutOfMemory,
+    Ineffective,
+    Invalid,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    PredictedOutOfMemory,
+    TimedOut,
+    TrialRecord,
+    Verdict,
+)
+from sweep.running.runner import Progress
+from sweep.study.events import StopReason, StudyFinished, TrialFinished, TrialProgress, TrialStarted
+from sweep.terminal.progress import Board, outcome_line, verdict_words
+from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space, train
+
+CONFIG = TrialConfig()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def a_board(*, clock: Clock | None = None, records: Any = (), **changes: Any) -> Board:
+    definition = StudyDefinition(
+        space=a_space(**changes),
+        model=MODEL.to_json(),
+        model_fingerprint="f00d",
+        target=Target(gpu="a10", device="cuda", budget_bytes=BUDGET),
+    )
+    return Board(name="night", definition=definition, records=list(records), clock=clock or Clock())
+
+
+def finished(number: int, batch: int = 4, **changes: Any) -> TrialFinished:
+    config = TrialConfig(micro_batch_size=batch)
+    return TrialFinished(record=a_record(config, number=number, **changes))
+
+
+def test_the_board_follows_a_trial_from_start_to_end() -> None:
+    board = a_board()
+    board.take(TrialStarted(number=3, config=CONFIG, is_baseline=False, attempt=1))
+    board.take(TrialProgress(number=3, progress=Progress(phase="measure", step=2)))
+    assert board.current is not None
+    assert board.current.number == 3
+    assert board.progress == Progress(phase="measure", step=2)
+    board.take(finished(3))
+    assert board.current is None
+    assert board.trials_done == 1
+
+
+def test_the_best_so_far_includes_earlier_runs() -> None:
+    earlier: TrialRecord = finished(0, batch=8).record
+    board = a_board(records=[earlier])
+    board.take(finished(1, batch=2))
+    assert board.best == earlier
+
+
+def test_the_best_so_far_is_by_what_was_asked_for_and_of_the_space() -> None:
+    board = a_board(objectives=["peak_memory"], fixed={"lora_rank": 64})
+    outside = a_record(TrialConfig(lora_rank=1, micro_batch_size=1), is_baseline=True)
+    board.take(TrialFinished(record=outside))
+    assert board.best is None
+    for number, batch in ((1, 2), (2, 1), (3, 4)):
+        config = TrialConfig(lora_rank=64, micro_batch_size=batch)
+        board.take(TrialFinished(record=a_record(config, number=number)))
+    assert board.best is not None
+    assert board.best.number == 2
+
+
+def test_a_noisy_speed_is_said_with_its_interval_and_without_a_gain() -> None:
+    noisy = Measured(measurement=a_measurement(CONFIG, spread=0.2, flags=("noisy",)))
+    board = a_board(records=[finished(0, batch=8, is_baseline=True).record])
+    assert board.gain is not None
+    board = a_board(records=[finished(0, batch=8, is_baseline=True, outcome=noisy).record])
+    assert board.gain is None
+    line = outcome_line(a_record(CONFIG, noisy), budget_bytes=BUDGET)
+    assert line == "fits, 7,006 tokens/s (5,838–8,757, noisy), 6.65 GiB"
+
+
+def test_what_is_left_follows_the_pace_of_this_run() -> None:
+    clock = Clock()
+    board = a_board(clock=clock, trials=10, records=[finished(n).record for n in range(4)])
+    assert board.remaining_seconds is None
+    clock.seconds = 20.0
+    board.take(finished(4))
+    board.take(finished(5))
+    assert board.remaining_seconds == pytest.approx(4 * 10.0)
+
+
+def test_a_time_budget_bounds_what_is_left() -> None:
+    clock = Clock()
+    board = a_board(clock=clock, trials=1000, time_budget_seconds=60)
+    assert board.remaining_seconds == 60.0
+    clock.seconds = 50.0
+    board.take(finished(0))
+    assert board.remaining_seconds == 10.0
+
+
+def test_after_the_study_nothing_runs() -> None:
+    board = a_board()
+    board.take(TrialStarted(number=3, config=CONFIG, is_baseline=False, attempt=1))
+    board.take(StudyFinished(reason=StopReason.INTERRUPTED))
+    assert board.current is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (train(CONFIG), "fits, 7,006 tokens/s, 6.65 GiB"),
+        (
+            OutOfMemory(stage="backward"),
+            "ran out of memory (backward, needs at least 21.50 GiB)",
+        ),
+        (
+            OutOfMemory(stage="backward", peak_allocated_bytes=2**34, requested_bytes=2**30),
+            "ran out of memory (backward, needs at least 21.50 GiB)",
+        ),
+        (
+            PredictedOutOfMemory(predicted_bytes=2**35),
+            "predicted not to fit (needs 32.00 GiB by prediction)",
+        ),
+        (
+            DominatedOutOfMemory(by=4),
+            "larger than one that ran out (trial 4, needs at least 21.50 GiB)",
+        ),
+        (Invalid(rule="r", detail="no Triton"), "invalid (no Triton)"),
+        (Ineffective(knob="compile"), "had no effect (compile)"),
+        (TimedOut(phase="build"), "timed out (build)"),
+        (Crashed(phase="attach", detail="a\nb"), "crashed (attach: a b)"),
+        (Crashed(phase="attach", detail="x" * 999), f"crashed (attach: {'x' * 152}...)"),
+    ],
+)
+def test_every_end_is_said_in_a_few_words(outcome: Outcome, words: str) -> None:
+    assert outcome_line(a_record(CONFIG, outcome), budget_bytes=BUDGET) == words
+
+
+def test_counts_by_verdict_in_words() -> None:
+    words = verdict_words([(Verdict.FITS, 5), (Verdict.OOM, 3)])
+    assert words == "5 fits, 3 ran out of memory"

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import NothingFits
+from storage.definition import (
+    RunningTrial,
+    StudyDefinition,
+    StudySnapshot,
+    StudySummary,
+    Target,
+)
+from storage.records import OutOfMemory, TrialRecord
+from sweep.export.recipe import recipe_of
+from sweep.terminal.summary import best_text, has_fit, status_text, studies_text, study_summary
+from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
+
+
+def trials() -> tuple[TrialRecord, ...]:
+    baseline = a_record(a_space().baseline_config(), number=0, is_baseline=True)
+    faster = TrialConfig(micro_batch_size=10, kernels="liger", upcast_fp32=False)
+    ran_out = TrialConfig(micro_batch_size=32, checkpoint_fraction=0.0)
+    return (
+        baseline,
+        a_record(faster, number=1),
+        a_record(ran_out, OutOfMemory(stage="forward"), number=2),
+    )
+
+
+def a_snapshot(*records: TrialRecord, emulated_on: str | None = "NVIDIA H200") -> StudySnapshot:
+    target = Target(gpu="a10", device="cuda", budget_bytes=BUDGET, emulated_on=emulated_on)
+    definition = StudyDefinition(
+        space=a_space(), model=MODEL.to_json(), model_fingerprint="f00d", target=target
+    )
+    return StudySnapshot(
+        name="night",
+        definition=definition,
+        environment={},
+        records=records,
+        wall_seconds=260.0,
+        warnings=("run 2 changed driver",),
+    )
+
+
+def test_a_run_ends_with_winner_runners_up_advice_and_commands() -> None:
+    text = study_summary(a_snapshot(*trials()), report=Path("runs/night/report.html"))
+    assert "3 trials in 4 min 20 s for seven-billion on a10, budget 21.50 GiB" in text
+    assert "2 fits, 1 ran out of memory" in text
+    assert "trial 1" in text
+    assert "Runners-up:" in text
+    assert "To go faster:" in text
+    assert "sweep best night --json" in text
+    assert "report: runs/night/report.html" in text
+
+
+def test_every_output_says_that_the_speed_is_the_host_cards() -> None:
+    snapshot = a_snapshot(*trials())
+    for text in (study_summary(snapshot), status_text(snapshot), best_text(snapshot)):
+        assert "the speed is that of NVIDIA H200" in text
+    itself = replace(snapshot, definition=a_snapshot(emulated_on=None).definition)
+    assert "NVIDIA H200" not in best_text(itself)
+
+
+def test_the_next_commands_find_a_storage_that_was_named() -> None:
+    text = study_summary(a_snapshot(*trials()), storage_option=" --storage sqlite:///other.db")
+    assert "sweep best night --json --storage sqlite:///other.db" in text
+
+
+def test_where_nothing_fits_that_is_what_is_said() -> None:
+    ran_out = a_record(TrialConfig(), OutOfMemory(stage="load"))
+    snapshot = a_snapshot(ran_out)
+    assert not has_fit(snapshot)
+    assert "Nothing that was tried" in study_summary(snapshot)
+    assert "Runners-up" not in study_summary(snapshot)
+    assert "Configuration:" not in best_text(snapshot)
+
+
+def test_the_status_says_what_is_running_and_what_was_left_behind() -> None:
+    running = RunningTrial(number=3, config=TrialConfig(), started_at="2026-01-01T00:00:00+00:00")
+    driven = replace(a_snapshot(*trials()), running=(running,), holder="host:12")
+    assert "Driven by host:12." in status_text(driven)
+    assert "Trial 3 (4 x 512, rank 16) since 2026-01-01T00:00:00+00:00: running." in status_text(
+        driven
+    )
+    assert "left unfinished" in status_text(replace(driven, holder=None))
+
+
+def with_space(snapshot: StudySnapshot, **changes: object) -> StudySnapshot:
+    definition = snapshot.definition.model_copy(update={"space": a_space(**changes)})
+    return replace(snapshot, definition=definition)
+
+
+def test_several_objectives_end_with_their_front_and_its_knee() -> None:
+    snapshot = with_space(a_snapshot(*trials()), objectives=["tokens_per_second", "peak_memory"])
+    for text in (study_summary(snapshot), best_text(snapshot)):
+        assert "The best compromise between speed and peak memory" in text
+        assert "The front of speed and peak memory, the knee first:" in text
+    assert "Runners-up" not in study_summary(snapshot)
+
+
+def test_where_only_a_baseline_outside_the_space_fits_nothing_does() -> None:
+    snapshot = with_space(
+        a_snapshot(*trials()[:1]),
+        fixed={"lora_rank": 64},
+        baseline={"lora_rank": 16, "micro_batch_size": 8},
+    )
+    assert not has_fit(snapshot)
+    assert "Nothing of the space that was tried" in study_summary(snapshot)
+    with pytest.raises(NothingFits, match="has nothing to export"):
+        recipe_of(snapshot)
+
+
+def test_the_list_of_studies_says_what_each_is_ranked_by_and_how_sure_its_best_is() -> None:
+    noisy = a_measurement(TrialConfig(), spread=0.2, flags=("noisy",))
+    text = studies_text(
+        [
+            StudySummary("fast", "a10", "m", 3, ("tokens_per_second",), 1, noisy, 9.0, None),
+            StudySummary("small", "a10", "m", 3, ("peak_memory",), 1, noisy, 9.0, None),
+            StudySummary("none", "a10", "m", 3, ("peak_memory",), None, None, 9.0, None),
+        ]
+    )
+    fast, small, none = text.splitlines()[1:]
+    assert re.search(r"7,006 tokens/s \(5,838–8,757, noisy\) +speed", fast)
+    assert "noisy), 6.65 GiB" in small
+    assert "peak memory" in small
+    assert "–  " in none
+
+
+def test_the_best_shows_the_whole_configuration_and_the_capacity_classes() -> None:
+    text = best_text(a_snapshot(*trials()))
+    assert '"micro_batch_size": 10' in text
+    assert "Fastest of each capacity class" in text
