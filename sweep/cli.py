@@ -20,8 +20,8 @@ import typer
 
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
 from sweep.paths import crash_log_directory
-from sweep.terminal.config_options import with_config_options
 from sweep.terminal.console import ReaderGoneError, note, prepare_streams
+from sweep.terminal.knob_options import add_knobs, takes_knobs
 
 app = typer.Typer(
     name="sweep",
@@ -122,7 +122,7 @@ def _seconds(time_budget: str) -> float:
 
 
 @app.command()
-@with_config_options
+@takes_knobs
 def plan(
     space: Annotated[
         str | None, typer.Argument(metavar="SPACE", help="A preset, a YAML file or a card.")
@@ -301,6 +301,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that was typed and return the exit code."""
     prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed[:1] == ["plan"]:
+        from search_spaces.knobs import KNOBS
+
+        add_knobs(plan, KNOBS)
     return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
 
 

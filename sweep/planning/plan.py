@@ -13,6 +13,7 @@ from typing import Any, Literal
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec
+from search_spaces.knobs import KNOBS
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
 from search_spaces.rules import violation
@@ -133,10 +134,7 @@ def recipe_space(gpu: GpuSpec, model: ModelSpec) -> SearchSpace:
     knobs = {
         "micro_batch_size": GRID_BATCHES,
         "seq_len": lengths,
-        "checkpoint_fraction": (0.0, 0.5, 1.0),
-        "upcast_fp32": (True, False),
-        "kernels": ("hf", "fused-loss", "liger"),
-        "compile": (False, True),
+        **{key: knob.tried for key, knob in KNOBS.items() if knob.tried},
     }
     return SearchSpace.model_validate(
         {

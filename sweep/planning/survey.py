@@ -18,6 +18,7 @@ from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from search_spaces.knobs import KNOBS
 from search_spaces.models import ModelSpec
 from search_spaces.space import (
     MICRO_STEPS_TIMED,
@@ -356,19 +357,6 @@ def _few(dimension: Dimension) -> Dimension:
     return Choices(choices=tuple(thinned(dimension.values() or (), most=VALUES_SHOWN)))
 
 
-_LEAN_FIRST: Mapping[str, Sequence[Any]] = {
-    "target_modules": ("qv", "attention"),
-    "kernels": ("liger", "fused-loss"),
-    "quantization": ("nf4", "fp4"),
-    "double_quant": (True,),
-    "upcast_fp32": (False,),
-    "optimizer": ("paged_adamw_8bit", "adamw_8bit"),
-    "attention": ("sdpa", "flash_attention_2"),
-    "compile": (False,),
-}
-"""What needs less memory than the values that are not listed, the least of all first."""
-
-
 def _leanest(dimensions: Mapping[str, Dimension]) -> Iterator[tuple[Any, ...]]:
     """Yield the row that needs least memory at each length: a sample must not miss what fits."""
     columns = {key: _ends(dimension) for key, dimension in dimensions.items()}
@@ -390,9 +378,9 @@ def _ends(dimension: Dimension) -> Sequence[Any]:
 
 def _weight(key: str, value: Any) -> float:
     """Return a figure that grows with the memory that a value takes, as a rule."""
-    if key in _LEAN_FIRST:
-        order = _LEAN_FIRST[key]
-        return order.index(value) if value in order else len(order)
+    lean_first = KNOBS[key].lean_first
+    if lean_first:
+        return lean_first.index(value) if value in lean_first else len(lean_first)
     if key == "checkpoint_fraction":
         return -float(value)
     return float(value) if isinstance(value, int | float) else 0.0

@@ -47,15 +47,8 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
     Raises:
         InputError: the architecture has no such target modules.
     """
-    lora = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=config.lora_rank,
-        lora_alpha=config.alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=target_modules(base, config),
-    )
     with contextlib.ExitStack() as undo:
-        peft_model = get_peft_model(base.model, lora)
+        peft_model = with_adapters(base, config)
         undo.callback(peft_model.unload)
         peft_model.train()
         layers = decoder_layers(base.model)
@@ -71,6 +64,28 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
         if config.compile:
             undo.enter_context(_compiled(layers))
         yield result
+
+
+def with_adapters(base: BaseModel, config: TrialConfig, **options: Any) -> PeftModel:
+    """Return the base with the configuration's adapters on it, in training mode or not as it was.
+
+    Args:
+        base: has none yet.
+        config: their rank, scale, dropout and targets.
+        options: further ones of PEFT's `LoraConfig`.
+
+    Raises:
+        InputError: the architecture has no such target modules.
+    """
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=target_modules(base, config),
+        **options,
+    )
+    return get_peft_model(base.model, lora)
 
 
 def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:

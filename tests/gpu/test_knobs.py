@@ -8,19 +8,19 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from search_spaces.config import (
+from search_spaces.config import TrialConfig
+from search_spaces.knobs import (
     TARGET_SETS,
     Attention,
     ComputeDtype,
     Kernels,
     OptimizerName,
     Quantization,
-    TrialConfig,
 )
 from search_spaces.linears import lora_parameters
 from storage.records import Ineffective, Measured
 from sweep.training.adapters import attached
-from sweep.training.model import BaseKey, build_base
+from sweep.training.model import build_base
 from sweep.training.proof import KernelWatch, ineffective
 from sweep.training.step import TrainingLoop
 from tests.gpu.rig import SMALL, Rig, small_config
@@ -66,7 +66,7 @@ def described(knobs: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "knobs", sorted(CASES, key=lambda k: str(BaseKey.of(small_config(**k)))), ids=described
+    "knobs", sorted(CASES, key=lambda k: small_config(**k).base().key()), ids=described
 )
 def test_every_value_of_every_knob_takes_effect_and_leaves_no_byte(
     rig: Rig, knobs: dict[str, Any]
@@ -243,21 +243,21 @@ class _Operators(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_a_base_is_the_same_to_the_byte_however_often_it_is_built(rig: Rig) -> None:
-    key = BaseKey.of(small_config())
+    key = small_config()
     sizes = set()
     for _ in range(3):
         rig.settle(small_config(upcast_fp32=False))
         before = rig.settle(small_config())
         sizes.add(before)
         assert rig.worker._base is not None
-        assert rig.worker._base.key == key
+        assert rig.worker._base.config == key.base()
     assert len(sizes) == 1
 
 
 def test_a_base_that_is_closed_leaves_nothing(rig: Rig) -> None:
     before = rig.allocated_bytes()
     base = build_base(
-        BaseKey.of(small_config(kernels="liger")),
+        small_config(kernels="liger"),
         spec=SMALL,
         weights="random",
         device=rig.device.torch_device,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from search_spaces.config import OptimizerName
+from search_spaces.config import TrialConfig
 
 FP32_BYTES = 4
 
@@ -14,8 +14,9 @@ _BLOCK_ELEMENTS = 256
 """Elements that share a scale."""
 
 
-def state_bytes(optimizer: OptimizerName, elements: int) -> tuple[int, ...]:
+def state_bytes(config: TrialConfig, elements: int) -> tuple[int, ...]:
     """Return the bytes of each tensor that is kept on the card for a trained one."""
+    optimizer = config.optimizer
     if optimizer == "adamw_torch_fused":
         # The step count is on the card too.
         return (FP32_BYTES, elements * FP32_BYTES, elements * FP32_BYTES)

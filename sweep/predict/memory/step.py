@@ -99,8 +99,7 @@ class Step:
     @cached_property
     def states(self) -> list[int]:
         """Bytes of each of the optimizer's tensors that are on the card."""
-        optimizer = self.config.optimizer
-        sizes = {n: state_bytes(optimizer, n) for n in set(self._trained)}
+        sizes = {n: state_bytes(self.config, n) for n in set(self._trained)}
         return [size for elements in self._trained for size in sizes[elements]]
 
     @cached_property

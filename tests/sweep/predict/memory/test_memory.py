@@ -167,7 +167,7 @@ class FailingTracer(ImaginedTracer):
 
     def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
         profile = super().trace(model, structure)
-        if structure.target_modules == "qv" and self._faults:
+        if structure.config.target_modules == "qv" and self._faults:
             raise self._faults.pop(0)
         return profile
 
