@@ -29,6 +29,7 @@ from search_spaces.trainers import TRAINERS, Trainer
 
 ComputeDtype = Literal["bf16", "fp16", "fp32"]
 Quantization = Literal["nf4", "fp4", "none"]
+AdapterDtype = Literal["fp32", "bf16"]
 Kernels = Literal["hf", "fused-loss", "liger"]
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
@@ -282,7 +283,6 @@ class Knobs(BaseModel):
                 "axolotl": trainers.axolotl_quantization,
                 "llama-factory": trainers.llama_factory_quantization,
             },
-            lost={"trl": trainers.trl_lost_quantization},
         ),
     ] = "nf4"
     """Storage of the frozen base: 4-bit NormalFloat, 4-bit float, or ``none`` (16-bit)."""
@@ -300,6 +300,26 @@ class Knobs(BaseModel):
         ),
     ] = True
     """Whether the quantization constants are quantized themselves."""
+
+    adapter_dtype: Annotated[
+        AdapterDtype,
+        Knob(
+            label="adapter dtype",
+            phrase=lambda value: f"{value} adapters",
+            help="fp32 or bf16.",
+            # Parameters, gradients and unquantized optimizer states are of this type.
+            memory="grows",
+            lean_first=("bf16",),
+            traced=_same,
+            options={"axolotl": trainers.axolotl_adapter_dtype},
+            lost={
+                "trl": trainers.trl_lost_adapter_dtype,
+                "axolotl": trainers.axolotl_lost_adapter_dtype,
+                "llama-factory": trainers.llama_factory_lost_adapter_dtype,
+            },
+        ),
+    ] = "fp32"
+    """Type of the adapters, of their gradients and of the optimizer states that are not 8-bit."""
 
     checkpoint_fraction: Annotated[
         Number,

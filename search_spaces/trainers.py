@@ -102,11 +102,35 @@ def llama_factory_targets(trained: Trained) -> dict[str, Any]:
     return {"lora_target": "all" if names is None else ",".join(names)}
 
 
-def trl_lost_quantization(trained: Trained) -> str | None:
-    """TRL casts the adapters of a 4-bit base to bf16."""
-    if not is_quantized(trained):
+def axolotl_adapter_dtype(trained: Trained) -> dict[str, Any]:
+    """PEFT leaves the adapters of a 4-bit base in fp32, whatever it is asked."""
+    if trained.config.adapter_dtype == "fp32" or is_quantized(trained):
+        return {}
+    return {"peft_autocast_adapter_dtype": False}
+
+
+def trl_lost_adapter_dtype(trained: Trained) -> str | None:
+    """TRL casts the adapters of a 4-bit base to bf16; PEFT widens those of a 16-bit one."""
+    match trained.config.adapter_dtype:
+        case "fp32" if is_quantized(trained):
+            return "Adapters: on a 4-bit base it keeps them in bf16; they were measured in fp32."
+        case "bf16" if not is_quantized(trained):
+            return "Adapters: on a 16-bit base it keeps them in fp32; they were measured in bf16."
+        case _:
+            return None
+
+
+def axolotl_lost_adapter_dtype(trained: Trained) -> str | None:
+    """See `axolotl_adapter_dtype`."""
+    if trained.config.adapter_dtype == "fp32" or not is_quantized(trained):
         return None
-    return "Adapters: on a 4-bit base it keeps them in bf16; they were measured in fp32."
+    return "adapter_dtype bf16: on a 4-bit base it keeps them in fp32: more memory than measured."
+
+
+llama_factory_lost_adapter_dtype = _says(
+    "adapter_dtype bf16: with mixed precision it keeps them in fp32: more memory than measured.",
+    adapter_dtype="bf16",
+)
 
 
 # The base

@@ -35,6 +35,7 @@ def script(recipe: Recipe) -> str:
         alpha=plain_number(config.alpha),
         target_modules="all-linear" if names is None else list(names),
         dtype=TORCH_DTYPES[config.compute_dtype],
+        adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
         is_quantized=is_quantized,
         peft_imports=", ".join(imports),
         liger=liger_kernels(config),

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.linears import resolve_targets
-from sweep.training.model import BaseModel, decoder_layers
+from sweep.training.model import DTYPES, BaseModel, decoder_layers
 
 
 @dataclass
@@ -71,7 +71,7 @@ def with_adapters(base: BaseModel, config: TrialConfig, **options: Any) -> PeftM
 
     Args:
         base: has none yet.
-        config: their rank, scale, dropout and targets.
+        config: their rank, scale, dropout, targets and type.
         options: further ones of PEFT's `LoraConfig`.
 
     Raises:
@@ -85,7 +85,13 @@ def with_adapters(base: BaseModel, config: TrialConfig, **options: Any) -> PeftM
         target_modules=target_modules(base, config),
         **options,
     )
-    return get_peft_model(base.model, lora)
+    model = get_peft_model(base.model, lora)
+    # PEFT makes them fp32 whatever the base is, and has no word for another type on a 4-bit base.
+    dtype = DTYPES[config.adapter_dtype]
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:

@@ -298,6 +298,16 @@ def _dropout(config: TrialConfig, evidence: Evidence) -> str | None:
     return None
 
 
+@proves("adapter_dtype")
+def _adapter_dtype(config: TrialConfig, evidence: Evidence) -> str | None:
+    """The type of what is trained, and of the optimizer states that are not in 8 bits."""
+    asked = DTYPES[config.adapter_dtype]
+    for parameter in evidence.attached.trainable_parameters():
+        if parameter.dtype != asked:
+            return f"an adapter is in {_plain(parameter.dtype)}"
+    return None
+
+
 @proves("target_modules")
 def _targets(config: TrialConfig, evidence: Evidence) -> str | None:
     """For every target some adapter has moved: its second matrix was zero.

@@ -11,6 +11,7 @@ import torch
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import (
     TARGET_SETS,
+    AdapterDtype,
     Attention,
     ComputeDtype,
     Kernels,
@@ -36,6 +37,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "compute_dtype": get_args(ComputeDtype),
     "quantization": get_args(Quantization),
     "double_quant": (True, False),
+    "adapter_dtype": get_args(AdapterDtype),
     "checkpoint_fraction": (0.0, 0.5, 1.0),
     "upcast_fp32": (True, False),
     "kernels": get_args(Kernels),
@@ -58,6 +60,10 @@ CASES: list[dict[str, Any]] = [
     {"kernels": "fused-loss", "compile": True, "checkpoint_fraction": 0.5},
     {"kernels": "fused-loss", "upcast_fp32": False, "compile": True, "checkpoint_fraction": 0.0},
     {"optimizer": "paged_adamw_8bit", "lora_rank": 64, "target_modules": "all-linear"},
+    {"adapter_dtype": "bf16", "optimizer": "adamw_torch_fused", "effective_batch_size": 8},
+    {"adapter_dtype": "bf16", **WITHOUT, **LEAN},
+    {"adapter_dtype": "bf16", "compute_dtype": "fp32"},
+    {"adapter_dtype": "bf16", "compile": True, "lora_dropout": 0.1},
 ]
 
 
@@ -110,6 +116,8 @@ def test_flash_attention_is_flash_attns_own_or_a_verdict_with_the_reason(rig: Ri
         ({"upcast_fp32": False}, {}, "upcast_fp32"),
         ({}, {"quantization": "fp4"}, "quantization"),
         ({}, {"double_quant": False}, "double_quant"),
+        ({}, {"adapter_dtype": "bf16"}, "adapter_dtype"),
+        ({"adapter_dtype": "bf16"}, {}, "adapter_dtype"),
         ({}, WITHOUT, "quantization"),
         (WITHOUT, {}, "quantization"),
         ({}, {"checkpoint_fraction": 0.5}, "checkpoint_fraction"),

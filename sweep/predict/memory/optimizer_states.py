@@ -5,6 +5,8 @@ from __future__ import annotations
 from search_spaces.config import TrialConfig
 
 FP32_BYTES = 4
+ADAPTER_BYTES = {"fp32": FP32_BYTES, "bf16": 2}
+"""Bytes of an element of an adapter, and of its gradient."""
 
 _MIN_8BIT_ELEMENTS = 4096
 """bitsandbytes keeps the states of smaller tensors in fp32."""
@@ -18,8 +20,9 @@ def state_bytes(config: TrialConfig, elements: int) -> tuple[int, ...]:
     """Return the bytes of each tensor that is kept on the card for a trained one."""
     optimizer = config.optimizer
     if optimizer == "adamw_torch_fused":
-        # The step count is on the card too.
-        return (FP32_BYTES, elements * FP32_BYTES, elements * FP32_BYTES)
+        # Moments of the parameter's own type; the step count is on the card too, always in fp32.
+        moment = elements * ADAPTER_BYTES[config.adapter_dtype]
+        return (FP32_BYTES, moment, moment)
     if elements < _MIN_8BIT_ELEMENTS:
         return (elements * FP32_BYTES,) * 2
     scales = -(-elements // _BLOCK_ELEMENTS) * FP32_BYTES

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from search_spaces.config import TrialConfig
-from sweep.predict.memory.optimizer_states import FP32_BYTES, state_bytes
+from sweep.predict.memory.optimizer_states import ADAPTER_BYTES, state_bytes
 from sweep.predict.memory.polynomials import Values, evaluate
 from sweep.predict.memory.profiles import Account, Profile, Segment
 
@@ -94,7 +94,8 @@ class Step:
     @cached_property
     def adapters(self) -> list[int]:
         """Bytes of each trained tensor, in the order they are attached."""
-        return [elements * FP32_BYTES for elements in self._trained]
+        size = ADAPTER_BYTES[self.config.adapter_dtype]
+        return [elements * size for elements in self._trained]
 
     @cached_property
     def states(self) -> list[int]:

@@ -90,7 +90,7 @@ class Layout:
     @cached_property
     def trained(self) -> int:
         """Bytes of an element of an adapter, and of its gradient."""
-        return FP32_BYTES
+        return FP32_BYTES if self.config.adapter_dtype == "fp32" else HALF_BYTES
 
     @cached_property
     def is_quantized(self) -> bool:

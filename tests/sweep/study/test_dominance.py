@@ -21,6 +21,7 @@ configs = st.builds(
     seq_len=st.sampled_from([256, 512]),
     checkpoint_fraction=st.sampled_from([0.0, 0.03, 0.06, 0.5, 1.0]),
     upcast_fp32=st.booleans(),
+    adapter_dtype=st.sampled_from(["fp32", "bf16"]),
     kernels=st.sampled_from(["hf", "liger"]),
     compile=st.booleans(),
 )
@@ -112,6 +113,7 @@ BASE: dict[str, Any] = {"lora_rank": 16, "micro_batch_size": 4, "checkpoint_frac
         ({"compute_dtype": "fp32"}, False),
         ({"quantization": "none"}, False),
         ({"double_quant": False}, False),
+        ({"adapter_dtype": "bf16"}, False),
         ({"upcast_fp32": False}, False),
         ({"compile": True}, False),
     ],

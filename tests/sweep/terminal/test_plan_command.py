@@ -627,7 +627,10 @@ def typed_knobs(*arguments: str) -> dict[str, Any]:
         (("--target-modules", "q_proj, v_proj,"), {"target_modules": ["q_proj", "v_proj"]}),
         (("--target-modules", "atention"), {"target_modules": "atention"}),
         (("--rank", "8", "--no-compile"), {"lora_rank": 8, "compile": False}),
-        (("--adapter-dtype", "bf16", "--dropout", "0.1"),),
+        (
+            ("--adapter-dtype", "bf16", "--dropout", "0.1"),
+            {"adapter_dtype": "bf16", "lora_dropout": 0.1},
+        ),
     ],
 )
 def test_what_is_typed_of_the_knobs_arrives_by_key(

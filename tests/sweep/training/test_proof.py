@@ -57,6 +57,8 @@ def verdicts(
         ({}, {"micro_batch_size": 1}, "micro_batch_size"),
         ({}, {"seq_len": 8}, "seq_len"),
         ({}, {"effective_batch_size": 8}, "effective_batch_size"),
+        ({}, {"adapter_dtype": "bf16"}, "adapter_dtype"),
+        ({"adapter_dtype": "bf16"}, {}, "adapter_dtype"),
     ],
 )
 def test_each_knob_is_found_out_where_another_value_ran(
