@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.documents import exists, open_file, read_json
-from search_spaces.errors import EnvironmentFault, InputError, shown
+from search_spaces.errors import EnvironmentFault, InputError, quote
 from search_spaces.models import ModelSpec
 
 SINGLE = "model.safetensors"
@@ -64,7 +64,7 @@ def _shards(index: Path, *, label: str) -> dict[str, set[str]]:
     for tensor, name in places.items():
         if not isinstance(name, str) or Path(name).name != name:
             raise InputError(
-                f"{label}: weight_map: '{tensor}' must be in a file, got {shown(name)}"
+                f"{label}: weight_map: '{tensor}' must be in a file, got {quote(name)}"
             )
         shards.setdefault(name, set()).add(tensor)
     return shards

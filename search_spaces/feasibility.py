@@ -16,7 +16,7 @@ from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
 from search_spaces.rules import RULES, Rule, Setting, Violation
-from search_spaces.space import Choices, SearchSpace
+from search_spaces.space import BATCHES, SearchSpace
 
 ROWS_MAX = 100_000
 """Combinations of what one rule reads that are looked at; a rule with more is left undecided."""
@@ -118,11 +118,8 @@ class _Dimensions:
 
     def __init__(self, space: SearchSpace) -> None:
         self._space = space
-        self._columns = {key: one.values() for key, one in space.dimensions.items()}
-        self._first = {
-            key: one.choices[0] if isinstance(one, Choices) else one.low
-            for key, one in space.dimensions.items()
-        }
+        self._columns = {key: dimension.values() for key, dimension in space.dimensions.items()}
+        self._first = {key: dimension.first for key, dimension in space.dimensions.items()}
 
     def among(self, keys: set[str]) -> set[str]:
         """Return those of the keys that are dimensions."""
@@ -137,10 +134,19 @@ class _Dimensions:
         positions = itertools.product(*map(range, sizes))
         return (dict(zip(keys, row, strict=True)) for row in positions)
 
-    def config(self, row: Row) -> TrialConfig:
-        """Return a configuration with a row's values, and the first of every other dimension."""
+    def config(self, row: Row) -> TrialConfig | None:
+        """Return a configuration with a row's values, and the first of every other dimension.
+
+        None where the row's batches do not go into each other: it is not in the space.
+        """
         values = {key: (self._columns[key] or ())[position] for key, position in row.items()}
-        return self._space.config({**self._first, **values})
+        params = {**self._first, **values}
+        batches = (dict(zip(BATCHES, pair, strict=True)) for pair in self._space.batches)
+        for known in itertools.chain([params], batches):
+            possible = {**params, **known, **values}
+            if self._space.holds_batches_of(possible):
+                return self._space.config(possible)
+        return None
 
 
 def _table(dimensions: _Dimensions, name: str, rule: Rule, setting: Setting) -> _Table | None:
@@ -149,7 +155,10 @@ def _table(dimensions: _Dimensions, name: str, rule: Rule, setting: Setting) -> 
     while (rows := dimensions.rows(sorted(keys))) is not None:
         allowed, reason = [], None
         for row in rows:
-            watched = _Watched(dimensions.config(row))
+            config = dimensions.config(row)
+            if config is None:
+                continue
+            watched = _Watched(config)
             said = rule(cast(TrialConfig, watched), setting)
             more = dimensions.among(watched.read) - keys
             if more:

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from search_spaces.config import ComputeDtype, TrialConfig
-from search_spaces.models import Weights
-from search_spaces.space import StepBudget
+from search_spaces.space import StepBudget, Weights
 from storage.records import Outcome, Phase
 
 

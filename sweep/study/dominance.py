@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from search_spaces.config import TrialConfig
+from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
-from search_spaces.rules import resolve_targets
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec, Weights
+from search_spaces.models import ModelSpec
+from search_spaces.space import Weights
 from sweep.training.matrices import matrices, quantized_share
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -15,8 +15,7 @@ import pytest
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import lora_parameters
-from search_spaces.model_files import load_model_spec
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.predictor import Fit, MemoryPrediction, MemoryPredictor
 from sweep.predict.memory.tracing_process import TracingChild
 from sweep.predict.speed.predictor import predict_step

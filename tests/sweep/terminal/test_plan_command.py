@@ -259,12 +259,16 @@ def test_batches_that_do_not_go_into_an_effective_batch_are_left_out(
 @pytest.mark.parametrize(
     ("text", "typed", "message"),
     [
-        ("micro_batch_size: [4, 8]", {"effective_batch_size": 6}, "no micro_batch_size of space"),
-        ("lora_rank: [4, 8]", {"effective_batch_size": 6}, "is not a multiple of micro_batch_size"),
+        (
+            "micro_batch_size: [4, 8]",
+            {"effective_batch_size": 6},
+            "effective_batch_size must be a multiple of micro_batch_size, got 6 and 4 or 8",
+        ),
+        ("lora_rank: [4, 8]", {"effective_batch_size": 6}, "micro_batch_size, got 6 and 4"),
         (
             "effective_batch_size: [6, 8]",
             {"micro_batch_size": 5},
-            "micro_batch_size 5: no effective_batch_size of space",
+            "effective_batch_size must be a multiple of micro_batch_size, got 6 or 8 and 5",
         ),
         ("lora_rank: [4, 8]", {"seq_len": 0}, "options: seq_len must be at least 1, got 0"),
         ("lora_rank: [4, 8]", {"kernels": "x"}, "options: kernels must be one of"),
