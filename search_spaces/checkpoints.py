@@ -58,11 +58,11 @@ def _check_directory(directory: Path, *, label: Path) -> None:
 
 def _shards(index: Path, *, label: str) -> dict[str, set[str]]:
     """Return the tensors of each shard that an index names."""
-    places = read_json(index, label=label).get("weight_map")
-    if not isinstance(places, dict) or not places:
+    weight_map = read_json(index, label=label).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{label}: weight_map must name the shard of each tensor")
     shards: dict[str, set[str]] = {}
-    for tensor, name in places.items():
+    for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
             raise InputError(
                 f"{label}: weight_map: '{tensor}' must be in a file, got {quote(name)}"

@@ -32,8 +32,8 @@ class Document:
     """The file as the person named it, or what else the values came from."""
     values: dict[str, Any] = field(default_factory=dict)
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
-    """Line of a YAML file, from 1, by path of keys: ``('dimensions', 'seq_len', 0)`` is a list's
-    first item."""
+    """Line from 1 by path of keys, ``('dimensions', 'seq_len', 0)`` for a list's first item; empty
+    where it is no YAML."""
 
     def where(self, *path: str | int) -> str:
         """Return ``file: line n`` of the key, or of the nearest one around it."""

@@ -53,7 +53,7 @@ def refuse_impossible(
         broken = () if reason is None else (Violation(MISNAMED, reason),)
         what = "target_modules"
     if broken:
-        raise InputError(f"{what}: {'; '.join(f'{one.rule}: {one.reason}' for one in broken)}")
+        raise InputError(f"{what}: {'; '.join(f'{rule.rule}: {rule.reason}' for rule in broken)}")
 
 
 def obstacles(
@@ -76,12 +76,14 @@ def obstacles(
     """
     setting = Setting(model, device, compute_capability)
     dimensions = _Dimensions(space)
-    found = (_table(dimensions, name, rule, setting) for name, rule in RULES.items())
-    biting = [table for table in found if table is not None and table.reason is not None]
-    alone = [table for table in biting if not table.allowed]
-    if not alone and _can_agree(biting):
+    tables = (_table(dimensions, name, rule, setting) for name, rule in RULES.items())
+    forbidding = [table for table in tables if table is not None and table.reason is not None]
+    exclusive = [table for table in forbidding if not table.allowed]
+    # Small tables first: what contradicts each other is then found before much is gone through.
+    ordered = [table.allowed for table in sorted(forbidding, key=lambda table: len(table.allowed))]
+    if not exclusive and _is_common(ordered, {}, itertools.count()):
         return ()
-    return tuple(Violation(table.rule, table.reason or "") for table in alone or biting)
+    return tuple(Violation(table.rule, table.reason or "") for table in exclusive or forbidding)
 
 
 @dataclass(frozen=True)
@@ -159,52 +161,29 @@ def _table(dimensions: _Dimensions, name: str, rule: Rule, setting: Setting) -> 
             if config is None:
                 continue
             watched = _Watched(config)
-            said = rule(cast(TrialConfig, watched), setting)
+            why = rule(cast(TrialConfig, watched), setting)
             more = dimensions.among(watched.read) - keys
             if more:
                 # What a rule reads may depend on what it read before: ask again about more.
                 keys |= more
                 break
-            if said is None:
+            if why is None:
                 allowed.append(row)
             else:
-                reason = reason or said
+                reason = reason or why
         else:
             return _Table(name, tuple(allowed), reason)
     return None
 
 
-def _can_agree(tables: Sequence[_Table]) -> bool:
-    """Whether some value of every dimension is allowed by all rules together."""
-    # Rules of one dimension first: they leave the others less to go through.
-    ordered = sorted(tables, key=lambda table: len(table.allowed[0]))
-    narrow: dict[str, set[int]] = {}
-    wide: list[tuple[Row, ...]] = []
-    for table in ordered:
-        rows = tuple(row for row in table.allowed if _is_within(row, narrow))
-        if not rows:
-            return False
-        if len(rows[0]) == 1:
-            (key,) = rows[0]
-            narrow[key] = {row[key] for row in rows}
-        else:
-            wide.append(rows)
-    steps = itertools.count()
-    return _is_common(wide, {}, steps)
-
-
-def _is_within(row: Row, narrow: Mapping[str, set[int]]) -> bool:
-    return all(row[key] in values for key, values in narrow.items() if key in row)
-
-
-def _is_common(wide: Sequence[tuple[Row, ...]], chosen: Row, steps: Iterator[int]) -> bool:
+def _is_common(tables: Sequence[tuple[Row, ...]], chosen: Row, steps: Iterator[int]) -> bool:
     """Whether a row of each table agrees with the others and with what was chosen before."""
-    if not wide:
+    if not tables:
         return True
-    for row in wide[0]:
+    for row in tables[0]:
         if next(steps) > STEPS_MAX:
             return True
         agrees = all(chosen.get(key, position) == position for key, position in row.items())
-        if agrees and _is_common(wide[1:], {**chosen, **row}, steps):
+        if agrees and _is_common(tables[1:], {**chosen, **row}, steps):
             return True
     return False

@@ -1,15 +1,13 @@
 """Owns turning what a person names into a search space: a shipped preset, or a YAML file of theirs.
 
 Strict: every key and every declared value is checked when the file is read, and the message names
-file, line, key and value. Knows nothing of Optuna. Models by name are in `model_files`, weights in
-`checkpoints`.
+file, line, key and value. Knows nothing of Optuna.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -24,18 +22,6 @@ from search_spaces.gpus import find_gpu
 from search_spaces.models import located
 from search_spaces.space import ConfigKey, SearchSpace
 from search_spaces.validation import validate
-
-
-@dataclass(frozen=True)
-class PresetSummary:
-    """One shipped space, for a list of them."""
-
-    name: str
-    description: str
-    gpu: str
-    model: str
-    combinations: int | None
-    """How many configurations it holds; None where a dimension is continuous."""
 
 
 def preset_name(typed: str) -> str | None:
@@ -77,13 +63,9 @@ def _is_path(text: str, path: Path) -> bool:
     )
 
 
-def preset_names() -> list[PresetSummary]:
+def shipped_presets() -> list[SearchSpace]:
     """Return the shipped presets by name."""
-    return [
-        PresetSummary(name, space.description, space.gpu, space.model, space.size())
-        for name in sorted(_presets())
-        for space in [load_space(name)]
-    ]
+    return [load_space(name) for name in sorted(_presets())]
 
 
 def _presets() -> dict[str, str]:

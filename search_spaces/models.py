@@ -180,8 +180,8 @@ def _read_config(path: Path, *, label: str) -> dict[str, Any]:
 
 def _in_usual_words(config: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes that the config calls by other words."""
-    found = {key: [w for w in words if w in config] for key, words in _OTHER_WORDS.items()}
-    return {key: config[words[0]] for key, words in found.items() if words}
+    present = {key: [w for w in words if w in config] for key, words in _OTHER_WORDS.items()}
+    return {key: config[words[0]] for key, words in present.items() if words}
 
 
 def _check_kind(config: dict[str, Any], *, label: str) -> None:

@@ -1,7 +1,6 @@
 """Owns what renting a card costs: offers with provider, date and source, shipped and the user's.
 
-Values in, values out: nothing is ever fetched, and what a training costs under an offer is worked
-out elsewhere.
+Values in, values out: nothing is ever fetched. Knows nothing of what a training costs.
 """
 
 from __future__ import annotations

@@ -88,9 +88,7 @@ class SearchSpace(Strict):
     seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)
     steps: StepBudget = StepBudget()
     dimensions: dict[ConfigKey, Annotated[Dimension, Field(union_mode="left_to_right")]]
-    """What is searched. Batches that go into no other are left out, and with them combinations
-    that could not be trained.
-    """
+    """What is searched; batches that do not go into any other are left out."""
     fixed: dict[ConfigKey, Any] = Field(default={})
     baseline: dict[ConfigKey, Any] = Field(default={})
     """What the study's gain is reported over: a reference, which the space need not hold.
@@ -150,10 +148,9 @@ class SearchSpace(Strict):
 
     @cached_property
     def columns(self) -> tuple[tuple[Mapping[str, Any], ...], ...] | None:
-        """One of each column is a combination; None where a dimension is continuous.
+        """One part of each column makes a combination; None where a dimension is continuous.
 
-        Each dimension is a column, but where only some batches go into each other: their pairs are
-        one.
+        A column is a dimension, or the pairs of batches where only some go into each other.
         """
         values = {key: dimension.values() for key, dimension in self.dimensions.items()}
         every = math.prod(len(values.get(key) or ()) for key in BATCHES)
@@ -182,8 +179,7 @@ class SearchSpace(Strict):
 
         Raises:
             InputError: it names an unknown key, a value out of range, or a micro-batch that does
-                not go into the effective batch. One that it inherits gives way: to the largest
-                that does and is no larger.
+                not go into the effective batch. An inherited one is lowered until it does.
         """
         where = f"space '{self.name}': baseline"
         # Judged by itself first, so that only what it inherits gives way below.

@@ -173,10 +173,10 @@ def _known_keys(fault: Fault, model: type[BaseModel] | None) -> tuple[str, ...]:
         return raised.known
     models = [] if model is None else [model]
     for step in _path(fault)[:-1]:
-        fields = [one.model_fields[str(step)] for one in models if step in one.model_fields]
+        fields = [model.model_fields[str(step)] for model in models if step in model.model_fields]
         # A list's index and a mapping's key lead to no field: the models stay those of its items.
-        models = [inner for one in fields for inner in _models_in(one.annotation)] or models
-    return tuple(key for one in models for key in one.model_fields)
+        models = [inner for field in fields for inner in _models_in(field.annotation)] or models
+    return tuple(key for model in models for key in model.model_fields)
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

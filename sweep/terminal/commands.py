@@ -21,7 +21,7 @@ from reports.page import render, write_report
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import gpu_catalogue
 from search_spaces.linears import parameters
-from search_spaces.loading import preset_names
+from search_spaces.loading import shipped_presets
 from search_spaces.models import shipped_models
 from storage.best import best_document
 from storage.definition import StudySnapshot
@@ -185,7 +185,7 @@ def version() -> int:
 def presets() -> int:
     """Print the shipped search spaces."""
     rows = [
-        (p.name, p.gpu, p.model, units.count(p.combinations), p.description) for p in preset_names()
+        (p.name, p.gpu, p.model, units.count(p.size()), p.description) for p in shipped_presets()
     ]
     say(table(("preset", "gpu", "model", "configurations", "what"), rows))
     return DONE

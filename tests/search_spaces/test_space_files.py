@@ -14,7 +14,7 @@ from search_spaces.config import CONFIG_KEYS
 from search_spaces.dimensions import Choices, FloatRange, IntRange
 from search_spaces.documents import BYTES_MAX
 from search_spaces.errors import EnvironmentFault, InputError, SweepError
-from search_spaces.loading import load_space, parse_duration, parse_space, preset_names
+from search_spaces.loading import load_space, parse_duration, parse_space, shipped_presets
 from search_spaces.models import load_model_spec
 from search_spaces.rules import violation
 from search_spaces.space import SearchSpace
@@ -517,7 +517,7 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 
 
 def test_the_shipped_presets_are_listed_with_what_they_are_for() -> None:
-    presets = {preset.name: preset for preset in preset_names()}
+    presets = {preset.name: preset for preset in shipped_presets()}
     assert sorted(presets) == ["a10", "a100-40gb", "a100-80gb", "cpu-demo", "h100-80gb", "h200"]
     assert all(preset.description for preset in presets.values())
     assert presets["cpu-demo"].gpu == "cpu"

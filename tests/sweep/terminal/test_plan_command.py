@@ -17,7 +17,7 @@ import pytest
 from search_spaces.config import CONFIG_KEYS, TARGET_SETS, TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import GIB, gpu_catalogue
-from search_spaces.loading import preset_names
+from search_spaces.loading import shipped_presets
 from storage.environment import fingerprint
 from storage.studies import open_study
 from sweep.cli import main
@@ -191,7 +191,7 @@ def test_a_card_without_a_preset_has_a_standard_space(
     assert "the l4's standard space, held at not compiled, standard kernels: 384 " in out
 
 
-PRESETS = {preset.name for preset in preset_names()}
+PRESETS = {preset.name for preset in shipped_presets()}
 HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
 
 
