@@ -85,7 +85,7 @@ class TrialConfig(BaseModel):
     quantization: Quantization = "nf4"
     """Storage of the frozen base: 4-bit NormalFloat, 4-bit float, or ``none`` (16-bit)."""
     double_quant: StrictBool = True
-    """Whether the quantisation constants are quantised themselves."""
+    """Whether the quantization constants are quantized themselves."""
     checkpoint_fraction: Number = Field(default=1.0, ge=0.0, le=1.0)
     """Share of decoder layers whose activations are recomputed in the backward pass."""
     upcast_fp32: StrictBool = True

@@ -247,7 +247,7 @@ def _biases(model: ModelSpec, shapes: dict[str, Shape]) -> int:
 
 
 def _head_norms(model: ModelSpec) -> int:
-    """Qwen3 normalises the queries and keys of every head with one weight vector each."""
+    """Qwen3 normalizes the queries and keys of every head with one weight vector each."""
     if model.model_type != "qwen3":
         return 0
     return 2 * int(model.config["head_dim"])

@@ -48,7 +48,7 @@ CONFIG_OPTIONS = (
     ConfigOption("effective_batch_size", int | None, "Sequences per optimizer step."),
     ConfigOption("compute_dtype", str | None, "bf16, fp16 or fp32."),
     ConfigOption("quantization", str | None, "nf4, fp4 or none."),
-    ConfigOption("double_quant", bool | None, "Quantise the quantisation constants too."),
+    ConfigOption("double_quant", bool | None, "Quantize the quantization constants too."),
     ConfigOption("checkpoint_fraction", float | None, "Share of layers recomputed, 0 to 1."),
     ConfigOption("upcast_fp32", bool | None, "Keep norms, embeddings and head in fp32."),
     ConfigOption("kernels", str | None, "hf, fused-loss or liger."),

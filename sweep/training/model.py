@@ -143,7 +143,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def bnb_config(key: BaseKey) -> BitsAndBytesConfig | None:
-    """Return how transformers quantises this base; None for a 16-bit one."""
+    """Return how transformers quantizes this base; None for a 16-bit one."""
     if key.quantization == "none":
         return None
     return BitsAndBytesConfig(
@@ -229,7 +229,7 @@ def _check_is_text(config: Any, spec: ModelSpec) -> None:
 
 
 def _mark_quantized(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:
-    """Say what `from_pretrained` says of a model it quantised; PEFT and accelerate ask for it."""
+    """Say what `from_pretrained` says of a model it quantized; PEFT and accelerate ask for it."""
     marks: dict[str, Any] = {
         "is_loaded_in_4bit": True,
         "is_quantized": True,
@@ -255,7 +255,7 @@ def upcast(model: PreTrainedModel) -> None:
 
 
 def _quantize_random(module: bnb.nn.Linear4bit, *, key: BaseKey, device: torch.device) -> None:
-    """Give a linear layer random 16-bit weights and quantise them at once, so that only one is ever
+    """Give a linear layer random 16-bit weights and quantize them at once, so that only one is ever
     wide.
     """
     dtype = DTYPES[key.compute_dtype]

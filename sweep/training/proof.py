@@ -284,7 +284,7 @@ def _dropout(config: TrialConfig, watch: KernelWatch) -> Ineffective | None:
 def _attention(config: TrialConfig, attached: Attached, watch: KernelWatch) -> Ineffective | None:
     """Each implementation leaves its own operators.
 
-    `sdpa` must reach a fused kernel: its fallback materialises the scores as `eager` does. In fp32
+    `sdpa` must reach a fused kernel: its fallback materializes the scores as `eager` does. In fp32
     with grouped-query heads torch has no fused kernel at all, nor on a CPU for a model that drops
     scores or whose values have a width of their own, so there the fallback is what people get.
     `flash_attention_2` is flash-attn's own operator, which no kernel of torch stands in for.

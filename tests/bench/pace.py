@@ -114,7 +114,7 @@ def card_work(base: BaseModel, values: dict[str, Any], device: Device) -> dict[s
     return {
         "kernels": len(kernels),
         "busy_seconds": sum(e.duration_ns() for e in kernels) / 1e9,
-        "host_synchronisations": sum("Synchronize" in e.name() for e in events),
+        "host_synchronizations": sum("Synchronize" in e.name() for e in events),
     }
 
 

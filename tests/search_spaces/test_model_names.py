@@ -249,7 +249,7 @@ def test_the_shipped_architectures_are_listed_with_their_true_sizes() -> None:
     }
 
 
-def test_the_demo_packs_into_whole_quantisation_blocks() -> None:
+def test_the_demo_packs_into_whole_quantization_blocks() -> None:
     config = load_model_spec("demo").config
     assert config["hidden_size"] % 64 == config["intermediate_size"] % 64 == 0
     assert config["vocab_size"] % 64 == 0
