@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from search_spaces.config import parse_config
-from search_spaces.loading import load_model_spec
+from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from sweep.training.adapters import attached
 from sweep.training.device import Device, open_device
