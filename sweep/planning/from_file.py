@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import read_text
-from search_spaces.errors import InputError, shown
+from search_spaces.errors import InputError, quote
 
 STDIN = "-"
 """Name of standard input."""
@@ -61,7 +61,7 @@ def _object(line: str, *, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise InputError(f"{where}: must be a JSON object, got {shown(values)}")
+        raise InputError(f"{where}: must be a JSON object, got {quote(values)}")
     return values
 
 

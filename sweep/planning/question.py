@@ -12,10 +12,9 @@ from typing import Any
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import InputError, did_you_mean
-from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, match_product
-from search_spaces.loading import load_space, preset_name, preset_names
-from search_spaces.model_files import load_model_spec
-from search_spaces.models import ModelSpec
+from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_names, match_product
+from search_spaces.loading import load_space, preset_name, shipped_presets
+from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import Offer, load_prices
 from search_spaces.space import SearchSpace
 from sweep.paths import own_price_file, runs_directory, storage_url
@@ -145,7 +144,7 @@ def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | N
     """
     if name is None:
         return "standard", None, None
-    cards = {card: gpu for gpu in gpu_catalogue().values() for card in (gpu.name, *gpu.aliases)}
+    cards = gpu_names()
     card = cards.get(name.strip().lower())
     preset = preset_name(name) or (preset_name(card.name) if card is not None else None)
     if preset is not None:
@@ -157,7 +156,7 @@ def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | N
     except InputError:
         if "/" in name or Path(name).suffix or Path(name).exists():
             raise
-        known = {*cards, *(one.name for one in preset_names())}
+        known = [*cards, *(preset.name for preset in shipped_presets())]
         raise InputError(
             f"'{name}' is no preset, no YAML file and no GPU{did_you_mean(name, known)}"
         ) from None

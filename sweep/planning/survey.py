@@ -17,16 +17,11 @@ from functools import cached_property
 from typing import Any
 
 from search_spaces.config import TrialConfig
+from search_spaces.dimensions import Choices, Dimension, FloatRange
 from search_spaces.errors import InputError
 from search_spaces.knobs import KNOBS
 from search_spaces.models import ModelSpec
-from search_spaces.space import (
-    MICRO_STEPS_TIMED,
-    Choices,
-    Dimension,
-    FloatRange,
-    SearchSpace,
-)
+from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
 from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
 from sweep.planning.largest_fit import SettledRow, settle_row
 from sweep.planning.recommendation import (
@@ -313,7 +308,8 @@ def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
     batches = _batches(space)
     for values in _row_values(others, batches=len(batches), seed=space.seed):
         params = dict(zip(others, values, strict=True))
-        yield [space.config({**params, **batch}) for batch in batches]
+        row = [{**params, **batch} for batch in batches]
+        yield [space.config(params) for params in row if space.holds_batches_of(params)]
 
 
 def _batches(space: SearchSpace) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 from search_spaces.config import parse_config
 from search_spaces.knobs import TARGET_SETS
 from search_spaces.linears import linear_shapes, lora_parameters, parameters, resolve_targets
-from search_spaces.model_files import load_model_spec, model_names
+from search_spaces.models import load_model_spec, shipped_models
 
 BUILD = """
 import json, sys, warnings
@@ -43,7 +43,7 @@ json.dump(found, sys.stdout)
 def built() -> dict[str, Any]:
     """Every shipped architecture as the real libraries build it, without memory, in a child."""
     asked = {}
-    for index, name in enumerate(model.name for model in model_names()):
+    for index, name in enumerate(model.name for model in shipped_models()):
         spec, config = (
             load_model_spec(name),
             parse_config({"target_modules": TARGET_SETS[index % 3]}),
@@ -61,7 +61,9 @@ def built() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("index", "name"), list(enumerate(model.name for model in model_names())))
+@pytest.mark.parametrize(
+    ("index", "name"), list(enumerate(model.name for model in shipped_models()))
+)
 def test_counts_and_modules_agree_with_the_real_model(
     built: dict[str, Any], index: int, name: str
 ) -> None:

@@ -129,7 +129,7 @@ def test_targets_the_architecture_lacks_are_invalid() -> None:
 
 
 class _Failing(CpuDevice):
-    """A device that fails at a chosen synchronisation."""
+    """A device that fails at a chosen synchronization."""
 
     def __init__(self, error: Exception, *, at: int) -> None:
         super().__init__()

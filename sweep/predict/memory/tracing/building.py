@@ -104,7 +104,7 @@ def _built_width(tensor: torch.Tensor, width: int) -> int:
 
 
 def _pack(allocator: CachingAllocator, layer: Linear4bit, width: int) -> None:
-    """Quantise one layer's random weights, as bitsandbytes does it on the card."""
+    """Quantize one layer's random weights, as bitsandbytes does it on the card."""
     wide = allocator.allocate(layer.in_features * layer.out_features * width)
     scales = allocator.allocate(layer.scales * _FP32_BYTES)
     allocator.allocate(layer.weight.numel())
