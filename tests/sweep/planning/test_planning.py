@@ -614,7 +614,10 @@ def test_where_nothing_fits_the_smallest_need_is_told() -> None:
         },
     ],
 )
-def test_a_space_without_end_is_judged_by_a_sample(dimensions: Mapping[str, Any]) -> None:
+def test_a_space_without_end_is_judged_by_a_sample(
+    dimensions: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surveys, "ROWS_SAMPLED", 150)
     space = a_space(dimensions=dimensions)
     found = survey(space, a_forecaster())
     again = survey(space, a_forecaster())
