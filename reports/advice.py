@@ -12,13 +12,14 @@ from reports import objectives, uncertainty, units
 from search_spaces.rules import canonical
 from search_spaces.space import Choices, SearchSpace
 from storage.definition import StudySnapshot
-from storage.needs import need_of, predicted_need
-from storage.ranking import SPEED_OBJECTIVES, Ranking, measured_of, rank_study
+from storage.ranking import Ranking, measured_of, rank_study
 from storage.records import (
     OUT_OF_MEMORY,
     RETRYABLE,
     Measurement,
     TrialRecord,
+    need_of,
+    predicted_need,
 )
 
 SPEED_KEYS = ("checkpoint_fraction", "kernels", "upcast_fp32", "compile")
@@ -31,7 +32,7 @@ _TIED_SHOWN = 5
 
 def advice_title(snapshot: StudySnapshot) -> str:
     """Return what the sentences are about: more speed, where that was asked for."""
-    is_speed = not SPEED_OBJECTIVES.isdisjoint(snapshot.definition.space.objectives)
+    is_speed = "tokens_per_second" in snapshot.definition.space.objectives
     return "To go faster" if is_speed else "To find better"
 
 
@@ -56,7 +57,7 @@ def how_to_go_faster(snapshot: StudySnapshot) -> list[str]:
 def _towards_speed(
     snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord, best: Measurement
 ) -> Iterator[str]:
-    if SPEED_OBJECTIVES.isdisjoint(ranking.objectives):
+    if "tokens_per_second" not in ranking.objectives:
         return
     yield from _too_large(snapshot, best)
     yield from _edges(snapshot, winner)

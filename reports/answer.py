@@ -14,7 +14,7 @@ from reports import objectives, uncertainty, units
 from search_spaces.rules import canonical
 from storage.definition import StudySnapshot, Target
 from storage.gain import compare
-from storage.ranking import SPEED_OBJECTIVES, Ranking, measured_of, rank_study
+from storage.ranking import Ranking, measured_of, rank_study
 from storage.records import RETRYABLE, Measurement, TrialRecord, Verdict
 
 
@@ -119,14 +119,13 @@ def _tiles(
     """Yield what was asked for first, then what else a reader wants to know."""
     speed = _speed_tile(measured)
     memory = _memory_tile(measured, snapshot.definition.target)
-    if SPEED_OBJECTIVES.isdisjoint(ranking.objectives) and "peak_memory" in ranking.objectives:
+    if "tokens_per_second" not in ranking.objectives and "peak_memory" in ranking.objectives:
         yield from (memory, speed, _gain_tile(ranking))
     else:
         yield from (speed, _gain_tile(ranking), memory)
     if "trainable_parameters" in ranking.objectives:
         yield _parameters_tile(winner, measured)
-    if "cost" in ranking.objectives:
-        yield _cost_tile(snapshot, winner)
+    yield from _cost_tile(snapshot, measured)
     yield _trials_tile(snapshot)
 
 
@@ -135,10 +134,11 @@ def _parameters_tile(winner: TrialRecord, measured: Measurement) -> Tile:
     return Tile(units.count(measured.trainable_parameters), "trainable parameters", detail)
 
 
-def _cost_tile(snapshot: StudySnapshot, winner: TrialRecord) -> Tile:
-    dollars = objectives.value("cost", winner, snapshot)
-    detail = f"on {snapshot.definition.target.gpu}, at the price of the hour when it was measured"
-    return Tile(f"${dollars}", "per million tokens", detail)
+def _cost_tile(snapshot: StudySnapshot, measured: Measurement) -> Iterator[Tile]:
+    dollars, offer = snapshot.usd_per_million_tokens(measured), snapshot.offer
+    if dollars is not None and offer is not None:
+        hour = f"{offer.label} at ${offer.usd_per_hour:.2f} an hour, as of {offer.date}"
+        yield Tile(f"${dollars:.3g}", "per million tokens", hour)
 
 
 def _speed_tile(measured: Measurement) -> Tile:

@@ -16,7 +16,6 @@ from reports import uncertainty, units
 from reports.measured import measured_trials
 from reports.tables import VERDICT_LABELS
 from search_spaces.config import TrialConfig
-from storage.needs import need_of
 from storage.records import (
     Crashed,
     Diverged,
@@ -31,6 +30,7 @@ from storage.records import (
     TimedOut,
     TrialRecord,
     Verdict,
+    need_of,
 )
 
 FRONT_COLOUR = "#009E73"

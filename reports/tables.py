@@ -223,7 +223,7 @@ def _configuration_row(
         is_baseline=record.is_baseline,
         is_tied=is_tied,
         is_on_front=is_on_front,
-        values=tuple(objectives.value(o, record, snapshot) for o in space.objectives),
+        values=tuple(objectives.value(o, measured) for o in space.objectives),
     )
 
 

@@ -27,9 +27,8 @@ from reports.tables import VERDICT_LABELS
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
 from storage.definition import StudySnapshot
-from storage.needs import need_of
 from storage.ranking import pareto_front, rank_study
-from storage.records import Measurement, TrialRecord, Verdict
+from storage.records import Measurement, TrialRecord, Verdict, need_of
 
 MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
 AXES: tuple[Objective, ...] = ("tokens_per_second", "peak_memory")
@@ -118,9 +117,8 @@ def _add_front(figure: go.Figure, snapshot: StudySnapshot) -> None:
     the space does not hold, as the ranking does.
     """
     ranking = rank_study(snapshot)
-    asked = {"tokens_per_second" if o == "cost" else o for o in ranking.objectives}
     on_axes = pareto_front(ranking.ranked, AXES)
-    if len(ranking.objectives) == 1 or asked == set(AXES):
+    if len(ranking.objectives) == 1 or set(ranking.objectives) == set(AXES):
         _add_line(figure, [r.measurement for r in on_axes if r.measurement is not None])
     else:
         _add_rings(figure, [r.measurement for r in ranking.front if r.measurement is not None])

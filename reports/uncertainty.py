@@ -10,8 +10,7 @@ import math
 from reports import units
 from search_spaces.config import TrialConfig
 from storage.gain import Comparison, Gain, NoGain
-from storage.needs import Need
-from storage.records import Measurement
+from storage.records import Measurement, Need
 
 _DOUBTS = ("noisy", "neighbour", "throttled")
 """Flags that say why a speed may be off."""

@@ -9,7 +9,15 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 from search_spaces.config import CONFIG_KEYS, Number, TrialConfig, parse_config
 from search_spaces.errors import InputError
@@ -26,7 +34,7 @@ The second has the first one's gradients beside it, as every later one would: th
 the whole accumulation, and so is the time of a micro-step.
 """
 
-Objective = Literal["tokens_per_second", "peak_memory", "cost", "trainable_parameters"]
+Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters"]
 SamplerName = Literal["tpe", "gp", "random", "grid"]
 
 
@@ -149,6 +157,16 @@ class SearchSpace(_Model):
 
     Missing keys take the space's fixed values, and the recipe's defaults where nothing is fixed.
     """
+
+    @field_validator("objectives", mode="before")
+    @classmethod
+    def _without_cost(cls, objectives: Any) -> Any:
+        if isinstance(objectives, list | tuple) and "cost" in objectives:
+            raise ValueError(
+                "cannot hold cost: on one card at one price it is 1 / speed. Ask for "
+                "tokens_per_second; plan, report and best show what tokens cost"
+            )
+        return objectives
 
     @model_validator(mode="after")
     def _consistent(self) -> SearchSpace:

@@ -16,7 +16,7 @@ the objective that was named first decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,18 +30,6 @@ from storage.definition import StudyDefinition, StudySnapshot
 from storage.records import Measurement, TrialRecord, Verdict
 
 _CONCLUSIVE = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED, Verdict.INEFFECTIVE})
-
-_MERIT: Mapping[Objective, Callable[[Measurement], float]] = {
-    "tokens_per_second": lambda m: m.tokens_per_second,
-    "peak_memory": lambda m: -m.peak_allocated_bytes,
-    # A study has one card and so one price: what a token costs falls with the speed alone.
-    "cost": lambda m: m.tokens_per_second,
-    "trainable_parameters": lambda m: m.trainable_parameters,
-}
-"""Of each objective, what is larger the better."""
-
-SPEED_OBJECTIVES = frozenset[Objective]({"tokens_per_second", "cost"})
-"""Objectives that follow the speed alone, and share its uncertainty."""
 
 
 @dataclass(frozen=True)
@@ -246,9 +234,22 @@ def verdict_counts(records: Iterable[TrialRecord]) -> dict[str, int]:
     return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
 
 
+def objective_value(objective: Objective, measured: Measurement) -> float:
+    """Return what was measured of an objective: tokens/s, bytes, or a count."""
+    match objective:
+        case "tokens_per_second":
+            return measured.tokens_per_second
+        case "peak_memory":
+            return measured.peak_allocated_bytes
+        case "trainable_parameters":
+            return measured.trainable_parameters
+
+
 def _merits(record: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, ...]:
+    """Return the value of each objective, turned so that larger is better."""
     measured = measured_of(record)
-    return tuple(_MERIT[objective](measured) for objective in objectives)
+    values = ((objective, objective_value(objective, measured)) for objective in objectives)
+    return tuple(-value if objective == "peak_memory" else value for objective, value in values)
 
 
 def _dominates(other: Sequence[float], point: Sequence[float]) -> bool:
@@ -278,8 +279,8 @@ def _distance_to_the_corner(
 
 
 def _is_tied(objective: Objective, one: Measurement, other: Measurement) -> bool:
-    if objective not in SPEED_OBJECTIVES:
-        return _MERIT[objective](one) == _MERIT[objective](other)
+    if objective != "tokens_per_second":
+        return objective_value(objective, one) == objective_value(objective, other)
     mine, theirs = one.speed_interval, other.speed_interval
     if mine is None or theirs is None:
         return False

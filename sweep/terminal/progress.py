@@ -13,7 +13,6 @@ from reports.tables import VERDICT_LABELS
 from search_spaces.config import TrialConfig
 from storage.definition import StudyDefinition
 from storage.gain import Gain, compare
-from storage.needs import need_of
 from storage.ranking import Ranking, rank, verdict_counts
 from storage.records import (
     Crashed,
@@ -27,8 +26,9 @@ from storage.records import (
     TimedOut,
     TrialRecord,
     Verdict,
+    need_of,
 )
-from storage.retries import next_number
+from storage.recovery import next_number
 from sweep.running.runner import Progress
 from sweep.study.events import Event, StudyFinished, TrialFinished, TrialProgress, TrialStarted
 from sweep.study.tuner import trials_spent

@@ -20,8 +20,8 @@ import pytest
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.database import Patience, close, open_for_writing
 from storage.lease import FileLease, this_driver
-from storage.spool import Spool
-from storage.studies import list_studies, read_study
+from storage.recovery import Spool
+from storage.reading import list_studies, read_study
 from storage.urls import parse_url
 from tests.storage.builders import DISTRIBUTIONS, a_record, fits, open_it, run_one
 from tests.storage.driver import ROOT
@@ -237,7 +237,7 @@ def test_results_that_wait_in_the_spool_are_mentioned_when_nobody_drives(
     with open_it(url, home) as study:
         trial = study.ask(DISTRIBUTIONS)
         identity = study.study.user_attrs["identity"]
-        Spool(home / "study" / "spool.jsonl", identity).append(a_record(trial.number), cost=None)
+        Spool(home / "study" / "spool.jsonl", identity).append(a_record(trial.number))
         assert read_study("study", url=url, home=home).warnings == ()
     (warning,) = read_study("study", url=url, home=home).warnings
     assert "trials 0" in warning

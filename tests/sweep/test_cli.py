@@ -84,6 +84,30 @@ def test_the_best_as_json_is_one_document_and_nothing_else(
     assert {"model", "objective", "seconds", "tied", "fastest_by_class"} <= document.keys()
 
 
+@pytest.mark.parametrize("command", [["best"], ["status"], ["report", "-o", "-"]])
+def test_what_tokens_cost_is_shown_at_the_users_own_price(
+    study: str, home: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    (home / "runs" / "prices.yaml").write_text(
+        "offers:\n- {provider: Me, date: 2026-11-21, source: me, usd_per_hour: {a10: 0.036}}\n"
+    )
+    assert main([command[0], study, *command[1:]]) == 0
+    out = capsys.readouterr().out
+    assert "per million tokens" in out
+    assert "a10 Me at $0.04 an hour, as of 2026-11-21" in out
+
+
+def test_a_price_list_that_is_not_right_hides_the_cost_and_nothing_else(
+    study: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "runs" / "prices.yaml").write_text("offers: 7\n")
+    assert main(["best", study, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["cost"] is None
+    assert "no cost is shown: " in err
+    assert "prices.yaml" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [

@@ -1,34 +1,151 @@
-"""Owns a study that this process drives alone: asked, told, and recovered after a crash.
+"""Owns a study that this process drives alone: opened, asked, told, and recovered after a crash.
 
 A result reaches the spool first, then the database. Knows nothing of how trials run or of what is
-worth trying.
+worth trying; looking at a study without driving it is `reading`'s.
 """
 
 from __future__ import annotations
 
+import re
+import uuid
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution
+from optuna.exceptions import ExperimentalWarning
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import EnvironmentFault, InputError, shown
 from storage import mapping
-from storage.database import Patience, close, faults, patiently
-from storage.definition import StudyDefinition
-from storage.lease import Lease
-from storage.reading import IDENTITY, WALL_SECONDS
+from storage.database import PATIENCE, Patience, close, faults, open_for_writing, patiently
+from storage.definition import StudyDefinition, differences, names_cost
+from storage.lease import Lease, lease_for
+from storage.reading import DEFINITION, IDENTITY, RUNS, WALL_SECONDS, understood
 from storage.records import Lost, TrialRecord
-from storage.retries import attempts, to_retry
-from storage.spool import Spool
-from storage.urls import DatabaseUrl
+from storage.recovery import Spool, attempts, to_retry
+from storage.urls import DatabaseUrl, parse_url
 
 T = TypeVar("T")
+
+NAME_MAX = 100
+NAME_BYTES_MAX = 200
+"""A file system's names end at 255 bytes, and the lock's begins with the database's."""
+
+_NAME = re.compile(rf"[^\W_][\w.-]{{0,{NAME_MAX - 1}}}")
+
+
+def open_study(
+    name: str,
+    *,
+    url: str,
+    definition: StudyDefinition,
+    sampler: optuna.samplers.BaseSampler,
+    environment: Mapping[str, Any],
+    home: Path,
+    patience: Patience = PATIENCE,
+) -> LeasedStudy:
+    """Create or resume a study and take its lease; close it, or use it in a ``with``.
+
+    Args:
+        name: becomes a directory's name, so letters, digits, dots, dashes and underscores.
+        url: ``sqlite:///path`` or ``postgresql://user:password@host/database``.
+        definition: must agree with the stored one in space, model and target.
+        sampler: proposes the next trial.
+        environment: fingerprint of this run, kept beside those of earlier runs.
+        home: the directory of all studies' files (``runs``).
+        patience: how long a database that is locked or away is waited for.
+
+    Raises:
+        InputError: the name or URL is not right, or the stored study is about something else.
+        EnvironmentFault: the database is not to be had, or another driver has the study.
+    """
+    if not _NAME.fullmatch(name) or len(name.encode()) > NAME_BYTES_MAX:
+        raise InputError(
+            f"study name must be at most 100 letters, digits, '.', '_' and '-', got {shown(name)}"
+        )
+    database = parse_url(url)
+    with ExitStack() as undo:
+        storage = open_for_writing(database)
+        undo.callback(close, storage)
+        lease = lease_for(database, name)
+        undo.callback(lease.release)
+        with faults(database), understood(name):
+            lease.acquire()
+            create = partial(
+                optuna.create_study,
+                study_name=name,
+                storage=storage,
+                sampler=sampler,
+                pruner=optuna.pruners.NopPruner(),
+                directions=mapping.directions(definition.space.objectives),
+                load_if_exists=True,
+            )
+            # Other drivers may be writing into the same file: their locks pass.
+            study = patiently(create, patience=patience)
+            was_resumed = _check_agreement(study, definition, database)
+            note = partial(_note_run, study, definition, environment)
+            identity = patiently(note, patience=patience)
+            spool = Spool(home / name / "spool.jsonl", identity)
+            leased = LeasedStudy(
+                study, definition, was_resumed, storage, database, lease, spool, patience
+            )
+        undo.pop_all()
+    return leased
+
+
+def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: DatabaseUrl) -> bool:
+    """Return whether the study was there before; raise where it is about something else."""
+    stored, named = study.user_attrs.get(DEFINITION), f"study '{study.study_name}' in {url}"
+    if stored is None:
+        if study.get_trials(deepcopy=False):
+            raise InputError(f"{named} is not one of sweep's; choose another --study")
+        return False
+    if names_cost(stored):
+        # Its trials' values are dollars, smaller the better: speeds cannot be told beside them.
+        raise InputError(
+            f"{named} was started with the objective cost, which is no objective any more; it can "
+            "still be read, but not gone on with: start a new study with --study and another name"
+        )
+    lines = differences(StudyDefinition.model_validate(stored), definition)
+    if lines:
+        raise InputError(
+            f"{named} was started with another definition:\n  "
+            + "\n  ".join(lines)
+            + "\nStart a new study with --study and another name, or go on as it was started."
+        )
+    return True
+
+
+def _note_run(
+    study: optuna.Study, definition: StudyDefinition, environment: Mapping[str, Any]
+) -> str:
+    """Store what this run is about and on what it runs; return the study's identity.
+
+    Safe to repeat after a failure: the run itself is noted last.
+    """
+    stored = study.user_attrs
+    identity = str(stored.get(IDENTITY) or uuid.uuid4().hex)
+    run = {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": dict(environment),
+    }
+    study.set_user_attr(IDENTITY, identity)
+    study.set_user_attr(DEFINITION, definition.model_dump(mode="json"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        study.set_metric_names(list(definition.space.objectives))
+    study.set_user_attr(RUNS, [*stored.get(RUNS, ()), run])
+    return identity
 
 
 @dataclass(eq=False)
@@ -47,7 +164,6 @@ class LeasedStudy:
     _spool: Spool
     _patience: Patience
     _records: dict[int, TrialRecord] = field(default_factory=dict, init=False)
-    _worst_cost: float = field(default=1.0, init=False)
 
     def __post_init__(self) -> None:
         self._reload()
@@ -80,15 +196,13 @@ class LeasedStudy:
         was lost, crashed or timed out is returned until it was tried three times.
         """
         self._patiently(self._empty_queue)
-        spooled = {entry.record.number: entry for entry in self._spool.read()}
+        spooled = {record.number: record for record in self._spool.read()}
         for frozen in self._patiently(lambda: self._trials(TrialState.RUNNING)):
-            entry = spooled.get(frozen.number)
-            if entry is not None:
-                self._write(
-                    self._handle(frozen.number), entry.record, self._told(entry.record, entry.cost)
-                )
+            record = spooled.get(frozen.number) or self._lost(frozen)
+            if record is None:
+                self._patiently(partial(self._close_unbegun, frozen.number))
             else:
-                self._give_up(frozen)
+                self._write(Trial(self.study, self._patiently(partial(self._id, frozen))), record)
         return to_retry(self.records())
 
     def ask(
@@ -116,13 +230,8 @@ class LeasedStudy:
 
         self._patiently(attempt)
 
-    def tell(self, trial: Trial, record: TrialRecord, *, cost: float | None = None) -> None:
-        """Keep a result: spooled and fsynced first, then told.
-
-        Args:
-            trial: as `ask` returned it.
-            record: of that trial.
-            cost: value of the ``cost`` objective; needed for a measured trial where a study has it.
+    def tell(self, trial: Trial, record: TrialRecord) -> None:
+        """Keep a result of a trial that `ask` returned: spooled and fsynced first, then told.
 
         Raises:
             EnvironmentFault: the database stays away or another driver took over; the result is
@@ -132,11 +241,10 @@ class LeasedStudy:
             raise ValueError(
                 f"a record of trial {record.number} cannot be told for trial {trial.number}"
             )
-        told = self._told(record, cost)
-        self._spool.append(record, cost=cost)
+        self._spool.append(record)
         try:
             self._hold()
-            self._write(trial, record, told)
+            self._write(trial, record)
         except EnvironmentFault as fault:
             raise EnvironmentFault(
                 f"{fault}; the result of trial {record.number} is safe in {self._spool.path} "
@@ -157,57 +265,44 @@ class LeasedStudy:
         self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
 
     def _reload(self) -> None:
-        finished = [
-            trial for trial in self.study.get_trials(deepcopy=False) if trial.state.is_finished()
-        ]
-        found = {trial.number: mapping.record_of(trial) for trial in finished}
-        self._records = {number: record for number, record in found.items() if record is not None}
-        for trial in finished:
-            self._learn_cost(trial.user_attrs.get(mapping.COST))
+        records = map(mapping.record_of, self.study.get_trials(deepcopy=False))
+        self._records = {record.number: record for record in records if record is not None}
 
-    def _learn_cost(self, cost: float | None) -> None:
-        if cost is not None:
-            self._worst_cost = max(self._worst_cost, 2.0 * cost)
+    def _write(self, trial: Trial, record: TrialRecord) -> None:
+        self._records[record.number] = self._patiently(lambda: self._store(trial, record))
 
-    def _told(self, record: TrialRecord, cost: float | None) -> mapping.Told:
-        self._learn_cost(cost)
-        scale = mapping.Scale(
-            self.definition.space.objectives, self.definition.target.budget_bytes, self._worst_cost
-        )
-        return mapping.to_optuna(record, scale=scale, cost=cost)
-
-    def _write(self, trial: Trial, record: TrialRecord, told: mapping.Told) -> None:
-        self._records[record.number] = self._patiently(lambda: self._store(trial, record, told))
-
-    def _store(self, trial: Trial, record: TrialRecord, told: mapping.Told) -> TrialRecord:
+    def _store(self, trial: Trial, record: TrialRecord) -> TrialRecord:
         """Write what is not there yet, the state last; return the record that storage then has."""
-        stored = self._storage.get_trial(self._id(trial.number))
+        stored = self._storage.get_trial(self._id(trial))
         if stored.state.is_finished():
             return mapping.record_of(stored) or record
-        for key, value in told.attributes.items():
+        result = mapping.to_optuna(
+            record,
+            objectives=self.definition.space.objectives,
+            budget_bytes=self.definition.target.budget_bytes,
+        )
+        for key, value in result.attributes.items():
             trial.set_user_attr(key, value)
         if mapping.CONSTRAINT not in stored.constraints:
-            trial.set_constraint(mapping.CONSTRAINT, told.violation)
-        if told.intermediate is not None and not stored.intermediate_values:
-            step, value = told.intermediate
+            trial.set_constraint(mapping.CONSTRAINT, result.violation)
+        if result.intermediate is not None and not stored.intermediate_values:
+            step, value = result.intermediate
             trial.report(value, step)
-        self.study.tell(trial, values=told.values, state=told.state)
+        self.study.tell(trial, values=result.values, state=result.state)
         return record
 
-    def _give_up(self, frozen: FrozenTrial) -> None:
-        """Record an orphan as lost; one that had no whole configuration yet is only closed."""
+    def _lost(self, frozen: FrozenTrial) -> TrialRecord | None:
+        """Return an orphan's record; None where it had no whole configuration yet."""
         config = mapping.config_of(frozen) or self._config_of_params(frozen.params)
         if config is None:
-            self._patiently(lambda: self._close_unbegun(frozen.number))
-            return
-        record = TrialRecord(
+            return None
+        return TrialRecord(
             number=frozen.number,
             config=config,
             outcome=Lost(detail="the driver ended while the trial ran"),
             attempt=attempts(self.records(), config) + 1,
             started_at=frozen.user_attrs.get(mapping.STARTED_AT),
         )
-        self._write(self._handle(frozen.number), record, self._told(record, None))
 
     def _config_of_params(self, params: Mapping[str, Any]) -> TrialConfig | None:
         """Return the configuration of a trial that never began; None where it is not whole."""
@@ -239,12 +334,9 @@ class LeasedStudy:
     def _trials(self, state: TrialState) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=(state,))
 
-    def _id(self, number: int) -> int:
+    def _id(self, trial: Trial | FrozenTrial) -> int:
         study_id = self._storage.get_study_id_from_name(self.study.study_name)
-        return self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
-
-    def _handle(self, number: int) -> Trial:
-        return Trial(self.study, self._patiently(lambda: self._id(number)))
+        return self._storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
 
     def _hold(self) -> None:
         """Make sure that the lease is still ours, or take it again if nobody else was faster."""
