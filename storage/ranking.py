@@ -124,8 +124,8 @@ class Ranking:
     @cached_property
     def baseline(self) -> TrialRecord | None:
         """The last trial of the baseline that was measured to the end; None where none was."""
-        found = [r for r in self.records if r.is_baseline and r.verdict is Verdict.FITS]
-        return found[-1] if found else None
+        measured = [r for r in self.records if r.is_baseline and r.verdict is Verdict.FITS]
+        return measured[-1] if measured else None
 
     @property
     def is_baseline_in_space(self) -> bool:
@@ -278,13 +278,13 @@ def _distance_to_the_corner(
     return distance
 
 
-def _is_tied(objective: Objective, one: Measurement, other: Measurement) -> bool:
+def _is_tied(objective: Objective, best: Measurement, other: Measurement) -> bool:
     if objective != "tokens_per_second":
-        return objective_value(objective, one) == objective_value(objective, other)
-    mine, theirs = one.speed_interval, other.speed_interval
-    if mine is None or theirs is None:
+        return objective_value(objective, best) == objective_value(objective, other)
+    best_ends, ends = best.speed_interval, other.speed_interval
+    if best_ends is None or ends is None:
         return False
-    return mine[0] <= theirs[1] and theirs[0] <= mine[1]
+    return best_ends[0] <= ends[1] and ends[0] <= best_ends[1]
 
 
 def _class_best(record: TrialRecord) -> ClassBest:

@@ -58,13 +58,13 @@ def list_studies(url: str, home: Path) -> list[StudySummary]:
     """Return a summary of every study, oldest first. Raises as `read_study` does."""
     database = parse_url(url)
     with _reading(database) as storage:
-        found = [
+        snapshots = [
             _snapshot(
                 name, attributes, _trials(storage, name), lease_for(database, name).holder(), home
             )
             for name, attributes in _attributes(storage).items()
         ]
-    return [_summary(snapshot) for snapshot in found]
+    return [_summary(snapshot) for snapshot in snapshots]
 
 
 @contextmanager

@@ -96,11 +96,11 @@ def open_study(
             note = partial(_note_run, study, definition, environment)
             identity = patiently(note, patience=patience)
             spool = Spool(home / name / "spool.jsonl", identity)
-            leased = LeasedStudy(
+            opened = LeasedStudy(
                 study, definition, was_resumed, storage, database, lease, spool, patience
             )
         undo.pop_all()
-    return leased
+    return opened
 
 
 def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: DatabaseUrl) -> bool:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from reports import units
-from reports.answer import emulation_note
 from reports.page import render, write_report
+from reports.summary import emulation_note
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import gpu_catalogue
 from search_spaces.loading import preset_names

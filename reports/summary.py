@@ -1,4 +1,4 @@
-"""Owns the answer that a report opens with: the winner, its gain, its memory, how far to trust it.
+"""Owns what a report opens with: the winner, its gain, its memory and cost, how far to trust it.
 
 Pure: a study's snapshot in, finished text out. Knows nothing of HTML or of the terminal.
 """
@@ -20,7 +20,7 @@ from storage.records import RETRYABLE, Measurement, TrialRecord, Verdict
 
 @dataclass(frozen=True)
 class Tile:
-    """One number of the answer, with what it is and what it is measured against."""
+    """One number of the summary, with what it is and what it is measured against."""
 
     value: str
     label: str
@@ -30,7 +30,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Summary:
     """What a reader wants to know first."""
 
     sentence: str
@@ -41,13 +41,13 @@ class Answer:
     """What to type next."""
 
 
-def answer(snapshot: StudySnapshot) -> Answer:
-    """Return the answer of a study as it stands."""
+def summary_of(snapshot: StudySnapshot) -> Summary:
+    """Return what is to be said of a study as it stands."""
     ranking = rank_study(snapshot)
     winner = ranking.winner
     if winner is None or winner.measurement is None:
-        return Answer(_no_winner(snapshot, ranking), (_trials_tile(snapshot),), "", ())
-    return Answer(
+        return Summary(_no_winner(snapshot, ranking), (_trials_tile(snapshot),), "", ())
+    return Summary(
         sentence=_winner_sentence(ranking, winner),
         tiles=tuple(_tiles(snapshot, ranking, winner, winner.measurement)),
         configuration=json.dumps(winner.config.model_dump(mode="json"), indent=2),
