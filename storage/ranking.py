@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from search_spaces.config import TrialConfig
-from search_spaces.linears import resolve_targets
+from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.rules import canonical
 from search_spaces.space import Objective, SearchSpace
@@ -30,15 +30,6 @@ from storage.definition import StudyDefinition, StudySnapshot
 from storage.records import Measurement, TrialRecord, Verdict
 
 _CONCLUSIVE = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED, Verdict.INEFFECTIVE})
-
-
-@dataclass(frozen=True)
-class CapacityClass:
-    """What decides how much an adapter can learn, and costs speed: speeds compare within one."""
-
-    lora_rank: int
-    modules: tuple[str, ...]
-    """Names of the layers with an adapter, however the configuration spells them."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +141,7 @@ class Ranking:
 
     def capacity_class(self, config: TrialConfig) -> CapacityClass:
         """Return the class in which the speed of ``config`` compares."""
-        return CapacityClass(config.lora_rank, self._modules(config))
-
-    def _modules(self, config: TrialConfig) -> tuple[str, ...]:
-        return tuple(sorted(resolve_targets(config, self._model)))
+        return CapacityClass.of(config, self._model)
 
     @cached_property
     def _model(self) -> ModelSpec:
@@ -164,14 +152,14 @@ class Ranking:
         space = self.definition.space
         if space.params_of(config) is not None:
             return True
-        wanted = self._modules(config)
+        wanted = self.capacity_class(config)
         spellings = (
             config.model_copy(update={"target_modules": spelling})
             for spelling in self._spellings
             if spelling != config.target_modules
         )
         return any(
-            self._modules(same) == wanted and space.params_of(same) is not None
+            self.capacity_class(same) == wanted and space.params_of(same) is not None
             for same in spellings
         )
 
