@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from reports import objectives, uncertainty, units
 from search_spaces.rules import canonical
 from storage.definition import StudySnapshot, Target
-from storage.gain import compare
-from storage.ranking import Ranking, measured_of, rank_study
+from storage.ranking import Ranking, compare, measured_of, rank_study
 from storage.records import RETRYABLE, Measurement, TrialRecord, Verdict
 
 

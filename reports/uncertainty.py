@@ -9,7 +9,7 @@ import math
 
 from reports import units
 from search_spaces.config import TrialConfig
-from storage.gain import Comparison, Gain, NoGain
+from storage.ranking import Comparison, Gain, NoGain
 from storage.records import Measurement, Need
 
 _DOUBTS = ("noisy", "neighbour", "throttled")

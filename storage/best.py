@@ -7,8 +7,16 @@ from typing import Any
 
 from search_spaces.config import TrialConfig
 from storage.definition import StudySnapshot
-from storage.gain import Comparison, Gain, compare
-from storage.ranking import Ranking, measured_of, objective_value, rank_study, verdict_counts
+from storage.ranking import (
+    Comparison,
+    Gain,
+    Ranking,
+    compare,
+    measured_of,
+    objective_value,
+    rank_study,
+    verdict_counts,
+)
 from storage.records import Measurement, TrialRecord
 
 

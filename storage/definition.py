@@ -1,5 +1,6 @@
-"""Owns what a study is about (space, model, target), which differences in that matter, and what a
-reader sees of a study. No Optuna.
+"""Owns what a study is about (space, model, target) and what a reader sees of it. No Optuna.
+
+Two definitions differ where trials of the one cannot be compared with trials of the other.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ class StudyDefinition(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_cost_as_speed(cls, stored: Any) -> Any:
-        """Read a study of the time when cost was an objective: it ranked by speed, as on one card
-        at one price the two are one.
-        """
+        """Read ``cost``, once an objective, as speed: on one card at one price they rank alike."""
         if not names_cost(stored):
             return stored
         old = stored["space"]["objectives"]

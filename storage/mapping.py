@@ -1,8 +1,7 @@
 """Owns what a record becomes in Optuna, and back: state, values, constraint, readable attributes.
 
-Pure functions. The values of a trial that does not count are the worst finite ones, because the
-Gaussian-process sampler learns from completed trials alone; the constraint says that nothing of it
-was measured:
+Pure functions. Where nothing of a trial was measured its constraint says so. Its values are then
+the worst finite ones, because the Gaussian-process sampler learns from completed trials alone:
 
     tokens_per_second     0
     peak_memory           what it needs, at least the budget (GiB)

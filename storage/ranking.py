@@ -1,7 +1,7 @@
-"""Owns the order of a study's trials by what the study was asked for. Pure functions over records.
+"""Owns the order of a study's trials by what the study was asked for, and the winner's gain. Pure.
 
 Every place that names a best trial (`best`, the terminal, the report, an export) reads it here.
-Knows nothing of words, figures or gains.
+Knows nothing of words or figures.
 
 A configuration counts once: by the last trial of it that came to a conclusion (fits, out of memory,
 diverged, ineffective). Running out of memory later retracts a fit. Only what the study's space
@@ -11,6 +11,9 @@ Several objectives have no one order. Their front is every trial that no other b
 matches in all. Each objective is scaled to 0 at the worst of the front and 1 at its best; the trial
 nearest to the corner where all are 1 is the knee, and stands for the best. Where two are as near,
 the objective that was named first decides.
+
+Rank and target modules cost speed and buy capacity, so a gain over the baseline is stated within
+one capacity class, and only where both speeds are sure enough.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from search_spaces.config import TrialConfig
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.rules import canonical
-from search_spaces.space import Objective, SearchSpace
+from search_spaces.space import Objective
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.records import Measurement, TrialRecord, Verdict
 
@@ -43,6 +46,36 @@ class ClassBest:
     tokens_per_second: float
     is_partial: bool
     """Stopped early as slow, in a class where nothing was measured to the end."""
+
+
+NoGain = Literal["no_winner", "another_class", "noisy_winner", "noisy_baseline", "noisy_both"]
+"""Why a gain is not stated."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The speed of one trial over that of the baseline."""
+
+    trial: TrialRecord
+    ratio: float
+    low: float
+    """The trial's slow end over the baseline's fast one."""
+    high: float
+    """The trial's fast end over the baseline's slow one."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A study's winner, set against its baseline."""
+
+    baseline: TrialRecord
+    gain: Gain | None
+    """The winner's; None where `reason` says why."""
+    reason: NoGain | None
+    fastest_of_class: TrialRecord | None = None
+    """The fastest trial of the space in the baseline's class, where the winner is in another."""
+    class_gain: Gain | None = None
+    """That trial's; None where its speed or the baseline's is too unsure."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +104,6 @@ class Ranking:
         of every objective at once. Equals are ordered by speed, less memory, and number.
         """
         candidates = fitting(self.of_space)
-        if len(self.objectives) == 1:
-            return tuple(sorted(candidates, key=lambda r: -_merits(r, self.objectives)[0]))
         front = pareto_front(candidates, self.objectives)
         distance = _distance_to_the_corner(front, self.objectives)
         on_front = {record.number for record in front}
@@ -165,7 +196,14 @@ class Ranking:
 
     @cached_property
     def _spellings(self) -> tuple[str | tuple[str, ...], ...]:
-        return _target_modules_of(self.definition.space)
+        """How the space spells the layers that it puts adapters on."""
+        space = self.definition.space
+        dimension = space.dimensions.get("target_modules")
+        fixed = space.fixed.get("target_modules", TrialConfig().target_modules)
+        declared: tuple[Any, ...] = (fixed,) if dimension is None else dimension.values() or ()
+        return tuple(
+            value if isinstance(value, str) else tuple(sorted(set(value))) for value in declared
+        )
 
 
 def rank(records: Iterable[TrialRecord], definition: StudyDefinition) -> Ranking:
@@ -176,6 +214,23 @@ def rank(records: Iterable[TrialRecord], definition: StudyDefinition) -> Ranking
 def rank_study(snapshot: StudySnapshot) -> Ranking:
     """Return the order of a study's trials as it stands."""
     return rank(snapshot.records, snapshot.definition)
+
+
+def compare(ranking: Ranking) -> Comparison | None:
+    """Return what the winner gained over the baseline; None where that was not measured."""
+    baseline, winner = ranking.baseline, ranking.winner
+    if baseline is None:
+        return None
+    if winner is None:
+        return Comparison(baseline, None, "no_winner")
+    own_class = ranking.capacity_class(baseline.config)
+    if ranking.capacity_class(winner.config) == own_class:
+        reason = _noise(winner, baseline)
+        return Comparison(baseline, _gain(winner, baseline), reason)
+    alike = (r for r in ranking.of_space if ranking.capacity_class(r.config) == own_class)
+    fastest = next(iter(fitting(alike)), None)
+    class_gain = None if fastest is None else _gain(fastest, baseline)
+    return Comparison(baseline, None, "another_class", fastest, class_gain)
 
 
 def rankable(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
@@ -287,17 +342,6 @@ def _class_best(record: TrialRecord) -> ClassBest:
     )
 
 
-def _target_modules_of(space: SearchSpace) -> tuple[str | tuple[str, ...], ...]:
-    """Return how the space spells the layers that it puts adapters on."""
-    dimension = space.dimensions.get("target_modules")
-    default = TrialConfig.model_fields["target_modules"].default
-    fixed = space.fixed.get("target_modules", default)
-    declared: tuple[Any, ...] = (fixed,) if dimension is None else dimension.values() or ()
-    return tuple(
-        value if isinstance(value, str) else tuple(sorted(set(value))) for value in declared
-    )
-
-
 def _by_number(records: Iterable[TrialRecord]) -> list[TrialRecord]:
     return sorted(records, key=lambda record: record.number)
 
@@ -320,3 +364,32 @@ def measured_of(record: TrialRecord) -> Measurement:
     """Return the measurement of a trial that has one, as every ranked trial does."""
     assert record.measurement is not None, "only measured trials are ranked"
     return record.measurement
+
+
+def _noise(trial: TrialRecord, baseline: TrialRecord) -> NoGain | None:
+    match measured_of(trial).is_noisy, measured_of(baseline).is_noisy:
+        case True, True:
+            return "noisy_winner" if trial.number == baseline.number else "noisy_both"
+        case True, False:
+            return "noisy_winner"
+        case False, True:
+            return "noisy_baseline"
+        case _:
+            return None
+
+
+def _gain(trial: TrialRecord, baseline: TrialRecord) -> Gain | None:
+    mine, theirs = measured_of(trial), measured_of(baseline)
+    if mine.is_noisy or theirs.is_noisy:
+        return None
+    if trial.number == baseline.number:
+        return Gain(trial, 1.0, 1.0, 1.0)
+    my_ends, their_ends = mine.speed_interval, theirs.speed_interval
+    if my_ends is None or their_ends is None:
+        return None
+    return Gain(
+        trial,
+        ratio=mine.tokens_per_second / theirs.tokens_per_second,
+        low=my_ends[0] / their_ends[1],
+        high=my_ends[1] / their_ends[0],
+    )

@@ -1,8 +1,7 @@
-"""Owns what a trial leaves behind: measurement, outcome and record, with their JSON codec; and what
-memory one that did not fit needs, one number wherever it is shown.
+"""Owns what a trial leaves behind: measurement, outcome and record, with their JSON codec.
 
-The same types travel from the worker to the parent and into storage. Knows nothing of Optuna,
-processes or torch.
+The same types travel from the worker to the parent and into storage. What memory a trial needs
+that did not fit is one number here, wherever it is shown. Knows nothing of Optuna or processes.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ class Measurement(_Frozen):
     step_seconds: float
     """Median seconds of an optimizer step, accumulation included."""
     step_seconds_ci95: tuple[float, float] | None
-    """Distribution-free 95 % interval of that median, from order statistics; null where fewer than
-    six steps were measured, as nothing bounds a median at 95 % then.
+    """Distribution-free 95 % interval of that median, from order statistics.
+
+    Null where fewer than six steps were measured: nothing bounds a median at 95 % then.
     """
     steps_measured: int
     steps_warmup: int
@@ -314,8 +314,9 @@ class Need:
 
     allocated_bytes: int
     is_lower_bound: bool
-    """Whether it may need more: it ran out before its peak was seen, or is larger than one that
-    did. Else it is a prediction, which may be off either way.
+    """Whether it may need more: it, or a smaller one, ran out before the peak was seen.
+
+    Else it is a prediction, which may be off either way.
     """
     is_predicted: bool
     """Whether the number is the prediction's and not the budget's or the observed peak's."""

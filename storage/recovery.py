@@ -1,5 +1,6 @@
-"""Owns what a study goes on from after a crash: results spooled before they were told, and which
-configurations deserve another try. Knows nothing of databases.
+"""Owns what a study goes on from after a crash: spooled results, configurations to try again.
+
+Knows nothing of databases.
 """
 
 from __future__ import annotations

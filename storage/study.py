@@ -234,8 +234,8 @@ class LeasedStudy:
         """Keep a result of a trial that `ask` returned: spooled and fsynced first, then told.
 
         Raises:
-            EnvironmentFault: the database stays away or another driver took over; the result is
-                in the spool.
+            EnvironmentFault: the database stays away, or another driver took over. The result
+                is in the spool.
         """
         if record.number != trial.number:
             raise ValueError(

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from reports import units
 from search_spaces.config import TrialConfig
 from storage.definition import StudyDefinition
-from storage.gain import Gain, compare
-from storage.ranking import Ranking, rank
+from storage.ranking import Gain, Ranking, compare, rank
 from storage.records import (
     TrialRecord,
 )
