@@ -21,7 +21,7 @@ from search_spaces.gpus import GIB, gpu_catalogue
 from search_spaces.knobs import KNOBS
 from search_spaces.loading import shipped_presets
 from storage.environment import fingerprint
-from storage.studies import open_study
+from storage.study import open_study
 from sweep.cli import main
 from sweep.planning.cost import AskedWork
 from sweep.planning.from_file import read_configurations
