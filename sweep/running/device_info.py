@@ -1,4 +1,4 @@
-"""Owns what the driver says of the card in this machine: product, memory, driver, who else uses it.
+"""Owns what is known of the card in this machine: product, memory, driver, who else uses it.
 
 NVML is asked first; what it refuses, CUDA's driver library answers. Knows nothing of the catalogue
 or of studies. Nothing here makes a CUDA context: that would take memory that the trials need.
@@ -9,25 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import pynvml
-
-from storage.nvml import ask, cuda_version, driver_version, first_visible, session
+from sweep.nvml import NVML, CardProcess, NvmlCard, first_visible_card
 
 _INTEGRATED, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 18, 75, 76
 """`CUdevice_attribute`s, as cuda.h numbers them."""
 _NAME_BYTES = 256
-
-
-@dataclass(frozen=True)
-class CardProcess:
-    """A process that has memory on the card."""
-
-    pid: int
-    used_bytes: int | None
-    """None where the driver does not tell, as inside most containers."""
 
 
 @dataclass(frozen=True)
@@ -115,57 +104,60 @@ def open_cuda() -> CudaDriver | None:
 
 
 def read_card(
-    *, nvml: Any = pynvml, open_cuda: Callable[[], CudaDriver | None] = open_cuda
+    *, nvml: Any = NVML, open_cuda: Callable[[], CudaDriver | None] = open_cuda
 ) -> Card | None:
     """Return the card in this machine; None where there is none, or no driver for it.
 
     Args:
-        nvml: what pynvml is.
+        nvml: what pynvml is; tests hand in another.
         open_cuda: opens CUDA's driver; called only for what NVML does not tell.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return None
-    with session(nvml) as is_there:
-        return _read(nvml, first_visible(nvml) if is_there else None, open_cuda)
+    with first_visible_card(nvml) as card:
+        known = None if card is None else _told_by_nvml(card)
+        if known is not None and known.memory_bytes and known.compute_capability and known.product:
+            return known
+        return _completed(known or _UNKNOWN, open_cuda())
 
 
-def _read(nvml: Any, handle: Any, open_cuda: Callable[[], CudaDriver | None]) -> Card | None:
-    """Return the card by what NVML tells of ``handle``, if there is one, and CUDA of the rest.
+_UNKNOWN = Card(
+    product="", memory_bytes=0, free_bytes=None, compute_capability=None, driver=None, cuda=None
+)
 
-    Without memory in all there is no card: nothing can be planned for it.
-    """
 
-    def told(question: Any) -> Any:
-        return None if handle is None else ask(question, handle)
-
-    product = told(nvml.nvmlDeviceGetName)
-    memory = told(nvml.nvmlDeviceGetMemoryInfo)
-    capability = told(nvml.nvmlDeviceGetCudaComputeCapability)
-    total, free = (int(memory.total), int(memory.free)) if memory else (0, None)
-    shares_host_memory = False
-    if product is None or capability is None or not total:
-        cuda = open_cuda()
-        if cuda is not None:
-            product = product or cuda.product()
-            capability = capability or cuda.compute_capability()
-            shares_host_memory = cuda.is_integrated()
-            total, free = (total, free) if total else (cuda.memory_bytes() or 0, None)
-    if not total:
-        return None
+def _told_by_nvml(card: NvmlCard) -> Card:
+    memory = card.memory()
     return Card(
-        product=str(product or "NVIDIA GPU"),
-        memory_bytes=total,
-        free_bytes=free,
-        compute_capability=None if capability is None else (int(capability[0]), int(capability[1])),
-        driver=None if handle is None else driver_version(nvml),
-        cuda=None if handle is None else cuda_version(nvml),
-        processes=_processes(nvml, handle) if handle is not None else (),
-        shares_host_memory=shares_host_memory,
+        product=card.product() or "",
+        memory_bytes=memory.total if memory else 0,
+        free_bytes=memory.free if memory and memory.total else None,
+        compute_capability=card.compute_capability(),
+        driver=card.driver_version(),
+        cuda=card.cuda_version(),
+        processes=card.processes(),
     )
 
 
-def _processes(nvml: Any, handle: Any) -> tuple[CardProcess, ...]:
-    """Return who has memory on the card; nobody where the driver does not say, as in containers."""
-    running = ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
-    return tuple(CardProcess(pid=one.pid, used_bytes=one.usedGpuMemory) for one in running)
+def _completed(known: Card, cuda: CudaDriver | None) -> Card | None:
+    """Return the card with what CUDA tells where NVML told nothing.
+
+    Without memory in all there is no card: nothing can be planned for it.
+    """
+    product, total = known.product, known.memory_bytes
+    capability, is_integrated = known.compute_capability, False
+    if cuda is not None:
+        product = product or cuda.product() or ""
+        capability = capability or cuda.compute_capability()
+        total = total or cuda.memory_bytes() or 0
+        is_integrated = cuda.is_integrated()
+    if not total:
+        return None
+    return replace(
+        known,
+        product=product or "NVIDIA GPU",
+        memory_bytes=total,
+        compute_capability=capability,
+        shares_host_memory=is_integrated,
+    )
