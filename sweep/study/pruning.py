@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 from search_spaces.config import TrialConfig
 from search_spaces.space import Objective
-from storage.ranking import SPEED_OBJECTIVES, Ranking
+from storage.ranking import Ranking
 from storage.records import TrialRecord
 from sweep.running.runner import Progress
 
@@ -63,8 +62,9 @@ def is_hopeless(
 
     Only where speed is among what is asked for: a slow trial may still need the least memory.
 
-    Before the measured steps give an interval of the median nothing is hopeless: the first steps
-    are not the rate.
+    The best case is the fast end of the median's 95 % interval. Before there are steps enough for
+    one it is a generous guess, so that only a trial that is far behind is stopped by it; during the
+    warm-up there is none, as those steps are not the rate.
 
     Args:
         progress: the newest sign of life; `tokens_per_second_high` is the trial's best case.
@@ -74,7 +74,7 @@ def is_hopeless(
         margin: share by which a rival must be faster than the best case.
     """
     high = progress.tokens_per_second_high
-    if progress.phase != "measure" or high is None or SPEED_OBJECTIVES.isdisjoint(objectives):
+    if progress.phase != "measure" or high is None or "tokens_per_second" not in objectives:
         return False
     return any(
         rival.tokens_per_second > high * (1.0 + margin)
@@ -88,8 +88,6 @@ def _is_as_good(
 ) -> bool:
     """Whether a faster ``rival`` is as good as the trial can become; doubt is for the trial."""
     match objective:
-        case "tokens_per_second" | "cost":
-            return True  # The same card at the same price: what is faster costs less per token.
         case "peak_memory":
             # What is allocated by now bounds the peak from below: it can only get worse.
             known = progress.allocated_bytes
@@ -102,4 +100,4 @@ def _is_as_good(
                 theirs.target_modules,
             )
         case _:
-            assert_never(objective)
+            return True  # Speed, in which the rival is ahead already.

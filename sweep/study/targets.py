@@ -34,8 +34,7 @@ class ResolvedTarget:
     target: Target
     compute_capability: tuple[int, int] | None
     """What may be relied on: the least of the target's and its host's; None on a CPU, or where it
-    is not known.
-    """
+    is not known."""
     host_capability: tuple[int, int] | None
     """Of the card that really runs; None as above."""
 
@@ -84,7 +83,7 @@ def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
 def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
     """Return what the weights take at the very least; None where the architecture is not known.
 
-    Half a byte for each weight of a 4-bit linear layer, two for one that is not quantised, as
+    Half a byte for each weight of a 4-bit linear layer, two for one that is not quantized, as
     embeddings and head never are, nor experts that are one tensor a layer. Constants, norms and
     everything that trains come on top.
     """
