@@ -1,7 +1,7 @@
 """Owns the fingerprint of the machine and the libraries that a run of a study used.
 
-Versions are read from package metadata: nothing here imports torch or touches CUDA. What cannot be
-read is null.
+Versions are read from package metadata: nothing here imports torch, or asks a driver. What cannot
+be read, or was not told, is null.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
-
-import pynvml
-
-from storage.nvml import ask, cuda_version, driver_version, first_visible, session
 
 PACKAGES = (
     "qlora-sweep",
@@ -30,19 +26,29 @@ PACKAGES = (
 )
 
 
-def fingerprint(*, device: Literal["cuda", "cpu"], nvml: Any = pynvml) -> dict[str, Any]:
+def fingerprint(
+    *,
+    device: Literal["cuda", "cpu"],
+    gpu: str | None = None,
+    driver: str | None = None,
+    cuda_driver: str | None = None,
+) -> dict[str, Any]:
     """Return plain JSON values.
 
     Keys: ``device``, ``gpu``, ``driver``, ``cuda_driver``, ``python``, ``os``, ``cpu``, ``cores``,
     ``commit`` and ``versions`` (by package).
 
     Args:
-        device: what trials run on; the GPU's entries are null for ``cpu``.
-        nvml: what pynvml is.
+        device: what trials run on.
+        gpu: product name of the card that runs them; null for ``cpu``, as the next two are.
+        driver: version of its driver.
+        cuda_driver: newest CUDA version that the driver supports.
     """
     return {
         "device": device,
-        **(_gpu(nvml) if device == "cuda" else _NO_GPU),
+        "gpu": gpu,
+        "driver": driver,
+        "cuda_driver": cuda_driver,
         "python": platform.python_version(),
         "os": platform.platform(),
         "cpu": _cpu(),
@@ -50,23 +56,6 @@ def fingerprint(*, device: Literal["cuda", "cpu"], nvml: Any = pynvml) -> dict[s
         "commit": _commit(Path(__file__).resolve().parent.parent),
         "versions": {name: _version(name) for name in PACKAGES},
     }
-
-
-_NO_GPU: dict[str, str | None] = {"gpu": None, "driver": None, "cuda_driver": None}
-
-
-def _gpu(nvml: Any) -> dict[str, str | None]:
-    """Return what the driver says of the card that CUDA would call 0; each figure for itself."""
-    with session(nvml) as is_there:
-        if not is_there:
-            return _NO_GPU
-        handle = first_visible(nvml)
-        name = None if handle is None else ask(nvml.nvmlDeviceGetName, handle)
-        return {
-            "gpu": None if name is None else str(name),
-            "driver": driver_version(nvml),
-            "cuda_driver": cuda_version(nvml),
-        }
 
 
 def _cpu() -> str | None:
@@ -82,16 +71,8 @@ def _commit(root: Path) -> str | None:
     """Return the commit, with ``-dirty`` where files differ; None where ``root`` is no checkout."""
     if not (root / ".git").exists():
         return None
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--exclude=*",
-        "--dirty",
-    ]
+    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    command = ["git", "-C", str(root), *describe]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

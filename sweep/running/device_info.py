@@ -1,4 +1,4 @@
-"""Owns what the driver says of the card in this machine: product, memory, driver, who else uses it.
+"""Owns what is known of the card in this machine: product, memory, driver, who else uses it.
 
 NVML is asked first; what it refuses, CUDA's driver library answers. Knows nothing of the catalogue
 or of studies. Nothing here makes a CUDA context: that would take memory that the trials need.
@@ -9,25 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
-import pynvml
-
-from storage.nvml import ask, cuda_version, driver_version, first_visible, session
+from sweep.nvml import NVML, CardProcess, NvmlCard, first_visible_card
 
 _INTEGRATED, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 18, 75, 76
 """`CUdevice_attribute`s, as cuda.h numbers them."""
 _NAME_BYTES = 256
-
-
-@dataclass(frozen=True)
-class CardProcess:
-    """A process that has memory on the card."""
-
-    pid: int
-    used_bytes: int | None
-    """None where the driver does not tell, as inside most containers."""
 
 
 @dataclass(frozen=True)
@@ -46,126 +35,78 @@ class Card:
     """Whether host and card have one memory, which everything on the machine uses."""
 
 
-class CudaDriver(Protocol):
-    """What CUDA's own library says of its first device."""
-
-    def product(self) -> str | None:
-        """Return its name."""
-        ...
-
-    def memory_bytes(self) -> int | None:
-        """Return all its memory."""
-        ...
-
-    def compute_capability(self) -> tuple[int, int] | None:
-        """Return its compute capability."""
-        ...
-
-    def is_integrated(self) -> bool:
-        """Whether its memory is the host's."""
-        ...
+_UNKNOWN = Card(
+    product="", memory_bytes=0, free_bytes=None, compute_capability=None, driver=None, cuda=None
+)
 
 
-class LibCuda:
-    """`CudaDriver` through libcuda, which needs no context for what is asked here."""
-
-    def __init__(self, library: Any, device: int) -> None:
-        self._library = library
-        self._device = device
-
-    def product(self) -> str | None:
-        """See `CudaDriver.product`."""
-        name = ctypes.create_string_buffer(_NAME_BYTES)
-        if self._library.cuDeviceGetName(name, _NAME_BYTES, self._device) != 0:
-            return None
-        return name.value.decode("utf-8", errors="replace")
-
-    def memory_bytes(self) -> int | None:
-        """See `CudaDriver.memory_bytes`."""
-        total = ctypes.c_size_t()
-        if self._library.cuDeviceTotalMem_v2(ctypes.byref(total), self._device) != 0:
-            return None
-        return total.value
-
-    def compute_capability(self) -> tuple[int, int] | None:
-        """See `CudaDriver.compute_capability`."""
-        major, minor = self._attribute(_CAPABILITY_MAJOR), self._attribute(_CAPABILITY_MINOR)
-        return None if major is None or minor is None else (major, minor)
-
-    def is_integrated(self) -> bool:
-        """See `CudaDriver.is_integrated`."""
-        return bool(self._attribute(_INTEGRATED))
-
-    def _attribute(self, which: int) -> int | None:
-        value = ctypes.c_int()
-        found = self._library.cuDeviceGetAttribute(ctypes.byref(value), which, self._device)
-        return value.value if found == 0 else None
-
-
-def open_cuda() -> CudaDriver | None:
-    """Return CUDA's driver with its first device; None where there is neither."""
+def ask_cuda() -> Card | None:
+    """Return what CUDA's own library says of its first device; None where there is neither."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    device = ctypes.c_int()
+    device, name, total = (
+        ctypes.c_int(),
+        ctypes.create_string_buffer(_NAME_BYTES),
+        ctypes.c_size_t(),
+    )
     if library.cuInit(0) != 0 or library.cuDeviceGet(ctypes.byref(device), 0) != 0:
         return None
-    return LibCuda(library, device.value)
+
+    def attribute(which: int) -> int | None:
+        value = ctypes.c_int()
+        error = library.cuDeviceGetAttribute(ctypes.byref(value), which, device)
+        return value.value if error == 0 else None
+
+    # What fails leaves its buffer as it is: no name, no bytes.
+    library.cuDeviceGetName(name, _NAME_BYTES, device)
+    library.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+    major, minor = attribute(_CAPABILITY_MAJOR), attribute(_CAPABILITY_MINOR)
+    return replace(
+        _UNKNOWN,
+        product=name.value.decode("utf-8", errors="replace"),
+        memory_bytes=total.value,
+        compute_capability=None if major is None or minor is None else (major, minor),
+        shares_host_memory=bool(attribute(_INTEGRATED)),
+    )
 
 
-def read_card(
-    *, nvml: Any = pynvml, open_cuda: Callable[[], CudaDriver | None] = open_cuda
-) -> Card | None:
+def read_card(*, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cuda) -> Card | None:
     """Return the card in this machine; None where there is none, or no driver for it.
 
+    Without memory in all there is no card: nothing can be planned for it.
+
     Args:
-        nvml: what pynvml is.
-        open_cuda: opens CUDA's driver; called only for what NVML does not tell.
+        nvml: what pynvml is; tests hand in another.
+        ask_cuda: asks CUDA's own library; called only for what NVML does not tell.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return None
-    with session(nvml) as is_there:
-        return _read(nvml, first_visible(nvml) if is_there else None, open_cuda)
-
-
-def _read(nvml: Any, handle: Any, open_cuda: Callable[[], CudaDriver | None]) -> Card | None:
-    """Return the card by what NVML tells of ``handle``, if there is one, and CUDA of the rest.
-
-    Without memory in all there is no card: nothing can be planned for it.
-    """
-
-    def told(question: Any) -> Any:
-        return None if handle is None else ask(question, handle)
-
-    product = told(nvml.nvmlDeviceGetName)
-    memory = told(nvml.nvmlDeviceGetMemoryInfo)
-    capability = told(nvml.nvmlDeviceGetCudaComputeCapability)
-    total, free = (int(memory.total), int(memory.free)) if memory else (0, None)
-    shares_host_memory = False
-    if product is None or capability is None or not total:
-        cuda = open_cuda()
-        if cuda is not None:
-            product = product or cuda.product()
-            capability = capability or cuda.compute_capability()
-            shares_host_memory = cuda.is_integrated()
-            total, free = (total, free) if total else (cuda.memory_bytes() or 0, None)
-    if not total:
-        return None
-    return Card(
-        product=str(product or "NVIDIA GPU"),
-        memory_bytes=total,
-        free_bytes=free,
-        compute_capability=None if capability is None else (int(capability[0]), int(capability[1])),
-        driver=None if handle is None else driver_version(nvml),
-        cuda=None if handle is None else cuda_version(nvml),
-        processes=_processes(nvml, handle) if handle is not None else (),
-        shares_host_memory=shares_host_memory,
+    with first_visible_card(nvml) as card:
+        known = _UNKNOWN if card is None else _told_by_nvml(card)
+    if known.product and known.memory_bytes and known.compute_capability:
+        return known
+    cuda = ask_cuda() or _UNKNOWN
+    whole = replace(
+        known,
+        product=known.product or cuda.product or "NVIDIA GPU",
+        memory_bytes=known.memory_bytes or cuda.memory_bytes,
+        compute_capability=known.compute_capability or cuda.compute_capability,
+        shares_host_memory=cuda.shares_host_memory,
     )
+    return whole if whole.memory_bytes else None
 
 
-def _processes(nvml: Any, handle: Any) -> tuple[CardProcess, ...]:
-    """Return who has memory on the card; nobody where the driver does not say, as in containers."""
-    running = ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
-    return tuple(CardProcess(pid=one.pid, used_bytes=one.usedGpuMemory) for one in running)
+def _told_by_nvml(card: NvmlCard) -> Card:
+    memory = card.memory()
+    return Card(
+        product=card.product() or "",
+        memory_bytes=memory.total if memory else 0,
+        free_bytes=memory.free if memory and memory.total else None,
+        compute_capability=card.compute_capability(),
+        driver=card.driver_version(),
+        cuda=card.cuda_version(),
+        processes=card.processes(),
+    )

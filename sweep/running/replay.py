@@ -20,9 +20,11 @@ from storage.records import (
     OutOfMemory,
     PrunedSlow,
     TrialRecord,
-    held_to_budget,
+    over_budget,
 )
 from sweep.running.runner import Observer, Progress, keep_going
+
+_LOST = Lost(detail="cancelled")
 
 
 def not_recorded(config: TrialConfig) -> Outcome:
@@ -67,15 +69,14 @@ class ReplayRunner:
     ) -> Outcome:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
         one."""
+        if self._is_lost():
+            return _LOST
         self.ran.append(config)
-        self._is_cancelled = False
-        outcome = self._next_outcome(config)
-        if self._budget_bytes is not None:
-            outcome = held_to_budget(outcome, budget_bytes=self._budget_bytes)
+        outcome = self._within_budget(self._next_outcome(config))
         for beat in _beats(outcome, tokens_per_step=config.tokens_per_step, steps=steps):
             self._pause()
-            if self._is_cancelled:
-                return Lost(detail="cancelled")
+            if self._is_lost():
+                return _LOST
             if observe(beat) and isinstance(outcome, Measured) and beat.phase == "measure":
                 return PrunedSlow(
                     measurement=_cut_short(outcome.measurement, steps_measured=beat.step)
@@ -83,7 +84,7 @@ class ReplayRunner:
         return outcome
 
     def cancel(self) -> None:
-        """Make the running trial `Lost` at its next beat."""
+        """Make the running trial `Lost` at its next beat, or the next one before its first."""
         self._is_cancelled = True
 
     def close(self) -> None:
@@ -99,6 +100,25 @@ class ReplayRunner:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _is_lost(self) -> bool:
+        """Whether the trial was cancelled; each cancel is one trial's."""
+        was_cancelled, self._is_cancelled = self._is_cancelled, False
+        return was_cancelled
+
+    def _within_budget(self, outcome: Outcome) -> Outcome:
+        """Return out of memory for a peak above the budget; its stage was not recorded."""
+        match outcome:
+            case Measured(measurement=measured) | PrunedSlow(measurement=measured):
+                peak, budget = measured.peak_allocated_bytes, self._budget_bytes
+                over = (
+                    None
+                    if budget is None
+                    else over_budget(peak, budget_bytes=budget, stage="optimizer")
+                )
+                return over or outcome
+            case _:
+                return outcome
 
     def _next_outcome(self, config: TrialConfig) -> Outcome:
         recorded = self._outcomes.get(config.key())

@@ -27,8 +27,7 @@ class Progress:
     """At the median measured step so far."""
     tokens_per_second_high: float | None = None
     """The most that the median step may still turn out to allow: by its 95 % interval, or by a
-    generous guess before there is one; None where nothing can be said.
-    """
+    generous guess before there is one; None where nothing can be said."""
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
 
@@ -45,9 +44,10 @@ def keep_going(_: Progress) -> bool:
 class Runner(Protocol):
     """Runs configurations one after another on one device, under one memory budget.
 
-    A runner never raises for what a configuration does: out of memory, a crash, a hang and a non-
-    finite loss are
-    outcomes. It raises `EnvironmentFault` where the device itself is not to be had.
+    A runner never raises for what a configuration does: out of memory, a crash, a hang and a loss
+    that is not finite are outcomes. It raises `EnvironmentFault` where the device itself is not to
+    be had. The budget is the runner's to keep, to the byte: a peak above it is `OutOfMemory` (by
+    `storage.records.over_budget`), however well the trial ran, and nobody checks again.
     """
 
     def run(
@@ -57,8 +57,10 @@ class Runner(Protocol):
         ...
 
     def cancel(self) -> None:
-        """End the running trial at once, from a signal handler or another thread; `run` returns
-        `Lost`.
+        """End the running trial at once, from a signal handler or another thread.
+
+        Its `run` returns `Lost`. Where none is running the next one ends so, before it begins: a
+        request that comes between two trials is not forgotten.
         """
         ...
 

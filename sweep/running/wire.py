@@ -1,5 +1,6 @@
-"""Owns the messages between the tuner's process and the worker: one JSON document per line, both
-ways.
+"""Owns what the tuner's process and the worker say to each other, each thing a line of JSON.
+
+Commands go to the worker, messages come from it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Unusable(_Message):
     reason: str
 
 
-Event = Annotated[Ready | Alive | Finished | Unusable, Field(discriminator="kind")]
+WorkerMessage = Annotated[Ready | Alive | Finished | Unusable, Field(discriminator="kind")]
 
 command_adapter: TypeAdapter[Command] = TypeAdapter(Command)
-event_adapter: TypeAdapter[Event] = TypeAdapter(Event)
+worker_message_adapter: TypeAdapter[WorkerMessage] = TypeAdapter(WorkerMessage)

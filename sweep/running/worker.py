@@ -1,7 +1,8 @@
 """Owns the child process that owns the device: configurations in, signs of life and outcomes out.
 
-Run as ``python -P -m sweep.running.worker FD``, where FD is the pipe for events; commands come on
-stdin. Keeps the base model resident between trials. Knows nothing of studies, samplers or storage.
+Run as ``python -P -m sweep.running.worker FD``, where FD is the pipe for its messages; commands
+come on stdin. Keeps the base model resident between trials. Knows nothing of studies, samplers or
+storage.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from search_spaces.errors import InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.records import Crashed, Ineffective, Invalid, Outcome, OutOfMemory, Phase
+from sweep.nvml import card_at
 from sweep.running.wire import (
     Alive,
-    Event,
     Finished,
     Ready,
     RunCommand,
     StopCommand,
     Unusable,
+    WorkerMessage,
     WorkerSettings,
     command_adapter,
 )
 from sweep.training.device import Device, open_device
-from sweep.training.failures import requested_bytes
-from sweep.training.meter import NEIGHBOUR_BYTES, CardReader
+from sweep.training.exceptions import requested_bytes
+from sweep.training.meter import NEIGHBOUR, CardReader, NeighbourWatch
 from sweep.training.model import BaseModel, Unavailable, build_base
 from sweep.training.trial import Beat, Trial
 
@@ -66,23 +68,23 @@ _REHEARSAL_MODEL = ModelSpec(
 class Worker:
     """The device, the resident base, and the trials run on it."""
 
-    def __init__(self, settings: WorkerSettings, *, send: Callable[[Event], None]) -> None:
+    def __init__(self, settings: WorkerSettings, *, send: Callable[[WorkerMessage], None]) -> None:
         self._settings = settings
         self._send = send
         self._spec = ModelSpec.from_json(settings.model)
         self._base: BaseModel | None = None
         self._stop = threading.Event()
         self._device: Device = open_device(settings.device)
-        self._card = CardReader(_pci_bus_id() if settings.device == "cuda" else None)
+        self._card = CardReader(card_at(_pci_bus_id()) if settings.device == "cuda" else None)
+        self._neighbours = NeighbourWatch(self._device, self._card, settings.budget_bytes)
         self.phase: Phase = "start"
         """Where the newest command is."""
-        self._room: int | None = None
-        """What the device had for this process when it began."""
 
     def prepare(self) -> None:
         """Take what libraries take once, then put the budget in force."""
         self._device.warm_up()
         self._rehearse()
+        # Freed blocks stay in the allocator's cache, which the cap would count.
         self._device.release()
         # The libraries' million objects are here to stay; collecting around each trial need not
         # visit them.
@@ -90,7 +92,7 @@ class Worker:
         # This process has its context by now, so whoever comes later is a neighbour.
         self._card.remember()
         self._device.cap(self._settings.budget_bytes)
-        self._room = self._device.room_bytes()
+        self._neighbours.start()
 
     def stop_trial(self) -> None:
         """Ask the running trial to stop as slow; it does at its next step."""
@@ -107,14 +109,19 @@ class Worker:
         assert self._base is not None
         self.phase = "attach"
         before = self._device.allocated_bytes()
-        trial = self._trial(self._base, config, command.steps, started=started)
-        trial.budget_bytes = self._settings.budget_bytes
-        trial.report = lambda beat: self._report(beat, config)
+        trial = self._trial(
+            self._base,
+            config,
+            command.steps,
+            started=started,
+            budget_bytes=self._settings.budget_bytes,
+            report=lambda beat: self._report(beat, config),
+        )
         outcome = trial.run()
         return Finished(outcome=outcome, retire=self._reason_to_retire(config, before))
 
     def _trial(
-        self, base: BaseModel, config: TrialConfig, steps: StepBudget, *, started: float
+        self, base: BaseModel, config: TrialConfig, steps: StepBudget, **changes: Any
     ) -> Trial:
         return Trial(
             base=base,
@@ -125,7 +132,7 @@ class Worker:
             seed=self._settings.seed,
             peak_flops=self._settings.peak_flops.get(config.compute_dtype),
             is_emulated=self._settings.is_emulated,
-            started=started,
+            **changes,
         )
 
     def _report(self, beat: Beat, config: TrialConfig) -> bool:
@@ -153,7 +160,13 @@ class Worker:
             self._base = None
         self._device.release()
         self._device.reset_peak()
-        failure: str | None = None
+        failed = self._build(config)
+        # Not before `_build` returned: a caught exception keeps the frames, and so the weights,
+        # alive.
+        self._device.release()
+        return failed
+
+    def _build(self, config: TrialConfig) -> Outcome | None:
         try:
             self._base = build_base(
                 config,
@@ -169,27 +182,17 @@ class Worker:
         except Exception as error:
             if not self._device.ran_out(error):
                 raise
-            failure, requested = words_of(error)[:_DETAIL_LENGTH], requested_bytes(error)
-        # Outside the except block: a caught exception keeps the frames, and so the weights, alive.
-        self._device.release()
-        if failure is None:
-            return None
-        return OutOfMemory(
-            stage="load",
-            requested_bytes=requested,
-            peak_allocated_bytes=self._device.peak_allocated_bytes(),
-            detail=failure,
-            flags=("neighbour",) if self._was_robbed() else (),
-        )
-
-    def _was_robbed(self) -> bool:
-        """Whether another process came and holds what the budget had promised to this one."""
-        room = self._device.room_bytes()
-        if room is None or self._room is None or room >= self._settings.budget_bytes:
-            return False
-        return self._room - room > NEIGHBOUR_BYTES or self._card.read().has_neighbour
+            return OutOfMemory(
+                stage="load",
+                requested_bytes=requested_bytes(error),
+                peak_allocated_bytes=self._device.peak_allocated_bytes(),
+                detail=words_of(error)[:_DETAIL_LENGTH],
+                flags=(NEIGHBOUR,) if self._neighbours.have_robbed() else (),
+            )
+        return None
 
     def _reason_to_retire(self, config: TrialConfig, before: int | None) -> str | None:
+        """Return why this process is not fit for another trial; None where it is."""
         if config.optimizer.startswith("paged"):
             return "bitsandbytes never frees paged buffers"
         after = self._device.allocated_bytes()
@@ -214,7 +217,7 @@ class Worker:
             seed=0,
         )
         steps = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=2)
-        self._trial(base, config, steps, started=time.perf_counter()).run()
+        self._trial(base, config, steps).run()
         base.close()
 
 
@@ -249,8 +252,9 @@ def _read_commands(
     runs.put(None)
 
 
-def _serve(worker: Worker, commands: IO[bytes], send: Callable[[Event], None]) -> None:
+def _serve(worker: Worker, commands: IO[bytes], send: Callable[[WorkerMessage], None]) -> None:
     runs: queue.SimpleQueue[RunCommand | None] = queue.SimpleQueue()
+    # A thread, since a stop must get through while this one trains.
     reader = threading.Thread(
         target=_read_commands, args=(commands,), kwargs={"runs": runs, "stop": worker.stop_trial}
     )
@@ -275,12 +279,13 @@ def main() -> None:
     _die_with_parent()
     # Ctrl-C in the terminal is the tuner's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    events = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
+    pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
     lock = threading.Lock()
 
-    def send(event: Event) -> None:
+    def send(message: WorkerMessage) -> None:
+        # Beats come from the training's thread, and nothing may cut a line in two.
         with lock:
-            events.write(event.model_dump_json().encode() + b"\n")
+            pipe.write(message.model_dump_json().encode() + b"\n")
 
     settings = WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
     try:

@@ -1,4 +1,5 @@
-"""Owns the way from a search space to Optuna's distributions and back, exactly.
+"""Owns the way from a search space to Optuna's distributions and back, exactly, and whether a space
+has been tried in all.
 
 Knows nothing of samplers, studies or trials.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from decimal import Decimal
 from functools import cached_property
 from typing import Any
@@ -96,6 +97,29 @@ class Encoding:
         columns = self.space.columns
         assert columns is not None, "combinations of a continuous dimension are not counted"
         return tuple(tuple(self.encode(part) for part in column) for column in columns)
+
+
+class Frontier:
+    """Whether every combination of a space has been tried; each is looked at once over a study."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self._index = 0
+
+    def is_exhausted(self, tried: Container[str]) -> bool:
+        """Return whether nothing is left, given the identities of what was tried so far.
+
+        A continuous dimension always leaves something.
+        """
+        size = self._encoding.size
+        if size is None:
+            return False
+        while self._index < size:
+            config = self._encoding.config(self._encoding.combination(self._index))
+            if identity(config) not in tried:
+                return False
+            self._index += 1
+        return True
 
 
 def identity(config: TrialConfig) -> str:

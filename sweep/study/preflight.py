@@ -1,4 +1,5 @@
-"""Owns what is known of a configuration before it runs: it is not valid, or it cannot fit.
+"""Owns what is expected of a configuration before it runs: it is not valid, it cannot fit, or what
+it will need and how fast it will be.
 
 Knows nothing of Optuna, processes or files. The rules and the memory prediction are handed in.
 """
@@ -6,10 +7,13 @@ Knows nothing of Optuna, processes or files. The rules and the memory prediction
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, SweepError
+from search_spaces.errors import EnvironmentFault, InputError, SweepError
+from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
 from storage.records import (
@@ -20,16 +24,20 @@ from storage.records import (
     PredictedOutOfMemory,
     PredictionRecord,
     TrialRecord,
+    Verdict,
 )
 from sweep.predict.memory.predictor import Fit, MemoryPrediction
 from sweep.predict.memory.residuals import Residuals
+from sweep.predict.speed.predictor import Calibration, calibrate, predict_step
 from sweep.study.dominance import Footprint, base_alone, dominates, footprint
 
 DEATHS_TOLERATED = 2
 """Predictions in a row that may fail by the machine's fault before no more are asked for."""
+TRIALS_TO_CALIBRATE = 5
+"""Measured trials from which the card is known better than its data sheet."""
 
 
-class MemoryPredictor(Protocol):
+class MemoryModel(Protocol):
     """Predicts the peak memory of a configuration without running it."""
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
@@ -42,7 +50,7 @@ class MemoryPredictor(Protocol):
         ...
 
 
-class SpeedPredictor(Protocol):
+class SpeedModel(Protocol):
     """Predicts the speed of a configuration, the better the more trials it has seen."""
 
     def predict(self, config: TrialConfig) -> float | None:
@@ -54,15 +62,83 @@ class SpeedPredictor(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What is known of one configuration before it runs, from the choice to the record.
+
+    Each part is worked out when it is first read, and once: looking for the fastest of a thousand
+    configurations asks for the memory of none.
+    """
+
+    config: TrialConfig
+    _preflight: Preflight = field(repr=False, compare=False)
+
+    @cached_property
+    def is_refused(self) -> bool:
+        """Whether there is a `refusal`; quicker, as nobody wants to know what it says."""
+        return self._ruled_out is not None or self._fit is Fit.NO
+
+    @cached_property
+    def refusal(self) -> Outcome | None:
+        """The verdict that spares the device a trial; None where only running it tells.
+
+        What is predicted not to fit is refused by the verdict that `sweep plan` gives as well; what
+        is too close to say is left to the device.
+        """
+        if self._ruled_out is not None or self.memory is None or self._fit is not Fit.NO:
+            return self._ruled_out
+        budget, percent = self._preflight.budget_bytes, 100 * self.memory.uncertainty
+        return PredictedOutOfMemory(
+            predicted_bytes=self.memory.needed_bytes(budget),
+            detail=f"budget {budget} bytes, peak predicted within {percent:.3g} %",
+        )
+
+    @property
+    def memory(self) -> MemoryPrediction | None:
+        """What it would need, no surer than the study's trials allow; None for no prediction."""
+        return None if self._memory is None else self._memory[0]
+
+    @cached_property
+    def tokens_per_second(self) -> float | None:
+        """Its speed on the card that runs it; None where that is not known."""
+        return self._preflight.speed_of(self.config)
+
+    @cached_property
+    def record(self) -> PredictionRecord | None:
+        """What the trial's record keeps of it; None where memory is not predicted."""
+        if self.memory is None:
+            return None
+        return PredictionRecord(
+            peak_allocated_bytes=self.memory.peak_allocated_bytes,
+            peak_reserved_bytes=self.memory.peak_reserved_bytes,
+            tokens_per_second=self.tokens_per_second,
+        )
+
+    @cached_property
+    def _ruled_out(self) -> Outcome | None:
+        """The verdict that takes no prediction."""
+        return self._preflight.ruled_out(self.config)
+
+    @cached_property
+    def _memory(self) -> tuple[MemoryPrediction, Fit] | None:
+        return self._preflight.memory_of(self.config)
+
+    @property
+    def _fit(self) -> Fit | None:
+        return None if self._memory is None else self._memory[1]
+
+
 class Preflight:
-    """Checks configurations against the rules, the known out-of-memory trials and a prediction.
+    """Expects by the rules, by the trials known to have run out of memory, and by predictions.
+
+    It is handed to the sampler and to the loop, which read the same `Expected` of a configuration.
 
     Args:
         model: what is trained.
         budget_bytes: what a trial may allocate.
         violation: the rules, bound to model and device.
         predictor: None where memory cannot be predicted; the device then decides.
-        speed: adds the expected speed to what is predicted for the record.
+        speed: None where speed cannot be predicted.
         warn: told once of each reason why something is not predicted; the study goes on without.
     """
 
@@ -72,47 +148,39 @@ class Preflight:
         model: ModelSpec,
         budget_bytes: int,
         violation: Callable[[TrialConfig], Violation | None],
-        predictor: MemoryPredictor | None = None,
-        speed: SpeedPredictor | None = None,
+        predictor: MemoryModel | None = None,
+        speed: SpeedModel | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self.budget_bytes = budget_bytes
         self._model = model
-        self._budget_bytes = budget_bytes
         self._violation = violation
         self._predictor = predictor
         self._speed = speed
         self._warn = warn
         self._ran_out: list[tuple[int, Footprint]] = []
         self._residuals = Residuals()
-        self._predictions: dict[TrialConfig, MemoryPrediction] = {}
-        self._fits: dict[tuple[TrialConfig, float], Fit] = {}
+        self._expected: dict[TrialConfig, Expected] = {}
+        self._memory: dict[TrialConfig, tuple[MemoryPrediction, Fit]] = {}
+        """What a configuration needs stays what it is, whatever a study learns; only how sure that
+        is can change."""
         self._warned: set[str] = set()
         self._deaths = 0
 
-    def check(self, config: TrialConfig) -> Outcome | None:
-        """Return the verdict that spares the device a trial; None where only running it tells."""
-        return self._forbidden(config) or self._dominated(config) or self._predicted(config)
+    @property
+    def predicts_speed(self) -> bool:
+        """Whether any speed is known."""
+        return self._speed is not None
 
-    def refuses(self, config: TrialConfig) -> bool:
-        """Whether `check` has a verdict; quicker, as nobody wants to know what it says."""
-        if self._forbidden(config) or self._dominated(config):
-            return True
-        prediction = self._memory(config)
-        return prediction is not None and self._fit(config, prediction) is Fit.NO
-
-    def prediction(self, config: TrialConfig) -> PredictionRecord | None:
-        """Return what is predicted of ``config``, for its record; None where nothing predicts."""
-        memory = self._memory(config)
-        if memory is None:
-            return None
-        return PredictionRecord(
-            peak_allocated_bytes=memory.peak_allocated_bytes,
-            peak_reserved_bytes=memory.peak_reserved_bytes,
-            tokens_per_second=None if self._speed is None else self._speed.predict(config),
-        )
+    def expect(self, config: TrialConfig) -> Expected:
+        """Return what is known of ``config``; the same value until a further trial is learned."""
+        if config not in self._expected:
+            self._expected[config] = Expected(config, self)
+        return self._expected[config]
 
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial: one that ran out is remembered, a measured one calibrates."""
+        self._expected.clear()
         if self._speed is not None:
             self._speed.learn(record)
         match record.outcome:
@@ -128,48 +196,31 @@ class Preflight:
         for record in records:
             self.learn(record)
 
-    def _forbidden(self, config: TrialConfig) -> Outcome | None:
+    def ruled_out(self, config: TrialConfig) -> Outcome | None:
+        """Return the verdict of the rules, or of a smaller trial that ran out of memory."""
         broken = self._violation(config)
-        return None if broken is None else Invalid(rule=broken.rule, detail=broken.reason)
-
-    def _dominated(self, config: TrialConfig) -> Outcome | None:
+        if broken is not None:
+            return Invalid(rule=broken.rule, detail=broken.reason)
         candidate = footprint(config, model=self._model)
         for number, known in self._ran_out:
             if dominates(candidate, known):
                 return DominatedOutOfMemory(by=number)
         return None
 
-    def _predicted(self, config: TrialConfig) -> Outcome | None:
-        """Refuse what surely does not fit, by the verdict that `sweep plan` gives as well.
+    def speed_of(self, config: TrialConfig) -> float | None:
+        """Return the expected tokens/s."""
+        return None if self._speed is None else self._speed.predict(config)
 
-        What is too close to say is left to the device.
-        """
-        prediction = self._memory(config)
-        if prediction is None or self._fit(config, prediction) is not Fit.NO:
+    def memory_of(self, config: TrialConfig) -> tuple[MemoryPrediction, Fit] | None:
+        """Return the prediction, no surer than the study's trials allow, and whether it fits."""
+        known = self._memory.get(config)
+        prediction = self._asked(config) if known is None else known[0]
+        if prediction is None:
             return None
-        return PredictedOutOfMemory(
-            predicted_bytes=prediction.needed_bytes(self._budget_bytes),
-            detail=(
-                f"budget {self._budget_bytes} bytes, peak predicted within "
-                f"{100 * prediction.uncertainty:.3g} %"
-            ),
-        )
-
-    def _fit(self, config: TrialConfig, prediction: MemoryPrediction) -> Fit:
-        """Return whether it fits; a sampler asks of many configurations, and of some again."""
-        key = (config, prediction.uncertainty)
-        if key not in self._fits:
-            self._fits[key] = prediction.fits(self._budget_bytes)
-        return self._fits[key]
-
-    def _memory(self, config: TrialConfig) -> MemoryPrediction | None:
-        """Return what is predicted, no surer than the study's trials allow."""
-        if config not in self._predictions:
-            prediction = self._asked(config)
-            if prediction is None:
-                return None
-            self._predictions[config] = prediction
-        return self._residuals.widened(self._predictions[config], config)
+        widened = self._residuals.widened(prediction, config)
+        if known is None or widened is not prediction:
+            self._memory[config] = (widened, widened.fits(self.budget_bytes))
+        return self._memory[config]
 
     def _asked(self, config: TrialConfig) -> MemoryPrediction | None:
         """Return the predictor's answer, and None where it has none."""
@@ -196,3 +247,30 @@ class Preflight:
         if message not in self._warned:
             self._warned.add(message)
             self._warn(message)
+
+
+class SpeedForecast:
+    """Predicts speed on one card, the one that really runs, by its data sheet and by the trials."""
+
+    def __init__(self, *, model: ModelSpec, gpu: GpuSpec) -> None:
+        self._model = model
+        self._gpu = gpu
+        self._observations: list[tuple[TrialConfig, float]] = []
+        self._calibration: Calibration | None = None
+
+    def predict(self, config: TrialConfig) -> float | None:
+        """Return tokens/s; None where the architecture or the compute type has no prediction."""
+        try:
+            if self._calibration is None and len(self._observations) >= TRIALS_TO_CALIBRATE:
+                self._calibration = calibrate(self._observations, model=self._model, gpu=self._gpu)
+            return predict_step(
+                config, model=self._model, gpu=self._gpu, calibration=self._calibration
+            ).tokens_per_second
+        except InputError:
+            return None
+
+    def learn(self, record: TrialRecord) -> None:
+        """Take in a finished trial; only those measured to the end say something of the card."""
+        if record.verdict is Verdict.FITS and record.measurement is not None:
+            self._observations.append((record.config, record.measurement.step_seconds))
+            self._calibration = None

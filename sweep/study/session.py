@@ -26,21 +26,15 @@ from search_spaces.validation import validate
 from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
 from storage.study import NAME_BYTES_MAX, NAME_MAX, LeasedStudy, open_study
-from sweep.paths import (
-    RESERVED,
-    cache_directory,
-    runs_directory,
-    worker_log_path,
-)
+from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
 from sweep.sampling.samplers import make_sampler, quiet_optuna
-from sweep.sampling.speed_forecast import SpeedForecast
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption
-from sweep.study.preflight import Preflight
+from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
 
@@ -56,6 +50,8 @@ class Prepared:
     definition: StudyDefinition
     model: ModelSpec
     resolved: ResolvedTarget
+    card: Card | None
+    """The card in this machine; None on a CPU."""
 
     @property
     def space(self) -> SearchSpace:
@@ -87,13 +83,7 @@ def prepare(
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: the card, or the network for a hub id, is not to be had.
     """
-    declared = load_space(space_name)
-    changed = {
-        key: value
-        for key, value in overrides.items()
-        if value is not None and value != getattr(declared, key)
-    }
-    space = _overridden(declared, changed)
+    space, changed = _settled_space(space_name, overrides)
     name = default_study_name(space, changed) if study is None else study
     if name in RESERVED:
         raise InputError(
@@ -102,7 +92,8 @@ def prepare(
     model = load_model_spec(space.model)
     if space.weights == "pretrained":
         check_weights(model)
-    resolved = resolve_target(space, card() if space.gpu != "cpu" else None)
+    here = card() if space.gpu != "cpu" else None
+    resolved = resolve_target(space, here)
     check_budget(space, model, resolved.target)
     refuse_impossible(
         space,
@@ -116,12 +107,21 @@ def prepare(
         model_fingerprint=model.fingerprint,
         target=resolved.target,
     )
-    return Prepared(
-        name=name,
-        definition=definition,
-        model=model,
-        resolved=resolved,
-    )
+    return Prepared(name=name, definition=definition, model=model, resolved=resolved, card=here)
+
+
+def _settled_space(
+    name: str, overrides: Mapping[str, Any]
+) -> tuple[SearchSpace, Mapping[str, Any]]:
+    """Return the space that was named, as it was overridden, and what that changed."""
+    declared = load_space(name)
+    changed = {
+        key: value
+        for key, value in overrides.items()
+        if value is not None and value != getattr(declared, key)
+    }
+    values = {**declared.model_dump(), **changed}
+    return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
 
 
 def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
@@ -175,22 +175,14 @@ def drive(
         EnvironmentFault: database, device or disk is not to be had.
     """
     quiet_optuna()
-    space, target = prepared.space, prepared.target
-    speed = _speed(prepared)
-    preflight = _preflight(prepared, speed=speed, warn=warn)
-    sampler = make_sampler(
-        space.sampler,
-        space,
-        seed=space.seed,
-        refuses=preflight.refuses,
-        expects=speed.predict if speed is not None and _is_speed(space) else None,
-    )
+    space = prepared.space
+    preflight = _preflight(prepared, warn=warn)
     study = open_study(
         prepared.name,
         url=storage,
         definition=prepared.definition,
-        sampler=sampler,
-        environment=fingerprint(device=target.device),
+        sampler=make_sampler(space.sampler, space, seed=space.seed, preflight=preflight),
+        environment=_environment(prepared),
         home=runs_directory(),
     )
     runner = new_runner(prepared)
@@ -212,47 +204,39 @@ def drive(
         return StopReason.INTERRUPTED
 
 
-def _overridden(space: SearchSpace, changed: Mapping[str, Any]) -> SearchSpace:
-    values = {**space.model_dump(), **changed}
-    return validate(SearchSpace, values, Document(f"space '{space.name}'"))
+def _environment(prepared: Prepared) -> dict[str, Any]:
+    card = prepared.card
+    if card is None:
+        return fingerprint(device=prepared.target.device)
+    return fingerprint(
+        device=prepared.target.device,
+        gpu=card.product,
+        driver=card.driver,
+        cuda_driver=card.cuda,
+    )
 
 
-def _speed(prepared: Prepared) -> SpeedForecast | None:
-    """Return the forecast for the card that really runs; None where it has no data sheet."""
-    target = prepared.target
-    if target.device == "cpu":
-        return None
-    host = match_product(target.emulated_on or target.gpu)
-    return None if host is None else SpeedForecast(model=prepared.model, gpu=host)
-
-
-def _is_speed(space: SearchSpace) -> bool:
-    """Whether what the study is after rises with speed alone."""
-    return space.objectives == ("tokens_per_second",)
-
-
-def _preflight(
-    prepared: Prepared, *, speed: SpeedForecast | None, warn: Callable[[str], None]
-) -> Preflight:
-    target, model = prepared.target, prepared.model
+def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
+    target, model, resolved = prepared.target, prepared.model, prepared.resolved
+    is_on_card = target.device == "cuda"
     # What is predicted is a CUDA allocator's memory; a process on the CPU takes other amounts.
-    predictor = None
-    if target.device == "cuda":
-        predictor = MemoryPredictor(
-            model,
-            cache_dir=cache_directory() / "memory",
-            compute_capability=prepared.resolved.host_capability,
-        )
+    memory = MemoryPredictor(
+        model,
+        cache_dir=cache_directory() / "memory",
+        compute_capability=resolved.host_capability,
+    )
+    # Speed is that of the card that really runs, where it has a data sheet.
+    host = match_product(target.emulated_on or target.gpu) if is_on_card else None
     return Preflight(
         model=model,
         budget_bytes=target.budget_bytes,
         violation=partial(
             violation,
             model=model,
-            compute_capability=prepared.resolved.compute_capability,
+            compute_capability=resolved.compute_capability,
             device=target.device,
         ),
-        predictor=predictor,
-        speed=speed,
+        predictor=memory if is_on_card else None,
+        speed=None if host is None else SpeedForecast(model=model, gpu=host),
         warn=warn,
     )

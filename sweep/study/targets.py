@@ -34,8 +34,7 @@ class ResolvedTarget:
     target: Target
     compute_capability: tuple[int, int] | None
     """What may be relied on: the least of the target's and its host's; None on a CPU, or where it
-    is not known.
-    """
+    is not known."""
     host_capability: tuple[int, int] | None
     """Of the card that really runs; None as above."""
 

@@ -8,28 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault
 from storage.ranking import rank
-from storage.records import (
-    RETRYABLE,
-    Measured,
-    Outcome,
-    PredictionRecord,
-    PrunedSlow,
-    TrialRecord,
-    held_to_budget,
-)
+from storage.records import RETRYABLE, Outcome, PredictionRecord, TrialRecord
 from storage.recovery import attempts, next_number, to_retry
 from storage.study import LeasedStudy
-from sweep.running.runner import Observer, Progress, Runner
-from sweep.sampling.encoding import Encoding, identity
-from sweep.sampling.grid import Frontier
+from sweep.running.runner import Progress, Runner
+from sweep.sampling.encoding import Encoding, Frontier, identity
 from sweep.study.events import (
     Listener,
     StopReason,
@@ -38,9 +28,8 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
-from sweep.study.failures import FailureStreak, nothing_concluded
-from sweep.study.neighbours import AGAIN_AT_MOST, is_disturbed, settle
-from sweep.study.preflight import Preflight
+from sweep.study.machine_faults import ConsecutiveFailures, nothing_concluded, run_undisturbed
+from sweep.study.preflight import Expected, Preflight
 from sweep.study.pruning import is_hopeless, rivals_among
 
 
@@ -72,21 +61,14 @@ def tune(
         EnvironmentFault: the device or the database is not to be had, trial after trial fails in
             the same way, or no trial that ran came to anything else. What was measured is stored.
     """
-    driver = _Driver(
-        study=study,
-        runner=runner,
-        preflight=preflight,
-        clock=clock,
-        on_event=on_event,
-        should_stop=should_stop,
-    )
+    driver = _Driver(study, runner, preflight, clock, on_event, should_stop)
     with interruptible():
         driver.recover()
     while (reason := driver.reason_to_stop()) is None:
         try:
             with interruptible():
                 trial = driver.ask()
-                refused = preflight.check(trial.config)
+                refused = driver.check(trial)
         except KeyboardInterrupt:
             study.abandon()
             reason = StopReason.INTERRUPTED
@@ -116,75 +98,74 @@ def trials_spent(records: Iterable[TrialRecord], *, since: int = 0) -> int:
 
 
 @dataclass
-class _Asked:
-    """A trial between ask and tell."""
+class _OpenTrial:
+    """A trial between ask and tell, with what is expected of it."""
 
     handle: Trial
-    config: TrialConfig
+    expected: Expected
     is_baseline: bool
     attempt: int
     started_at: str
     started_seconds: float
-    prediction: PredictionRecord | None
+    prediction: PredictionRecord | None = None
     device_seconds: float | None = None
     """None for a trial that was never launched."""
 
+    @property
+    def config(self) -> TrialConfig:
+        """What is tried."""
+        return self.expected.config
 
+
+@dataclass
 class _Driver:
     """One run of a study."""
 
-    def __init__(
-        self,
-        *,
-        study: LeasedStudy,
-        runner: Runner,
-        preflight: Preflight,
-        clock: Callable[[], float],
-        on_event: Listener,
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self._study = study
-        self._space = study.definition.space
+    study: LeasedStudy
+    runner: Runner
+    preflight: Preflight
+    clock: Callable[[], float]
+    on_event: Listener
+    should_stop: Callable[[], bool]
+    _since: int = 0
+    """Number of this run's first trial."""
+    _failures: ConsecutiveFailures = field(default_factory=ConsecutiveFailures)
+
+    def __post_init__(self) -> None:
+        self._space = self.study.definition.space
         self._baseline = self._space.baseline_config()
         self._encoding = Encoding(self._space)
         self._frontier = Frontier(self._encoding)
-        self._runner = runner
-        self._preflight = preflight
-        self._clock = clock
-        self._on_event = on_event
-        self._should_stop = should_stop
-        self._since = 0
-        self._started_seconds = self._counted_seconds = clock()
-        self._failures = FailureStreak()
+        self._started_seconds = self._counted_seconds = self.clock()
 
     def recover(self) -> None:
         """Settle what an earlier driver left open, and learn from what it found out."""
-        self._study.recover()
-        records = self._study.records()
+        self.study.recover()
+        records = self.study.records()
         self._since = next_number(records)
-        self._preflight.learn_all(records)
+        self.preflight.learn_all(records)
 
     def reason_to_stop(self) -> StopReason | None:
         """Return why no further trial should start; None where one should."""
         limit = self._space.time_budget_seconds
-        if self._should_stop():
+        if self.should_stop():
             return StopReason.INTERRUPTED
-        if limit is not None and self._clock() - self._started_seconds >= limit:
+        if limit is not None and self.clock() - self._started_seconds >= limit:
             return StopReason.TIME_SPENT
-        records = self._study.records()
+        records = self.study.records()
         if to_retry(records, since=self._since):
             return None
         if trials_spent(records, since=self._since) >= self._space.trials:
             return StopReason.TRIALS_SPENT
         return StopReason.EXHAUSTED if self._is_exhausted() else None
 
-    def ask(self) -> _Asked:
+    def ask(self) -> _OpenTrial:
         """Begin the next trial: the baseline first, then what failed, then what the sampler asks.
 
         After a failure the sampler goes first, so that a fault of the machine shows as different
         configurations failing alike.
         """
-        records = self._study.records()
+        records = self.study.records()
         retries = to_retry(records, since=self._since)
         has_room = trials_spent(records, since=self._since) + len(retries) < self._space.trials
         if all(record.config != self._baseline for record in records):
@@ -193,16 +174,19 @@ class _Driver:
             return self._begin(retries[0])
         return self._begin(None)
 
-    def run(self, trial: _Asked) -> Outcome:
-        """Run a trial on the device, and stop it early where it cannot matter any more.
+    def check(self, trial: _OpenTrial) -> Outcome | None:
+        """Return the verdict that spares the device the trial; None where only running it tells."""
+        # Now, while it may take long, and before the trial teaches anything.
+        trial.prediction = trial.expected.record
+        return trial.expected.refusal
 
-        One that another process disturbed is run again, and nothing above the budget fits.
-        """
-        ranking = rank(self._study.records(), self._study.definition)
+    def run(self, trial: _OpenTrial) -> Outcome:
+        """Run a trial on the device, and stop it early where it cannot matter any more."""
+        ranking = rank(self.study.records(), self.study.definition)
         rivals = () if trial.is_baseline else rivals_among(ranking)
 
         def observe(progress: Progress) -> bool:
-            self._on_event(TrialProgress(number=trial.handle.number, progress=progress))
+            self.on_event(TrialProgress(number=trial.handle.number, progress=progress))
             return is_hopeless(
                 progress,
                 config=trial.config,
@@ -210,29 +194,15 @@ class _Driver:
                 objectives=self._space.objectives,
             )
 
-        started = self._clock()
-        outcomes = [self._outcome(trial.config, observe)]
-        while (
-            is_disturbed(outcomes[-1])
-            and len(outcomes) <= AGAIN_AT_MOST
-            and not self._should_stop()
-        ):
-            try:
-                outcomes.append(self._outcome(trial.config, observe))
-            except EnvironmentFault:
-                # A neighbour that took the whole card: what was measured beside it is not lost.
-                if not any(isinstance(one, Measured | PrunedSlow) for one in outcomes):
-                    raise
-                break
-        trial.device_seconds = self._clock() - started
-        return settle(outcomes)
+        started = self.clock()
+        outcome = run_undisturbed(
+            lambda: self.runner.run(trial.config, steps=self._space.steps, observe=observe),
+            should_stop=self.should_stop,
+        )
+        trial.device_seconds = self.clock() - started
+        return outcome
 
-    def _outcome(self, config: TrialConfig, observe: Observer) -> Outcome:
-        outcome = self._runner.run(config, steps=self._space.steps, observe=observe)
-        budget = self._study.definition.target.budget_bytes
-        return held_to_budget(outcome, budget_bytes=budget)
-
-    def tell(self, trial: _Asked, outcome: Outcome) -> None:
+    def tell(self, trial: _OpenTrial, outcome: Outcome) -> None:
         """Store how a trial ended, and learn from it.
 
         Raises:
@@ -245,39 +215,38 @@ class _Driver:
             is_baseline=trial.is_baseline,
             attempt=trial.attempt,
             started_at=trial.started_at,
-            wall_seconds=self._clock() - trial.started_seconds,
+            wall_seconds=self.clock() - trial.started_seconds,
             device_seconds=trial.device_seconds or 0.0,
             prediction=trial.prediction,
         )
-        self._study.tell(trial.handle, record)
+        self.study.tell(trial.handle, record)
         self._count_wall_seconds()
-        self._preflight.learn(record)
-        self._on_event(TrialFinished(record=record))
+        self.preflight.learn(record)
+        self.on_event(TrialFinished(record=record))
         if trial.device_seconds is not None:
             self._failures.count(outcome)
 
-    def _begin(self, config: TrialConfig | None) -> _Asked:
+    def _begin(self, config: TrialConfig | None) -> _OpenTrial:
         """Ask storage for a trial, of ``config`` or of the sampler's choice, and mark it begun."""
-        started_seconds = self._clock()
+        started_seconds = self.clock()
         if config is None:
-            handle = self._study.ask(self._encoding.distributions)
+            handle = self.study.ask(self._encoding.distributions)
             config = self._space.config(self._encoding.decode(handle.params))
         else:
             params = self._encoding.params_of(config)
             distributions = {} if params is None else self._encoding.distributions
-            handle = self._study.ask(distributions, params=params)
+            handle = self.study.ask(distributions, params=params)
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._study.begin(handle, config, started_at)
-        trial = _Asked(
+        self.study.begin(handle, config, started_at)
+        trial = _OpenTrial(
             handle=handle,
-            config=config,
+            expected=self.preflight.expect(config),
             is_baseline=config == self._baseline,
-            attempt=attempts(self._study.records(), config) + 1,
+            attempt=attempts(self.study.records(), config) + 1,
             started_at=started_at,
             started_seconds=started_seconds,
-            prediction=self._preflight.prediction(config),
         )
-        self._on_event(
+        self.on_event(
             TrialStarted(
                 number=handle.number,
                 config=config,
@@ -288,10 +257,10 @@ class _Driver:
         return trial
 
     def _is_exhausted(self) -> bool:
-        return self._frontier.is_exhausted({identity(r.config) for r in self._study.records()})
+        return self._frontier.is_exhausted({identity(r.config) for r in self.study.records()})
 
     def _count_wall_seconds(self) -> None:
         """Add up the driver's time trial by trial, so that a crash loses one trial's at most."""
-        now = self._clock()
-        self._study.add_wall_seconds(now - self._counted_seconds)
+        now = self.clock()
+        self.study.add_wall_seconds(now - self._counted_seconds)
         self._counted_seconds = now

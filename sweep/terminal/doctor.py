@@ -61,7 +61,7 @@ def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> Mac
     """Look at this machine; takes as long as importing torch in a child does."""
     runs = runs_directory()
     nearest = _nearest_existing(runs)
-    found = fingerprint(device="cuda")
+    found = fingerprint(device="cpu")
     return Machine(
         card=read_card(),
         libraries=(ask_libraries or probe_libraries)(),

@@ -1,3 +1,1 @@
-"""The real QLoRA training that a trial is: model, adapters, data, step and meter. Runs in the
-worker only.
-"""
+"""The real QLoRA training that a trial is: model, adapters, data, step, meter. Worker only."""

@@ -1,5 +1,4 @@
-"""Owns what differs between a CUDA card and the CPU: the cap, the counters of memory, what others
-take.
+"""Owns what differs between a CUDA card and the CPU: cap, counters of memory, what others take.
 
 Knows nothing of models or configurations.
 """
@@ -19,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from storage.records import Stage
-from sweep.training.failures import is_card_out_of_memory, is_host_out_of_memory
+from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
 
 _NEXT_TO_NOTHING_BYTES = 2**20
 _NET_BYTES = 64 * 2**20
@@ -121,11 +120,16 @@ class CudaDevice:
 
     def cap(self, budget_bytes: int) -> None:
         """See `Device.cap`: the allocator raises where reserved memory would pass the budget."""
+        # What is reserved, not what is allocated: the driver gives out whole segments, and a card
+        # is full when they are. At the cap the allocator first gives back what it caches and tries
+        # again, as it would on a card of that size; `allocator_retries` counts how often.
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / self._total_bytes))
         self._room_of_process = self._room_bytes()
 
     def warm_up(self) -> None:
         """See `Device.warm_up`: the cuBLAS workspaces of the forward and of the backward thread."""
+        # cuBLAS keeps a workspace for each thread that multiplies, and autograd runs backward on
+        # one of its own; they are never given back, whichever trial they were first taken in.
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             weight = torch.zeros(64, 64, device=self.torch_device, dtype=dtype, requires_grad=True)
             (weight @ weight).sum().backward()
@@ -147,6 +151,7 @@ class CudaDevice:
     def reset_peak(self) -> None:
         """See `Device.reset_peak`."""
         torch.cuda.reset_peak_memory_stats()
+        # What resets the peaks leaves torch's count of retries as it is.
         self._retries_before = self._retries()
         self._room_of_trial = self._room_bytes()
         self._stage = self._peak_stage = "load"
@@ -201,9 +206,7 @@ class CudaDevice:
         return bytes_beyond(int(torch.cuda.max_memory_reserved()), room=min(rooms))
 
     def room_bytes(self) -> int | None:
-        """See `Device.room_bytes`: None where host and card share one memory, which everything on
-        the machine uses.
-        """
+        """See `Device.room_bytes`: None where the host's memory is the card's, which all use."""
         return None if self._shares_the_hosts else self._room_bytes()
 
     def ran_out(self, error: BaseException) -> bool:
@@ -212,6 +215,9 @@ class CudaDevice:
 
     def _room_bytes(self) -> int:
         """Return what this process holds of the card and could still have."""
+        # What the allocator caches is not free to the driver, but it is to this process. Unlike
+        # either number, the sum does not move with what is trained: it falls where memory goes to
+        # others, or to what this process's own libraries take beside the allocator.
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return int(free) + int(torch.cuda.memory_reserved())
 
@@ -224,8 +230,8 @@ class CpuDevice:
 
     Peaks are read from the allocations that torch's profiler sees in the observed steps, on top of
     the tensors that were there before; they repeat to the byte, and they alone decide what fits.
-    The kernel's limit on this process's private memory (`RLIMIT_DATA`) is a net for what is far
-    too large: it cannot tell tensors from scratch memory, and what the heap holds free is served
+    The kernel's limit on this process's private memory (`RLIMIT_DATA`) is a net for what is far too
+    large: it cannot tell tensors from scratch memory, and what the heap holds free is served
     without asking the kernel at all.
     """
 
@@ -253,10 +259,12 @@ class CpuDevice:
     def release(self) -> None:
         """See `Device.release`."""
         gc.collect()
+        # The heap keeps what was freed, and the limit on private memory would count it.
         _LIBC.malloc_trim(0)
 
     def allocated_bytes(self) -> int | None:
         """See `Device.allocated_bytes`: every tensor storage that Python can reach."""
+        # torch counts no allocations on the CPU. Views share a storage, which counts once.
         storages = {}
         for item in gc.get_objects():
             # Not isinstance: it would wake the lazy modules among the objects.

@@ -35,9 +35,9 @@ class Matrix:
 def matrices(model: PreTrainedModel) -> Iterator[Matrix]:
     """Yield every matrix that QLoRA means to quantize, of a base without adapters.
 
-    Linear layers and experts; embeddings and head never are, as transformers decides. A router
-    or the state of a recurrent layer is no matrix here: it is smaller than a square of the
-    hidden size, or belongs to a convolution.
+    Linear layers and experts; embeddings and head never are, as transformers decides. A router or
+    the state of a recurrent layer is no matrix here: it is smaller than a square of the hidden
+    size, or belongs to a convolution.
     """
     kept = {f"{name}." for name in get_keys_to_not_convert(model)}
     square = int(model.config.get_text_config().hidden_size) ** 2

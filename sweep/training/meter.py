@@ -1,7 +1,7 @@
-"""Owns how step times become a measurement: steadiness, the interval of the median, and what NVML
-tells of the card meanwhile.
+"""Owns how a trial's steps become a measurement: their seconds, steadiness, the interval of the
+median, and what the card and other processes did meanwhile.
 
-Pure but for `CardReader`, which reads NVML. Knows nothing of models.
+Knows nothing of models, phases or outcomes.
 """
 
 from __future__ import annotations
@@ -10,34 +10,33 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
-import pynvml
-
-from storage.nvml import ask
+from search_spaces.config import TrialConfig
+from search_spaces.space import StepBudget
+from storage.records import Measurement
+from sweep.nvml import NvmlCard
+from sweep.training.device import Device
 
 NEIGHBOUR_BYTES = 2**30
 """So much taken by others since a trial began is a neighbour's: this process's own libraries load
 kernels for some hundred MiB with its first steps."""
 NEIGHBOUR_BYTES_MEASURING = 256 * 2**20
 """The same while steps are measured, when everything of this process's own is there."""
-_THROTTLE_BITS = {
-    "power": pynvml.nvmlClocksThrottleReasonSwPowerCap,
-    "hw_slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
-    "hw_thermal": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
-    "sw_thermal": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
-    "hw_power_brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
-}
+NEIGHBOUR = "neighbour"
+"""Flag of what another process had a hand in."""
+_STEPS_TO_JUDGE = 3
+_LENIENCY = 0.7
+"""Share of the fastest of a few steps that the median is surely above, also on a busy machine."""
 
 
 @cache
 def _interval_rank(count: int) -> int:
-    """Return k such that order statistics k and count+1-k bound the median at 95 % or more; 0 for
-    none.
+    """Return k such that order statistics k and count + 1 - k bound the median at 95 % or more.
 
-    The number of samples under the median is binomial(count, 1/2), whatever the distribution of
+    0 where no two of so few do.
+    The number of samples under the median is binomial(count, 1/2), whatever the distribution of the
     step times.
     """
     tail, rank = 0.0, 0
@@ -59,8 +58,9 @@ def median_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
 
 
 def is_steady(seconds: Sequence[float], *, tolerance: float = 0.05) -> bool:
-    """Whether the last two steps agree: warm-up pays for kernel selection and allocator growth
-    until they do.
+    """Whether the last two steps agree.
+
+    Until they do, a step still pays for the choice of kernels and for the allocator's growth.
     """
     if len(seconds) < 2:
         return False
@@ -77,6 +77,34 @@ def is_precise(seconds: Sequence[float], *, relative: float) -> bool:
     return max(median - interval[0], interval[1] - median) <= relative * median
 
 
+def fastest_median(seconds: Sequence[float]) -> float | None:
+    """Return the least that the median can still turn out to be.
+
+    That is the lower end of its 95 % interval. Before there are steps enough for one, a good deal
+    less than the fastest step stands in; before there are three, nothing.
+    """
+    interval = median_interval(seconds)
+    if interval is not None:
+        return interval[0]
+    return _LENIENCY * min(seconds) if len(seconds) >= _STEPS_TO_JUDGE else None
+
+
+def whole_step_seconds(begun: float, ended: Sequence[float], *, micro_steps: int) -> float:
+    """Return the seconds of an optimizer step of ``micro_steps``, of which only some were run.
+
+    The last micro-step has the optimizer's; those before it are alike and stand for the missing.
+
+    Args:
+        begun: when the first one began.
+        ended: when each one that was run ended.
+        micro_steps: of the whole step.
+    """
+    if len(ended) == micro_steps:
+        return ended[-1] - begun
+    before, last = ended[-2] - begun, ended[-1] - ended[-2]
+    return (micro_steps - 1) * before / (len(ended) - 1) + last
+
+
 @dataclass(frozen=True)
 class CardReading:
     """One look at the card. Bytes count every process."""
@@ -88,27 +116,15 @@ class CardReading:
 
 
 class CardReader:
-    """Reads the card through NVML; a machine without NVML gives empty readings.
+    """Reads the card while it trains; without a card, or NVML, readings are empty.
 
     A neighbour is a process that came after `remember`. What was there before is not one, nor is
     this process, which a container's NVML shows under a number that only the host knows.
-
-    Args:
-        pci_bus_id: of the card; None for no card.
-        nvml: what pynvml is; tests hand in another.
     """
 
-    def __init__(self, pci_bus_id: str | None, *, nvml: Any = pynvml) -> None:
-        self._nvml = nvml
-        self._handle: Any = None
+    def __init__(self, card: NvmlCard | None) -> None:
+        self._card = card
         self._known: frozenset[int] = frozenset()
-        if pci_bus_id is None:
-            return
-        try:
-            nvml.nvmlInit()
-            self._handle = nvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id)
-        except pynvml.NVMLError:
-            self._handle = None
         self.remember()
 
     def remember(self) -> None:
@@ -116,21 +132,187 @@ class CardReader:
         self._known = self._processes()
 
     def read(self) -> CardReading:
-        """Return what NVML tells now; each figure it refuses is left empty."""
-        if self._handle is None:
+        """Return what the driver tells now; each figure it refuses is left empty."""
+        if self._card is None:
             return CardReading()
-        nvml = self._nvml
-        memory = ask(nvml.nvmlDeviceGetMemoryInfo, self._handle)
-        reasons = ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, self._handle) or 0
+        memory = self._card.memory()
         return CardReading(
-            used_bytes=None if memory is None else int(memory.used),
-            sm_clock_mhz=ask(nvml.nvmlDeviceGetClockInfo, self._handle, pynvml.NVML_CLOCK_SM),
-            throttle_reasons=tuple(name for name, bit in _THROTTLE_BITS.items() if reasons & bit),
+            used_bytes=None if memory is None else memory.used,
+            sm_clock_mhz=self._card.sm_clock_mhz(),
+            throttle_reasons=self._card.throttle_reasons(),
             has_neighbour=bool(self._processes() - self._known - {os.getpid()}),
         )
 
     def _processes(self) -> frozenset[int]:
-        if self._handle is None:
+        if self._card is None:
             return frozenset()
-        running = ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, self._handle) or []
-        return frozenset(process.pid for process in running)
+        return frozenset(process.pid for process in self._card.processes())
+
+
+@dataclass
+class NeighbourWatch:
+    """What other processes take of the device while this one has it.
+
+    A container hides them from NVML, so what they hold is seen in what is left for this process.
+
+    Attributes:
+        budget_bytes: what this process was promised; None where nothing was.
+        has_paged_memory: paged buffers of this process's own count as others', so that nothing
+            follows from what is left.
+    """
+
+    device: Device
+    card: CardReader
+    budget_bytes: int | None
+    has_paged_memory: bool = False
+    _room_at_start: int | None = None
+    _room_at_measuring: int | None = None
+
+    def start(self) -> None:
+        """Take what the device has for this process now as what it had before anybody came."""
+        self._room_at_start = self.device.room_bytes()
+
+    def start_measuring(self) -> None:
+        """Watch more closely from now on: what this process needed itself, it has."""
+        self._room_at_measuring = self.device.room_bytes()
+
+    def have_taken_memory(self) -> bool:
+        """Whether others took a noticeable part of the device since the start, or measuring."""
+        room = self.device.room_bytes()
+        return room is not None and self._have_left(room)
+
+    def have_robbed(self) -> bool:
+        """Whether others came and hold what the budget had promised to this process."""
+        room = self.device.room_bytes()
+        if room is None or self.budget_bytes is None or room >= self.budget_bytes:
+            return False
+        return self._have_left(room) or self.card.read().has_neighbour
+
+    def _have_left(self, room: int) -> bool:
+        """Whether no more than ``room`` being left is others' doing."""
+        if self.has_paged_memory or self._room_at_start is None:
+            return False
+        if self._room_at_start - room > NEIGHBOUR_BYTES:
+            return True
+        at_measuring = self._room_at_measuring
+        return at_measuring is not None and at_measuring - room > NEIGHBOUR_BYTES_MEASURING
+
+
+@dataclass
+class Meter:
+    """The steps of one trial: what each took, whether there are enough, what they come to."""
+
+    config: TrialConfig
+    steps: StepBudget
+    device: Device
+    neighbours: NeighbourWatch
+    warmup: list[float] = field(default_factory=list)
+    """Seconds of each warm-up step."""
+    measured: list[float] = field(default_factory=list)
+    """Seconds of each measured step."""
+    _warmup_spent: float = 0.0
+    _measured_spent: float = 0.0
+    """Seconds really spent in steps, where the step's own are derived."""
+    _readings: list[CardReading] = field(default_factory=list)
+    _is_crowded: bool = False
+
+    def add(self, begun: float, ended: Sequence[float], *, is_warmup: bool) -> None:
+        """Take in a step: when it began, and when each of its micro-steps ended."""
+        seconds = whole_step_seconds(begun, ended, micro_steps=self.config.accumulation_steps)
+        if is_warmup:
+            self.warmup.append(seconds)
+            self._warmup_spent += ended[-1] - begun
+        else:
+            self.measured.append(seconds)
+            self._measured_spent += ended[-1] - begun
+            self._readings.append(self.neighbours.card.read())
+            self._is_crowded = self._is_crowded or self.neighbours.have_taken_memory()
+
+    def is_warm(self) -> bool:
+        """Whether the steps so far have come to the steady rate, or were given time enough to."""
+        done = len(self.warmup)
+        return done >= self.steps.warmup_max or (
+            done >= self.steps.warmup_min and is_steady(self.warmup)
+        )
+
+    def is_enough(self, elapsed_seconds: float) -> bool:
+        """Whether the measured steps are precise, or used up what they may take."""
+        done = len(self.measured)
+        if done < self.steps.measured_min:
+            return False
+        return (
+            done >= self.steps.measured_max
+            or elapsed_seconds >= self.steps.seconds_max
+            or is_precise(self.measured, relative=self.steps.relative_interval)
+        )
+
+    def measurement(
+        self,
+        *,
+        final_loss: float,
+        trainable_parameters: int,
+        flops_utilization: float | None,
+        quantized_share: float | None,
+        is_emulated: bool,
+        is_extrapolated: bool,
+    ) -> Measurement:
+        """Return what the measured steps come to; the seconds of setting up are not known yet.
+
+        Args:
+            final_loss: of the last step.
+            trainable_parameters: weights that were trained.
+            flops_utilization: of `median_seconds`; None where unknown.
+            quantized_share: of the weights that are meant to be in 4 bits, how many are; None for a
+                16-bit base.
+            is_emulated: whether another card stands in for the target.
+            is_extrapolated: whether a part of each accumulation was derived.
+        """
+        median = self.median_seconds
+        used = [r.used_bytes for r in self._readings if r.used_bytes is not None]
+        clocks = [r.sm_clock_mhz for r in self._readings if r.sm_clock_mhz is not None]
+        return Measurement(
+            tokens_per_second=self.config.tokens_per_step / median,
+            samples_per_second=self.config.samples_per_step / median,
+            step_seconds=median,
+            step_seconds_ci95=median_interval(self.measured),
+            steps_measured=len(self.measured),
+            steps_warmup=len(self.warmup),
+            peak_allocated_bytes=self.device.peak_allocated_bytes(),
+            peak_reserved_bytes=self.device.peak_reserved_bytes(),
+            peak_device_bytes=max(used, default=None),
+            trainable_parameters=trainable_parameters,
+            flops_utilization=flops_utilization,
+            final_loss=final_loss,
+            setup_seconds=0.0,
+            measured_seconds=self._measured_spent,
+            training_seconds=self._warmup_spent + self._measured_spent,
+            allocator_retries=self.device.allocator_retries(),
+            flags=self._flags(is_emulated=is_emulated, is_extrapolated=is_extrapolated),
+            sm_clock_mhz=int(statistics.median(clocks)) if clocks else None,
+            throttle_reasons=self._throttle_reasons(),
+            quantized_share=quantized_share,
+        )
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of warm-up and measuring together."""
+        return len(self.warmup) + len(self.measured)
+
+    @property
+    def median_seconds(self) -> float:
+        """Seconds of the median measured step."""
+        return statistics.median(self.measured)
+
+    def _throttle_reasons(self) -> tuple[str, ...]:
+        return tuple(sorted({reason for r in self._readings for reason in r.throttle_reasons}))
+
+    def _flags(self, *, is_emulated: bool, is_extrapolated: bool) -> tuple[str, ...]:
+        flags = {
+            "emulated": is_emulated,
+            "throttled": bool(self._throttle_reasons()),
+            "noisy": not is_precise(self.measured, relative=self.steps.relative_interval),
+            NEIGHBOUR: self._is_crowded or any(r.has_neighbour for r in self._readings),
+            "allocator_retries": self.device.allocator_retries() > 0,
+            "accumulation_extrapolated": is_extrapolated,
+        }
+        return tuple(name for name, is_set in flags.items() if is_set)

@@ -1,4 +1,4 @@
-"""Owns one optimizer step, as transformers' Trainer would do it, and its stages.
+"""Owns one optimizer step, as transformers' Trainer would do it, its stages and its FLOPs.
 
 Accumulation, mixed precision, clipping, optimizer and schedule go through accelerate; the loss is
 read every step, as Trainer reads it for its log. Knows nothing of time or memory.
@@ -13,9 +13,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
-from transformers import get_linear_schedule_with_warmup
+from transformers import PreTrainedConfig, get_linear_schedule_with_warmup
 
 from search_spaces.config import TrialConfig
+from search_spaces.linears import attention_width, training_flops_per_token
 from storage.records import Stage
 from sweep.training.adapters import Attached
 from sweep.training.data import endless, random_token_loader
@@ -127,10 +128,33 @@ def make_optimizer(
             return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
 
 
+def flops_per_token(attachment: Attached, model_config: PreTrainedConfig, seq_len: int) -> float:
+    """Return the FLOPs that a step needs for each token, counted on the model that is there."""
+    frozen = adapters = 0
+    for name, module in attachment.model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            if ".lora_" in name:
+                adapters += module.in_features * module.out_features
+            else:
+                frozen += module.in_features * module.out_features
+    text = model_config.get_text_config()
+    return training_flops_per_token(
+        frozen=frozen,
+        adapters=adapters,
+        layers=len(attachment.layers),
+        attention_width=attention_width(
+            hidden=text.hidden_size,
+            heads=getattr(text, "num_attention_heads", None) or 1,
+            head_dim=getattr(text, "head_dim", None),
+        ),
+        seq_len=seq_len,
+    )
+
+
 def _accelerator(config: TrialConfig, *, micro_steps: int, is_on_cpu: bool) -> Accelerator:
-    """Return an accelerator for this configuration; accelerate keeps its device and precision in a
-    process-wide state.
-    """
+    """Return an accelerator for this configuration alone."""
+    # accelerate keeps device and precision for the whole process: without this the second trial
+    # would train as the first did.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return Accelerator(

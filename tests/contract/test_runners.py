@@ -168,6 +168,19 @@ def test_a_cancelled_trial_is_lost_and_the_next_one_runs(case: Case, runner: Run
     measured(runner.run(case.fits, steps=STEPS))
 
 
+def test_a_cancel_before_a_trial_ends_that_one_alone(case: Case, runner: Runner) -> None:
+    seen: list[Progress] = []
+
+    def watch(progress: Progress) -> bool:
+        seen.append(progress)
+        return False
+
+    runner.cancel()
+    assert isinstance(runner.run(case.fits, steps=STEPS, observe=watch), Lost)
+    assert seen == []
+    measured(runner.run(case.fits, steps=STEPS))
+
+
 def test_closing_twice_is_closing_once(case: Case, tmp_path: Path) -> None:
     runner = case.start(tmp_path, case.budget_bytes)
     runner.close()

@@ -8,7 +8,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.records import Measured, Measurement, Outcome
-from sweep.running.wire import Event, RunCommand, WorkerSettings
+from sweep.running.wire import RunCommand, WorkerMessage, WorkerSettings
 from sweep.running.worker import Worker
 from sweep.training.device import CudaDevice
 
@@ -41,7 +41,7 @@ class Rig:
     """The worker's own code in this process, where its insides can be looked at."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self.events: list[Event] = []
+        self.events: list[WorkerMessage] = []
         settings = WorkerSettings(
             device="cuda",
             budget_bytes=budget_bytes,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sweep.running.device_info import open_cuda, read_card
+from sweep.running.device_info import ask_cuda, read_card
 
 
 @pytest.mark.gpu
@@ -18,9 +18,9 @@ def test_the_card_is_the_one_that_torch_would_use() -> None:
 
 @pytest.mark.gpu
 def test_cudas_driver_tells_the_same_without_a_context() -> None:
-    card, cuda = read_card(), open_cuda()
+    card, cuda = read_card(), ask_cuda()
     assert card is not None
     assert cuda is not None
-    assert cuda.product() == card.product
-    assert cuda.compute_capability() == card.compute_capability
-    assert cuda.memory_bytes() == pytest.approx(card.memory_bytes, rel=0.02)
+    assert cuda.product == card.product
+    assert cuda.compute_capability == card.compute_capability
+    assert cuda.memory_bytes == pytest.approx(card.memory_bytes, rel=0.02)

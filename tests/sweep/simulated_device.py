@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.study import LeasedStudy, open_study
+from sweep.sampling.samplers import Expectation, NothingExpected
 
 BUDGET = int(21.5 * GIB)
 MODEL = ModelSpec(
@@ -93,6 +96,26 @@ def train(config: TrialConfig) -> Outcome:
     if peak > BUDGET:
         return OutOfMemory(stage="forward", peak_allocated_bytes=BUDGET, requested_bytes=GIB)
     return Measured(measurement=a_measurement(config))
+
+
+@dataclass(frozen=True)
+class Knowing:
+    """A pre-flight that is two functions."""
+
+    refuses: Callable[[TrialConfig], bool] = lambda _: False
+    speed: Callable[[TrialConfig], float | None] | None = None
+
+    @property
+    def predicts_speed(self) -> bool:
+        return self.speed is not None
+
+    def expect(self, config: TrialConfig) -> Expectation:
+        speed = None if self.speed is None else self.speed(config)
+        return NothingExpected(is_refused=self.refuses(config), tokens_per_second=speed)
+
+
+def does_not_fit(config: TrialConfig) -> bool:
+    return peak_bytes(config) > BUDGET
 
 
 def a_record(config: TrialConfig, outcome: Outcome | None = None, **changes: Any) -> TrialRecord:

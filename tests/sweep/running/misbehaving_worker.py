@@ -10,7 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 
-from sweep.running.wire import Alive, Event, Ready, RunCommand, WorkerSettings, command_adapter
+from sweep.running.wire import (
+    Alive,
+    Ready,
+    RunCommand,
+    WorkerMessage,
+    WorkerSettings,
+    command_adapter,
+)
 
 HANG, EXIT, SEGFAULT, GARBAGE, SILENT_AFTER_BEATS, SLOW_BEATS, GRANDCHILD, TELLTALE = range(1, 9)
 
@@ -18,7 +25,7 @@ HANG, EXIT, SEGFAULT, GARBAGE, SILENT_AFTER_BEATS, SLOW_BEATS, GRANDCHILD, TELLT
 def main() -> None:
     events = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
 
-    def send(event: Event) -> None:
+    def send(event: WorkerMessage) -> None:
         events.write(event.model_dump_json().encode() + b"\n")
 
     WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
@@ -29,7 +36,9 @@ def main() -> None:
     misbehave(command.config.lora_rank, send, events.write)
 
 
-def misbehave(how: int, send: Callable[[Event], None], write: Callable[[bytes], int]) -> None:
+def misbehave(
+    how: int, send: Callable[[WorkerMessage], None], write: Callable[[bytes], int]
+) -> None:
     match how:
         case 2:
             print("Error invalid device function at line 74", flush=True)

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pynvml
 import pytest
 
 from search_spaces.gpus import GIB
-from sweep.running.device_info import Card, CardProcess, CudaDriver, read_card
+from sweep.running.device_info import Card, CardProcess, read_card
 from tests.sweep.pretend_nvml import REFUSED, PretendNvml, memory, processes
 
 
@@ -29,31 +29,25 @@ WHOLE = {
 }
 
 
-@dataclass(frozen=True)
-class PretendCuda:
-    """CUDA's driver on a machine whose card has no memory of its own."""
-
-    total: int | None = 120 * GIB
-
-    def product(self) -> str | None:
-        return "NVIDIA GB10"
-
-    def memory_bytes(self) -> int | None:
-        return self.total
-
-    def compute_capability(self) -> tuple[int, int] | None:
-        return (12, 1)
-
-    def is_integrated(self) -> bool:
-        return True
+def pretend_cuda() -> Card:
+    """What CUDA says on a machine whose card has no memory of its own."""
+    return Card(
+        product="NVIDIA GB10",
+        memory_bytes=120 * GIB,
+        free_bytes=None,
+        compute_capability=(12, 1),
+        driver=None,
+        cuda=None,
+        shares_host_memory=True,
+    )
 
 
-def unasked() -> CudaDriver | None:
+def unasked() -> Card | None:
     raise AssertionError("CUDA was asked for what NVML had told")
 
 
 def test_a_card_that_tells_everything_is_read_through_nvml_alone() -> None:
-    assert read_card(nvml=PretendNvml(**WHOLE), open_cuda=unasked) == Card(
+    assert read_card(nvml=PretendNvml(**WHOLE), ask_cuda=unasked) == Card(
         product="NVIDIA A10",
         memory_bytes=24 * GIB,
         free_bytes=23 * GIB,
@@ -69,7 +63,7 @@ def test_a_card_without_memory_figures_has_cudas_total_and_nobody_knows_what_is_
     refusal: Any,
 ) -> None:
     nvml = PretendNvml(**(WHOLE | {"nvmlDeviceGetMemoryInfo": refusal}))
-    card = read_card(nvml=nvml, open_cuda=PretendCuda)
+    card = read_card(nvml=nvml, ask_cuda=pretend_cuda)
     assert card is not None
     assert (card.product, card.memory_bytes, card.free_bytes) == ("NVIDIA A10", 120 * GIB, None)
     assert card.shares_host_memory
@@ -87,9 +81,9 @@ def test_a_card_without_memory_figures_has_cudas_total_and_nobody_knows_what_is_
     ],
 )
 def test_what_nvml_refuses_is_missing_alone(refused: str, figure: str, left: object) -> None:
-    whole = read_card(nvml=PretendNvml(**WHOLE), open_cuda=unasked)
+    whole = read_card(nvml=PretendNvml(**WHOLE), ask_cuda=unasked)
     assert whole is not None
-    card = read_card(nvml=PretendNvml(**(WHOLE | {refused: REFUSED})), open_cuda=PretendCuda)
+    card = read_card(nvml=PretendNvml(**(WHOLE | {refused: REFUSED})), ask_cuda=pretend_cuda)
     assert card is not None
     expected = replace(whole, **{figure: left})
     assert replace(card, shares_host_memory=False) == expected
@@ -97,16 +91,16 @@ def test_what_nvml_refuses_is_missing_alone(refused: str, figure: str, left: obj
 
 def test_without_nvml_cuda_alone_is_a_card_and_without_either_there_is_none() -> None:
     gone = PretendNvml(nvmlInit=pynvml.NVMLError_LibraryNotFound())
-    card = read_card(nvml=gone, open_cuda=PretendCuda)
+    card = read_card(nvml=gone, ask_cuda=pretend_cuda)
     assert card is not None
     assert (card.product, card.memory_bytes) == ("NVIDIA GB10", 120 * GIB)
-    assert read_card(nvml=gone, open_cuda=lambda: None) is None
+    assert read_card(nvml=gone, ask_cuda=lambda: None) is None
     no_memory = PretendNvml(**(WHOLE | {"nvmlDeviceGetMemoryInfo": REFUSED}))
-    assert read_card(nvml=no_memory, open_cuda=lambda: None) is None
+    assert read_card(nvml=no_memory, ask_cuda=lambda: None) is None
 
 
 def test_a_capability_that_nobody_tells_leaves_a_card() -> None:
     nvml = PretendNvml(**(WHOLE | {"nvmlDeviceGetCudaComputeCapability": REFUSED}))
-    card = read_card(nvml=nvml, open_cuda=lambda: None)
+    card = read_card(nvml=nvml, ask_cuda=lambda: None)
     assert card is not None
     assert card.compute_capability is None

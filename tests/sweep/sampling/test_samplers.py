@@ -11,10 +11,17 @@ from optuna.trial import TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.space import SamplerName, SearchSpace
-from sweep.sampling.encoding import Encoding, identity
-from sweep.sampling.grid import Frontier
-from sweep.sampling.samplers import Expectation, make_sampler, quiet_optuna
-from tests.sweep.simulated_device import BUDGET, a_space, best_speed, peak_bytes, tokens_per_second
+from sweep.sampling.encoding import Encoding, Frontier, identity
+from sweep.sampling.samplers import make_sampler, quiet_optuna
+from tests.sweep.simulated_device import (
+    BUDGET,
+    Knowing,
+    a_space,
+    best_speed,
+    does_not_fit,
+    peak_bytes,
+    tokens_per_second,
+)
 
 quiet_optuna()
 
@@ -81,17 +88,15 @@ def test_batches_that_do_not_go_into_each_other_are_never_asked_for(name: Sample
 @pytest.mark.parametrize("name", MODEL_BASED)
 def test_what_is_refused_is_not_asked_for_while_something_else_is_left(name: SamplerName) -> None:
     space = a_space()
-
-    def does_not_fit(config: TrialConfig) -> bool:
-        return peak_bytes(config) > BUDGET
-
-    configs = asked(make_sampler(name, space, seed=2, refuses=does_not_fit), space, trials=15)
+    sampler = make_sampler(name, space, seed=2, preflight=Knowing(refuses=does_not_fit))
+    configs = asked(sampler, space, trials=15)
     assert not any(does_not_fit(config) for config in configs)
 
 
 def test_when_everything_left_is_hopeless_it_is_asked_for_all_the_same_but_once() -> None:
     space = a_small_space()
-    configs = asked(make_sampler("tpe", space, seed=3, refuses=lambda _: True), space, trials=10)
+    sampler = make_sampler("tpe", space, seed=3, preflight=Knowing(refuses=lambda _: True))
+    configs = asked(sampler, space, trials=10)
     assert len({identity(config) for config in configs}) == 10
 
 
@@ -108,24 +113,36 @@ def test_a_trial_without_parameters_does_not_keep_a_sampler_from_learning(
 def test_expected_speed_brings_a_study_nearer_to_the_best_in_fewer_trials() -> None:
     space = a_space()
 
-    def does_not_fit(config: TrialConfig) -> bool:
-        return peak_bytes(config) > BUDGET
-
-    def best_of(expects: Expectation | None, seed: int) -> float:
-        sampler = make_sampler("tpe", space, seed=seed, refuses=does_not_fit, expects=expects)
+    def best_of(preflight: Knowing, seed: int) -> float:
+        sampler = make_sampler("tpe", space, seed=seed, preflight=preflight)
         return max(map(tokens_per_second, asked(sampler, space, trials=12)))
 
     seeds = range(5)
-    guided = sum(best_of(tokens_per_second, seed) for seed in seeds)
-    blind = sum(best_of(None, seed) for seed in seeds)
+    informed = Knowing(refuses=does_not_fit, speed=tokens_per_second)
+    guided = sum(best_of(informed, seed) for seed in seeds)
+    blind = sum(best_of(Knowing(refuses=does_not_fit), seed) for seed in seeds)
     assert guided > 1.02 * blind
     assert guided > 0.9 * len(seeds) * best_speed(space)
 
 
 def test_an_expectation_that_knows_nothing_does_no_harm() -> None:
     space = a_small_space()
-    sampler = make_sampler("tpe", space, seed=9, expects=lambda _: None)
+    sampler = make_sampler("tpe", space, seed=9, preflight=Knowing(speed=lambda _: None))
     assert len({identity(config) for config in asked(sampler, space, trials=10)}) == 10
+
+
+def test_speed_guides_only_where_it_is_all_that_is_asked_for() -> None:
+    asked_for: list[TrialConfig] = []
+
+    def speed(config: TrialConfig) -> float:
+        asked_for.append(config)
+        return tokens_per_second(config)
+
+    space = a_space(objectives=["tokens_per_second", "peak_memory"])
+    sampler = make_sampler("tpe", space, seed=2, preflight=Knowing(speed=speed))
+    tried = asked(sampler, space, trials=4, objectives=2)
+    assert len(tried) == 4
+    assert set(asked_for) <= set(tried)
 
 
 def test_several_objectives_are_sampled_as_well() -> None:
@@ -215,5 +232,6 @@ def test_the_last_one_of_a_large_space_that_was_not_tried_is_found(name: Sampler
 @pytest.mark.parametrize("name", ["random", "tpe"])
 def test_one_acceptable_configuration_in_a_thousand_is_found(name: SamplerName) -> None:
     space = a_space(dimensions={"lora_rank": {"low": 1, "high": 1000}}, fixed={})
-    sampler = make_sampler(name, space, seed=1, refuses=lambda config: config.lora_rank != 777)
+    preflight = Knowing(refuses=lambda config: config.lora_rank != 777)
+    sampler = make_sampler(name, space, seed=1, preflight=preflight)
     assert asked(sampler, space, trials=1)[0].lora_rank == 777

@@ -18,7 +18,7 @@ from sweep.study.events import Event, StopReason, TrialFinished, TrialProgress
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight
 from sweep.study.tuner import tune
-from tests.sweep.simulated_device import BUDGET, MODEL, a_space, a_study, train
+from tests.sweep.simulated_device import BUDGET, MODEL, Knowing, a_space, a_study, train
 
 
 def say(line: str) -> None:
@@ -57,7 +57,7 @@ def main(home: Path, beat_seconds: float, slow: str = "trial") -> int:
         "random",
         a_space(),
         seed=0,
-        refuses=lambda config: slow == "ask" and bool(choosing(config)),
+        preflight=Knowing(refuses=lambda config: slow == "ask" and bool(choosing(config))),
     )
     reason = StopReason.INTERRUPTED
     try:

@@ -79,20 +79,20 @@ def measured_at(share: float, *, compile: bool = False) -> TrialRecord:
 
 def test_what_a_rule_forbids_is_invalid_under_that_rule() -> None:
     preflight = a_preflight(violation=lambda _: Violation("bf16-needs-ampere", "too old"))
-    assert preflight.check(batch(1)) == Invalid(rule="bf16-needs-ampere", detail="too old")
+    assert preflight.expect(batch(1)).refusal == Invalid(rule="bf16-needs-ampere", detail="too old")
 
 
 def test_without_any_knowledge_the_device_decides() -> None:
-    assert a_preflight().check(batch(1000)) is None
+    assert a_preflight().expect(batch(1000)).refusal is None
 
 
 def test_a_configuration_that_ran_out_of_memory_is_never_launched_again() -> None:
     preflight = a_preflight()
     ran_out = OutOfMemory(stage="backward")
     preflight.learn(a_record(batch(8), ran_out, number=7))
-    assert preflight.check(batch(8)) == DominatedOutOfMemory(by=7)
-    assert preflight.check(batch(9)) == DominatedOutOfMemory(by=7)
-    assert preflight.check(batch(7)) is None
+    assert preflight.expect(batch(8)).refusal == DominatedOutOfMemory(by=7)
+    assert preflight.expect(batch(9)).refusal == DominatedOutOfMemory(by=7)
+    assert preflight.expect(batch(7)).refusal is None
 
 
 @pytest.mark.parametrize(
@@ -106,20 +106,20 @@ def test_a_configuration_that_ran_out_of_memory_is_never_launched_again() -> Non
 def test_only_memory_that_really_ran_out_dominates(outcome: Outcome) -> None:
     preflight = a_preflight()
     preflight.learn(a_record(batch(8), outcome))
-    assert preflight.check(batch(8)) is None
+    assert preflight.expect(batch(8)).refusal is None
 
 
 def test_a_base_that_could_not_be_loaded_rules_out_everything_on_it() -> None:
     preflight = a_preflight()
     preflight.learn(a_record(batch(8, lora_rank=64), OutOfMemory(stage="load"), number=3))
-    assert preflight.check(batch(1, lora_rank=1)) == DominatedOutOfMemory(by=3)
-    assert preflight.check(batch(1, quantization="none")) is None
+    assert preflight.expect(batch(1, lora_rank=1)).refusal == DominatedOutOfMemory(by=3)
+    assert preflight.expect(batch(1, quantization="none")).refusal is None
 
 
 def test_what_cannot_fit_is_refused_with_its_prediction_and_how_sure_that_is() -> None:
     preflight = a_preflight(predictor=TenthOfAGibibyte())
-    assert preflight.check(batch(200)) is None
-    match preflight.check(batch(300)):
+    assert preflight.expect(batch(200)).refusal is None
+    match preflight.expect(batch(300)).refusal:
         case PredictedOutOfMemory(predicted_bytes=needed, detail=detail):
             assert needed == 30 * GIB
             assert "within 2 %" in detail
@@ -133,47 +133,48 @@ def test_what_is_refused_is_what_a_plan_says_does_not_fit(size: int, is_compiled
     config, predictor = batch(size, compile=is_compiled), TenthOfAGibibyte()
     preflight = a_preflight(predictor=predictor)
     fit = predictor.predict(config).fits(BUDGET)
-    assert (preflight.check(config) is not None) is (fit is Fit.NO)
-    assert preflight.refuses(config) is (fit is Fit.NO)
+    expected = preflight.expect(config)
+    assert (expected.refusal is not None) is (fit is Fit.NO)
+    assert expected.is_refused is (fit is Fit.NO)
 
 
 def test_what_is_too_close_to_say_is_left_to_the_device() -> None:
     preflight = a_preflight(predictor=TenthOfAGibibyte())
     close = batch(204)
     assert TenthOfAGibibyte().predict(close).fits(BUDGET) is Fit.UNCERTAIN
-    assert preflight.check(close) is None
-    assert preflight.check(batch(210)) is not None
+    assert preflight.expect(close).refusal is None
+    assert preflight.expect(batch(210)).refusal is not None
 
 
 def test_trials_that_confirm_the_prediction_do_not_make_it_surer_than_it_says() -> None:
     preflight = a_preflight(predictor=TenthOfAGibibyte())
     preflight.learn_all([measured_at(1.0)] * 50)
-    assert preflight.check(batch(204)) is None
+    assert preflight.expect(batch(204)).refusal is None
 
 
 @pytest.mark.parametrize("share", [0.7, 1.3])
 def test_a_trial_off_its_prediction_makes_the_others_less_sure(share: float) -> None:
     preflight = a_preflight(predictor=TenthOfAGibibyte())
-    assert preflight.check(batch(280)) is not None
+    assert preflight.expect(batch(280)).refusal is not None
     preflight.learn_all([measured_at(1.0)] * 5 + [measured_at(share)])
-    assert preflight.check(batch(280)) is None
-    assert preflight.check(batch(300)) is not None
+    assert preflight.expect(batch(280)).refusal is None
+    assert preflight.expect(batch(300)).refusal is not None
 
 
 def test_compiled_and_eager_trials_are_calibrated_apart() -> None:
     preflight = a_preflight(predictor=TenthOfAGibibyte())
     preflight.learn_all([measured_at(0.6, compile=True)] * 5)
-    assert preflight.check(batch(320)) is not None
-    assert preflight.check(batch(320, compile=True)) is None
+    assert preflight.expect(batch(320)).refusal is not None
+    assert preflight.expect(batch(320, compile=True)).refusal is None
 
 
 def test_a_configuration_is_predicted_once_however_often_it_is_asked_about() -> None:
     predictor = TenthOfAGibibyte()
     preflight = a_preflight(predictor=predictor)
     for _ in range(3):
-        preflight.refuses(batch(204))
-        preflight.check(batch(204))
-        preflight.prediction(batch(204))
+        expected = preflight.expect(batch(204))
+        assert (expected.is_refused, expected.refusal) == (False, None)
+        assert expected.record is not None
     assert predictor.asked == [batch(204)]
 
 
@@ -181,8 +182,8 @@ def test_the_prediction_is_there_for_the_record() -> None:
     expected = PredictionRecord(
         peak_allocated_bytes=3 * GIB, peak_reserved_bytes=predicted(3 * GIB).peak_reserved_bytes
     )
-    assert a_preflight(predictor=TenthOfAGibibyte()).prediction(batch(30)) == expected
-    assert a_preflight().prediction(batch(30)) is None
+    assert a_preflight(predictor=TenthOfAGibibyte()).expect(batch(30)).record == expected
+    assert a_preflight().expect(batch(30)).record is None
 
 
 class Faulty(TenthOfAGibibyte):
@@ -208,10 +209,10 @@ def test_what_cannot_be_predicted_is_left_to_the_device_and_the_rest_is_predicte
     predictor = Faulty(liger=[kind("module 'mamba' cannot be walked")])
     preflight = a_preflight(predictor=predictor, warn=warnings.append)
     for size in (300, 400, 500):
-        assert preflight.check(batch(size, kernels="liger")) is None
-        assert not preflight.refuses(batch(size, kernels="liger"))
-        assert preflight.prediction(batch(size, kernels="liger")) is None
-        assert preflight.check(batch(size)) is not None
+        assert preflight.expect(batch(size, kernels="liger")).refusal is None
+        assert not preflight.expect(batch(size, kernels="liger")).is_refused
+        assert preflight.expect(batch(size, kernels="liger")).record is None
+        assert preflight.expect(batch(size)).refusal is not None
     assert len(warnings) == 1
     assert "module 'mamba'" in warnings[0]
 
@@ -222,7 +223,7 @@ def test_each_reason_why_something_is_not_predicted_is_told_once() -> None:
     preflight = a_preflight(predictor=Faulty(**faults), warn=warnings.append)
     for size in (1, 2, 3):
         for kernels in faults:
-            assert preflight.check(batch(size, kernels=kernels)) is None
+            assert preflight.expect(batch(size, kernels=kernels)).refusal is None
     assert [warning.rpartition(": ")[2] for warning in warnings] == [
         "no module 'w'",
         "data decides",
@@ -235,8 +236,8 @@ def test_a_tracing_process_that_dies_now_and_then_costs_those_predictions_only()
     predictor = Faulty(hf=[died, died], liger=[])
     preflight = a_preflight(predictor=predictor, warn=warnings.append)
     for size in range(300, 320):
-        assert preflight.check(batch(size)) is None
-        assert preflight.check(batch(size, kernels="liger")) is not None
+        assert preflight.expect(batch(size)).refusal is None
+        assert preflight.expect(batch(size, kernels="liger")).refusal is not None
     assert warnings == []
 
 
@@ -245,7 +246,7 @@ def test_a_tracing_process_that_dies_again_and_again_is_given_up_with_one_warnin
     predictor = Faulty(hf=[EnvironmentFault("the tracing process gave no answer")])
     preflight = a_preflight(predictor=predictor, warn=warnings.append)
     for size in range(300, 320):
-        assert preflight.check(batch(size)) is None
+        assert preflight.expect(batch(size)).refusal is None
     assert len(predictor.asked) == 3
     assert len(warnings) == 1
     assert "the tracing process gave no answer" in warnings[0]
@@ -267,7 +268,7 @@ class Constant:
 def test_the_expected_speed_is_in_the_record_too() -> None:
     preflight = a_preflight(predictor=TenthOfAGibibyte(), speed=Constant())
     preflight.learn_all([measured_at(1.0)] * 3)
-    known, unknown = (preflight.prediction(batch(1, kernels=k)) for k in ("hf", "liger"))
+    known, unknown = (preflight.expect(batch(1, kernels=k)).record for k in ("hf", "liger"))
     assert known is not None
     assert known.tokens_per_second == 3.0
     assert unknown is not None

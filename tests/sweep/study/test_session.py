@@ -132,6 +132,20 @@ def test_a_listener_that_asks_to_stop_is_heard(home: Path) -> None:
     assert run(prepared(trials=3), url, watch=watch) is StopReason.INTERRUPTED
 
 
+def test_what_the_driver_says_of_the_card_stays_with_the_study(home: Path) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+
+    @contextmanager
+    def stopping_at_once(_: LeasedStudy, interruption: Interruption) -> Iterator[Listener]:
+        interruption.request()
+        yield lambda _event: None
+
+    run(prepared("a10"), url, watch=stopping_at_once)
+    environment = read_study("a10", url=url, home=runs_directory()).environment
+    told = [environment[key] for key in ("device", "gpu", "driver", "cuda_driver")]
+    assert told == ["cuda", a_card("h200").product, "570.1", "12.8"]
+
+
 def test_another_space_under_the_same_name_is_refused(home: Path) -> None:
     url = f"sqlite:///{home}/runs/sweep.db"
     run(prepared(trials=1, study="night"), url)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ from tests.sweep.simulated_device import (
     a_study,
     best_speed,
     peak_bytes,
+    tokens_per_second,
     train,
 )
 
@@ -278,7 +281,7 @@ def test_a_study_that_goes_on_knows_what_ran_out_of_memory_before(tmp_path: Path
         preflight = a_preflight()
         run(s, preflight=preflight)
     larger = ran_out.config.model_copy(update={"lora_rank": 64})
-    assert preflight.check(larger) is not None
+    assert preflight.expect(larger).refusal is not None
 
 
 def test_a_slow_trial_is_stopped_early_and_keeps_what_was_measured(tmp_path: Path) -> None:
@@ -332,13 +335,51 @@ def test_the_drivers_time_adds_up_over_runs(tmp_path: Path) -> None:
         assert total > sum(record.wall_seconds for record in study.records())
 
 
+class Counted:
+    """Counts what it is asked, in each state of knowledge."""
+
+    def __init__(self, answer: Callable[[TrialConfig], Any]) -> None:
+        self._answer = answer
+        self._learned = 0
+        self.asked: Counter[tuple[TrialConfig, int]] = Counter()
+
+    def predict(self, config: TrialConfig) -> Any:
+        self.asked[config, self._learned] += 1
+        return self._answer(config)
+
+    def learn(self, record: TrialRecord) -> None:
+        self._learned += 1
+
+
+def test_over_a_whole_study_nothing_is_predicted_twice_and_memory_only_where_it_matters(
+    tmp_path: Path,
+) -> None:
+    memory, speed = Counted(Exact().predict), Counted(tokens_per_second)
+    preflight = a_preflight(predictor=memory, speed=speed)
+    sampler = make_sampler("tpe", a_space(), seed=1, preflight=preflight)
+    with a_study(tmp_path, trials=12, sampler=sampler) as study:
+        run(study, preflight=preflight)
+        records = study.records()
+    # A further trial makes speed another one, and leaves what a configuration needs as it is.
+    assert max(speed.asked.values()) == 1
+    assert max(memory.asked.values()) == 1
+    for record in records:
+        assert record.prediction is not None
+        assert record.prediction.peak_allocated_bytes == peak_bytes(record.config)
+        assert record.prediction.tokens_per_second == tokens_per_second(record.config)
+    # Every other trial looked at the speed of the whole space, and at the memory of few.
+    looked_at = Counter(number for _, number in speed.asked)
+    assert max(looked_at.values()) > 1000
+    assert len(memory.asked) < 0.5 * max(looked_at.values())
+
+
 @pytest.mark.parametrize("name", ["tpe", "random"])
 def test_a_sampler_that_knows_what_fits_finds_a_near_optimal_configuration(
     tmp_path: Path, name: SamplerName
 ) -> None:
     space = a_space()
     preflight = a_preflight(predictor=Exact())
-    sampler = make_sampler(name, space, seed=1, refuses=preflight.refuses)
+    sampler = make_sampler(name, space, seed=1, preflight=preflight)
     with a_study(tmp_path, sampler=sampler) as study:
         run(study, preflight=preflight)
         speeds = [r.measurement.tokens_per_second for r in study.records() if r.measurement]
@@ -432,7 +473,7 @@ def test_nothing_that_was_measured_above_the_budget_enters_a_study_as_fitting(
 ) -> None:
     over = Measured(measurement=a_measurement(BASELINE, peak_allocated_bytes=BUDGET + 1))
     with a_study(tmp_path, **ONE) as study:
-        run(study, runner=ReplayRunner(otherwise=lambda _: over))
+        run(study, runner=ReplayRunner(otherwise=lambda _: over, budget_bytes=BUDGET))
         outcome = study.records()[0].outcome
     assert isinstance(outcome, OutOfMemory)
     assert outcome.peak_allocated_bytes == BUDGET + 1
@@ -511,6 +552,36 @@ def test_a_worker_that_cannot_start_again_beside_a_neighbour_loses_no_measuremen
         (record,) = study.records()
     assert record.measurement is not None
     assert record.measurement.flags == ("neighbour",)
+
+
+def test_a_second_request_between_the_check_and_the_launch_launches_nothing(tmp_path: Path) -> None:
+    runner = ReplayRunner(otherwise=train)
+    stopping: list[bool] = []
+    checked: list[TrialConfig] = []
+
+    def violation(config: TrialConfig) -> Violation | None:
+        checked.append(config)
+        return None
+
+    @contextmanager
+    def interruptible() -> Iterator[None]:
+        yield
+        if checked:
+            stopping.append(True)
+            runner.cancel()
+
+    with a_study(tmp_path) as study:
+        reason = run(
+            study,
+            runner=runner,
+            preflight=a_preflight(violation=violation),
+            should_stop=lambda: bool(stopping),
+            interruptible=interruptible,
+        )
+        (record,) = study.records()
+    assert reason is StopReason.INTERRUPTED
+    assert record.verdict is Verdict.LOST
+    assert runner.ran == []
 
 
 def test_a_trial_that_was_interrupted_before_it_ran_is_no_attempt(tmp_path: Path) -> None:

@@ -550,7 +550,7 @@ def test_a_study_calibrates_the_plan(
         "mine",
         url=url,
         definition=definition,
-        sampler=make_sampler("random", definition.space, seed=0, refuses=lambda _: False),
+        sampler=make_sampler("random", definition.space, seed=0),
         environment=fingerprint(device="cpu"),
         home=home / "runs",
     ) as study:

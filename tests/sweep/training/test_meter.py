@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sweep.nvml import card_at
 from sweep.training.meter import CardReader, is_precise, is_steady, median_interval
 from tests.sweep.pretend_nvml import PretendNvml, memory, processes
 
@@ -63,7 +64,7 @@ def test_a_machine_without_nvml_gives_empty_readings() -> None:
 
 def reader(**answers: Any) -> tuple[CardReader, PretendNvml]:
     nvml = PretendNvml(**answers)
-    return CardReader("0000:01:00.0", nvml=nvml), nvml
+    return CardReader(card_at("0000:01:00.0", nvml)), nvml
 
 
 def test_who_was_there_before_is_no_neighbour_and_who_comes_is() -> None:

@@ -11,7 +11,7 @@ import torch
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import KNOBS
 from storage.records import Ineffective
-from sweep.running.wire import Event, RunCommand, WorkerSettings
+from sweep.running.wire import RunCommand, WorkerMessage, WorkerSettings
 from sweep.running.worker import Worker
 from sweep.training.adapters import attached
 from sweep.training.model import Unavailable, build_base
@@ -142,7 +142,7 @@ def test_a_value_whose_package_is_missing_is_ineffective_and_harms_no_other_tria
     config = tiny_config(**knobs)
     with pytest.raises(Unavailable):
         _build(config)
-    events: list[Event] = []
+    events: list[WorkerMessage] = []
     settings = WorkerSettings(
         device="cpu",
         budget_bytes=2**40,

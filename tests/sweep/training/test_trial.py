@@ -20,10 +20,11 @@ from storage.records import (
 )
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import CpuDevice, bytes_beyond
+from sweep.training.meter import whole_step_seconds
 from sweep.training.model import BaseModel
 from sweep.training.proof import ineffective
-from sweep.training.step import TrainingLoop
-from sweep.training.trial import Beat, flops_per_token, whole_step_seconds
+from sweep.training.step import TrainingLoop, flops_per_token
+from sweep.training.trial import Beat
 from tests.sweep.training.tiny import BRIEF, tiny_base, tiny_config, trial_on
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from sweep.training.failures import (
+from sweep.training.exceptions import (
     is_card_out_of_memory,
     is_host_out_of_memory,
     knob_of_kernel,

@@ -4,7 +4,7 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault
 from storage.records import Crashed, Outcome, OutOfMemory, TimedOut
-from sweep.study.failures import FAILURES_IN_A_ROW, FailureStreak
+from sweep.study.machine_faults import FAILURES_IN_A_ROW, ConsecutiveFailures
 
 CRASH = Crashed(phase="build", detail="no kernel image")
 TIMEOUT = TimedOut(phase="warmup", detail="no sign of life")
@@ -12,26 +12,26 @@ TIMEOUT = TimedOut(phase="warmup", detail="no sign of life")
 
 @pytest.mark.parametrize("failure", [CRASH, TIMEOUT])
 def test_failing_alike_again_and_again_is_the_machines_fault(failure: Crashed | TimedOut) -> None:
-    streak = FailureStreak()
+    failures = ConsecutiveFailures()
     for _ in range(FAILURES_IN_A_ROW - 1):
-        streak.count(failure)
+        failures.count(failure)
     with pytest.raises(EnvironmentFault, match=failure.detail):
-        streak.count(failure)
+        failures.count(failure)
 
 
 @pytest.mark.parametrize(
     "between", [OutOfMemory(stage="forward"), TIMEOUT, Crashed(phase="measure")]
 )
 def test_anything_else_in_between_begins_the_count_anew(between: Outcome) -> None:
-    streak = FailureStreak()
+    failures = ConsecutiveFailures()
     for outcome in [CRASH] * 4 + [between] + [CRASH] * 4:
-        streak.count(outcome)
-    assert streak
+        failures.count(outcome)
+    assert failures
 
 
 def test_a_model_that_cannot_be_built_is_suspected_beside_the_machine() -> None:
-    streak = FailureStreak()
+    failures = ConsecutiveFailures()
     for _ in range(FAILURES_IN_A_ROW - 1):
-        streak.count(CRASH)
+        failures.count(CRASH)
     with pytest.raises(EnvironmentFault, match=r"model cannot be built.*said: no kernel image"):
-        streak.count(CRASH)
+        failures.count(CRASH)

@@ -1,0 +1,171 @@
+"""Owns what of a trial's end is the machine's doing rather than the configuration's: another
+process that took the card meanwhile, and failures of one trial after another.
+
+Pure but for the trial that is run again. Knows nothing of studies, cards or storage: whoever
+measures flags what was disturbed. What an exception inside a training means is
+`sweep.training.exceptions`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from search_spaces.errors import EnvironmentFault
+from storage.records import (
+    RETRYABLE,
+    Crashed,
+    Measured,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+    PrunedSlow,
+    TimedOut,
+    TrialRecord,
+    Verdict,
+)
+
+FAILURES_IN_A_ROW = 5
+"""So many trials that fail alike are the machine's doing; a night of them teaches nothing more."""
+REMEASURED_AT_MOST = 2
+NEIGHBOUR = "neighbour"
+REMEASURED = "remeasured"
+
+
+def run_undisturbed(run: Callable[[], Outcome], *, should_stop: Callable[[], bool]) -> Outcome:
+    """Run a trial, again where another process disturbed it, and return the outcome to keep.
+
+    Args:
+        run: runs the trial once.
+        should_stop: whether it is not to be run again.
+
+    Raises:
+        EnvironmentFault: the device is not to be had, and nothing was measured on it before.
+    """
+    outcomes = [run()]
+    while is_disturbed(outcomes[-1]) and len(outcomes) <= REMEASURED_AT_MOST and not should_stop():
+        try:
+            outcomes.append(run())
+        except EnvironmentFault:
+            # A neighbour that took the whole card: what was measured beside it is not lost.
+            if not any(isinstance(outcome, Measured | PrunedSlow) for outcome in outcomes):
+                raise
+            break
+    return outcome_to_keep(outcomes)
+
+
+def is_disturbed(outcome: Outcome) -> bool:
+    """Whether another process had a hand in how a trial ended."""
+    match outcome:
+        case Measured(measurement=measurement) | PrunedSlow(measurement=measurement):
+            return NEIGHBOUR in measurement.flags
+        case OutOfMemory(flags=flags):
+            return NEIGHBOUR in flags
+        case _:
+            return False
+
+
+def outcome_to_keep(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return which of a configuration's outcomes to keep; only the last may be undisturbed.
+
+    Without such a one the fastest measurement is kept, since a neighbour only takes speed away. A
+    failure of the machine does not replace a measurement. Memory that a neighbour held all the time
+    says nothing of the configuration: that is a failure of the machine too.
+    """
+    last = outcomes[-1]
+    measured = [outcome for outcome in outcomes if isinstance(outcome, Measured | PrunedSlow)]
+    if not is_disturbed(last) and not (measured and last.verdict in RETRYABLE):
+        return _marked(last) if len(outcomes) > 1 else last
+    complete = [outcome for outcome in measured if isinstance(outcome, Measured)] or measured
+    if complete:
+        kept = max(complete, key=lambda outcome: outcome.measurement.tokens_per_second)
+        return _marked(kept) if len(outcomes) > 1 else kept
+    assert isinstance(last, OutOfMemory)
+    return Crashed(
+        phase="build" if last.stage == "load" else "warmup",
+        detail=f"another process held memory that this trial was to have: {last.detail}",
+    )
+
+
+def _marked(outcome: Outcome) -> Outcome:
+    """Say of a measurement that it is not the first of its configuration."""
+    match outcome:
+        case Measured() | PrunedSlow():
+            return outcome.model_copy(update={"measurement": _flagged(outcome.measurement)})
+        case _:
+            return outcome
+
+
+def _flagged(measurement: Measurement) -> Measurement:
+    return measurement.model_copy(update={"flags": (*measurement.flags, REMEASURED)})
+
+
+class ConsecutiveFailures:
+    """The trials since the last one that the machine brought to an end of its own."""
+
+    def __init__(self) -> None:
+        self._failures: list[Crashed | TimedOut] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._failures)
+
+    def count(self, outcome: Outcome) -> None:
+        """Count a trial that ran.
+
+        Raises:
+            EnvironmentFault: this was one failure of a kind too many; names the first cause.
+        """
+        if not isinstance(outcome, Crashed | TimedOut):
+            self._failures.clear()
+            return
+        if self._failures and _kind(self._failures[0]) != _kind(outcome):
+            self._failures.clear()
+        self._failures.append(outcome)
+        if len(self._failures) >= FAILURES_IN_A_ROW:
+            raise _fault(self._failures[0])
+
+
+def _kind(failure: Crashed | TimedOut) -> tuple[str, str]:
+    return failure.verdict, failure.phase
+
+
+def nothing_concluded(records: Iterable[TrialRecord]) -> EnvironmentFault | None:
+    """Return the fault of a study in which every trial that ran failed; None where one did not.
+
+    What was refused before it ran says nothing of those that did: that nothing fits is not known.
+    """
+    known = tuple(records)
+    failures = [r.outcome for r in known if isinstance(r.outcome, Crashed | TimedOut)]
+    if not failures or any(record.verdict in _CONCLUDED for record in known):
+        return None
+    count = "the only trial that ran" if len(failures) == 1 else f"all {len(failures)} trials"
+    return EnvironmentFault(
+        f"nothing is known of what fits: {count} failed, and {_suspect(failures[0])}. "
+        f"{_first_words(failures[0])} See `sweep doctor`; the same command tries them again"
+    )
+
+
+_CONCLUDED = frozenset(
+    {Verdict.FITS, Verdict.OOM, Verdict.PRUNED_SLOW, Verdict.DIVERGED, Verdict.INEFFECTIVE}
+)
+
+
+def _fault(first: Crashed | TimedOut) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"{FAILURES_IN_A_ROW} trials in a row {_how(first)}: {_suspect(first)}. "
+        f"{_first_words(first)} What was measured is stored; see `sweep doctor`, then run the "
+        "same command again"
+    )
+
+
+def _how(failure: Crashed | TimedOut) -> str:
+    return f"{failure.verdict.replace('_', ' ')} in phase '{failure.phase}'"
+
+
+def _suspect(first: Crashed | TimedOut) -> str:
+    if first.phase == "build":
+        return "either the model cannot be built from its config here, or the machine is at fault"
+    return "the machine is at fault rather than a configuration"
+
+
+def _first_words(first: Crashed | TimedOut) -> str:
+    return f"The first {_how(first)} and said: {first.detail.rstrip('.') or 'nothing'}."
