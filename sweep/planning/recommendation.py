@@ -52,10 +52,10 @@ def speed_order(forecast: Forecast) -> tuple[float, int]:
     return forecast.tokens_per_second or 0.0, forecast.config.tokens_per_micro_batch
 
 
-def is_surely_faster(one: Forecast, other: Forecast) -> bool:
-    """Whether ``one`` is faster even if it is as slow, and ``other`` as fast, as may be."""
-    mine, theirs = one.tokens_per_second_range, other.tokens_per_second_range
-    return mine is not None and theirs is not None and mine[0] > theirs[1]
+def is_surely_faster(candidate: Forecast, other: Forecast) -> bool:
+    """Whether ``candidate`` is faster even if it is as slow, and ``other`` as fast, as may be."""
+    speeds, others = candidate.tokens_per_second_range, other.tokens_per_second_range
+    return speeds is not None and others is not None and speeds[0] > others[1]
 
 
 def preferred(candidates: Iterable[Forecast]) -> Forecast | None:
@@ -81,16 +81,16 @@ def alternative(candidates: Iterable[Forecast], chosen: Forecast) -> Forecast | 
     surest = max(best, default=Certainty.DOUBTFUL)
     if surest > certainty(chosen):
         return best[surest]
-    faster = [one for one in best.values() if speed_order(one)[0] > speed_order(chosen)[0]]
+    faster = [rival for rival in best.values() if speed_order(rival)[0] > speed_order(chosen)[0]]
     return max(faster, key=speed_order, default=None)
 
 
 def _fastest_by_certainty(candidates: Iterable[Forecast]) -> dict[Certainty, Forecast]:
     best: dict[Certainty, Forecast] = {}
-    for one in candidates:
-        level = certainty(one)
-        if level not in best or speed_order(one) > speed_order(best[level]):
-            best[level] = one
+    for candidate in candidates:
+        level = certainty(candidate)
+        if level not in best or speed_order(candidate) > speed_order(best[level]):
+            best[level] = candidate
     return best
 
 
@@ -121,7 +121,8 @@ def _targets(capacity: Capacity, model: ModelSpec) -> frozenset[str]:
 
 def _size(capacity: Capacity, model: ModelSpec) -> float:
     """Return the size of a class's adapters over that of the standard one's."""
-    mine, theirs = (lora_parameters(_adapters(one), model) for one in (capacity, STANDARD_CAPACITY))
-    if mine is None or theirs is None:
+    size = lora_parameters(_adapters(capacity), model)
+    standard = lora_parameters(_adapters(STANDARD_CAPACITY), model)
+    if size is None or standard is None:
         return capacity[0] / STANDARD_CAPACITY[0]
-    return mine / theirs
+    return size / standard

@@ -21,8 +21,7 @@ from storage.records import (
     PredictionRecord,
     TrialRecord,
 )
-from sweep.predict.memory.predictor import Fit, MemoryPrediction
-from sweep.predict.memory.residuals import Residuals
+from sweep.predict.memory.predictor import Fit, MemoryPrediction, Residuals
 from sweep.study.dominance import Footprint, base_alone, dominates, footprint
 
 DEATHS_TOLERATED = 2

@@ -38,7 +38,7 @@ from sweep.paths import (
     runs_directory,
     worker_log_path,
 )
-from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
@@ -248,7 +248,7 @@ def _preflight(
     # What is predicted is a CUDA allocator's memory; a process on the CPU takes other amounts.
     predictor = None
     if target.device == "cuda":
-        predictor = MemoryPredictor(
+        predictor = TracingPredictor(
             model,
             cache_dir=cache_directory() / "memory",
             compute_capability=prepared.resolved.host_capability,

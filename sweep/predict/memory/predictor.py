@@ -1,28 +1,30 @@
 """Owns the memory prediction of one configuration: its structure's profile, scaled and walked.
 
-Knows nothing of Optuna, processes or files. Liger's kernels, bitsandbytes' and attention's are
-Triton and CUDA programs that cannot be traced: what they keep and take is modelled
-(`sweep.predict.memory.tracing.liger`, `.fourbit`, `.attention`).
+Also how sure it is, which finished trials may only lessen. Knows nothing of Optuna, processes or
+files. Liger's kernels, bitsandbytes' and attention's are Triton and CUDA programs that cannot be
+traced: what they keep and take is modelled (`sweep.predict.memory.tracing.liger`, `.fourbit`,
+`.attention`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
+from storage.records import TrialRecord
 from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.peak import find_peak
+from sweep.predict.memory.peaks import find_peak, reserved_bytes
 from sweep.predict.memory.polynomials import Values
-from sweep.predict.memory.profiles import Profile, ProfileStore, Structure, Tracer
-from sweep.predict.memory.reserved import reserved_bytes
+from sweep.predict.memory.profile_store import ProfileStore, Tracer, TracingChild
+from sweep.predict.memory.profiles import Profile, Structure
 from sweep.predict.memory.step import Step
-from sweep.predict.memory.tracing_process import TracingChild
 
 HOPPER = (9, 0)
 AMPERE = (8, 0)
@@ -65,6 +67,8 @@ What fits even so is not replayed.
 """
 _NEED_GRAIN = 0.01
 """How closely the least cap is looked for."""
+RESIDUAL_MARGIN = 0.01
+"""Kept on top of the worst error of a study, where that is worse than what predictions state."""
 
 
 class Fit(StrEnum):
@@ -168,8 +172,22 @@ class MemoryPrediction:
         return reserved_bytes(self.step, limit_bytes=limit_bytes) is not None
 
 
-class MemoryPredictor:
-    """Predicts any configuration of one model.
+class MemoryPredictor(Protocol):
+    """Predicts the peak memory of any configuration of one model. Real: `TracingPredictor`."""
+
+    def predict(self, config: TrialConfig) -> MemoryPrediction:
+        """Return the prediction.
+
+        Raises:
+            Untraceable: the model's code cannot be walked; the message names the module and why.
+            InputError: the model's config contradicts itself, or has no such target modules.
+            EnvironmentFault: the tracing process has never answered.
+        """
+        ...
+
+
+class TracingPredictor:
+    """Predicts by the model's own code, traced once for each structure. See `MemoryPredictor`.
 
     Args:
         model: the model.
@@ -195,13 +213,7 @@ class MemoryPredictor:
         self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer or TracingChild())
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """Return the prediction.
-
-        Raises:
-            Untraceable: the model's code cannot be walked; the message names the module and why.
-            InputError: the model's config contradicts itself, or has no such target modules.
-            EnvironmentFault: the tracing process does not answer.
-        """
+        """See `MemoryPredictor.predict`."""
         step = self._step(config)
         peak = find_peak(step)
         stated = COMPILED if config.compile else EAGER
@@ -236,6 +248,35 @@ class MemoryPredictor:
         # flash-attn's own kernel takes the window as a number; the others need a mask.
         is_long = config.attention != "flash_attention_2"
         return self._profiles.get(replace(structure, is_long=is_long))
+
+
+class Residuals:
+    """How far a study's trials were off their predictions at worst.
+
+    It only ever widens what a prediction states: that is derived from more rows than a study has
+    trials. Compiled layers keep other tensors than eager ones, so each says nothing of the other.
+    """
+
+    def __init__(self, records: Iterable[TrialRecord] = ()) -> None:
+        self._worst = {False: 0.0, True: 0.0}
+        for record in records:
+            self.learn(record)
+
+    def learn(self, record: TrialRecord) -> None:
+        """Take in a finished trial; one that was not both predicted and measured says nothing."""
+        if record.prediction is None or record.measurement is None:
+            return
+        predicted = record.prediction.peak_allocated_bytes
+        error = abs(record.measurement.peak_allocated_bytes / predicted - 1.0)
+        is_compiled = record.config.compile
+        self._worst[is_compiled] = max(self._worst[is_compiled], error)
+
+    def widened(self, prediction: MemoryPrediction, config: TrialConfig) -> MemoryPrediction:
+        """Return the prediction of ``config``, no surer than the trials so far allow."""
+        worst = self._worst[config.compile]
+        if worst <= prediction.uncertainty:
+            return prediction
+        return prediction.widened(worst + RESIDUAL_MARGIN)
 
 
 def _workspace_bytes(compute_capability: tuple[int, int]) -> int:

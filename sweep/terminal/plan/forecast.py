@@ -1,8 +1,9 @@
-"""Owns how one configuration's forecast looks: speed, memory as a bar, what it is bound by."""
+"""Owns how one configuration looks: speed, memory as a bar, what it is bound by, what it costs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,10 +11,12 @@ from rich.text import Text
 
 from reports import units
 from search_spaces.config import TrialConfig
-from sweep.planning.documents import PARTS
 from sweep.planning.forecast import Forecast
+from sweep.predict.cost import Bill, BillItem, BreakEven, Comparison
+from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit, MemoryPrediction
 from sweep.predict.speed.predictor import SpeedPrediction
+from sweep.terminal.console import table
 
 BAR_WIDTH = 60
 FIT_STYLES = {Fit.YES: "green", Fit.UNCERTAIN: "yellow", Fit.NO: "dim"}
@@ -41,6 +44,25 @@ TERM_WORDS = {
 TERMS_SHOWN = 3
 SIZE_KEYS = ("micro_batch_size", "seq_len")
 CLASS_KEYS = ("lora_rank", "target_modules")
+ITEM_WORDS = {
+    "training": "training",
+    "boot": "container boot",
+    "download": "model download",
+    "queue": "queueing",
+    "preemptions": "spot preemptions",
+    "rounding": "rounding up to the billing unit",
+    "minimum": "minimum charge",
+}
+_OFFER_HEADER = (
+    "offer",
+    "per hour",
+    "1,000 steps",
+    "1 M tokens",
+    "sample",
+    "in all",
+    "hours",
+    "mostly",
+)
 
 
 def describe(config: TrialConfig) -> str:
@@ -160,4 +182,71 @@ def _advice(speed: SpeedPrediction, config: TrialConfig) -> str:
             return "a card with more FLOP/s; what is not matrix products is little"
 
 
-__all__ = ["FIT_STYLES", "answer_view", "describe", "knobs", "memory_bar", "structure"]
+def usd(amount: float) -> str:
+    """Return dollars: ``$1.10``, and with three digits where they are few: ``$0.000114``."""
+    if amount >= 1 or amount <= 0:
+        return f"${amount:,.2f}"
+    return f"${amount:.{2 - math.floor(math.log10(amount))}f}"
+
+
+def bill_lines(bills: Sequence[Bill]) -> Iterator[str]:
+    """Yield the offers of one card, the cheapest first and item by item."""
+    yield from _offers(bills).split("\n")
+    cheapest = bills[0]
+    yield f"{cheapest.offer.label}, item by item:"
+    for item in cheapest.items:
+        if item.seconds > 0:
+            yield f"  {_item(item)}"
+    if cheapest.usd_per_epoch is not None:
+        size = cheapest.workload.dataset_samples
+        yield f"an epoch of {size:,} samples: {usd(cheapest.usd_per_epoch)}"
+
+
+def work_words(bill: Bill) -> str:
+    """Return an amount of work: ``1,000 steps (8,000 samples, 4.1 M tokens)``."""
+    work = bill.workload
+    return (
+        f"{units.plural(work.steps, 'step')} ({units.plural(work.samples, 'sample')}, "
+        f"{work.tokens / 1e6:,.1f} M tokens)"
+    )
+
+
+def _item(item: BillItem) -> str:
+    return f"{ITEM_WORDS[item.name]:<32}{units.duration(item.seconds):>14}  {usd(item.usd)}"
+
+
+def _offers(bills: Sequence[Bill]) -> str:
+    rows = [
+        (
+            bill.offer.label,
+            usd(bill.offer.usd_per_hour),
+            usd(bill.usd_per_1000_steps),
+            usd(bill.usd_per_million_tokens),
+            usd(bill.usd_per_sample),
+            usd(bill.usd),
+            f"{bill.wall_hours:.2f}",
+            f"{ITEM_WORDS[bill.dominant.name]} {units.percent(bill.dominant.usd / bill.usd)}",
+        )
+        for bill in bills
+    ]
+    return table(_OFFER_HEADER, rows)
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """Yield one training on several cards: every offer, the cheapest, the soonest, break-evens."""
+    yield from _offers(comparison.bills).split("\n")
+    cheapest, soonest = comparison.cheapest, comparison.soonest
+    yield f"cheapest: {cheapest.offer.label}, {usd(cheapest.usd)}"
+    yield f"soonest: {soonest.offer.label}, {soonest.wall_hours:.2f} h, {usd(soonest.usd)}"
+    for point in comparison.break_evens:
+        yield _break_even(point)
+    if not comparison.break_evens:
+        yield "no break-even: the cheapest is that for any amount of work"
+
+
+def _break_even(point: BreakEven) -> str:
+    steps = "" if point.steps is None else f" ({units.plural(round(point.steps), 'step')})"
+    return (
+        f"break-even at {round(point.samples):,} samples{steps}: {point.cheaper_below.label} is "
+        f"cheaper below, {point.cheaper_above.label} above"
+    )

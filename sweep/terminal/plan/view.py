@@ -21,8 +21,17 @@ from sweep.planning.survey import Survey
 from sweep.planning.table import LargestBatch, ShapeTable
 from sweep.predict.cost import Bill
 from sweep.predict.memory.predictor import Fit
-from sweep.terminal.plan.bills import bill_lines, comparison_lines, usd, work_words
-from sweep.terminal.plan.forecast import FIT_STYLES, answer_view, describe, knobs, structure
+from sweep.terminal.plan.forecast import (
+    FIT_STYLES,
+    answer_view,
+    bill_lines,
+    comparison_lines,
+    describe,
+    knobs,
+    structure,
+    usd,
+    work_words,
+)
 
 PLAIN_WIDTH = 140
 """Columns where the width is nobody's: a pipe or a file."""
@@ -60,7 +69,7 @@ def plans_view(plans: Sequence[CardPlan], comparison: CardComparison | None) -> 
     if comparison is not None:
         title = f"{title}: {_training(comparison)}"
         lines = [*_contestants(comparison), *comparison_lines(comparison.bills)]
-    views = [part for one in plans for part in (Text(""), plan_view(one))]
+    views = [part for plan in plans for part in (Text(""), plan_view(plan))]
     return Group(*views[1:], *_section(title, _lines(lines)))
 
 
@@ -146,7 +155,7 @@ def _table(table: ShapeTable, plan: CardPlan) -> RenderableType:
     lengths = [f"{length:,}" for length in table.lengths]
     grid = _grid("micro-batch", *lengths, right=lengths)
     shown = None if plan.shown is None else plan.shown.config
-    for batch in _told(table):
+    for batch in _shown_batches(table):
         cells = [table.cells[batch, length] for length in table.lengths]
         grid.add_row(f"{batch:,}", *(_cell(cell, shown) for cell in cells))
     largest = (_largest(table.largest[length]) for length in table.lengths)
@@ -159,7 +168,7 @@ def _table(table: ShapeTable, plan: CardPlan) -> RenderableType:
     return Group(Text(head, style="dim"), grid, Text(LEGEND, style="dim"))
 
 
-def _told(table: ShapeTable) -> Iterator[int]:
+def _shown_batches(table: ShapeTable) -> Iterator[int]:
     """Yield the micro-batches up to the first from which on nothing fits at any length."""
     most = max((largest.possible for largest in table.largest.values()), default=0)
     for batch in table.batches:

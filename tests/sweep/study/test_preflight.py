@@ -22,9 +22,8 @@ from storage.records import (
     PredictionRecord,
     TrialRecord,
 )
-from sweep.predict.memory.predictor import Fit, MemoryPrediction
+from sweep.predict.memory.predictor import Fit, MemoryPrediction, Residuals
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.memory.residuals import Residuals
 from sweep.study.preflight import Preflight
 from tests.sweep.imagined_memory import imagined
 from tests.sweep.simulated_device import MODEL, a_measurement, a_record

@@ -15,6 +15,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, words_of
 from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from search_spaces.models import ModelSpec
+from sweep.predict.memory.polynomials import Symbols
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.predict.memory.tracing import fourbit, liger
 from sweep.predict.memory.tracing.building import built
@@ -26,9 +27,7 @@ from sweep.predict.memory.tracing.model import (
     build_base,
     excerpt,
 )
-from sweep.predict.memory.tracing.segments import segments
-from sweep.predict.memory.tracing.symbols import Symbols
-from sweep.predict.memory.tracing.tapes import tapes
+from sweep.predict.memory.tracing.segments import accounts, tapes
 from sweep.predict.memory.tracing.walk import walk
 from sweep.training.model import BaseModel
 
@@ -67,12 +66,12 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         target = _attach(base, config, symbols)
         ledger = _walk(target, symbols, structure)
     sizes, tape_of = tapes(ledger, symbols)
-    accounts = segments(ledger, symbols, gradients=_gradients(target, ledger))
+    account_of = accounts(ledger, symbols, gradients=_gradients(target, ledger))
     return {
         "positions": part.positions,
         "base": on_card,
         "adapters": _adapters(target, symbols),
-        "segments": {name: {**accounts[name], "tape": tape} for name, tape in tape_of.items()},
+        "segments": {name: {**account_of[name], "tape": tape} for name, tape in tape_of.items()},
         "sizes": sizes,
         "window": part.window,
         "quantized_share": base.quantized_share,

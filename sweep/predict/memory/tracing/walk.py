@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from sweep.predict.memory.polynomials import Symbols
 from sweep.predict.memory.tracing.cuda import Cuda
 from sweep.predict.memory.tracing.ledger import Ledger
 from sweep.predict.memory.tracing.model import Traceable
-from sweep.predict.memory.tracing.symbols import Symbols
 
 
 def walk(
