@@ -18,7 +18,7 @@ from sweep.planning.forecast import Forecast
 from sweep.planning.plan import CardComparison, CardPlan
 from sweep.planning.recommendation import STANDARD_CAPACITY, Capacity, certainty
 from sweep.planning.survey import Survey
-from sweep.planning.table import LargestBatch, ShapeTable
+from sweep.planning.table import ShapeTable
 from sweep.predict.cost import Bill
 from sweep.predict.memory.predictor import Fit
 from sweep.terminal.plan.forecast import (
@@ -42,6 +42,8 @@ FIT_WORDS = {
 }
 LEGEND = "'?' is too close to the budget to be sure, '-' does not fit"
 SPACE_LEGEND = "the fastest of the {whole} that fits, of any rank and target modules; " + LEGEND
+FORBIDDEN = "invalid"
+"""What a rule forbids is not a question of memory, and no table may call it too large."""
 
 
 def rendered(content: RenderableType, *, is_terminal: bool, width: int | None = None) -> str:
@@ -158,14 +160,21 @@ def _table(table: ShapeTable, plan: CardPlan) -> RenderableType:
     for batch in _shown_batches(table):
         cells = [table.cells[batch, length] for length in table.lengths]
         grid.add_row(f"{batch:,}", *(_cell(cell, shown) for cell in cells))
-    largest = (_largest(table.largest[length]) for length in table.lengths)
-    grid.add_row("largest", *largest, style="bold")
+    grid.add_row("largest", *(_largest(table, length) for length in table.lengths), style="bold")
     if table.base is None:
         is_sampled = plan.survey is not None and plan.survey.is_sampled
         legend = SPACE_LEGEND.format(whole="space's sample" if is_sampled else "space")
-        return Group(grid, Text(legend, style="dim"))
+        return Group(grid, *_legend_lines(legend, table))
     head = f"{structure(table.base)}, at other sizes: by micro-batch and sequence length"
-    return Group(Text(head, style="dim"), grid, Text(LEGEND, style="dim"))
+    return Group(Text(head, style="dim"), grid, *_legend_lines(LEGEND, table))
+
+
+def _legend_lines(legend: str, table: ShapeTable) -> Iterator[RenderableType]:
+    yield Text(legend, style="dim")
+    rules = sorted({cell.broken.rule for cell in table.cells.values() if cell.broken is not None})
+    if rules:
+        words = f"'{FORBIDDEN}' is forbidden on this model and card: {', '.join(rules)}"
+        yield Text(words, style="dim")
 
 
 def _shown_batches(table: ShapeTable) -> Iterator[int]:
@@ -181,7 +190,7 @@ def _cell(cell: Forecast, shown: TrialConfig | None) -> Text:
     is_shown = shown is not None and _shape(cell.config) == _shape(shown)
     style = FIT_STYLES[cell.fit] + (" reverse" if is_shown else "")
     if cell.fit is Fit.NO:
-        return Text("-", style=style)
+        return Text("-" if cell.broken is None else FORBIDDEN, style=style)
     known = "fits" if cell.tokens_per_second is None else units.rate(cell.tokens_per_second)
     return Text(f"{known}?" if cell.fit is Fit.UNCERTAIN else known, style=style)
 
@@ -190,7 +199,10 @@ def _shape(config: TrialConfig) -> tuple[int, int]:
     return config.micro_batch_size, config.seq_len
 
 
-def _largest(largest: LargestBatch) -> str:
+def _largest(table: ShapeTable, length: int) -> str:
+    if all(table.cells[batch, length].broken is not None for batch in table.batches):
+        return FORBIDDEN
+    largest = table.largest[length]
     perhaps = f" ({largest.possible:,}?)" if largest.possible > largest.sure else ""
     return f"{f'{largest.sure:,}' if largest.sure else '-'}{perhaps}"
 
@@ -217,13 +229,13 @@ def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
     config, capacity = best.config, survey.capacity
     assert capacity is not None, "what is recommended has a class"
     standard = _class_words(STANDARD_CAPACITY)
-    classes = {key[:2] for key in survey.fastest_by_class}
-    if len(classes) == 1:
-        yield f"{_class_words(capacity)} is the only capacity class here that fits"
+    fits = "fits" if best.fit is Fit.YES else "may fit"
+    if len({key[:2] for key in survey.fastest_by_class}) == 1:
+        yield f"{_class_words(capacity)} is the only capacity class here that {fits}"
     elif capacity == STANDARD_CAPACITY:
         yield f"{standard} is the published recipe's capacity; others are for you to name"
     else:
-        yield f"{_class_words(capacity)} is the nearest to {standard} here that fits"
+        yield f"{_class_words(capacity)} is the nearest to {standard} here that {fits}"
     if len({key[2] for key in survey.fastest_by_class if key[:2] == capacity}) > 1:
         yield f"{config.seq_len:,} is the length of most tokens/s: hold yours with --seq-len"
     other = survey.alternative
@@ -368,7 +380,7 @@ def configurations_view(
 
 def _short_word(forecast: Forecast) -> str:
     if forecast.broken is not None:
-        return "invalid"
+        return FORBIDDEN
     return units.DASH if forecast.fits is None else _SHORT_WORDS[forecast.fit]
 
 

@@ -601,6 +601,33 @@ def test_a_study_calibrates_the_plan(
     assert "measured by trial 4 of study mine" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_length_that_a_rule_forbids_is_not_said_to_need_too_much_memory(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str], is_exact: bool
+) -> None:
+    """The model knows 2,048 positions; at 4,096 nothing is about memory."""
+    typed: dict[str, Any] = {"model": "tinyllama-1.1b"}
+    if is_exact:
+        asked = {"space": "a10", "is_exact": True, "configuration": {"seq_len": 4096}, **typed}
+    else:
+        dimensions = "  micro_batch_size: [1, 2, 64]\n  seq_len: [1024, 4096]\n"
+        asked = {"space": a_space_file(home, f"gpu: a10\ndimensions:\n{dimensions}"), **typed}
+    answer(**asked)
+    lines = capsys.readouterr().out.splitlines()
+    begin = next(number for number, line in enumerate(lines) if "micro-batch  " in line)
+    end = next(number for number, line in enumerate(lines) if line.startswith("  largest"))
+    assert {line.split()[-1] for line in lines[begin + 1 : end + 1]} == {"invalid"}
+    rule = "seq-len-beyond-positions"
+    assert f"  'invalid' is forbidden on this model and card: {rule}" in lines
+
+
+def test_a_table_of_what_no_rule_forbids_says_nothing_of_rules(
+    answer: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(space="a10", is_exact=True, configuration={})
+    assert "forbidden" not in capsys.readouterr().out
+
+
 # What is kept
 
 
