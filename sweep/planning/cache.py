@@ -28,8 +28,8 @@ SURVEYED_BY = ("search_spaces", "sweep/predict", "sweep/planning")
 def cached_survey(space: SearchSpace, forecaster: Forecaster, *, directory: Path) -> Survey:
     """Return the survey of a space, from ``directory`` where it was made before.
 
-    A study's evidence changes with every trial, and surveys with it: those are not cached.
-    Raises as `survey` does.
+    A study's evidence changes with every trial, and surveys with it: those are not cached. Raises
+    as `survey` does.
     """
     if forecaster.evidence.study is not None:
         return survey(space, forecaster)

@@ -19,9 +19,9 @@ from sweep.predict.memory.predictor import Fit
 def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str, Any]:
     """Return one configuration's answer; what is not known is null.
 
-    ``fits`` is the best guess and ``fits_certainty`` says whether it is more than that.
-    Where memory cannot be predicted it is null, and ``notes`` say why.
-    ``cost`` is the cheapest bill. ``invalid`` is the rule that forbids the configuration.
+    ``fits`` is the best guess and ``fits_certainty`` says whether it is more than that. Where
+    memory cannot be predicted it is null, and ``notes`` say why. ``cost`` is the cheapest bill.
+    ``invalid`` is the rule that forbids the configuration.
     """
     memory, speed, broken = forecast.memory, forecast.speed, forecast.broken
     return {

@@ -18,7 +18,7 @@ from storage.definition import StudySnapshot, Target
 from storage.ranking import fitting, rankable
 from storage.records import OutOfMemory, TrialRecord
 from sweep.predict.memory.predictor import Residuals
-from sweep.predict.speed.predictor import Calibration, calibrate
+from sweep.predict.speed.calibration import Calibration, calibrate
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,8 @@ def preferred(candidates: Iterable[Forecast]) -> Forecast | None:
 def alternative(candidates: Iterable[Forecast], chosen: Forecast) -> Forecast | None:
     """Return what is worth naming beside the preferred forecast, if anything is.
 
-    Where a surer one was passed over, that is the surest; else it is the fastest of those that
-    are less sure, where it is predicted to be faster.
+    Where a surer one was passed over, that is the surest; else it is the fastest of those that are
+    less sure, where it is predicted to be faster.
     """
     best = _fastest_by_certainty(candidates)
     surest = max(best, default=Certainty.DOUBTFUL)
@@ -97,8 +97,8 @@ def _fastest_by_certainty(candidates: Iterable[Forecast]) -> dict[Certainty, For
 def nearest_capacity(classes: Iterable[Capacity], *, model: ModelSpec) -> Capacity | None:
     """Return the class nearest to the standard recipe's; None where there is no class.
 
-    The same target modules come first, then the number of trainable parameters (the rank, where
-    the architecture does not tell), then more of them.
+    The same target modules come first, then the number of trainable parameters (the rank, where the
+    architecture does not tell), then more of them.
     """
     wanted = _targets(STANDARD_CAPACITY, model)
 

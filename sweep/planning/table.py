@@ -235,8 +235,8 @@ def shape_table(
 ) -> ShapeTable:
     """Return ``base`` at every size; its own size is among them.
 
-    Lengths beyond the model's positions are left out, as are micro-batches that the effective
-    batch is no multiple of. Batches end with the first one that fits at no length.
+    Lengths beyond the model's positions are left out, as are micro-batches that the effective batch
+    is no multiple of. Batches end with the first one that fits at no length.
     """
     positions = forecaster.model.max_positions or max(base.seq_len, *lengths)
     columns = sorted({base.seq_len, *(length for length in lengths if length <= positions)})

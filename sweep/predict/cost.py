@@ -1,5 +1,4 @@
-"""Owns what a fine-tune costs under an offer, item by item, and from how much work on which is
-the cheapest.
+"""Owns what a fine-tune costs under an offer, item by item, and which offer is the cheapest when.
 
 Pure: step times, amounts of work and offers in, bills out. Knows nothing of price files, clocks or
 GPUs.
@@ -253,8 +252,8 @@ def compare(bills: Sequence[Bill]) -> Comparison:
     if not bills:
         raise ValueError("compare needs at least one bill")
     ranked = tuple(sorted(bills, key=lambda bill: bill.usd_per_sample))
-    found = [point for other in ranked[1:] for point in _break_evens(ranked[0], other)]
-    return Comparison(ranked, tuple(sorted(found, key=lambda point: point.samples)))
+    points = [point for other in ranked[1:] for point in _break_evens(ranked[0], other)]
+    return Comparison(ranked, tuple(sorted(points, key=lambda point: point.samples)))
 
 
 def _cost_line(bill: Bill) -> CostLine:
@@ -265,13 +264,13 @@ def _cost_line(bill: Bill) -> CostLine:
     return CostLine(fixed, per_work / bill.workload.samples, least)
 
 
-def _break_evens(one: Bill, other: Bill) -> list[BreakEven]:
+def _break_evens(cheapest: Bill, other: Bill) -> list[BreakEven]:
     points = []
-    for crossing in crossings(_cost_line(one), _cost_line(other)):
-        below, above = (one, other) if crossing.is_first_below else (other, one)
-        per_step = {one.workload.samples_per_step, other.workload.samples_per_step}
+    for crossing in crossings(_cost_line(cheapest), _cost_line(other)):
+        bills = (cheapest, other) if crossing.is_first_below else (other, cheapest)
+        per_step = {bill.workload.samples_per_step for bill in bills}
         steps = crossing.amount / per_step.pop() if len(per_step) == 1 else None
-        points.append(BreakEven(crossing.amount, steps, below.offer, above.offer))
+        points.append(BreakEven(crossing.amount, steps, *(bill.offer for bill in bills)))
     return points
 
 
@@ -307,7 +306,7 @@ def crossings(first: CostLine, second: CostLine) -> list[Crossing]:
     edges = sorted({0.0, first.bend, second.bend})
     pieces = zip(edges, [*edges[1:], math.inf], strict=True)
     roots = [root for piece in pieces if (root := _root(first, second, *piece)) is not None]
-    probes = [(one + other) / 2 for one, other in zip([0.0, *roots], roots, strict=False)]
+    probes = [(low + high) / 2 for low, high in zip([0.0, *roots], roots, strict=False)]
     probes.append(2 * roots[-1] if roots else 1.0)
     gaps = [first.at(amount) - second.at(amount) for amount in probes]
     return [

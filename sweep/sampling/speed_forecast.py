@@ -10,7 +10,8 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from storage.records import TrialRecord, Verdict
-from sweep.predict.speed.predictor import Calibration, calibrate, predict_step
+from sweep.predict.speed.calibration import Calibration, calibrate
+from sweep.predict.speed.predictor import predict_step
 
 TRIALS_TO_CALIBRATE = 5
 """Measured trials from which the card is known better than its data sheet."""

@@ -40,7 +40,7 @@ def rounded(size: int) -> int:
 
 @dataclass
 class _Pool:
-    """Free blocks of one kind, found by size, to serve a request, and by their ends, to merge.
+    """Free blocks of one kind: by size, to serve a request, and by their ends, to merge.
 
     Segments lie apart, so that blocks of two never touch: they could not be merged on a card.
     """
@@ -121,15 +121,15 @@ class CachingAllocator:
         # in the order of `BlockComparatorSize`.
         index = bisect_left(pool.by_size, (size, 0))
         if index < len(pool.by_size):
-            found, address = pool.by_size.pop(index)
-            del pool.sizes[address], pool.starts[address + found]
+            length, address = pool.by_size.pop(index)
+            del pool.sizes[address], pool.starts[address + length]
         else:
-            found, address = self._new_segment(size)
+            length, address = self._new_segment(size)
         # `should_split`: what stays with the block instead counts as allocated, in torch as here.
-        if found - size > pool.unsplit_bytes:
-            pool.put(address + size, found - size)
-            found = size
-        self._count(address, size, found)
+        if length - size > pool.unsplit_bytes:
+            pool.put(address + size, length - size)
+            length = size
+        self._count(address, size, length)
         return address
 
     def free(self, address: int) -> None:
@@ -178,12 +178,12 @@ class CachingAllocator:
         """Return the sizes of the free blocks that serve large requests."""
         return [size for size, _ in self._large.by_size]
 
-    def _count(self, address: int, size: int, found: int) -> None:
+    def _count(self, address: int, size: int, length: int) -> None:
         """Note a block in use, of which so much was asked for."""
-        self._used[address] = found
-        if found > size:
-            self._remainders[address] = found - size
-        self.allocated_bytes += found
+        self._used[address] = length
+        if length > size:
+            self._remainders[address] = length - size
+        self.allocated_bytes += length
         self.requested_bytes += size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)

@@ -1,9 +1,9 @@
 """Owns the two peaks of a step: the most that is alive at once, and the most that is reserved.
 
 What is alive is a sum, so that a few polynomials for each segment give its peak at once. What the
-allocator reserves, or wastes, depends on the order of all births and deaths: for that the
-segments' tapes are replayed through a simulated allocator, which takes milliseconds. Knows nothing
-of where accounts and tapes come from.
+allocator reserves, or wastes, depends on the order of all births and deaths: for that the segments'
+tapes are replayed through a simulated allocator, which takes milliseconds. Knows nothing of where
+accounts and tapes come from.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ def replayed(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
     # they are small it makes no difference to assume that they were there from the start.
     is_heavy = sum(step.states) > _HEAVY_STATES * allocator.allocated_bytes
     if is_heavy or limit_bytes is not None:
-        # They are made at the end of the first step, in what it has left free; and under a limit
-        # it is the second step that must do with blocks that the first one has cut up.
+        # They are made at the end of the first step, in what it has left free; and under a limit it
+        # is the second step that must do with blocks that the first one has cut up.
         _play(step, replay)
     replay.hold(step.states)
     _play(step, replay)

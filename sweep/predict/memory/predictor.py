@@ -39,8 +39,7 @@ _PADDED_LENGTH = 128
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """How far a truth may be from its prediction: within ``prediction x (1 - u)`` and
-    ``prediction x (1 + u)``.
+    """How far a truth may be from its prediction, relative to that.
 
     Each is the worst error of the rows that it is claimed for, widened by 3 / rows (of so many that
     stayed within it, that share may pass it, at 95 % confidence) and rounded up to half a percent.
@@ -58,12 +57,14 @@ EAGER = Uncertainty(allocated=0.015, reserved=0.10)
 COMPILED = Uncertainty(allocated=0.13, reserved=0.145)
 """Of four rows of one model: 7.4 % and 8.2 % at worst."""
 CAPPED = 0.015
-"""How far the least cap that a step runs under may be from the replay's, where its peak is known:
+"""How far the least cap that a step runs under may be from the replay's, where its peak is known.
+
 1.2 % at worst of the 29 configurations that were tried at the edge of a budget.
 """
 FRAGMENTATION = 1.4
-"""More than is ever reserved for a byte allocated: 1.29 was measured and 1.32 is replayed at most.
-What fits even so is not replayed.
+"""More than is ever reserved for a byte allocated; what fits even so is not replayed.
+
+1.29 was measured and 1.32 is replayed at most.
 """
 _NEED_GRAIN = 0.01
 """How closely the least cap is looked for."""
@@ -94,8 +95,7 @@ class MemoryPrediction:
     moment: str
     """When the peak is reached: ``forward``, ``loss``, ``backward`` or ``optimizer``."""
     uncertainty: float
-    """Relative: the truth is within ``peak x (1 - uncertainty)`` and ``peak x (1 + uncertainty)``.
-    """
+    """Relative: the truth is within the peak times 1 - this and times 1 + this."""
     reserved_uncertainty: float
     """The same of the reserved peak."""
     step: Step = field(repr=False)
@@ -108,8 +108,9 @@ class MemoryPrediction:
 
     @cached_property
     def peak_reserved_bytes(self) -> int:
-        """What `torch.cuda.max_memory_reserved` would read where nothing caps it; some
-        milliseconds, once.
+        """What `torch.cuda.max_memory_reserved` would read where nothing caps it.
+
+        Takes some milliseconds, once.
         """
         reserved = reserved_bytes(self.step)
         assert reserved is not None, "an allocator without a limit cannot pass it"
@@ -163,8 +164,9 @@ class MemoryPrediction:
 
     @property
     def _slack(self) -> float:
-        """How far the least cap may be from the replay's: its error and that of the peak, which
-        have nothing to do with each other.
+        """How far the least cap may be from the replay's.
+
+        Its own error and that of the peak have nothing to do with each other.
         """
         return math.hypot(self.uncertainty, CAPPED)
 
@@ -193,9 +195,9 @@ class TracingPredictor:
         model: the model.
         cache_dir: where structures that were traced once are kept.
         compute_capability: of the card; None where it is not known, which is taken for the largest
-        need.
+            need.
         tracer: traces structures; by default a child process, started at the first one that is not
-        kept.
+            kept.
     """
 
     def __init__(
@@ -297,8 +299,9 @@ def _values(config: TrialConfig, model: ModelSpec) -> Values:
 
 
 def _chunk_tokens(tokens: int, model: ModelSpec) -> int:
-    """Return the rows of a chunk of Liger's fused loss: as many logits as there are hidden
-    elements, at most.
+    """Return the rows of a chunk of Liger's fused loss, as its forward pass works them out.
+
+    So many that a chunk's logits are about as large as all hidden states are.
     """
     chunks = -(-model.vocab_size // model.hidden_size)
     rows = -(-tokens // chunks)

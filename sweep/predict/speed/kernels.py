@@ -16,7 +16,7 @@ PACKED_BYTES = 0.5
 SCALE_BYTES = 4 / 64
 """Plain constants: one fp32 for 64 weights."""
 DOUBLE_SCALE_BYTES = (1 + 4 + 8 + 4) / 64
-"""Double-quantised ones: read as a byte, expanded, offset in place, and read again."""
+"""Double-quantized ones: read as a byte, expanded, offset in place, and read again."""
 
 
 @dataclass(frozen=True)

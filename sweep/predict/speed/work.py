@@ -18,7 +18,7 @@ from sweep.predict.speed.kernels import Amount, Pair
 from sweep.predict.speed.layout import FP32_BYTES, Layout
 
 HEAD_NORM_TYPES = frozenset({"qwen3", "gemma3_text", "olmo2"})
-"""Model types that normalise queries and keys."""
+"""Model types that normalize queries and keys."""
 FOUR_NORM_TYPES = frozenset({"gemma2", "gemma3_text"})
 """Model types with a norm after each half of a layer as well as before it."""
 

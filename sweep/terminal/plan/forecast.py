@@ -34,7 +34,7 @@ TERM_WORDS = {
     "matmul": "matrix products",
     "lora": "adapters",
     "attention": "attention",
-    "dequant": "dequantisation",
+    "dequant": "dequantization",
     "elementwise": "norms, casts and activations",
     "loss": "the loss",
     "optimizer": "the optimizer",

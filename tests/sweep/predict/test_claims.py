@@ -193,7 +193,7 @@ def test_mlp_targets_triple_the_trainable_parameters_they_are_said_to_double() -
         (MISTRAL, "a100-40gb", PUBLISHED, 1.7, 1.862),
         (MISTRAL, "h100-pcie", PUBLISHED, 1.05, 1.244),
         (LLAMA, "a10g", {**PUBLISHED, "target_modules": "qv"}, 3.0, 4.942),
-        # This one the card can do; it was published with a utilisation of 45 to 50 %.
+        # This one the card can do; it was published with a utilization of 45 to 50 %.
         (MISTRAL, "a10", {}, 8 / 1.46, 0.173),
         (MISTRAL, "a10", {"micro_batch_size": 4, "seq_len": 1024}, 4 / 0.69, 0.166),
     ],
@@ -201,7 +201,7 @@ def test_mlp_targets_triple_the_trainable_parameters_they_are_said_to_double() -
 def test_a_published_speed_is_held_against_the_cards_peak(
     model: str, gpu: str, keys: dict[str, Any], published_seconds: float, utilization: float
 ) -> None:
-    """Utilisation leaves out what checkpointing recomputes, so it flatters no claim."""
+    """Utilization leaves out what checkpointing recomputes, so it flatters no claim."""
     step = predict_step(recipe(**keys), model=load_model_spec(model), gpu=find_gpu(gpu))
     published = step.flops_utilization * step.step_seconds / published_seconds
     assert published == pytest.approx(utilization, rel=0.01)

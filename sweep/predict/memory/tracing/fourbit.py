@@ -2,8 +2,8 @@
 
 The real layer's packed parameter cannot be built from tensors without data, and the package takes
 most of a second to import. What is copied from bitsandbytes 0.50: the input is cast to the compute
-dtype; forward and backward each dequantise the whole weight to a temporary (and, with double
-quantisation, its constants); nothing but the weight is kept for the backward pass; the output is
+dtype; forward and backward each dequantize the whole weight to a temporary (and, with double
+quantization, its constants); nothing but the weight is kept for the backward pass; the output is
 cast back to the input's dtype, so that fp32 activations stay fp32 around every layer; a bias is
 cast to the compute dtype for good. Small matrix products, which bitsandbytes does without the
 temporary in the forward pass, are not told apart: the backward pass has it anyway.
@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 _BLOCK_WEIGHTS = 64
 """Weights that share a scale."""
 _BLOCK_SCALES = 256
-"""Scales that share a second-level scale under double quantisation."""
+"""Scales that share a second-level scale under double quantization."""
 _CODE_BYTES = 16 * 4
 _SECOND_CODE_BYTES = 256 * 4
 _OFFSET_BYTES = 4
@@ -83,7 +83,7 @@ class Linear4bit(torch.nn.Linear):
         return (_CODE_BYTES, _OFFSET_BYTES, second, self.scales, _SECOND_CODE_BYTES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by the dequantised weight; the output has the input's dtype.
+        """Multiply by the dequantized weight; the output has the input's dtype.
 
         Where it is compiled the cast is not made but left to what reads the output.
         """
@@ -95,11 +95,11 @@ class Linear4bit(torch.nn.Linear):
         return result if self.is_compiled else result.to(dtype)
 
     def take_scales(self) -> torch.Tensor | None:
-        """Return what unpacking doubly quantised scales takes; None where they are plain."""
+        """Return what unpacking doubly quantized scales takes; None where they are plain."""
         return torch.empty(self.scales, device="meta") if self.is_nested else None
 
     def take_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return what the dequantised weight takes."""
+        """Return what the dequantized weight takes."""
         return torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
 
 

@@ -17,8 +17,8 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, find_gpu
 from search_spaces.model_files import load_model_spec
 from search_spaces.models import ModelSpec
-from sweep.predict.speed.calibration import FACTORS, Calibration, Factor
-from sweep.predict.speed.predictor import SpeedPrediction, calibrate, predict_step
+from sweep.predict.speed.calibration import FACTORS, Calibration, Factor, calibrate
+from sweep.predict.speed.predictor import SpeedPrediction, predict_step
 from tests.sweep.predict.rows import (
     HELD_OUT,
     STUDY_STEPS,
