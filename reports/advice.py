@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reports import objectives, uncertainty, units
+from search_spaces.knobs import KNOBS
 from search_spaces.rules import canonical
 from search_spaces.space import Choices, SearchSpace
 from storage.definition import StudySnapshot
@@ -21,8 +22,6 @@ from storage.records import (
     TrialRecord,
 )
 
-SPEED_KEYS = ("checkpoint_fraction", "kernels", "upcast_fp32", "compile")
-"""Settings that change the speed and leave the trained model what it is."""
 SIZE_KEYS = ("micro_batch_size", "seq_len")
 """Dimensions in which a larger value does more work per launch."""
 _NEAREST_SHOWN = 2
@@ -153,7 +152,7 @@ def _edges(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[str]:
         if getattr(winner.config, key) >= largest and winner.measurement is not None:
             share = units.percent(winner.measurement.peak_allocated_bytes / budget_bytes)
             yield (
-                f"A wider space: the winner has the largest {units.KEY_LABELS[key]} that the space "
+                f"A wider space: the winner has the largest {KNOBS[key].label} that the space "
                 f"'{space.name}' offers ({largest:g}) and uses {share} of the budget. "
                 f"Offer larger values of {key}."
             )
@@ -170,7 +169,7 @@ def _untried(ranking: Ranking) -> Iterator[str]:
 
 
 def _not_searched(space: SearchSpace) -> Iterator[str]:
-    fixed = [key for key in SPEED_KEYS if key not in space.dimensions]
+    fixed = [key for key, knob in KNOBS.items() if knob.tried and key not in space.dimensions]
     if fixed:
         names = ", ".join(fixed)
         yield f"Settings that were not searched and can change the speed, not the model: {names}."

@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 from reports import units
 from reports.marks import HOVER_TEMPLATE, MARKS, OUTLINE, WINNER_COLOUR
 from reports.measured import measured_trials
+from search_spaces.knobs import KNOBS
 from storage.definition import StudySnapshot
 from storage.ranking import rank_study
 from storage.records import OUT_OF_MEMORY, TrialRecord, Verdict
@@ -84,7 +85,7 @@ def _groups(values: set[Any]) -> list[tuple[Any, ...]]:
 def _label(key: str, group: tuple[Any, ...]) -> str:
     if len(group) == 1:
         return units.short(units.phrase(key, group[0]))
-    return f"{units.KEY_LABELS[key]} {units.short(group[0])}–{units.short(group[-1])}"
+    return f"{KNOBS[key].label} {units.short(group[0])}–{units.short(group[-1])}"
 
 
 def effects_figure(snapshot: StudySnapshot) -> go.Figure:

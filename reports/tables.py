@@ -13,6 +13,7 @@ from typing import Any
 from reports import objectives, uncertainty, units
 from reports.advice import advice_title, how_to_go_faster
 from search_spaces.config import TrialConfig
+from search_spaces.knobs import targets_in_words
 from storage.definition import StudySnapshot
 from storage.ranking import ClassBest, rank_study, verdict_counts
 from storage.records import TrialRecord, Verdict
@@ -153,7 +154,7 @@ def _class_row(best: ClassBest, record: TrialRecord, *, baseline: TrialConfig) -
     measured = record.measurement
     return ClassRow(
         lora_rank=str(best.lora_rank),
-        target_modules=units.targets(best.target_modules),
+        target_modules=targets_in_words(best.target_modules),
         seq_len=units.count(best.seq_len),
         number=best.number,
         changes=units.changes(record.config, baseline=baseline),

@@ -9,6 +9,7 @@ import math
 
 from reports import units
 from search_spaces.config import TrialConfig
+from search_spaces.knobs import targets_in_words
 from storage.gain import Comparison, Gain, NoGain
 from storage.needs import Need
 from storage.records import Measurement
@@ -75,7 +76,7 @@ def _decimals(gain: Gain) -> int:
 
 def capacity(config: TrialConfig) -> str:
     """Return the capacity class of a configuration: ``rank 16 on q,k,v,o``."""
-    return f"rank {config.lora_rank} on {units.targets(config.target_modules)}"
+    return f"rank {config.lora_rank} on {targets_in_words(config.target_modules)}"
 
 
 def why_no_gain(comparison: Comparison, winner: TrialConfig) -> str:

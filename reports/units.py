@@ -6,11 +6,11 @@ Knows nothing of studies or of where the words go; what is unknown or not finite
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
+from search_spaces.knobs import KNOBS
 
 DASH = "–"
 MIB = 2**20
@@ -97,64 +97,12 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-KEY_LABELS: Mapping[str, str] = {
-    "lora_rank": "LoRA rank",
-    "lora_alpha": "LoRA alpha",
-    "lora_dropout": "LoRA dropout",
-    "target_modules": "target modules",
-    "micro_batch_size": "micro-batch",
-    "seq_len": "sequence length",
-    "effective_batch_size": "effective batch",
-    "compute_dtype": "compute dtype",
-    "quantization": "quantization",
-    "double_quant": "double quantisation",
-    "checkpoint_fraction": "checkpointing",
-    "upcast_fp32": "fp32 upcast",
-    "kernels": "kernels",
-    "attention": "attention",
-    "optimizer": "optimizer",
-    "compile": "compile",
-}
-"""What each configuration key is called for people."""
-
-
-def _checkpointing(value: Any) -> str:
-    named = {0.0: "no checkpointing", 1.0: "full checkpointing"}
-    return named.get(float(value), f"{percent(float(value))} checkpointed")
-
-
-def targets(value: str | Sequence[str]) -> str:
-    """Return the layers that get an adapter: ``q,k,v,o`` for ``attention``."""
-    named = {"qv": "q,v", "attention": "q,k,v,o", "all-linear": "all linear layers"}
-    return named.get(value, value) if isinstance(value, str) else ", ".join(value)
-
-
-_PHRASES: Mapping[str, Callable[[Any], str]] = {
-    "lora_rank": lambda value: f"rank {value}",
-    "lora_alpha": lambda value: "alpha 2 x rank" if value is None else f"alpha {value:g}",
-    "lora_dropout": lambda value: f"dropout {value:g}" if value else "no dropout",
-    "target_modules": lambda value: f"adapters on {targets(value)}",
-    "micro_batch_size": lambda value: f"micro-batch {value}",
-    "seq_len": lambda value: f"length {value}",
-    "effective_batch_size": lambda value: (
-        f"effective batch {value}" if value else "no accumulation"
-    ),
-    "compute_dtype": lambda value: f"{value} compute",
-    "quantization": lambda value: "16-bit base" if value == "none" else f"{value} base",
-    "double_quant": lambda value: "double quantisation" if value else "single quantisation",
-    "checkpoint_fraction": _checkpointing,
-    "upcast_fp32": lambda value: "fp32 upcast" if value else "no fp32 upcast",
-    "kernels": lambda value: {"hf": "standard", "liger": "Liger"}.get(value, value) + " kernels",
-    "attention": lambda value: f"{value} attention",
-    "optimizer": str,
-    "compile": lambda value: "compiled layers" if value else "not compiled",
-}
 _SHAPE_FIRST = ("micro_batch_size", "seq_len", "lora_rank", "target_modules")
 
 
 def phrase(key: str, value: Any) -> str:
     """Return one setting in words: ``checkpoint_fraction`` of 0 is ``no checkpointing``."""
-    return _PHRASES[key](value)
+    return KNOBS[key].phrase(value)
 
 
 def short(value: Any) -> str:

@@ -7,123 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import ValidationError
 
 from search_spaces.errors import InputError, did_you_mean, shown
-
-ComputeDtype = Literal["bf16", "fp16", "fp32"]
-Quantization = Literal["nf4", "fp4", "none"]
-Kernels = Literal["hf", "fused-loss", "liger"]
-Attention = Literal["sdpa", "flash_attention_2", "eager"]
-OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
-TARGET_SETS = ("qv", "attention", "all-linear")
+from search_spaces.knobs import KNOBS, Knobs
 
 
-def _number(value: object) -> object:
-    """Accept what YAML reads as a number or as its text (``1e-4``), and never a truth value."""
-    if isinstance(value, bool):
-        raise ValueError(f"must be a number, got {shown(value)}")
-    return value
-
-
-def _target_modules(value: object) -> object:
-    if isinstance(value, str):
-        if value not in TARGET_SETS:
-            raise ValueError(
-                f"must be one of {', '.join(TARGET_SETS)} or a list of module names, "
-                f"got {shown(value)}"
-            )
-        return value
-    if isinstance(value, list | tuple):
-        if not value or not all(isinstance(name, str) and name for name in value):
-            raise ValueError(f"must list at least one module name, got {shown(value)}")
-        return tuple(sorted(set(value)))
-    raise ValueError(f"must be a name or a list of module names, got {shown(value)}")
-
-
-Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-TargetModules = Annotated[str | tuple[str, ...], BeforeValidator(_target_modules)]
-
-
-class TrialConfig(BaseModel):
+class TrialConfig(Knobs):
     """One QLoRA fine-tuning configuration; the defaults are the standard published recipe.
 
     Raises:
         pydantic.ValidationError: a value is out of range; `parse_config` makes it an `InputError`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    lora_rank: StrictInt = Field(default=16, ge=1, le=65_536)
-    """Rank r of every adapter pair."""
-    lora_alpha: Number | None = Field(default=None, gt=0, le=1e6)
-    """LoRA scale numerator; null means twice the rank."""
-    lora_dropout: Number = Field(default=0.0, ge=0.0, le=1.0)
-    """Probability of dropping an adapter's input element."""
-    target_modules: TargetModules = "attention"
-    """Linear layers with an adapter: ``qv``, ``attention`` (q,k,v,o), ``all-linear`` or names."""
-    micro_batch_size: StrictInt = Field(default=4, ge=1, le=65_536)
-    """Sequences in one forward and backward pass."""
-    seq_len: StrictInt = Field(default=512, ge=1, le=10_000_000)
-    """Tokens in every sequence."""
-    effective_batch_size: StrictInt | None = Field(default=None, ge=1, le=1_000_000)
-    """Sequences per optimizer step; null means one micro-batch. Accumulation follows from it."""
-    compute_dtype: ComputeDtype = "bf16"
-    """Type of the matrix products."""
-    quantization: Quantization = "nf4"
-    """Storage of the frozen base: 4-bit NormalFloat, 4-bit float, or ``none`` (16-bit)."""
-    double_quant: StrictBool = True
-    """Whether the quantisation constants are quantised themselves."""
-    checkpoint_fraction: Number = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of decoder layers whose activations are recomputed in the backward pass."""
-    upcast_fp32: StrictBool = True
-    """Keep norms, embeddings and head in fp32, as PEFT's `prepare_model_for_kbit_training` does."""
-    kernels: Kernels = "hf"
-    """Layer kernels: transformers' own, Liger's fused loss alone, or the whole Liger set."""
-    attention: Attention = "sdpa"
-    """Attention implementation."""
-    optimizer: OptimizerName = "adamw_8bit"
-    """Optimizer of the adapters."""
-    compile: StrictBool = False
-    """Whether each decoder layer is compiled with `torch.compile`, shapes static."""
-
-    @model_validator(mode="after")
-    def _accumulation_is_whole(self) -> TrialConfig:
-        if (
-            self.effective_batch_size is not None
-            and self.effective_batch_size % self.micro_batch_size
-        ):
-            raise ValueError(
-                f"effective_batch_size must be a multiple of micro_batch_size, got "
-                f"{self.effective_batch_size} and {self.micro_batch_size}"
-            )
-        return self
-
-    @property
-    def alpha(self) -> float:
-        """LoRA scale numerator with its default resolved."""
-        return self.lora_alpha if self.lora_alpha is not None else 2.0 * self.lora_rank
-
-    @property
-    def samples_per_step(self) -> int:
-        """Sequences per optimizer step."""
-        return self.effective_batch_size or self.micro_batch_size
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.samples_per_step // self.micro_batch_size
 
     @property
     def tokens_per_micro_batch(self) -> int:
@@ -139,6 +36,11 @@ class TrialConfig(BaseModel):
         """Return which of so many decoder layers are recomputed: a share of them, evenly spread."""
         count = round(self.checkpoint_fraction * layers)
         return frozenset(index * layers // count for index in range(count))
+
+    def base(self) -> TrialConfig:
+        """Return what of this configuration shapes the frozen base; equal ones share one base."""
+        shaping = {key: getattr(self, key) for key, knob in KNOBS.items() if knob.shapes_base}
+        return TrialConfig(**shaping)
 
     def key(self) -> str:
         """Return the canonical JSON text; equal for equal configurations."""

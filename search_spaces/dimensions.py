@@ -13,10 +13,8 @@ from pydantic import ValidationError
 from search_spaces.config import explain_validation, parse_config
 from search_spaces.documents import Document
 from search_spaces.errors import InputError, did_you_mean, shown
+from search_spaces.knobs import KNOBS
 from search_spaces.space import Choices, Dimension, FloatRange, IntRange
-
-WHOLE_KEYS = ("lora_rank", "micro_batch_size", "seq_len", "effective_batch_size")
-NUMBER_KEYS = ("lora_alpha", "lora_dropout", "checkpoint_fraction")
 
 
 def read_dimension(document: Document, key: str, value: Any) -> Dimension:
@@ -60,9 +58,9 @@ def read_value(key: str, value: Any, *, where: str) -> Any:
 
 def _yaml_hint(key: str, value: Any) -> str:
     """Say what YAML made of something that was perhaps meant otherwise."""
-    if key in NUMBER_KEYS:
+    if KNOBS[key].kind is float:
         return ""
-    if key in WHOLE_KEYS:
+    if KNOBS[key].kind is int:
         text = isinstance(value, str) and _is_number(value)
         return "; YAML reads it as text: write 1000, not '1000' or 1e3" if text else ""
     match value:
@@ -99,8 +97,8 @@ def _choices(document: Document, path: tuple[str, ...], choices: list[Any]) -> C
 
 def _range(document: Document, key: str, value: dict[str, Any]) -> Dimension:
     where = document.where("dimensions", key)
-    kind = IntRange if key in WHOLE_KEYS else FloatRange
-    if key not in (*WHOLE_KEYS, *NUMBER_KEYS):
+    kind = IntRange if KNOBS[key].kind is int else FloatRange
+    if KNOBS[key].kind not in (int, float):
         raise InputError(f"{where}: {key} is not a number: list its values, got {shown(value)}")
     for name in value:
         if name not in kind.model_fields:

@@ -13,8 +13,8 @@ from importlib.resources import files
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from search_spaces.config import ComputeDtype
 from search_spaces.errors import InputError, did_you_mean
+from search_spaces.knobs import ComputeDtype
 
 GIB = 1024**3
 

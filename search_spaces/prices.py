@@ -15,10 +15,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
 
-from search_spaces.config import Number, explain_validation
+from search_spaces.config import explain_validation
 from search_spaces.documents import Document, parse_yaml, read_text
 from search_spaces.errors import InputError, did_you_mean, shown
 from search_spaces.gpus import find_gpu
+from search_spaces.knobs import Number
 
 USD_PER_HOUR_MAX = 1000.0
 """No single card is rented at such a price; a figure above it is a slip of the unit."""

@@ -147,6 +147,22 @@ def _bf16(config: TrialConfig, setting: Setting) -> str | None:
     return None
 
 
+def _adapters(config: TrialConfig, setting: Setting) -> str | None:
+    if config.adapter_dtype != "bf16":
+        return None
+    if config.compute_dtype == "fp16":
+        return (
+            "fp16 scales the loss, and torch cannot unscale gradients in bf16: use adapter_dtype "
+            "fp32 or compute_dtype bf16"
+        )
+    if setting.older_than(AMPERE):
+        return (
+            f"bf16 needs compute capability 8.0 (Ampere), this card has {setting.capability}: "
+            "use adapter_dtype fp32"
+        )
+    return None
+
+
 def _fp16(config: TrialConfig, setting: Setting) -> str | None:
     if config.compute_dtype == "fp16" and setting.device == "cpu":
         return "fp16 training is not supported on a CPU: use compute_dtype bf16 or fp32"
@@ -303,6 +319,7 @@ def _checkpoints(config: TrialConfig, setting: Setting) -> str | None:
 RULES: dict[str, Rule] = {
     "bf16-needs-ampere": _bf16,
     "fp16-needs-cuda": _fp16,
+    "bf16-adapters": _adapters,
     "kernels-need-triton": _triton,
     "kernels-need-liger-model": _liger_model,
     "compile-needs-triton": _compile,

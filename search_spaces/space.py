@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
-from search_spaces.config import CONFIG_KEYS, Number, TrialConfig, parse_config
+from search_spaces.config import CONFIG_KEYS, TrialConfig, parse_config
 from search_spaces.errors import InputError
+from search_spaces.knobs import Number
 from search_spaces.models import Weights
 from search_spaces.rules import canonical
 

@@ -21,8 +21,8 @@ import typer
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
 from sweep.paths import crash_log_directory, runs_directory, storage_url
 from sweep.terminal import options as opt
-from sweep.terminal.config_options import with_config_options
 from sweep.terminal.console import ReaderGoneError, note, prepare_streams
+from sweep.terminal.knob_options import add_knobs, takes_knobs
 
 if TYPE_CHECKING:
     from storage.definition import StudySnapshot
@@ -87,7 +87,7 @@ def _seconds(time_budget: str) -> float:
 
 
 @app.command()
-@with_config_options
+@takes_knobs
 def plan(
     space: opt.SpaceOrCardArgument = None,
     gpu: opt.GpusOption = None,
@@ -233,6 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that was typed and return the exit code."""
     prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed[:1] == ["plan"]:
+        from search_spaces.knobs import KNOBS
+
+        add_knobs(plan, KNOBS)
     return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
 
 

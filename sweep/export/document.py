@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from search_spaces.config import TrialConfig
+from search_spaces.knobs import KNOBS
+from search_spaces.trainers import Trainer
 from sweep.export.recipe import (
     LEARNING_RATE,
     MAX_GRAD_NORM,
@@ -25,19 +26,17 @@ DATA_FILE = "data.jsonl"
 OUTPUT_DIRECTORY = "outputs"
 
 
-def transformers_options(config: TrialConfig) -> dict[str, Any]:
-    """Return what trainers built on transformers' own call by `TrainingArguments`' names."""
-    return {
-        "optim": config.optimizer,
-        "learning_rate": LEARNING_RATE,
-        "weight_decay": WEIGHT_DECAY,
-        "max_grad_norm": MAX_GRAD_NORM,
-        "lr_scheduler_type": SCHEDULE,
-        "num_train_epochs": 1.0,
-        "logging_steps": 10,
-        "report_to": "none",
-        "output_dir": OUTPUT_DIRECTORY,
-    }
+TRAINING_ARGUMENTS: Mapping[str, Any] = {
+    "learning_rate": LEARNING_RATE,
+    "weight_decay": WEIGHT_DECAY,
+    "max_grad_norm": MAX_GRAD_NORM,
+    "lr_scheduler_type": SCHEDULE,
+    "num_train_epochs": 1.0,
+    "logging_steps": 10,
+    "report_to": "none",
+    "output_dir": OUTPUT_DIRECTORY,
+}
+"""What was not searched, for trainers that use the names of transformers' `TrainingArguments`."""
 
 
 def trainer_file(
@@ -83,37 +82,21 @@ def model_of(recipe: Recipe) -> str:
     return recipe.weights or f"path/or/hub-id/of/{recipe.model.name}"
 
 
-def mixed_precision(config: TrialConfig) -> Mapping[str, bool]:
-    """Return the two switches that Trainer and all that build on it share."""
-    return {"bf16": config.compute_dtype == "bf16", "fp16": config.compute_dtype == "fp16"}
+def spelled(recipe: Recipe, *, trainer: Trainer) -> dict[str, Any]:
+    """Return the options of a trainer that say what was measured, knob by knob."""
+    options: dict[str, Any] = {}
+    for key, knob in KNOBS.items():
+        match knob.options.get(trainer):
+            case None:
+                continue
+            case str(option):
+                options[option] = getattr(recipe.config, key)
+            case spell:
+                options |= spell(recipe)
+    return options
 
 
-def whole_alpha(config: TrialConfig) -> int:
-    """Return alpha as the whole number that trainers take; `common_differences` tells."""
-    return max(1, round(config.alpha))
-
-
-def common_differences(recipe: Recipe, *, can_recompute_these: bool = False) -> Iterator[str]:
-    """Yield what no trainer can express, and what its file does instead.
-
-    Args:
-        recipe: what was measured.
-        can_recompute_these: whether the trainer can recompute the measured layers and no others.
-    """
-    config, layers = recipe.config, recipe.model.hidden_layers
-    if whole_alpha(config) != config.alpha:
-        yield (
-            f"lora_alpha {config.alpha:g}: it takes whole numbers only, so {whole_alpha(config)} "
-            "here. Neither memory nor speed depends on it."
-        )
-    if 0 < len(recipe.recomputed) < layers and not can_recompute_these:
-        yield (
-            f"checkpoint_fraction {config.checkpoint_fraction:g}: it recomputes all layers or "
-            "none, so all here: less memory than measured, and slower."
-        )
-    if config.compile:
-        yield (
-            "compile true: each decoder layer was compiled by itself, and it compiles the model as "
-            "a whole or not at all. Not at all here, so a step takes longer and needs MORE memory "
-            "than measured: it may not fit. Format script compiles as measured."
-        )
+def lost(recipe: Recipe, *, trainer: Trainer) -> Iterator[str]:
+    """Yield what a trainer cannot express of what was measured, and what its file does instead."""
+    sentences = (knob.lost[trainer](recipe) for knob in KNOBS.values() if trainer in knob.lost)
+    return (sentence for sentence in sentences if sentence is not None)

@@ -46,6 +46,16 @@ class Recipe:
     """What it is the best by."""
 
     @property
+    def model_type(self) -> str:
+        """What transformers calls the architecture."""
+        return self.model.model_type
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return self.model.hidden_layers
+
+    @property
     def target_modules(self) -> tuple[str, ...] | None:
         """Names of the layers with an adapter; None for every linear layer."""
         if self.config.target_modules == "all-linear":
@@ -55,7 +65,7 @@ class Recipe:
     @property
     def recomputed(self) -> tuple[int, ...]:
         """Decoder layers whose activations are recomputed, in order."""
-        return tuple(sorted(self.config.checkpointed_layers(self.model.hidden_layers)))
+        return tuple(sorted(self.config.checkpointed_layers(self.layers)))
 
     @property
     def weights(self) -> str | None:

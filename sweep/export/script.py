@@ -9,7 +9,7 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from search_spaces.config import TrialConfig
+from search_spaces.trainers import TORCH_DTYPES, liger_kernels
 from sweep.export.recipe import (
     LEARNING_RATE,
     MAX_GRAD_NORM,
@@ -18,9 +18,6 @@ from sweep.export.recipe import (
     Recipe,
     comment,
 )
-
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""What torch calls a compute dtype."""
 
 
 def script(recipe: Recipe) -> str:
@@ -37,7 +34,8 @@ def script(recipe: Recipe) -> str:
         weights=recipe.weights,
         alpha=plain_number(config.alpha),
         target_modules="all-linear" if names is None else list(names),
-        dtype=DTYPES[config.compute_dtype],
+        dtype=TORCH_DTYPES[config.compute_dtype],
+        adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
         is_quantized=is_quantized,
         peft_imports=", ".join(imports),
         liger=liger_kernels(config),
@@ -47,20 +45,6 @@ def script(recipe: Recipe) -> str:
         max_grad_norm=MAX_GRAD_NORM,
         schedule=SCHEDULE,
     )
-
-
-def liger_kernels(config: TrialConfig) -> dict[str, bool] | None:
-    """Return which of Liger's kernels were measured, by Liger's names; None where none were."""
-    if config.kernels == "hf":
-        return None
-    everything = config.kernels == "liger"
-    return {
-        "fused_linear_cross_entropy": True,
-        "cross_entropy": False,
-        "rms_norm": everything,
-        "swiglu": everything,
-        "rope": everything,
-    }
 
 
 def plain_number(value: float) -> float | int:

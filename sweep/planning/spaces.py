@@ -18,6 +18,7 @@ from search_spaces.config import TrialConfig, explain_validation, parse_config
 from search_spaces.dimensions import read_value
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec
+from search_spaces.knobs import KNOBS
 from search_spaces.models import ModelSpec
 from search_spaces.rules import violation
 from search_spaces.space import Choices, Dimension, FloatRange, SearchSpace
@@ -47,10 +48,7 @@ def standard_space(gpu: GpuSpec, model: ModelSpec) -> SearchSpace:
     knobs = {
         "micro_batch_size": GRID_BATCHES,
         "seq_len": lengths,
-        "checkpoint_fraction": (0.0, 0.5, 1.0),
-        "upcast_fp32": (True, False),
-        "kernels": ("hf", "fused-loss", "liger"),
-        "compile": (False, True),
+        **{key: knob.tried for key, knob in KNOBS.items() if knob.tried},
     }
     return SearchSpace.model_validate(
         {
@@ -170,19 +168,6 @@ def _few(dimension: Dimension) -> Dimension:
     return Choices(choices=tuple(evenly_spaced(dimension.values() or (), most=VALUES_SHOWN)))
 
 
-_LEAN_FIRST: Mapping[str, Sequence[Any]] = {
-    "target_modules": ("qv", "attention"),
-    "kernels": ("liger", "fused-loss"),
-    "quantization": ("nf4", "fp4"),
-    "double_quant": (True,),
-    "upcast_fp32": (False,),
-    "optimizer": ("paged_adamw_8bit", "adamw_8bit"),
-    "attention": ("sdpa", "flash_attention_2"),
-    "compile": (False,),
-}
-"""What needs less memory than the values that are not listed, the least of all first."""
-
-
 def _leanest(dimensions: Mapping[str, Dimension]) -> Iterator[tuple[Any, ...]]:
     """Yield the row that needs least memory at each length: a sample must not miss what fits."""
     columns = {key: _ends(dimension) for key, dimension in dimensions.items()}
@@ -204,9 +189,9 @@ def _ends(dimension: Dimension) -> Sequence[Any]:
 
 def _weight(key: str, value: Any) -> float:
     """Return a figure that grows with the memory that a value takes, as a rule."""
-    if key in _LEAN_FIRST:
-        order = _LEAN_FIRST[key]
-        return order.index(value) if value in order else len(order)
+    lean_first = KNOBS[key].lean_first
+    if lean_first:
+        return lean_first.index(value) if value in lean_first else len(lean_first)
     if key == "checkpoint_fraction":
         return -float(value)
     return float(value) if isinstance(value, int | float) else 0.0

@@ -19,9 +19,10 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from search_spaces.config import ComputeDtype, TrialConfig
+from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from search_spaces.gpus import match_product
+from search_spaces.knobs import ComputeDtype
 from search_spaces.models import ModelSpec, Weights
 from search_spaces.space import StepBudget
 from storage.definition import Target

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from search_spaces.config import ComputeDtype, TrialConfig
+from search_spaces.config import TrialConfig
+from search_spaces.knobs import ComputeDtype
 from search_spaces.models import Weights
 from search_spaces.space import StepBudget
 from storage.records import Outcome, Phase

@@ -39,7 +39,7 @@ from sweep.running.wire import (
 from sweep.training.device import Device, open_device
 from sweep.training.failures import requested_bytes
 from sweep.training.meter import NEIGHBOUR_BYTES, CardReader
-from sweep.training.model import BaseKey, BaseModel, Unavailable, build_base
+from sweep.training.model import BaseModel, Unavailable, build_base
 from sweep.training.trial import Beat, Trial
 
 _PR_SET_PDEATHSIG = 1
@@ -100,14 +100,13 @@ class Worker:
         """Run one trial on the right base and say whether this process can run another."""
         self._stop.clear()
         started = time.perf_counter()
-        key = BaseKey.of(command.config)
-        failed = self._ensure_base(key)
+        config = command.config
+        failed = self._ensure_base(config)
         if failed is not None:
             return Finished(outcome=failed)
         assert self._base is not None
         self.phase = "attach"
         before = self._device.allocated_bytes()
-        config = command.config
         trial = self._trial(self._base, config, command.steps, started=started)
         trial.budget_bytes = self._settings.budget_bytes
         trial.report = lambda beat: self._report(beat, config)
@@ -143,9 +142,9 @@ class Worker:
         )
         return self._stop.is_set()
 
-    def _ensure_base(self, key: BaseKey) -> Outcome | None:
-        """Make the base of this key the resident one; return an outcome where it cannot be."""
-        if self._base is not None and self._base.key == key:
+    def _ensure_base(self, config: TrialConfig) -> Outcome | None:
+        """Make this configuration's base the resident one; return why it cannot be, or None."""
+        if self._base is not None and self._base.config == config.base():
             return None
         self.phase = "build"
         self._send(Alive(phase="build"))
@@ -157,7 +156,7 @@ class Worker:
         failure: str | None = None
         try:
             self._base = build_base(
-                key,
+                config,
                 spec=self._spec,
                 weights=self._settings.weights,
                 device=self._device.torch_device,
@@ -208,7 +207,7 @@ class Worker:
             compute_dtype="bf16" if _has_bf16(self._settings.device) else "fp16",
         )
         base = build_base(
-            BaseKey.of(config),
+            config,
             spec=_REHEARSAL_MODEL,
             weights="random",
             device=self._device.torch_device,

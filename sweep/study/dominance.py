@@ -1,58 +1,81 @@
 """Owns when one configuration needs at least the memory of another, whatever the device.
 
-Only relations that hold by construction are claimed: what is not claimed costs one trial, what is
-claimed wrongly hides a configuration that fits. Knows nothing of budgets, predictions or trials.
+Only relations that hold by construction are claimed, knob by knob: what is not claimed costs one
+trial, what is claimed wrongly hides a configuration that fits. Knows nothing of budgets,
+predictions or trials.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from search_spaces.config import TrialConfig
+from search_spaces.knobs import KNOBS
 from search_spaces.models import ModelSpec
 from search_spaces.rules import resolve_targets
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """A configuration as far as memory goes: what it grows with, and what must be equal."""
+    """A configuration as far as memory goes, by knob: what it grows with, and what must be equal.
 
-    lora_rank: int
-    modules: frozenset[str]
-    tokens: tuple[int, int]
-    """Micro-batch and sequence length."""
-    recomputed_layers: float
-    is_accumulating: bool
-    """Whether the gradients of one micro-batch live through the forward pass of the next."""
-    has_dropout: bool
-    """A dropout keeps a masked copy of each adapter's input; how much it drops changes nothing."""
-    is_upcast: bool
-    is_compiled: bool
-    structure: tuple[object, ...]
-    """Everything else that shapes memory."""
+    With the knobs that shape the base alone, it is the footprint of that base.
+    """
+
+    sizes: Mapping[str, Any]
+    """Of what memory grows with; ``>=`` compares two of one knob."""
+    kinds: Mapping[str, Any]
+    """Of what memory may go either way with: only equal ones compare."""
+
+
+@dataclass(frozen=True)
+class _Recomputed:
+    """A number of layers, of which more need less memory."""
+
+    layers: int
+
+    def __ge__(self, other: _Recomputed) -> bool:
+        """Whether recomputing so many layers keeps at least as much as recomputing the others.
+
+        A recomputed layer is whole again during its own backward pass, with its output's gradient
+        beside it, so recomputing one layer more may save nothing. Two more always save.
+        """
+        return self.layers == other.layers or self.layers + 2 <= other.layers
+
+
+_SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
+    "lora_dropout": lambda config, _: config.lora_dropout > 0,
+    "target_modules": lambda config, model: frozenset(resolve_targets(config, model)),
+    "effective_batch_size": lambda config, _: config.accumulation_steps > 1,
+    "checkpoint_fraction": lambda config, model: _Recomputed(
+        round(config.checkpoint_fraction * model.hidden_layers)
+    ),
+}
+"""What memory grows with, of the knobs whose value is not itself that."""
 
 
 def footprint(config: TrialConfig, *, model: ModelSpec) -> Footprint:
     """Return what of ``config`` matters to memory. The scale of LoRA, for one, does not."""
-    return Footprint(
-        lora_rank=config.lora_rank,
-        modules=frozenset(resolve_targets(config, model)),
-        tokens=(config.micro_batch_size, config.seq_len),
-        recomputed_layers=round(config.checkpoint_fraction * model.hidden_layers),
-        is_accumulating=config.accumulation_steps > 1,
-        has_dropout=config.lora_dropout > 0,
-        is_upcast=config.upcast_fp32,
-        is_compiled=config.compile,
-        structure=(
-            config.effective_batch_size,
-            config.compute_dtype,
-            config.quantization,
-            config.double_quant,
-            config.kernels,
-            config.attention,
-            config.optimizer,
-        ),
-    )
+    sizes: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
+    for key, knob in KNOBS.items():
+        grows = knob.memory == "grows"
+        if grows and (knob.survives_compiler or not config.compile):
+            sizes[key] = _size(key, config, model)
+        elif knob.memory != "untouched":
+            kinds[key] = _size(key, config, model) if grows else getattr(config, key)
+    return Footprint(sizes, kinds)
+
+
+def _size(key: str, config: TrialConfig, model: ModelSpec) -> Any:
+    if key in _SIZES:
+        return _SIZES[key](config, model)
+    value, lean_first = getattr(config, key), KNOBS[key].lean_first
+    if not lean_first:
+        return value
+    return lean_first.index(value) if value in lean_first else len(lean_first)
 
 
 def base_alone(whole: Footprint) -> Footprint:
@@ -60,44 +83,17 @@ def base_alone(whole: Footprint) -> Footprint:
 
     What could not even be loaded cannot be trained with smaller adapters or shorter rows either.
     """
-    return replace(
-        whole,
-        lora_rank=0,
-        modules=frozenset(),
-        tokens=(0, 0),
-        recomputed_layers=float("inf"),
-        is_accumulating=False,
-        has_dropout=False,
-    )
+    return Footprint(_of_base(whole.sizes), _of_base(whole.kinds))
+
+
+def _of_base(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if KNOBS[key].shapes_base}
 
 
 def dominates(larger: Footprint, smaller: Footprint) -> bool:
-    """Return whether ``larger`` is at least as large everywhere, with all else equal."""
-    if _must_be_equal(larger) != _must_be_equal(smaller):
-        return False
-    return (
-        larger.lora_rank >= smaller.lora_rank
-        and larger.modules >= smaller.modules
-        and all(a >= b for a, b in zip(larger.tokens, smaller.tokens, strict=True))
-        and _keeps_as_much(larger.recomputed_layers, smaller.recomputed_layers)
-        and larger.is_accumulating >= smaller.is_accumulating
-        and larger.has_dropout >= smaller.has_dropout
-        and larger.is_upcast >= smaller.is_upcast
+    """Return whether ``larger`` is at least as large in all that ``smaller`` has."""
+    known = {**larger.sizes, **larger.kinds}
+    return all(known[key] == kind for key, kind in smaller.kinds.items()) and all(
+        known[key] >= size if key in larger.sizes else known[key] == size
+        for key, size in smaller.sizes.items()
     )
-
-
-def _must_be_equal(one: Footprint) -> tuple[object, ...]:
-    if not one.is_compiled:
-        return (one.structure,)
-    # A compiler decides for itself what each graph keeps: only the shapes through it may differ.
-    graph = (one.lora_rank, one.modules, one.recomputed_layers, one.has_dropout, one.is_upcast)
-    return one.structure, graph
-
-
-def _keeps_as_much(recomputed: float, other_recomputed: float) -> bool:
-    """Whether recomputing so many layers keeps at least as much as recomputing the others.
-
-    A recomputed layer is whole again during its own backward pass, with its output's gradient
-    beside it, so recomputing one layer more may save nothing. Two more always save.
-    """
-    return recomputed == other_recomputed or recomputed + 2 <= other_recomputed

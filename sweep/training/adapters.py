@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.linears import resolve_targets
-from sweep.training.model import BaseModel, decoder_layers
+from sweep.training.model import DTYPES, BaseModel, decoder_layers
 
 
 @dataclass
@@ -47,15 +47,8 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
     Raises:
         InputError: the architecture has no such target modules.
     """
-    lora = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=config.lora_rank,
-        lora_alpha=config.alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=target_modules(base, config),
-    )
     with contextlib.ExitStack() as undo:
-        peft_model = get_peft_model(base.model, lora)
+        peft_model = with_adapters(base, config)
         undo.callback(peft_model.unload)
         peft_model.train()
         layers = decoder_layers(base.model)
@@ -71,6 +64,34 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
         if config.compile:
             undo.enter_context(_compiled(layers))
         yield result
+
+
+def with_adapters(base: BaseModel, config: TrialConfig, **options: Any) -> PeftModel:
+    """Return the base with the configuration's adapters on it, in training mode or not as it was.
+
+    Args:
+        base: has none yet.
+        config: their rank, scale, dropout, targets and type.
+        options: further ones of PEFT's `LoraConfig`.
+
+    Raises:
+        InputError: the architecture has no such target modules.
+    """
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=target_modules(base, config),
+        **options,
+    )
+    model = get_peft_model(base.model, lora)
+    # PEFT makes them fp32 whatever the base is, and has no word for another type on a 4-bit base.
+    dtype = DTYPES[config.adapter_dtype]
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:

@@ -1,9 +1,8 @@
 """Owns the frozen base model: built from random weights straight into 4 bits, or loaded, ready for
 adapters.
 
-Knows nothing of adapters, steps or measurements. A base depends on a few keys of the configuration
-only
-(`BaseKey`), so that it can stay on the device from one trial to the next.
+Knows nothing of adapters, steps or measurements. A base depends on a few knobs of the configuration
+only (`TrialConfig.base`), so that it can stay on the device from one trial to the next.
 """
 
 from __future__ import annotations
@@ -30,30 +29,6 @@ from sweep.training.matrices import matrices, quantized_share
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass(frozen=True)
-class BaseKey:
-    """What of a configuration shapes the frozen base; equal keys share one base."""
-
-    compute_dtype: str
-    quantization: str
-    double_quant: bool
-    upcast_fp32: bool
-    kernels: str
-    attention: str
-
-    @classmethod
-    def of(cls, config: TrialConfig) -> BaseKey:
-        """Return the key of a configuration's base."""
-        return cls(
-            compute_dtype=config.compute_dtype,
-            quantization=config.quantization,
-            double_quant=config.double_quant,
-            upcast_fp32=config.upcast_fp32,
-            kernels=config.kernels,
-            attention=config.attention,
-        )
-
-
 class Unavailable(Exception):  # noqa: N818 - the name says what is the matter
     """A value of a knob needs a package that is not installed here, or not for this device."""
 
@@ -66,7 +41,8 @@ class Unavailable(Exception):  # noqa: N818 - the name says what is the matter
 class BaseModel:
     """A frozen base on the device."""
 
-    key: BaseKey
+    config: TrialConfig
+    """What shapes it, and nothing else."""
     spec: ModelSpec
     model: PreTrainedModel
     undo: contextlib.ExitStack
@@ -82,7 +58,7 @@ class BaseModel:
 
 
 def build_base(
-    key: BaseKey, *, spec: ModelSpec, weights: Weights, device: torch.device, seed: int
+    config: TrialConfig, *, spec: ModelSpec, weights: Weights, device: torch.device, seed: int
 ) -> BaseModel:
     """Put the frozen base on the device; no 16-bit copy of the whole model exists at any time.
 
@@ -95,18 +71,18 @@ def build_base(
     with undo:
         torch.manual_seed(seed)
         build = _load_pretrained if weights == "pretrained" else _build_random
-        with _needing("attention", is_own=key.attention == "flash_attention_2"):
-            model = build(key, spec=spec, device=device)
+        with _needing("attention", is_own=config.attention == "flash_attention_2"):
+            model = build(config, spec=spec, device=device)
         model.config.use_cache = False
-        if key.upcast_fp32:
+        if config.upcast_fp32:
             upcast(model)
         model.requires_grad_(False)
         model.train()
-        with _needing("kernels", is_own=key.kernels != "hf"):
-            undo.enter_context(_kernels(model, key.kernels))
-        share = None if key.quantization == "none" else quantized_share(model)
+        with _needing("kernels", is_own=config.kernels != "hf"):
+            undo.enter_context(_kernels(model, config.kernels))
+        share = None if config.quantization == "none" else quantized_share(model)
         return BaseModel(
-            key=key, spec=spec, model=model, undo=undo.pop_all(), quantized_share=share
+            config=config.base(), spec=spec, model=model, undo=undo.pop_all(), quantized_share=share
         )
 
 
@@ -141,34 +117,36 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return max(checkpointed, key=len, default=[])
 
 
-def bnb_config(key: BaseKey) -> BitsAndBytesConfig | None:
+def bnb_config(config: TrialConfig) -> BitsAndBytesConfig | None:
     """Return how transformers quantises this base; None for a 16-bit one."""
-    if key.quantization == "none":
+    if config.quantization == "none":
         return None
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type=key.quantization,
-        bnb_4bit_use_double_quant=key.double_quant,
-        bnb_4bit_compute_dtype=DTYPES[key.compute_dtype],
+        bnb_4bit_quant_type=config.quantization,
+        bnb_4bit_use_double_quant=config.double_quant,
+        bnb_4bit_compute_dtype=DTYPES[config.compute_dtype],
     )
 
 
-def _load_pretrained(key: BaseKey, *, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+def _load_pretrained(
+    config: TrialConfig, *, spec: ModelSpec, device: torch.device
+) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
         str(spec.path) if spec.path is not None else spec.name,
-        quantization_config=bnb_config(key),
-        dtype=DTYPES[key.compute_dtype],
+        quantization_config=bnb_config(config),
+        dtype=DTYPES[config.compute_dtype],
         device_map={"": device},
-        attn_implementation=key.attention,
+        attn_implementation=config.attention,
         trust_remote_code=False,
     )
 
 
-def _build_random(key: BaseKey, *, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
-    model = skeleton(key, spec=spec)
+def _build_random(config: TrialConfig, *, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+    model = skeleton(config, spec=spec)
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
-            _quantize_random(module, key=key, device=device)
+            _quantize_random(module, config=config, device=device)
         elif list(module.parameters(recurse=False)) or list(module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
             _fill(module)
@@ -190,17 +168,17 @@ def _fill(module: torch.nn.Module) -> None:
             torch.nn.init.ones_(tensor)
 
 
-def skeleton(key: BaseKey, *, spec: ModelSpec) -> PreTrainedModel:
+def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
     """Return the base's modules on the meta device: right types, shapes and dtypes, no data."""
     values = dict(spec.config)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    _check_is_text(config, spec)
-    quantization = bnb_config(key)
+    architecture = AutoConfig.for_model(values.pop("model_type"), **values)
+    _check_is_text(architecture, spec)
+    quantization = bnb_config(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=DTYPES[key.compute_dtype],
-            attn_implementation=key.attention,
+            architecture,
+            dtype=DTYPES[config.compute_dtype],
+            attn_implementation=config.attention,
             trust_remote_code=False,
         )
         if quantization is not None:
@@ -253,18 +231,20 @@ def upcast(model: PreTrainedModel) -> None:
             parameter.data = parameter.data.to(torch.float32)
 
 
-def _quantize_random(module: bnb.nn.Linear4bit, *, key: BaseKey, device: torch.device) -> None:
+def _quantize_random(
+    module: bnb.nn.Linear4bit, *, config: TrialConfig, device: torch.device
+) -> None:
     """Give a linear layer random 16-bit weights and quantise them at once, so that only one is ever
     wide.
     """
-    dtype = DTYPES[key.compute_dtype]
+    dtype = DTYPES[config.compute_dtype]
     shape = (module.out_features, module.in_features)
     wide = torch.empty(shape, device=device, dtype=dtype).normal_(0.0, 0.02)
     module.weight = bnb.nn.Params4bit(
         wide,
         requires_grad=False,
-        compress_statistics=key.double_quant,
-        quant_type=key.quantization,
+        compress_statistics=config.double_quant,
+        quant_type=config.quantization,
         quant_storage=torch.uint8,
         module=module,
     ).to(device)

@@ -1,15 +1,16 @@
-"""Owns the proof that every knob took effect: what the first steps left behind, compared with what
+"""Owns the proof that every knob took effect: what the first steps left behind, held against what
 was asked.
 
 A compile that fell back to eager, an attention kernel that was not used, a checkpoint flag that did
-nothing: the run
-does not count as that configuration.
+nothing: the run does not count as that configuration. Each proof is registered by the key of its
+knob, and a knob without one is a mistake that a test finds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import bitsandbytes as bnb
@@ -67,73 +68,135 @@ class KernelWatch(TorchDispatchMode):
             self.has_scores = self.has_scores or args[0].dim() > 2
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What the first steps of a configuration left behind."""
+
+    attached: Attached
+    loop: TrainingLoop
+    watch: KernelWatch | None
+    """None where nothing could watch, as inside a compiled graph."""
+
+    def adapters(self) -> Iterator[LoraLayer]:
+        """Yield the layers that have an adapter."""
+        return (module for _, module in self.named_adapters())
+
+    def named_adapters(self) -> Iterator[tuple[str, LoraLayer]]:
+        """Yield the layers that have an adapter, by name."""
+        modules = self.attached.model.named_modules()
+        return ((name, module) for name, module in modules if isinstance(module, LoraLayer))
+
+    def states(self, *, from_elements: int) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
+        """Yield the optimizer's state of each trained tensor of so many elements or more."""
+        states = self.loop.optimizer.state.items()
+        return ((p, state) for p, state in states if p.numel() >= from_elements)
+
+
+Proof = Callable[[TrialConfig, Evidence], str | None]
+"""Returns what contradicts a knob's value, or None."""
+
+PROOFS: dict[str, Proof] = {}
+"""The proof of each knob, by its key."""
+
+
+def proves(knob: str) -> Callable[[Proof], Proof]:
+    """Register a proof."""
+
+    def register(proof: Proof) -> Proof:
+        PROOFS[knob] = proof
+        return proof
+
+    return register
+
+
 def ineffective(
     config: TrialConfig, *, attached: Attached, loop: TrainingLoop, watch: KernelWatch | None
 ) -> Ineffective | None:
     """Return the first knob that had no effect in the steps done so far; None where all had."""
-    checks = (
-        _quantization(config, attached),
-        _checkpointing(config, attached),
-        _kernels(config, attached),
-        _optimizer(config, loop),
-        _compile(config),
-        _upcast(config, attached),
-        _adapters(config, attached),
-        _training(config, attached, loop),
-        *(() if watch is None else _watched(config, attached, watch)),
-    )
-    return next((fault for fault in checks if fault is not None), None)
+    evidence = Evidence(attached, loop, watch)
+    for knob, proof in PROOFS.items():
+        detail = proof(config, evidence)
+        if detail is not None:
+            return Ineffective(knob=knob, detail=detail)
+    return None
 
 
-def _quantization(config: TrialConfig, attached: Attached) -> Ineffective | None:
-    states = [
-        m.weight.quant_state for m in attached.model.modules() if isinstance(m, bnb.nn.Linear4bit)
-    ]
+def _four_bit_states(evidence: Evidence) -> list[Any]:
+    modules = evidence.attached.model.modules()
+    return [m.weight.quant_state for m in modules if isinstance(m, bnb.nn.Linear4bit)]
+
+
+@proves("quantization")
+def _quantization(config: TrialConfig, evidence: Evidence) -> str | None:
+    states = _four_bit_states(evidence)
     if config.quantization == "none":
-        return Ineffective(knob="quantization", detail="4-bit layers are left") if states else None
+        return "4-bit layers are left" if states else None
     if not states:
-        return Ineffective(
-            knob="quantization", detail="no layer is in 4 bits: use quantization none"
-        )
-    if any(s is None or s.quant_type != config.quantization for s in states):
-        return Ineffective(knob="quantization", detail=f"a layer is not {config.quantization}")
-    if any(s.nested != config.double_quant for s in states):
-        return Ineffective(knob="double_quant", detail="the constants are stored otherwise")
-    share = attached.quantized_share
+        return "no layer is in 4 bits: use quantization none"
+    if any(state is None or state.quant_type != config.quantization for state in states):
+        return f"a layer is not {config.quantization}"
+    share = evidence.attached.quantized_share
     if share is not None and share < LEAST_QUANTIZED_SHARE:
-        return Ineffective(
-            knob="quantization",
-            detail=f"only {share:.1%} of the matrices' weights are in 4 bits, the others in 16: "
-            "use quantization none",
+        return (
+            f"only {share:.1%} of the matrices' weights are in 4 bits, the others in 16: use "
+            "quantization none"
         )
     return None
 
 
-def _checkpointing(config: TrialConfig, attached: Attached) -> Ineffective | None:
+@proves("double_quant")
+def _double_quant(config: TrialConfig, evidence: Evidence) -> str | None:
+    if all(state.nested == config.double_quant for state in _four_bit_states(evidence)):
+        return None
+    return "the constants are stored otherwise"
+
+
+@proves("micro_batch_size")
+def _micro_batch(config: TrialConfig, evidence: Evidence) -> str | None:
+    rows, _ = evidence.loop.batch_shape
+    return None if rows == config.micro_batch_size else f"a micro-batch has {rows} rows"
+
+
+@proves("seq_len")
+def _length(config: TrialConfig, evidence: Evidence) -> str | None:
+    _, tokens = evidence.loop.batch_shape
+    return None if tokens == config.seq_len else f"a row has {tokens} tokens"
+
+
+@proves("effective_batch_size")
+def _accumulation(config: TrialConfig, evidence: Evidence) -> str | None:
+    """Of a long accumulation the first micro-steps alone are run, and at least two of them."""
+    loop = evidence.loop
+    if (loop.micro_steps > 1) != (config.accumulation_steps > 1):
+        return f"an update takes {loop.micro_steps} micro-batches"
+    updates = {int(state["step"]) for _, state in evidence.states(from_elements=1)}
+    # fp16 skips its first updates while the loss scale settles.
+    if config.compute_dtype != "fp16" and updates != {loop.micro_step // loop.micro_steps}:
+        return f"{loop.micro_step} micro-batches made {sorted(updates)} updates"
+    return None
+
+
+@proves("checkpoint_fraction")
+def _checkpointing(config: TrialConfig, evidence: Evidence) -> str | None:
+    attached = evidence.attached
     asked = config.checkpointed_layers(len(attached.layers))
     went_through = {index for index, calls in attached.checkpoint_calls.items() if calls}
     if went_through == asked:
         return None
-    return Ineffective(
-        knob="checkpoint_fraction",
-        detail=f"{len(went_through)} of {len(asked)} layers were recomputed",
-    )
+    return f"{len(went_through)} of {len(asked)} layers were recomputed"
 
 
-def _kernels(config: TrialConfig, attached: Attached) -> Ineffective | None:
-    base = attached.model.get_base_model()
+@proves("kernels")
+def _kernels(config: TrialConfig, evidence: Evidence) -> str | None:
+    base = evidence.attached.model.get_base_model()
     has_fused_loss = _is_from_liger(base.forward)
     if has_fused_loss != (config.kernels != "hf"):
-        return Ineffective(
-            knob="kernels", detail=f"fused loss is {'on' if has_fused_loss else 'off'}"
-        )
+        return f"fused loss is {'on' if has_fused_loss else 'off'}"
     has_liger_layers = any(
         _is_from_liger(getattr(m, "forward", None)) for m in base.modules() if m is not base
     )
     if has_liger_layers != (config.kernels == "liger"):
-        return Ineffective(
-            knob="kernels", detail=f"layers are {'' if has_liger_layers else 'not '}Liger's"
-        )
+        return f"layers are {'' if has_liger_layers else 'not '}Liger's"
     return None
 
 
@@ -141,37 +204,35 @@ def _is_from_liger(function: object) -> bool:
     return str(getattr(function, "__module__", "")).startswith("liger_kernel")
 
 
-def _optimizer(config: TrialConfig, loop: TrainingLoop) -> Ineffective | None:
+@proves("optimizer")
+def _optimizer(config: TrialConfig, evidence: Evidence) -> str | None:
     """8-bit states are bytes, but for tensors under 4,096 elements, which stay in 32 bits."""
-    states = [s for p, s in loop.optimizer.state.items() if p.numel() >= 4096]
+    states = [state for _, state in evidence.states(from_elements=4096)]
     is_8bit = any(getattr(s.get("state1"), "dtype", None) == torch.uint8 for s in states)
     if states and is_8bit != config.optimizer.endswith("8bit"):
-        return Ineffective(
-            knob="optimizer", detail=f"its state is {'' if is_8bit else 'not '}8-bit"
-        )
-    return _paging(config, loop)
+        return f"its state is {'' if is_8bit else 'not '}8-bit"
+    return _paging(config, evidence)
 
 
-def _paging(config: TrialConfig, loop: TrainingLoop) -> Ineffective | None:
+def _paging(config: TrialConfig, evidence: Evidence) -> str | None:
     """Paged states are in managed memory, but for tensors under 100,000 elements and on the CPU."""
-    large = [(p, s) for p, s in loop.optimizer.state.items() if p.is_cuda and p.numel() >= 100_000]
-    is_paged = any(getattr(s.get("state1"), "is_paged", False) for _, s in large)
+    large = [state for p, state in evidence.states(from_elements=100_000) if p.is_cuda]
+    is_paged = any(getattr(state.get("state1"), "is_paged", False) for state in large)
     if large and is_paged != config.optimizer.startswith("paged"):
-        return Ineffective(
-            knob="optimizer", detail=f"its state is {'' if is_paged else 'not '}paged"
-        )
+        return f"its state is {'' if is_paged else 'not '}paged"
     return None
 
 
-def _compile(config: TrialConfig) -> Ineffective | None:
+@proves("compile")
+def _compile(config: TrialConfig, _: Evidence) -> str | None:
     if not config.compile:
         return None
     counters = torch._dynamo.utils.counters
     if not counters["stats"].get("unique_graphs"):
-        return Ineffective(knob="compile", detail="nothing was compiled")
+        return "nothing was compiled"
     if counters["graph_break"]:
         reason = next(iter(counters["graph_break"])).splitlines()[0]
-        return Ineffective(knob="compile", detail=f"graph break: {reason}")
+        return f"graph break: {reason}"
     return None
 
 
@@ -184,11 +245,12 @@ def is_from_the_compiler(error: Exception) -> bool:
     return is_dynamos_own or "from user code:" in str(error)
 
 
-def _upcast(config: TrialConfig, attached: Attached) -> Ineffective | None:
+@proves("upcast_fp32")
+def _upcast(config: TrialConfig, evidence: Evidence) -> str | None:
     """The norms and the embeddings tell: they are fp32 with the upcast, and not all without."""
     if config.compute_dtype == "fp32":
         return None
-    base = attached.model.get_base_model()
+    base = evidence.attached.model.get_base_model()
     norms = [
         parameter
         for module in base.modules()
@@ -200,109 +262,116 @@ def _upcast(config: TrialConfig, attached: Attached) -> Ineffective | None:
     is_wide = all(p.dtype == torch.float32 for p in kept if p.is_floating_point())
     if is_wide == config.upcast_fp32:
         return None
-    return Ineffective(
-        knob="upcast_fp32", detail=f"norms and embeddings are {'' if is_wide else 'not '}in fp32"
-    )
+    return f"norms and embeddings are {'' if is_wide else 'not '}in fp32"
 
 
-def _adapters(config: TrialConfig, attached: Attached) -> Ineffective | None:
-    """Every adapter has the rank, the scale and the dropout that were asked for."""
-    asked: dict[str, float] = {
-        "lora_rank": config.lora_rank,
-        "lora_alpha": config.alpha / config.lora_rank,
-        "lora_dropout": config.lora_dropout,
-    }
-    for layer in lora_layers(attached).values():
-        found: dict[str, float] = {
-            "lora_rank": layer.r[_ADAPTER],
-            "lora_alpha": layer.scaling[_ADAPTER],
-            "lora_dropout": getattr(layer.lora_dropout[_ADAPTER], "p", 0.0),
-        }
-        for knob, value in asked.items():
-            if abs(found[knob] - value) > 1e-9 * max(1.0, abs(value)):
-                unit = " as scale" if knob == "lora_alpha" else ""
-                return Ineffective(
-                    knob=knob, detail=f"an adapter has {found[knob]:g}{unit}, not {value:g}"
-                )
+def _is_close(got: float, asked: float) -> bool:
+    return abs(got - asked) <= 1e-9 * max(1.0, abs(asked))
+
+
+@proves("lora_rank")
+def _rank(config: TrialConfig, evidence: Evidence) -> str | None:
+    ranks = {layer.r[_ADAPTER] for layer in evidence.adapters()} - {config.lora_rank}
+    return f"an adapter has {ranks.pop()}, not {config.lora_rank}" if ranks else None
+
+
+@proves("lora_alpha")
+def _scale(config: TrialConfig, evidence: Evidence) -> str | None:
+    asked = config.alpha / config.lora_rank
+    for layer in evidence.adapters():
+        scale = layer.scaling[_ADAPTER]
+        if not _is_close(scale, asked):
+            return f"an adapter has {scale:g} as scale, not {asked:g}"
     return None
 
 
-def lora_layers(attached: Attached) -> dict[str, Any]:
-    """Return the layers that have an adapter, by name."""
-    modules = attached.model.named_modules()
-    return {name: module for name, module in modules if isinstance(module, LoraLayer)}
+@proves("lora_dropout")
+def _dropout(config: TrialConfig, evidence: Evidence) -> str | None:
+    asked = config.lora_dropout
+    for layer in evidence.adapters():
+        share = getattr(layer.lora_dropout[_ADAPTER], "p", 0.0)
+        if not _is_close(share, asked):
+            return f"an adapter has {share:g}, not {asked:g}"
+    # Torch leaves dropout of 0 and of 1 out; a model may have dropouts of its own.
+    if evidence.watch is not None and 0.0 < asked < 1.0 and not evidence.watch.dropouts:
+        return "nothing was dropped"
+    return None
 
 
-def _training(config: TrialConfig, attached: Attached, loop: TrainingLoop) -> Ineffective | None:
+@proves("adapter_dtype")
+def _adapter_dtype(config: TrialConfig, evidence: Evidence) -> str | None:
+    """The type of what is trained, and of the optimizer states that are not in 8 bits."""
+    asked = DTYPES[config.adapter_dtype]
+    for parameter in evidence.attached.trainable_parameters():
+        if parameter.dtype != asked:
+            return f"an adapter is in {_plain(parameter.dtype)}"
+    return None
+
+
+@proves("target_modules")
+def _targets(config: TrialConfig, evidence: Evidence) -> str | None:
     """For every target some adapter has moved: its second matrix was zero.
 
     Said of nothing that need not move: fp16 skips its first updates while the loss scale settles,
     and a dropout of 1 leaves nothing to learn from.
     """
-    if config.compute_dtype == "fp16" or config.lora_dropout == 1 or not loop.optimizer.state:
+    if config.compute_dtype == "fp16" or config.lora_dropout == 1:
         return None
-    layers = lora_layers(attached)
-    for target in attached.model.peft_config[_ADAPTER].target_modules:
+    if not evidence.loop.optimizer.state:
+        return None
+    layers = dict(evidence.named_adapters())
+    for target in evidence.attached.model.peft_config[_ADAPTER].target_modules:
         adapters = [a for n, a in layers.items() if n == target or n.endswith(f".{target}")]
         if not adapters:
-            return Ineffective(knob="target_modules", detail=f"{target} has no adapter")
+            return f"{target} has no adapter"
         highest = [a.lora_B[_ADAPTER].weight.detach().abs().amax() for a in adapters]
         if not bool(torch.stack(highest).any()):
-            return Ineffective(knob="target_modules", detail=f"no adapter of {target} learned")
+            return f"no adapter of {target} learned"
     return None
 
 
-def _watched(
-    config: TrialConfig, attached: Attached, watch: KernelWatch
-) -> tuple[Ineffective | None, ...]:
-    return (
-        _compute_dtype(config, watch),
-        _attention(config, attached, watch),
-        _dropout(config, watch),
-    )
-
-
-def _compute_dtype(config: TrialConfig, watch: KernelWatch) -> Ineffective | None:
+@proves("compute_dtype")
+def _compute_dtype(config: TrialConfig, evidence: Evidence) -> str | None:
     """Most of the multiplying is in the compute type; rotary angles and the like are not."""
-    if not watch.product_work:
-        return Ineffective(knob="compute_dtype", detail="no matrix was multiplied")
-    ((mostly, _),) = watch.product_work.most_common(1)
+    if evidence.watch is None:
+        return None
+    if not evidence.watch.product_work:
+        return "no matrix was multiplied"
+    ((mostly, _),) = evidence.watch.product_work.most_common(1)
     if mostly == DTYPES[config.compute_dtype]:
         return None
-    return Ineffective(
-        knob="compute_dtype", detail=f"most products are in {str(mostly).removeprefix('torch.')}"
-    )
+    return f"most products are in {_plain(mostly)}"
 
 
-def _dropout(config: TrialConfig, watch: KernelWatch) -> Ineffective | None:
-    """Torch leaves dropout of 0 and of 1 out; a model may have dropouts of its own."""
-    if 0.0 < config.lora_dropout < 1.0 and not watch.dropouts:
-        return Ineffective(knob="lora_dropout", detail="nothing was dropped")
-    return None
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _attention(config: TrialConfig, attached: Attached, watch: KernelWatch) -> Ineffective | None:
+@proves("attention")
+def _attention(config: TrialConfig, evidence: Evidence) -> str | None:
     """Each implementation leaves its own operators.
 
-    `sdpa` must reach a fused kernel: its fallback materialises the scores as `eager` does. In fp32
+    `sdpa` must reach a fused kernel: its fallback materializes the scores as `eager` does. In fp32
     with grouped-query heads torch has no fused kernel at all, nor on a CPU for a model that drops
     scores or whose values have a width of their own, so there the fallback is what people get.
     `flash_attention_2` is flash-attn's own operator, which no kernel of torch stands in for.
     """
+    watch = evidence.watch
+    if watch is None:
+        return None
     fused = sorted(n for n in watch.attention if any(kind in n for kind in _FAST_ATTENTION))
     flash = sorted(n for n in watch.attention if _FLASH_ATTN in n)
-    has_none = config.compute_dtype == "fp32" or _is_beyond_a_cpus_kernel(attached)
-    detail = None
+    has_none = config.compute_dtype == "fp32" or _is_beyond_a_cpus_kernel(evidence.attached)
     match config.attention:
         case "sdpa" if not fused and not has_none:
-            detail = "sdpa fell back to the unfused kernel: use attention eager"
+            return "sdpa fell back to the unfused kernel: use attention eager"
         case "eager" if fused or flash:
-            detail = f"a fused kernel ran: {(fused + flash)[0]}"
+            return f"a fused kernel ran: {(fused + flash)[0]}"
         case "eager" if not watch.has_scores:
-            detail = "no scores were computed"
+            return "no scores were computed"
         case "flash_attention_2" if not flash:
-            detail = f"flash-attn's kernel was not called, but {(fused or ['an unfused one'])[0]}"
-    return None if detail is None else Ineffective(knob="attention", detail=detail)
+            return f"flash-attn's kernel was not called, but {(fused or ['an unfused one'])[0]}"
+    return None
 
 
 def _is_beyond_a_cpus_kernel(attached: Attached) -> bool:

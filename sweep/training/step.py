@@ -7,7 +7,6 @@ read every step, as Trainer reads it for its log. Knows nothing of time or memor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import bitsandbytes as bnb
 import torch
@@ -75,7 +74,8 @@ class TrainingLoop:
             attached.model, optimizer, schedule, loader
         )
         self._batches: Iterator[dict[str, torch.Tensor]] = endless(prepared)
-        self.last_output: Any = None
+        self.batch_shape: tuple[int, ...] = ()
+        """Rows and tokens of the newest micro-batch."""
 
     def step(self, *, beat: Callable[[], None] = lambda: None) -> float:
         """Do one optimizer step and return its mean loss, read back from the device.
@@ -100,6 +100,7 @@ class TrainingLoop:
     def _micro_step(self) -> float:
         self._enter("forward")
         batch = next(self._batches)
+        self.batch_shape = tuple(batch["input_ids"].shape)
         with self._accelerator.accumulate(self._model):
             loss = self._model(**batch).loss
             self._enter("backward")

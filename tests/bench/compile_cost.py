@@ -26,7 +26,7 @@ from search_spaces.config import parse_config
 from search_spaces.loading import load_model_spec
 from sweep.training.adapters import attached
 from sweep.training.device import Device, open_device
-from sweep.training.model import BaseKey, BaseModel, build_base
+from sweep.training.model import BaseModel, build_base
 from sweep.training.step import TrainingLoop
 from tests.bench.stamp import stamp
 
@@ -116,7 +116,7 @@ def main() -> None:
     device = open_device("cuda" if torch.cuda.is_available() else "cpu")
     device.warm_up()
     base = build_base(
-        BaseKey.of(parse_config(RECIPE)),
+        parse_config(RECIPE),
         spec=load_model_spec(options.model),
         weights="random",
         device=device.torch_device,

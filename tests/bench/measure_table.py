@@ -30,7 +30,7 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.loading import load_model_spec
 from sweep.training.adapters import attached
 from sweep.training.device import CudaDevice
-from sweep.training.model import BaseKey, BaseModel, build_base
+from sweep.training.model import BaseModel, build_base
 from sweep.training.step import TrainingLoop
 from tests.bench.pace import launch_microseconds
 from tests.bench.stamp import OUT_OF_TIME
@@ -286,8 +286,7 @@ class Resident:
 
     def of(self, model: str, config: TrialConfig) -> BaseModel:
         """Return the base of a model for a configuration."""
-        key = BaseKey.of(config)
-        if self._base is not None and (self._model, self._base.key) == (model, key):
+        if self._base is not None and (self._model, self._base.config) == (model, config.base()):
             return self._base
         if self._base is not None:
             self._base.close()
@@ -295,7 +294,7 @@ class Resident:
         self._device.release()
         start = time.perf_counter()
         self._base = build_base(
-            key,
+            config,
             spec=load_model_spec(model),
             weights="random",
             device=self._device.torch_device,
@@ -379,7 +378,7 @@ def main() -> None:
 
 def _by_base(pair: tuple[int, TrialConfig]) -> tuple[bool, str]:
     """Order configurations by their base model, the ones that compile last."""
-    return pair[1].compile, str(BaseKey.of(pair[1]))
+    return pair[1].compile, pair[1].base().key()
 
 
 def _known(path: Path | None) -> set[tuple[str, str]]:

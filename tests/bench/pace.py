@@ -26,7 +26,7 @@ from search_spaces.space import StepBudget
 from sweep.training.adapters import attached
 from sweep.training.device import Device, open_device
 from sweep.training.meter import CardReader
-from sweep.training.model import BaseKey, BaseModel, build_base
+from sweep.training.model import BaseModel, build_base
 from sweep.training.step import TrainingLoop
 from sweep.training.trial import Trial
 from tests.bench.stamp import stamp
@@ -178,7 +178,7 @@ def main() -> None:
     spec = load_model_spec(options.model)
     rows = []
     for values in CONFIGS:
-        key = BaseKey.of(parse_config(values))
+        key = parse_config(values)
         base = build_base(key, spec=spec, weights="random", device=device.torch_device, seed=0)
         rows.append(examine(base, values, device, steps=options.steps))
         base.close()

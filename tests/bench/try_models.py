@@ -27,8 +27,9 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
 
-from search_spaces.config import TARGET_SETS, TrialConfig
+from search_spaces.config import TrialConfig
 from search_spaces.errors import SweepError
+from search_spaces.knobs import TARGET_SETS
 from search_spaces.models import ModelSpec
 from search_spaces.rules import WITHOUT_SDPA, violation
 from search_spaces.space import StepBudget
@@ -37,7 +38,7 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TracingChild
 from sweep.training.device import CpuDevice
 from sweep.training.meter import CardReader
-from sweep.training.model import BaseKey, build_base
+from sweep.training.model import build_base
 from sweep.training.trial import Trial
 
 SIZES: dict[str, Any] = {
@@ -237,9 +238,7 @@ def predict(predictor: TracingPredictor, config: TrialConfig) -> str:
 def train(spec: ModelSpec, config: TrialConfig) -> tuple[str, float | None]:
     """Return ``yes`` or how the trial ended, and the share that was in 4 bits."""
     try:
-        base = build_base(
-            BaseKey.of(config), spec=spec, weights="random", device=torch.device("cpu"), seed=0
-        )
+        base = build_base(config, spec=spec, weights="random", device=torch.device("cpu"), seed=0)
     except Exception as error:  # noqa: BLE001 - whatever it is, the table says it
         return f"build: {type(error).__name__}: {error}", None
     trial = Trial(

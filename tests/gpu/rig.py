@@ -11,7 +11,6 @@ from storage.records import Measured, Measurement, Outcome
 from sweep.running.wire import Event, RunCommand, WorkerSettings
 from sweep.running.worker import Worker
 from sweep.training.device import CudaDevice
-from sweep.training.model import BaseKey
 
 SMALL = ModelSpec(
     name="small",
@@ -57,7 +56,7 @@ class Rig:
 
     def settle(self, config: TrialConfig) -> int:
         """Make the configuration's base the resident one and return the bytes allocated then."""
-        assert self.worker._ensure_base(BaseKey.of(config)) is None
+        assert self.worker._ensure_base(config) is None
         self.device.release()
         return self.allocated_bytes()
 

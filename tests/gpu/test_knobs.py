@@ -8,19 +8,20 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from search_spaces.config import (
+from search_spaces.config import TrialConfig
+from search_spaces.knobs import (
     TARGET_SETS,
+    AdapterDtype,
     Attention,
     ComputeDtype,
     Kernels,
     OptimizerName,
     Quantization,
-    TrialConfig,
 )
 from search_spaces.linears import lora_parameters
 from storage.records import Ineffective, Measured
 from sweep.training.adapters import attached
-from sweep.training.model import BaseKey, build_base
+from sweep.training.model import build_base
 from sweep.training.proof import KernelWatch, ineffective
 from sweep.training.step import TrainingLoop
 from tests.gpu.rig import SMALL, Rig, small_config
@@ -36,6 +37,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "compute_dtype": get_args(ComputeDtype),
     "quantization": get_args(Quantization),
     "double_quant": (True, False),
+    "adapter_dtype": get_args(AdapterDtype),
     "checkpoint_fraction": (0.0, 0.5, 1.0),
     "upcast_fp32": (True, False),
     "kernels": get_args(Kernels),
@@ -58,6 +60,10 @@ CASES: list[dict[str, Any]] = [
     {"kernels": "fused-loss", "compile": True, "checkpoint_fraction": 0.5},
     {"kernels": "fused-loss", "upcast_fp32": False, "compile": True, "checkpoint_fraction": 0.0},
     {"optimizer": "paged_adamw_8bit", "lora_rank": 64, "target_modules": "all-linear"},
+    {"adapter_dtype": "bf16", "optimizer": "adamw_torch_fused", "effective_batch_size": 8},
+    {"adapter_dtype": "bf16", **WITHOUT, **LEAN},
+    {"adapter_dtype": "bf16", "compute_dtype": "fp32"},
+    {"adapter_dtype": "bf16", "compile": True, "lora_dropout": 0.1},
 ]
 
 
@@ -66,7 +72,7 @@ def described(knobs: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "knobs", sorted(CASES, key=lambda k: str(BaseKey.of(small_config(**k)))), ids=described
+    "knobs", sorted(CASES, key=lambda k: small_config(**k).base().key()), ids=described
 )
 def test_every_value_of_every_knob_takes_effect_and_leaves_no_byte(
     rig: Rig, knobs: dict[str, Any]
@@ -110,6 +116,8 @@ def test_flash_attention_is_flash_attns_own_or_a_verdict_with_the_reason(rig: Ri
         ({"upcast_fp32": False}, {}, "upcast_fp32"),
         ({}, {"quantization": "fp4"}, "quantization"),
         ({}, {"double_quant": False}, "double_quant"),
+        ({}, {"adapter_dtype": "bf16"}, "adapter_dtype"),
+        ({"adapter_dtype": "bf16"}, {}, "adapter_dtype"),
         ({}, WITHOUT, "quantization"),
         (WITHOUT, {}, "quantization"),
         ({}, {"checkpoint_fraction": 0.5}, "checkpoint_fraction"),
@@ -243,21 +251,21 @@ class _Operators(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_a_base_is_the_same_to_the_byte_however_often_it_is_built(rig: Rig) -> None:
-    key = BaseKey.of(small_config())
+    key = small_config()
     sizes = set()
     for _ in range(3):
         rig.settle(small_config(upcast_fp32=False))
         before = rig.settle(small_config())
         sizes.add(before)
         assert rig.worker._base is not None
-        assert rig.worker._base.key == key
+        assert rig.worker._base.config == key.base()
     assert len(sizes) == 1
 
 
 def test_a_base_that_is_closed_leaves_nothing(rig: Rig) -> None:
     before = rig.allocated_bytes()
     base = build_base(
-        BaseKey.of(small_config(kernels="liger")),
+        small_config(kernels="liger"),
         spec=SMALL,
         weights="random",
         device=rig.device.torch_device,

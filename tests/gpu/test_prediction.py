@@ -28,6 +28,8 @@ CASES: list[dict[str, Any]] = [
     {"attention": "eager", "checkpoint_fraction": 0.0},
     {"compute_dtype": "fp16", "double_quant": False, "target_modules": "qv"},
     {"quantization": "none", "double_quant": False, "upcast_fp32": False},
+    {"adapter_dtype": "bf16", "optimizer": "adamw_torch_fused", "lora_rank": 64},
+    {"adapter_dtype": "bf16", "target_modules": "all-linear", "effective_batch_size": 8},
     {**WIDE, "optimizer": "adamw_torch_fused", "micro_batch_size": 1},
     {"quantization": "fp4", "optimizer": "paged_adamw_8bit", "seq_len": 384},
 ]

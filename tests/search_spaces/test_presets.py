@@ -11,7 +11,8 @@ import pytest
 import yaml
 from pydantic.fields import FieldInfo
 
-from search_spaces.config import CONFIG_KEYS, TARGET_SETS, TrialConfig
+from search_spaces.config import CONFIG_KEYS, TrialConfig
+from search_spaces.knobs import TARGET_SETS
 from search_spaces.loading import SPACE_KEYS, STEP_KEYS, parse_space
 from search_spaces.models import Weights
 from search_spaces.space import Choices, FloatRange, IntRange, Objective, SamplerName, SearchSpace

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TARGET_SETS, parse_config
+from search_spaces.config import parse_config
+from search_spaces.knobs import TARGET_SETS
 from search_spaces.linears import linear_shapes, lora_parameters, parameters, resolve_targets
 from search_spaces.model_files import load_model_spec, model_names
 

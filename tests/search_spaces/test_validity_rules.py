@@ -84,6 +84,20 @@ TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
             "compile-breaks-on-liger",
             "use kernels fused-loss",
         ),
+        (
+            {"adapter_dtype": "bf16", "compute_dtype": "fp16"},
+            MISTRAL,
+            AMPERE,
+            "bf16-adapters",
+            "cannot unscale gradients in bf16",
+        ),
+        (
+            {"adapter_dtype": "bf16", "compute_dtype": "fp32"},
+            MISTRAL,
+            TURING,
+            "bf16-adapters",
+            "8.0 (Ampere), this card has 7.5",
+        ),
         ({"attention": "flash_attention_2"}, MISTRAL, None, "flash-attention-2", "needs CUDA"),
         (
             {"attention": "flash_attention_2", "compute_dtype": "fp16"},

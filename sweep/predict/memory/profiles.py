@@ -7,12 +7,13 @@ of steps only scale them. Knows nothing of how profiles are made, kept or used.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from search_spaces.config import TargetModules, TrialConfig
+from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import InputError
+from search_spaces.knobs import KNOBS
 from sweep.predict.memory.polynomials import Polynomial
 
 Account = dict[str, Polynomial]
@@ -31,19 +32,12 @@ class Untraceable(InputError):  # noqa: N818 - the name says what happened
 class Structure:
     """What of a configuration decides which tensors exist."""
 
-    compute_dtype: str
-    is_quantized: bool
-    double_quant: bool
-    upcast_fp32: bool
-    kernels: str
-    attention: str
-    target_modules: TargetModules
-    has_dropout: bool
-    is_compiled: bool
+    config: TrialConfig
+    """A configuration that has it: what only scales tensors is the recipe's, and all decoder layers
+    are recomputed or none; both together give what lies between.
+    """
     has_flash: bool
     """Whether the card has flash attention."""
-    is_checkpointed: bool
-    """Whether all decoder layers are recomputed, or none; both together give what lies between."""
     is_long: bool = False
     """Whether the sequence passes the attention window, so that a mask has to exist."""
 
@@ -57,47 +51,27 @@ class Structure:
         is_long: bool = False,
     ) -> Structure:
         """Return a configuration's structure, with all layers recomputed or none."""
-        is_quantized = config.quantization != "none"
-        return cls(
-            compute_dtype=config.compute_dtype,
-            is_quantized=is_quantized,
-            double_quant=is_quantized and config.double_quant,
-            upcast_fp32=config.upcast_fp32,
-            kernels=config.kernels,
-            attention=config.attention,
-            target_modules=config.target_modules,
-            has_dropout=config.lora_dropout > 0,
-            is_compiled=config.compile,
-            has_flash=has_flash,
-            is_checkpointed=is_checkpointed,
-            is_long=is_long,
-        )
+        shaping = {
+            key: knob.traced(getattr(config, key)) for key, knob in KNOBS.items() if knob.traced
+        }
+        # Without quantization there are no constants to quantize.
+        shaping["double_quant"] &= config.quantization != "none"
+        shaping["checkpoint_fraction"] = float(is_checkpointed)
+        return cls(TrialConfig.model_construct(**shaping), has_flash, is_long)
 
-    def to_config(self) -> TrialConfig:
-        """Return a configuration that has this structure."""
-        return TrialConfig(
-            compute_dtype=self.compute_dtype,
-            quantization="nf4" if self.is_quantized else "none",
-            double_quant=self.double_quant,
-            upcast_fp32=self.upcast_fp32,
-            kernels=self.kernels,
-            attention=self.attention,
-            target_modules=self.target_modules,
-            lora_dropout=0.1 if self.has_dropout else 0.0,
-            checkpoint_fraction=1.0 if self.is_checkpointed else 0.0,
-        )
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether all decoder layers are recomputed."""
+        return self.config.checkpoint_fraction > 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return asdict(self)
+        return {**vars(self), "config": self.config.model_dump(mode="json")}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Structure:
         """Read what `to_json` wrote."""
-        targets = values["target_modules"]
-        return cls(
-            **{**values, "target_modules": tuple(targets) if isinstance(targets, list) else targets}
-        )
+        return cls(**{**values, "config": parse_config(values["config"])})
 
 
 BIRTH, DEATH, LEAVE, FETCH, FETCH_ALL = range(5)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from search_spaces.config import OptimizerName, TrialConfig
+from search_spaces.config import TrialConfig
 from sweep.predict.memory.polynomials import Values, evaluate
 from sweep.predict.memory.profiles import Account, Profile, Segment
 
@@ -19,6 +19,8 @@ Amounts = dict[str, int]
 """Bytes by part."""
 
 _FP32_BYTES = 4
+_ADAPTER_BYTES = {"fp32": _FP32_BYTES, "bf16": 2}
+"""Bytes of an element of an adapter, and of its gradient."""
 
 _MIN_8BIT_ELEMENTS = 4096
 """bitsandbytes keeps the states of smaller tensors in fp32 (``min_8bit_size``)."""
@@ -105,13 +107,13 @@ class Step:
     @cached_property
     def adapters(self) -> list[int]:
         """Bytes of each trained tensor, in the order they are attached."""
-        return [elements * _FP32_BYTES for elements in self._trained]
+        size = _ADAPTER_BYTES[self.config.adapter_dtype]
+        return [elements * size for elements in self._trained]
 
     @cached_property
     def states(self) -> list[int]:
         """Bytes of each of the optimizer's tensors that are on the card."""
-        optimizer = self.config.optimizer
-        sizes = {n: state_bytes(optimizer, n) for n in set(self._trained)}
+        sizes = {n: state_bytes(self.config, n) for n in set(self._trained)}
         return [size for elements in self._trained for size in sizes[elements]]
 
     @cached_property
@@ -137,11 +139,13 @@ class Step:
         return Counter(zip(self.profile.positions, self.flags, strict=True))
 
 
-def state_bytes(optimizer: OptimizerName, elements: int) -> tuple[int, ...]:
+def state_bytes(config: TrialConfig, elements: int) -> tuple[int, ...]:
     """Return the bytes of each tensor that is kept on the card for a trained one."""
+    optimizer = config.optimizer
     if optimizer == "adamw_torch_fused":
-        # The step count is on the card too.
-        return (_FP32_BYTES, elements * _FP32_BYTES, elements * _FP32_BYTES)
+        # Moments of the parameter's own type; the step count is on the card too, always in fp32.
+        moment = elements * _ADAPTER_BYTES[config.adapter_dtype]
+        return (_FP32_BYTES, moment, moment)
     if elements < _MIN_8BIT_ELEMENTS:
         return (elements * _FP32_BYTES,) * 2
     scales = -(-elements // _BLOCK_ELEMENTS) * _FP32_BYTES

@@ -91,8 +91,8 @@ def adapter_elementwise(layout: Layout, name: str) -> Pair:
     scale = Amount(bytes=tokens * 2 * c * columns, launches=1)
     add = Amount(bytes=tokens * (2 * returned + c) * columns, launches=1)
     merge = Amount(bytes=tokens * 3 * given * rows, launches=1)
-    # Adapters are held in fp32: their weights are cast each time, and their gradients back.
-    weights = Amount(launches=2 if c != FP32_BYTES else 0)
+    # Adapters of another type than the products: cast each time, and their gradients back.
+    weights = Amount(launches=2 if c != layout.trained else 0)
     entry = _adapter_input(layout, rows, given)
     forward = entry + weights + scale + add
     if layout.is_quantized:
@@ -103,8 +103,8 @@ def adapter_elementwise(layout: Layout, name: str) -> Pair:
 
 
 def _adapter_input(layout: Layout, width: int, given: int) -> Amount:
-    """Dropout and casts of an adapter's input; beside a 16-bit layer PEFT makes it fp32 first."""
-    taken = given if layout.is_quantized else FP32_BYTES
+    """Dropout and casts of an adapter's input; beside a 16-bit layer PEFT casts it first."""
+    taken = given if layout.is_quantized else layout.trained
     entry = _cast(layout, width, taken)
     if taken != given:
         entry += Amount(bytes=layout.tokens * width * (given + taken), launches=1)

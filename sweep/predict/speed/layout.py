@@ -88,6 +88,11 @@ class Layout:
         return self.stream if self.is_quantized else self.compute
 
     @cached_property
+    def trained(self) -> int:
+        """Bytes of an element of an adapter, and of its gradient."""
+        return FP32_BYTES if self.config.adapter_dtype == "fp32" else HALF_BYTES
+
+    @cached_property
     def is_quantized(self) -> bool:
         """Whether the base is held in 4 bits."""
         return self.config.quantization != "none"

@@ -36,10 +36,12 @@ COMPILED_LAUNCH = 0.4
 """A compiled layer launches from generated code, which costs less than an eager operation."""
 OPTIMIZER_LAUNCHES = {"adamw_8bit": 3.0, "paged_adamw_8bit": 5.0, "adamw_torch_fused": 0.1}
 """Operations per adapter matrix: bitsandbytes updates one at a time, torch many at once."""
-OPTIMIZER_BYTES = {"adamw_8bit": 16.0, "paged_adamw_8bit": 16.0, "adamw_torch_fused": 28.0}
-"""Bytes per adapter parameter: weight and moments read and written, gradient read."""
-CLIP_BYTES = 12.0
-"""Bytes per adapter parameter to take the gradient's norm and scale it."""
+MOMENTS_MOVED = 4
+"""Elements of an optimizer's state that an update reads and writes per adapter parameter."""
+WEIGHTS_MOVED = 6
+"""Elements of the adapters' own type that an update moves per parameter: the weight read and
+written, the gradient read for its norm, read and written to be scaled, and read for the update.
+"""
 
 Work = dict[Term, Amount]
 
@@ -177,7 +179,8 @@ def _update(layout: Layout) -> Work:
     parameters = lora_parameters(config, layout.model) or 0
     matrices = 2 * len(layout.adapted) * layout.model.hidden_layers
     launches = 20 + matrices * OPTIMIZER_LAUNCHES[config.optimizer]
-    moved = parameters * (OPTIMIZER_BYTES[config.optimizer] + CLIP_BYTES)
+    moment = layout.trained if config.optimizer == "adamw_torch_fused" else 1
+    moved = parameters * (WEIGHTS_MOVED * layout.trained + MOMENTS_MOVED * moment)
     return {"optimizer": Amount(bytes=moved, launches=launches)}
 
 

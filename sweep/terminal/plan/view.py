@@ -12,6 +12,7 @@ from rich.text import Text
 
 from reports import units
 from search_spaces.config import TrialConfig
+from search_spaces.knobs import targets_in_words
 from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
 from sweep.planning.forecast import Forecast
@@ -221,7 +222,7 @@ def _title(forecast: Forecast, survey: Survey | None) -> str:
 
 def _class_words(capacity: Capacity) -> str:
     rank, targets = capacity
-    return f"rank {rank} on {units.targets(targets)}"
+    return f"rank {rank} on {targets_in_words(targets)}"
 
 
 def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
@@ -262,7 +263,7 @@ def _classes(survey: Survey, best: Forecast) -> RenderableType:
         doubt = "?" if forecast.fit is Fit.UNCERTAIN else ""
         grid.add_row(
             str(rank),
-            units.targets(targets),
+            targets_in_words(targets),
             units.rate(forecast.tokens_per_second) + doubt,
             units.gib(forecast.memory.peak_allocated_bytes),
             knobs(forecast.config),

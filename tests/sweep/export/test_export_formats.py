@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {
     "compute_dtype": "fp16",
     "quantization": "fp4",
     "double_quant": False,
+    "adapter_dtype": "bf16",
     "checkpoint_fraction": 0.3,
     "upcast_fp32": True,
     "kernels": "fused-loss",
@@ -55,7 +56,7 @@ def read(text: str, *, format: str) -> dict[str, Any]:
         for statement in ast.parse(text).body
         if isinstance(statement, ast.Assign)
         and isinstance(statement.targets[0], ast.Name)
-        and statement.targets[0].id != "COMPUTE_DTYPE"
+        and statement.targets[0].id not in ("COMPUTE_DTYPE", "ADAPTER_DTYPE")
     }
 
 
@@ -230,6 +231,9 @@ def test_the_header_says_what_was_measured_and_on_what(
         ("llama-factory", {"compile": True}, "it may not fit"),
         ("trl", {"upcast_fp32": True}, "upcast_fp32"),
         ("trl", {"quantization": "nf4"}, "keeps them in bf16"),
+        ("trl", {"quantization": "none", "adapter_dtype": "bf16"}, "keeps them in fp32"),
+        ("axolotl", {"adapter_dtype": "bf16"}, "adapter_dtype bf16"),
+        ("llama-factory", {"adapter_dtype": "bf16"}, "adapter_dtype bf16"),
         ("trl", {"checkpoint_fraction": 0.3}, "checkpoint_fraction 0.3"),
         ("trl", {"compile": True}, "it may not fit"),
     ],

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ configs = st.builds(
     seq_len=st.sampled_from([256, 512]),
     checkpoint_fraction=st.sampled_from([0.0, 0.03, 0.06, 0.5, 1.0]),
     upcast_fp32=st.booleans(),
+    adapter_dtype=st.sampled_from(["fp32", "bf16"]),
     kernels=st.sampled_from(["hf", "liger"]),
     compile=st.booleans(),
 )
@@ -64,8 +64,23 @@ def test_dominance_is_transitive(
 
 @given(footprints)
 def test_whatever_trains_needs_its_base(one: Footprint) -> None:
-    eager = replace(one, is_compiled=False)
-    assert dominates(eager, base_alone(eager))
+    assert dominates(one, base_alone(one))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_larger"),
+    [
+        ({"lora_rank": 1, "seq_len": 1, "optimizer": "adamw_torch_fused", "compile": True}, True),
+        ({"upcast_fp32": False}, False),
+        ({"quantization": "fp4"}, False),
+    ],
+)
+def test_a_base_that_cannot_be_loaded_rules_out_all_that_is_trained_on_it(
+    change: dict[str, Any], is_larger: bool
+) -> None:
+    base = base_alone(footprint(TrialConfig(**BASE), model=MODEL))
+    changed = footprint(TrialConfig(**(BASE | change)), model=MODEL)
+    assert dominates(changed, base) is is_larger
 
 
 BASE: dict[str, Any] = {"lora_rank": 16, "micro_batch_size": 4, "checkpoint_fraction": 0.5}
@@ -91,13 +106,14 @@ BASE: dict[str, Any] = {"lora_rank": 16, "micro_batch_size": 4, "checkpoint_frac
         ({"checkpoint_fraction": 0.5 - 2 / 32}, True),
         ({"lora_dropout": 0.1}, True),
         ({"lora_alpha": 1}, True),
-        ({"effective_batch_size": 8}, False),
+        ({"effective_batch_size": 8}, True),
         ({"kernels": "liger"}, False),
         ({"attention": "eager"}, False),
         ({"optimizer": "adamw_torch_fused"}, False),
         ({"compute_dtype": "fp32"}, False),
         ({"quantization": "none"}, False),
         ({"double_quant": False}, False),
+        ({"adapter_dtype": "bf16"}, False),
         ({"upcast_fp32": False}, False),
         ({"compile": True}, False),
     ],

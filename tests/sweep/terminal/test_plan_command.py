@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from search_spaces.config import CONFIG_KEYS, TARGET_SETS, TrialConfig
+from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import GIB, gpu_catalogue
+from search_spaces.knobs import KNOBS
 from search_spaces.loading import preset_names
 from storage.definition import StudySnapshot
 from storage.environment import fingerprint
@@ -31,8 +33,7 @@ from sweep.predict.memory.profile_store import source_files
 from sweep.predict.memory.profiles import Untraceable
 from sweep.running.device_info import Card
 from sweep.sampling.samplers import make_sampler
-from sweep.terminal import config_options as plan_options
-from sweep.terminal.config_options import CONFIG_OPTIONS, given
+from sweep.terminal.knob_options import add_knobs, takes_knobs
 from sweep.terminal.plan.command import plan
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import INTERFACE_KEYS, TRIALS, a_snapshot
@@ -684,22 +685,54 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
 # Options
 
 
-def test_every_key_of_a_configuration_has_an_option_and_no_other() -> None:
-    assert sorted(option.key for option in CONFIG_OPTIONS) == sorted(CONFIG_KEYS)
-    assert plan_options.TARGET_SETS == TARGET_SETS
+def typed_knobs(*arguments: str) -> dict[str, Any]:
+    """Return what a command gets of its knobs where these arguments are typed."""
+    seen: dict[str, Any] = {}
+
+    @takes_knobs
+    def command(*, configuration: dict[str, Any]) -> int:
+        seen.update(configuration)
+        return 0
+
+    add_knobs(command, KNOBS)
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    app(arguments, standalone_mode=False)
+    return seen
 
 
 @pytest.mark.parametrize(
-    ("typed", "targets"),
+    ("arguments", "expected"),
     [
-        ("qv", "qv"),
-        ("q_proj", ["q_proj"]),
-        ("q_proj, v_proj,", ["q_proj", "v_proj"]),
-        ("atention", "atention"),
+        ((), {}),
+        (("--target-modules", "qv"), {"target_modules": "qv"}),
+        (("--target-modules", "q_proj"), {"target_modules": ["q_proj"]}),
+        (("--target-modules", "q_proj, v_proj,"), {"target_modules": ["q_proj", "v_proj"]}),
+        (("--target-modules", "atention"), {"target_modules": "atention"}),
+        (("--rank", "8", "--no-compile"), {"lora_rank": 8, "compile": False}),
+        (
+            ("--adapter-dtype", "bf16", "--dropout", "0.1"),
+            {"adapter_dtype": "bf16", "lora_dropout": 0.1},
+        ),
     ],
 )
-def test_target_modules_are_a_set_or_names(typed: str, targets: object) -> None:
-    assert given({"target_modules": typed, "lora_rank": None}) == {"target_modules": targets}
+def test_what_is_typed_of_the_knobs_arrives_by_key(
+    arguments: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    assert typed_knobs(*arguments) == expected
+
+
+@pytest.mark.parametrize("key", CONFIG_KEYS)
+def test_every_knob_has_an_option_that_takes_its_default(key: str) -> None:
+    default, name = getattr(TrialConfig(), key), key.replace("_", "-")
+    match default:
+        case None:
+            arguments = (f"--{name}", "8")
+        case bool():
+            arguments = (f"--{'' if default else 'no-'}{name}",)
+        case _:
+            arguments = (f"--{name}", str(default))
+    assert TrialConfig(**typed_knobs(*arguments)).model_dump()[key] in (default, 8)
 
 
 # The command itself, tracing a real model in its child

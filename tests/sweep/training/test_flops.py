@@ -11,7 +11,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from sweep.predict.speed.work import step_work
 from sweep.training.adapters import attached
-from sweep.training.model import BaseKey, build_base
+from sweep.training.model import build_base
 from sweep.training.trial import flops_per_token
 
 SIZES: dict[str, Any] = {
@@ -59,9 +59,7 @@ def test_both_counts_of_a_steps_flops_are_the_same(
         quantization="none",
         double_quant=False,
     )
-    base = build_base(
-        BaseKey.of(config), spec=model, weights="random", device=torch.device("cpu"), seed=0
-    )
+    base = build_base(config, spec=model, weights="random", device=torch.device("cpu"), seed=0)
     try:
         with attached(base, config) as attachment:
             counted = flops_per_token(attachment, base.model.config, config.seq_len)

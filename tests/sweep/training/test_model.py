@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from search_spaces.models import ModelSpec
 from sweep.training.adapters import attached
-from sweep.training.model import BaseKey, build_base, decoder_layers
+from sweep.training.model import build_base, decoder_layers
 from tests.sweep.training.tiny import TINY, tiny_base, tiny_config
 
 
@@ -62,7 +62,7 @@ def test_a_base_built_from_random_weights_has_the_bytes_of_a_loaded_one(tmp_path
     config = tiny_config()
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY.config)).save_pretrained(tmp_path)
     saved = dataclasses.replace(TINY, source="directory", path=tmp_path)
-    key, cpu = BaseKey.of(config), torch.device("cpu")
+    key, cpu = config, torch.device("cpu")
     loaded = build_base(key, spec=saved, weights="pretrained", device=cpu, seed=0)
     random = build_base(key, spec=TINY, weights="random", device=cpu, seed=0)
     assert _tensors(loaded.model) == _tensors(random.model)
@@ -78,7 +78,7 @@ def test_loaded_weights_are_the_files_own(tmp_path: Path) -> None:
     source = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY.config))
     source.save_pretrained(tmp_path)
     saved = dataclasses.replace(TINY, source="directory", path=tmp_path)
-    key = BaseKey.of(tiny_config(quantization="none", double_quant=False, compute_dtype="fp32"))
+    key = tiny_config(quantization="none", double_quant=False, compute_dtype="fp32")
     base = build_base(key, spec=saved, weights="pretrained", device=torch.device("cpu"), seed=0)
     wanted = source.model.layers[1].mlp.up_proj.weight
     assert torch.equal(base.model.model.layers[1].mlp.up_proj.weight, wanted)
@@ -90,6 +90,6 @@ def test_decoder_layers_are_found_in_other_families() -> None:
         source="shipped",
         config={"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 128},
     )
-    key = BaseKey.of(tiny_config(attention="sdpa"))
+    key = tiny_config(attention="sdpa")
     base = build_base(key, spec=spec, weights="random", device=torch.device("cpu"), seed=0)
     assert len(decoder_layers(base.model)) == 3

@@ -16,7 +16,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.rules import WITHOUT_SDPA, Violation, violation
 from storage.records import Ineffective, Measured
 from sweep.training.matrices import quantized_share
-from sweep.training.model import BaseKey, BaseModel, build_base, decoder_layers, skeleton
+from sweep.training.model import BaseModel, build_base, decoder_layers, skeleton
 from tests.bench.try_models import config_of, spec_of
 from tests.sweep.training.tiny import trial_on
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def base_of(spec: ModelSpec, config: TrialConfig) -> Iterator[BaseModel]:
-    base = build_base(BaseKey.of(config), spec=spec, weights="random", device=CPU, seed=0)
+    base = build_base(config, spec=spec, weights="random", device=CPU, seed=0)
     try:
         yield base
     finally:
@@ -35,7 +35,7 @@ def base_of(spec: ModelSpec, config: TrialConfig) -> Iterator[BaseModel]:
 def skeleton_of(family: str, **changes: Any) -> tuple[ModelSpec, Any]:
     spec = spec_of(family)
     spec = ModelSpec(spec.name, spec.source, {**spec.config, **changes})
-    key = BaseKey.of(config_of(family, "attention"))
+    key = config_of(family, "attention")
     return spec, skeleton(key, spec=spec)
 
 
@@ -141,7 +141,7 @@ def test_weights_that_only_a_constructor_sets_are_finite(
 def test_a_config_of_several_models_is_refused_by_the_name_of_its_decoder() -> None:
     spec = ModelSpec("m", "directory", {**spec_of("llama").config, "model_type": "gemma3"})
     with pytest.raises(InputError, match="model_type 'gemma3_text'"):
-        skeleton(BaseKey.of(TrialConfig()), spec=spec)
+        skeleton(TrialConfig(), spec=spec)
 
 
 def trained(family: str, targets: str) -> object:

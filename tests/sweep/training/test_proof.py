@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from search_spaces.config import TrialConfig
+from search_spaces.knobs import KNOBS
 from storage.records import Ineffective
 from sweep.running.wire import Event, RunCommand, WorkerSettings
 from sweep.running.worker import Worker
 from sweep.training.adapters import attached
-from sweep.training.model import BaseKey, Unavailable, build_base
-from sweep.training.proof import KernelWatch, ineffective
+from sweep.training.model import Unavailable, build_base
+from sweep.training.proof import PROOFS, KernelWatch, ineffective
 from sweep.training.step import TrainingLoop
 from tests.sweep.training.tiny import QUICK, TINY, tiny_base, tiny_config
 
@@ -53,6 +54,11 @@ def verdicts(
         ({}, {"lora_rank": 8, "lora_alpha": 16}, "lora_rank"),
         ({}, {"lora_alpha": 8}, "lora_alpha"),
         ({}, {"checkpoint_fraction": 0.5}, "checkpoint_fraction"),
+        ({}, {"micro_batch_size": 1}, "micro_batch_size"),
+        ({}, {"seq_len": 8}, "seq_len"),
+        ({}, {"effective_batch_size": 8}, "effective_batch_size"),
+        ({}, {"adapter_dtype": "bf16"}, "adapter_dtype"),
+        ({"adapter_dtype": "bf16"}, {}, "adapter_dtype"),
     ],
 )
 def test_each_knob_is_found_out_where_another_value_ran(
@@ -62,6 +68,10 @@ def test_each_knob_is_found_out_where_another_value_ran(
     assert isinstance(fault, Ineffective)
     assert fault.knob == knob
     assert honest is None
+
+
+def test_every_knob_has_its_proof_and_nothing_else_has() -> None:
+    assert PROOFS.keys() == KNOBS.keys()
 
 
 def test_a_target_whose_adapters_never_moved_is_found_out() -> None:
@@ -150,6 +160,4 @@ def test_a_value_whose_package_is_missing_is_ineffective_and_harms_no_other_tria
 
 
 def _build(config: TrialConfig) -> None:
-    build_base(
-        BaseKey.of(config), spec=TINY, weights="random", device=torch.device("cpu"), seed=0
-    ).close()
+    build_base(config, spec=TINY, weights="random", device=torch.device("cpu"), seed=0).close()

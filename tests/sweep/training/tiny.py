@@ -13,7 +13,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from sweep.training.device import CpuDevice
 from sweep.training.meter import CardReader
-from sweep.training.model import BaseKey, BaseModel, build_base
+from sweep.training.model import BaseModel, build_base
 from sweep.training.trial import Trial
 
 TINY = ModelSpec(
@@ -43,7 +43,7 @@ def tiny_config(**knobs: Any) -> TrialConfig:
 @contextlib.contextmanager
 def tiny_base(config: TrialConfig) -> Iterator[BaseModel]:
     base = build_base(
-        BaseKey.of(config),
+        config,
         spec=TINY,
         weights="random",
         device=torch.device("cpu"),

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
-from sweep.training.adapters import target_modules
+from sweep.training.adapters import with_adapters
 from sweep.training.matrices import quantized_share
-from sweep.training.model import BaseKey, BaseModel, decoder_layers, skeleton, upcast
+from sweep.training.model import BaseModel, decoder_layers, skeleton, upcast
 
 _DYNAMIC_ROPES = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that read the positions' values; their tensors have the default's shapes."""
@@ -146,15 +146,15 @@ def build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
     """Return the frozen base as it trains, but without data and without other kernels."""
     # flash-attn's kernel keeps what torch's flash attention keeps, and need not be installed here.
     attention = "eager" if config.attention == "eager" else "sdpa"
-    key = dataclasses.replace(BaseKey.of(config), attention=attention)
-    model = skeleton(key, spec=spec)
+    traced = config.base().model_copy(update={"attention": attention})
+    model = skeleton(traced, spec=spec)
     model.config.use_cache = False
-    if key.upcast_fp32:
+    if traced.upcast_fp32:
         upcast(model)
     model.requires_grad_(False)
-    share = None if key.quantization == "none" else quantized_share(model)
+    share = None if traced.quantization == "none" else quantized_share(model)
     return BaseModel(
-        key=key,
+        config=traced,
         spec=spec,
         model=model.train(),
         undo=contextlib.ExitStack(),
@@ -168,14 +168,8 @@ def attach(base: BaseModel, config: TrialConfig, *, rank: int) -> Traceable:
     Raises:
         InputError: the architecture has no such modules.
     """
-    lora = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=rank,
-        lora_dropout=config.lora_dropout,
-        target_modules=target_modules(base, config),
-        init_lora_weights=False,
-    )
     layers = decoder_layers(base.model)
+    ranked = config.model_copy(update={"lora_rank": rank})
     with torch.device("meta"):
-        model = get_peft_model(base.model, lora)
+        model = with_adapters(base, ranked, init_lora_weights=False)
     return Traceable(base=base.model, model=model.train(), layers=layers)

@@ -47,9 +47,8 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         InputError: the config cannot be built, or contradicts itself.
     """
     try:
-        part = excerpt(spec)
+        config, part = structure.config, excerpt(spec)
         symbols = _symbols(part, structure)
-        config = structure.to_config()
         base = build_base(config, part.spec)
         _check_quantized(base)
         on_card = base_memory(base.model, config, part.positions)
@@ -57,11 +56,11 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         raise
     except Exception as error:
         raise InputError(f"it cannot be built: {_line(error)}") from error
-    fuses_loss = structure.kernels != "hf"
+    fuses_loss = config.kernels != "hf"
     # The compiler recomputes what is elementwise, as Liger's kernels do; not quite, so the
     # prediction says that it is less certain.
-    fuses_layers = structure.kernels == "liger" or structure.is_compiled
-    if structure.is_compiled:
+    fuses_layers = config.kernels == "liger" or config.compile
+    if config.compile:
         fourbit.compile_layers(base.model)
     with liger.patched(base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
         target = _attach(base, config, symbols)
@@ -110,7 +109,7 @@ def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Ledger:
         return walk(
             target,
             symbols=symbols,
-            autocast_dtype=_AUTOCAST[structure.compute_dtype],
+            autocast_dtype=_AUTOCAST[structure.config.compute_dtype],
             has_flash=structure.has_flash,
             is_checkpointed=structure.is_checkpointed,
         )

@@ -35,9 +35,11 @@ WORKSPACES = 64 * MIB
 
 @pytest.fixture
 def predict(tmp_path: Path) -> Callable[..., MemoryPrediction]:
+    caches = itertools.count()
+
     def predicted(tracer: ImaginedTracer | None = None, **keys: Any) -> MemoryPrediction:
         tracer = tracer or ImaginedTracer()
-        predictor = TracingPredictor(MODEL, cache_dir=tmp_path / str(id(tracer)), tracer=tracer)
+        predictor = TracingPredictor(MODEL, cache_dir=tmp_path / str(next(caches)), tracer=tracer)
         return predictor.predict(parse_config({"micro_batch_size": 2, "seq_len": 512, **keys}))
 
     return predicted
@@ -169,7 +171,7 @@ class FailingTracer(ImaginedTracer):
 
     def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
         profile = super().trace(model, structure)
-        if structure.target_modules == "qv" and self._faults:
+        if structure.config.target_modules == "qv" and self._faults:
             raise self._faults.pop(0)
         return profile
 

@@ -100,6 +100,11 @@ def test_a_few_layers_tell_what_all_of_them_take(
         ({}, {"attention": "eager", "checkpoint_fraction": 0.0}),
         ({}, {"quantization": "none"}),
         ({}, {"double_quant": False}),
+        ({"adapter_dtype": "bf16"}, {}),
+        (
+            {"adapter_dtype": "bf16", "optimizer": "adamw_torch_fused"},
+            {"optimizer": "adamw_torch_fused"},
+        ),
         ({"checkpoint_fraction": 0.0}, {"checkpoint_fraction": 0.0, "lora_dropout": 0.1}),
         ({}, {"optimizer": "adamw_torch_fused"}),
         ({}, {"compute_dtype": "fp32", "checkpoint_fraction": 0.0}),
@@ -122,6 +127,20 @@ def test_peak_memory_is_linear_in_the_tokens(predictor: Any) -> None:
     ]
     steps = {b - a for a, b in itertools.pairwise(peaks)}
     assert max(steps) - min(steps) <= 8 * 2**20  # the allocator's remainders
+
+
+def test_bf16_adapters_take_half_of_themselves_their_gradients_and_their_moments(
+    predictor: Any,
+) -> None:
+    tiny = predictor(load_model_spec("tinyllama-1.1b"))
+    shape = {"optimizer": "adamw_torch_fused", "effective_batch_size": 8}
+    wide, half = (
+        tiny.predict(TrialConfig(adapter_dtype=dtype, **shape)).breakdown
+        for dtype in ("fp32", "bf16")
+    )
+    assert wide["adapters"] == 2 * half["adapters"]
+    assert wide["gradients"] == 2 * half["gradients"]
+    assert wide["optimizer"] == pytest.approx(2 * half["optimizer"], rel=0.01)
 
 
 def test_fp4_takes_what_nf4_takes(predictor: Any) -> None:

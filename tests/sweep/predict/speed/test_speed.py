@@ -64,6 +64,7 @@ CONFIGS = st.builds(
     compute_dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
     quantization=st.sampled_from(["nf4", "fp4", "none"]),
     double_quant=st.booleans(),
+    adapter_dtype=st.sampled_from(["fp32", "bf16"]),
     checkpoint_fraction=st.sampled_from([0.0, 0.3, 0.9]),
     upcast_fp32=st.booleans(),
     kernels=st.sampled_from(["hf", "fused-loss", "liger"]),
@@ -118,6 +119,7 @@ def test_recomputing_more_layers_never_makes_a_step_shorter(
         ({"compute_dtype": "fp32"}, {"compute_dtype": "bf16"}),
         ({"compute_dtype": "fp16"}, {"compute_dtype": "bf16"}),
         ({"double_quant": True}, {"double_quant": False}),
+        ({"adapter_dtype": "fp32"}, {"adapter_dtype": "bf16"}),
         ({"quantization": "nf4"}, {"quantization": "none", "upcast_fp32": True}),
     ],
 )

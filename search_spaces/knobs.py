@@ -1,0 +1,478 @@
+"""Owns every knob of a QLoRA training, each declared once, as a field of `Knobs`.
+
+A declaration holds what a knob's values are and mean, what people call them, its option on the
+command line, how memory depends on it, what has to be rebuilt when it changes, and how each trainer
+spells it. A new knob is a field here. Beside that it needs its implementation and its proof of
+effect in `sweep.training`, and, where it changes more than a traced training shows, its prediction
+in `sweep.predict`. Knows nothing of spaces, cards or studies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    model_validator,
+)
+
+from search_spaces import trainers
+from search_spaces.errors import shown
+from search_spaces.trainers import TRAINERS, Trainer
+
+ComputeDtype = Literal["bf16", "fp16", "fp32"]
+Quantization = Literal["nf4", "fp4", "none"]
+AdapterDtype = Literal["fp32", "bf16"]
+Kernels = Literal["hf", "fused-loss", "liger"]
+Attention = Literal["sdpa", "flash_attention_2", "eager"]
+OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
+TARGET_SETS = ("qv", "attention", "all-linear")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+Kind = type[int] | type[float] | type[bool] | type[str]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """What is said of a knob beside the values it takes."""
+
+    label: str
+    """What people call it."""
+    phrase: Callable[[Any], str]
+    """A value in words that stand alone: ``rank 16``."""
+    help: str
+    """Of its option on the command line."""
+    aliases: tuple[str, ...] = ()
+    """Other spellings of its option, shown before the key's own."""
+    typed: Callable[[Any], Any] = _same
+    """What a value typed as its option means."""
+    kind: Kind = str
+    """What its values are when they are typed: numbers, truth values or words. It is derived."""
+
+    memory: Literal["grows", "untouched", "unknown"] = "unknown"
+    """Whether peak memory can only grow with it, has nothing to do with it, or may go either way.
+
+    ``grows`` is claimed only where it holds by construction, on every model and card: a
+    configuration may be refused by it. It is as long as all else is equal.
+    """
+    survives_compiler: bool = False
+    """Whether memory grows with it under ``compile`` too. A compiler decides for itself what each
+    graph keeps: only the shapes that go through it may differ.
+    """
+    lean_first: tuple[Any, ...] = ()
+    """Words and truth values that need less memory than those not listed, the least of all first.
+
+    For a knob whose memory ``grows`` that is certain; for another it is the rule.
+    """
+    shapes_base: bool = False
+    """Whether the frozen base has to be built anew when it changes.
+
+    All else is attached, compiled or drawn for each trial on the base that is there.
+    """
+    traced: Callable[[Any], Any] | None = None
+    """The value that stands for a value when tensors are counted; None where every value has the
+    same tensors, perhaps of other sizes.
+    """
+    tried: tuple[Any, ...] = ()
+    """Values that are worth a look where nobody names a space: of the knobs that change speed and
+    memory, and leave the trained model what it is.
+    """
+
+    options: Mapping[Trainer, str | trainers.Options] = field(default_factory=dict)
+    """What each trainer calls it: the option that takes the value, or what to write instead."""
+    lost: Mapping[Trainer, trainers.Lost] = field(default_factory=dict)
+    """What a trainer cannot express of it, and what its file does instead; None where nothing."""
+
+
+def _number(value: object) -> object:
+    """Accept what YAML reads as a number or as its text (``1e-4``), and never a truth value."""
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, got {shown(value)}")
+    return value
+
+
+def _target_modules(value: object) -> object:
+    if isinstance(value, str):
+        if value not in TARGET_SETS:
+            raise ValueError(
+                f"must be one of {', '.join(TARGET_SETS)} or a list of module names, "
+                f"got {shown(value)}"
+            )
+        return value
+    if isinstance(value, list | tuple):
+        if not value or not all(isinstance(name, str) and name for name in value):
+            raise ValueError(f"must list at least one module name, got {shown(value)}")
+        return tuple(sorted(set(value)))
+    raise ValueError(f"must be a name or a list of module names, got {shown(value)}")
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+TargetModules = Annotated[str | tuple[str, ...], BeforeValidator(_target_modules)]
+
+
+def targets_in_words(value: str | Sequence[str]) -> str:
+    """Return the layers that get an adapter: ``q,k,v,o`` for ``attention``."""
+    named = {"qv": "q,v", "attention": "q,k,v,o", "all-linear": "all linear layers"}
+    return named.get(value, value) if isinstance(value, str) else ", ".join(value)
+
+
+def _named_modules(text: str) -> str | list[str]:
+    """Return the modules that a text names; a word that is no name may be a set misspelt."""
+    if text in TARGET_SETS or not ("," in text or "_" in text):
+        return text
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _checkpointing_in_words(value: float) -> str:
+    named = {0.0: "no checkpointing", 1.0: "full checkpointing"}
+    return named.get(float(value), f"{100 * value:.0f} % checkpointed")
+
+
+class Knobs(BaseModel):
+    """Every knob with its default: the standard published QLoRA recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lora_rank: Annotated[
+        StrictInt,
+        Knob(
+            label="LoRA rank",
+            phrase=lambda value: f"rank {value}",
+            help="Rank of the adapters.",
+            aliases=("--rank",),
+            memory="grows",
+            options={"trl": "lora_r", "axolotl": "lora_r", "llama-factory": "lora_rank"},
+        ),
+    ] = Field(default=16, ge=1, le=65_536)
+    """Rank r of every adapter pair."""
+
+    lora_alpha: Annotated[
+        Number | None,
+        Knob(
+            label="LoRA alpha",
+            phrase=lambda value: "alpha 2 x rank" if value is None else f"alpha {value:g}",
+            help="Scale of the adapters; twice the rank.",
+            aliases=("--alpha",),
+            memory="untouched",
+            options=dict.fromkeys(TRAINERS, trainers.whole_alpha),
+            lost=dict.fromkeys(TRAINERS, trainers.lost_alpha),
+        ),
+    ] = Field(default=None, gt=0, le=1e6)
+    """LoRA scale numerator; null means twice the rank."""
+
+    lora_dropout: Annotated[
+        Number,
+        Knob(
+            label="LoRA dropout",
+            phrase=lambda value: f"dropout {value:g}" if value else "no dropout",
+            help="Dropout of the adapters' input.",
+            aliases=("--dropout",),
+            # A dropout keeps a masked copy of each adapter's input, however much it drops.
+            memory="grows",
+            traced=lambda value: 0.1 if value else 0.0,
+            options=dict.fromkeys(TRAINERS, "lora_dropout"),
+        ),
+    ] = Field(default=0.0, ge=0.0, le=1.0)
+    """Probability of dropping an adapter's input element."""
+
+    target_modules: Annotated[
+        TargetModules,
+        Knob(
+            label="target modules",
+            phrase=lambda value: f"adapters on {targets_in_words(value)}",
+            help="qv, attention, all-linear, or names with commas.",
+            typed=_named_modules,
+            memory="grows",
+            lean_first=("qv", "attention"),
+            traced=_same,
+            options={
+                "trl": trainers.trl_targets,
+                "axolotl": trainers.axolotl_targets,
+                "llama-factory": trainers.llama_factory_targets,
+            },
+        ),
+    ] = "attention"
+    """Linear layers with an adapter: ``qv``, ``attention`` (q,k,v,o), ``all-linear`` or names."""
+
+    micro_batch_size: Annotated[
+        StrictInt,
+        Knob(
+            label="micro-batch",
+            phrase=lambda value: f"micro-batch {value}",
+            help="Sequences in one pass.",
+            aliases=("--batch-size",),
+            memory="grows",
+            survives_compiler=True,
+            options={
+                "trl": "per_device_train_batch_size",
+                "axolotl": "micro_batch_size",
+                "llama-factory": "per_device_train_batch_size",
+            },
+        ),
+    ] = Field(default=4, ge=1, le=65_536)
+    """Sequences in one forward and backward pass."""
+
+    seq_len: Annotated[
+        StrictInt,
+        Knob(
+            label="sequence length",
+            phrase=lambda value: f"length {value}",
+            help="Tokens in a sequence.",
+            memory="grows",
+            survives_compiler=True,
+            options={"trl": "max_length", "axolotl": "sequence_len", "llama-factory": "cutoff_len"},
+        ),
+    ] = Field(default=512, ge=1, le=10_000_000)
+    """Tokens in every sequence."""
+
+    effective_batch_size: Annotated[
+        StrictInt | None,
+        Knob(
+            label="effective batch",
+            phrase=lambda value: f"effective batch {value}" if value else "no accumulation",
+            help="Sequences per optimizer step.",
+            # The gradients of one micro-batch live through the forward pass of the next.
+            memory="grows",
+            survives_compiler=True,
+            options=dict.fromkeys(TRAINERS, trainers.accumulation),
+        ),
+    ] = Field(default=None, ge=1, le=1_000_000)
+    """Sequences per optimizer step; null means one micro-batch. Accumulation follows from it."""
+
+    compute_dtype: Annotated[
+        ComputeDtype,
+        Knob(
+            label="compute dtype",
+            phrase=lambda value: f"{value} compute",
+            help="bf16, fp16 or fp32.",
+            shapes_base=True,
+            traced=_same,
+            options={
+                "trl": trainers.trl_precision,
+                "axolotl": trainers.mixed_precision,
+                "llama-factory": trainers.mixed_precision,
+            },
+            lost={"llama-factory": trainers.llama_factory_lost_precision},
+        ),
+    ] = "bf16"
+    """Type of the matrix products."""
+
+    quantization: Annotated[
+        Quantization,
+        Knob(
+            label="quantization",
+            phrase=lambda value: "16-bit base" if value == "none" else f"{value} base",
+            help="nf4, fp4 or none.",
+            lean_first=("nf4", "fp4"),
+            shapes_base=True,
+            # The two 4-bit types differ in what sixteen values they tell apart, and in no tensor.
+            traced=lambda value: "none" if value == "none" else "nf4",
+            options={
+                "trl": trainers.trl_quantization,
+                "axolotl": trainers.axolotl_quantization,
+                "llama-factory": trainers.llama_factory_quantization,
+            },
+        ),
+    ] = "nf4"
+    """Storage of the frozen base: 4-bit NormalFloat, 4-bit float, or ``none`` (16-bit)."""
+
+    double_quant: Annotated[
+        StrictBool,
+        Knob(
+            label="double quantization",
+            phrase=lambda value: "double quantization" if value else "single quantization",
+            help="Quantize the quantization constants too.",
+            lean_first=(True,),
+            shapes_base=True,
+            traced=_same,
+            # Trainers are told with the quantization.
+        ),
+    ] = True
+    """Whether the quantization constants are quantized themselves."""
+
+    adapter_dtype: Annotated[
+        AdapterDtype,
+        Knob(
+            label="adapter dtype",
+            phrase=lambda value: f"{value} adapters",
+            help="fp32 or bf16.",
+            # Parameters, gradients and unquantized optimizer states are of this type.
+            memory="grows",
+            lean_first=("bf16",),
+            traced=_same,
+            options={"axolotl": trainers.axolotl_adapter_dtype},
+            lost={
+                "trl": trainers.trl_lost_adapter_dtype,
+                "axolotl": trainers.axolotl_lost_adapter_dtype,
+                "llama-factory": trainers.llama_factory_lost_adapter_dtype,
+            },
+        ),
+    ] = "fp32"
+    """Type of the adapters, of their gradients and of the optimizer states that are not 8-bit."""
+
+    checkpoint_fraction: Annotated[
+        Number,
+        Knob(
+            label="checkpointing",
+            phrase=_checkpointing_in_words,
+            help="Share of layers recomputed, 0 to 1.",
+            memory="grows",
+            tried=(0.0, 0.5, 1.0),
+            options={
+                "trl": trainers.trl_recomputation,
+                "axolotl": trainers.recomputation,
+                "llama-factory": trainers.llama_factory_recomputation,
+            },
+            lost={
+                "trl": trainers.trl_lost_layers,
+                "axolotl": trainers.lost_layers,
+                "llama-factory": trainers.lost_layers,
+            },
+        ),
+    ] = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of decoder layers whose activations are recomputed in the backward pass."""
+
+    upcast_fp32: Annotated[
+        StrictBool,
+        Knob(
+            label="fp32 upcast",
+            phrase=lambda value: "fp32 upcast" if value else "no fp32 upcast",
+            help="Keep norms, embeddings and head in fp32.",
+            memory="grows",
+            lean_first=(False,),
+            shapes_base=True,
+            traced=_same,
+            tried=(True, False),
+            options={"llama-factory": "upcast_layernorm"},
+            lost={
+                "trl": trainers.trl_lost_upcast,
+                "axolotl": trainers.axolotl_lost_upcast,
+                "llama-factory": trainers.llama_factory_lost_upcast,
+            },
+        ),
+    ] = True
+    """Keep norms, embeddings and head in fp32, as PEFT's `prepare_model_for_kbit_training` does."""
+
+    kernels: Annotated[
+        Kernels,
+        Knob(
+            label="kernels",
+            phrase=lambda value: (
+                {"hf": "standard", "liger": "Liger"}.get(value, value) + " kernels"
+            ),
+            help="hf, fused-loss or liger.",
+            lean_first=("liger", "fused-loss"),
+            shapes_base=True,
+            traced=_same,
+            tried=("hf", "fused-loss", "liger"),
+            options={
+                "trl": trainers.trl_kernels,
+                "axolotl": trainers.axolotl_kernels,
+                "llama-factory": trainers.llama_factory_kernels,
+            },
+            lost={
+                "trl": trainers.trl_lost_kernels,
+                "axolotl": trainers.axolotl_lost_kernels,
+                "llama-factory": trainers.llama_factory_lost_kernels,
+            },
+        ),
+    ] = "hf"
+    """Layer kernels: transformers' own, Liger's fused loss alone, or the whole Liger set."""
+
+    attention: Annotated[
+        Attention,
+        Knob(
+            label="attention",
+            phrase=lambda value: f"{value} attention",
+            help="sdpa, flash_attention_2 or eager.",
+            lean_first=("sdpa", "flash_attention_2"),
+            shapes_base=True,
+            traced=_same,
+            options={
+                "trl": "attn_implementation",
+                "axolotl": "attn_implementation",
+                "llama-factory": trainers.llama_factory_attention,
+            },
+        ),
+    ] = "sdpa"
+    """Attention implementation."""
+
+    optimizer: Annotated[
+        OptimizerName,
+        Knob(
+            label="optimizer",
+            phrase=str,
+            help="adamw_8bit, paged_adamw_8bit or adamw_torch_fused.",
+            lean_first=("paged_adamw_8bit", "adamw_8bit"),
+            options={"trl": "optim", "axolotl": "optimizer", "llama-factory": "optim"},
+        ),
+    ] = "adamw_8bit"
+    """Optimizer of the adapters."""
+
+    compile: Annotated[
+        StrictBool,
+        Knob(
+            label="compile",
+            phrase=lambda value: "compiled layers" if value else "not compiled",
+            help="Compile each decoder layer.",
+            lean_first=(False,),
+            traced=_same,
+            tried=(False, True),
+            lost=dict.fromkeys(TRAINERS, trainers.lost_compile),
+        ),
+    ] = False
+    """Whether each decoder layer is compiled with `torch.compile`, shapes static."""
+
+    @model_validator(mode="after")
+    def _accumulation_is_whole(self) -> Self:
+        effective = self.effective_batch_size
+        if effective is not None and effective % self.micro_batch_size:
+            raise ValueError(
+                f"effective_batch_size must be a multiple of micro_batch_size, got {effective} and "
+                f"{self.micro_batch_size}"
+            )
+        return self
+
+    @property
+    def alpha(self) -> float:
+        """LoRA scale numerator with its default resolved."""
+        return self.lora_alpha if self.lora_alpha is not None else 2.0 * self.lora_rank
+
+    @property
+    def samples_per_step(self) -> int:
+        """Sequences per optimizer step."""
+        return self.effective_batch_size or self.micro_batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.samples_per_step // self.micro_batch_size
+
+
+def _declared() -> Iterator[tuple[str, Knob]]:
+    for key, declared in Knobs.model_fields.items():
+        (knob,) = (known for known in declared.metadata if isinstance(known, Knob))
+        yield key, replace(knob, kind=_kind(declared.annotation))
+
+
+def _kind(annotation: Any) -> Kind:
+    if annotation in (int, float, bool):
+        kind: Kind = annotation
+        return kind
+    kinds = map(_kind, get_args(annotation))
+    return next((kind for kind in kinds if kind is not str), str)
+
+
+KNOBS: Mapping[str, Knob] = dict(_declared())
+"""What is declared of each knob, by its key."""

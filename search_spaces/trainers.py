@@ -1,0 +1,343 @@
+"""Owns how other trainers spell a knob, where that is more than one option that takes its value.
+
+`search_spaces.knobs` says which of this belongs to which knob. Option names and what they do were
+read in TRL's configuration classes and its SFTTrainer, in axolotl's configuration schema and
+loaders, and in LLaMA-Factory's argument classes and loaders. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+if TYPE_CHECKING:
+    from search_spaces.knobs import Knobs
+
+Trainer = Literal["trl", "axolotl", "llama-factory"]
+TRAINERS: tuple[Trainer, ...] = get_args(Trainer)
+
+
+class Trained(Protocol):
+    """A configuration on its model, as a trainer's file has to say it."""
+
+    @property
+    def config(self) -> Knobs:
+        """What was measured."""
+        ...
+
+    @property
+    def model_type(self) -> str:
+        """What transformers calls the architecture."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        ...
+
+    @property
+    def target_modules(self) -> tuple[str, ...] | None:
+        """Names of the layers with an adapter; None for every linear layer."""
+        ...
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Decoder layers whose activations are recomputed, in order."""
+        ...
+
+
+Options = Callable[[Trained], Mapping[str, Any]]
+"""What to write of a knob: options of the trainer by name."""
+Lost = Callable[[Trained], str | None]
+"""What of a knob the trainer cannot express, and what its file does instead; None where nothing."""
+
+
+def _says(sentence: str, **values: Any) -> Lost:
+    """Return what says ``sentence`` of configurations with these values."""
+    wanted = values.items()
+    return lambda trained: (
+        sentence if all(getattr(trained.config, key) == value for key, value in wanted) else None
+    )
+
+
+def is_quantized(trained: Trained) -> bool:
+    """Whether the frozen base is in 4 bits."""
+    return trained.config.quantization != "none"
+
+
+# Adapters
+
+
+def whole_alpha(trained: Trained) -> dict[str, int]:
+    """Every trainer takes whole numbers alone."""
+    return {"lora_alpha": max(1, round(trained.config.alpha))}
+
+
+def lost_alpha(trained: Trained) -> str | None:
+    """Say so where the scale is no whole number."""
+    asked, (written,) = trained.config.alpha, whole_alpha(trained).values()
+    if written == asked:
+        return None
+    return (
+        f"lora_alpha {asked:g}: it takes whole numbers only, so {written} here. Neither memory nor "
+        "speed depends on it."
+    )
+
+
+def trl_targets(trained: Trained) -> dict[str, Any]:
+    """Every linear layer has a name of its own."""
+    names = trained.target_modules
+    return {"lora_target_modules": ["all-linear"] if names is None else list(names)}
+
+
+def axolotl_targets(trained: Trained) -> dict[str, Any]:
+    """Every linear layer has an option of its own."""
+    names = trained.target_modules
+    return {"lora_target_linear": True} if names is None else {"lora_target_modules": list(names)}
+
+
+def llama_factory_targets(trained: Trained) -> dict[str, Any]:
+    """Names are one text."""
+    names = trained.target_modules
+    return {"lora_target": "all" if names is None else ",".join(names)}
+
+
+def axolotl_adapter_dtype(trained: Trained) -> dict[str, Any]:
+    """PEFT leaves the adapters of a 4-bit base in fp32, whatever it is asked."""
+    if trained.config.adapter_dtype == "fp32" or is_quantized(trained):
+        return {}
+    return {"peft_autocast_adapter_dtype": False}
+
+
+def trl_lost_adapter_dtype(trained: Trained) -> str | None:
+    """TRL casts the adapters of a 4-bit base to bf16; PEFT widens those of a 16-bit one."""
+    match trained.config.adapter_dtype:
+        case "fp32" if is_quantized(trained):
+            return "Adapters: on a 4-bit base it keeps them in bf16; they were measured in fp32."
+        case "bf16" if not is_quantized(trained):
+            return "Adapters: on a 16-bit base it keeps them in fp32; they were measured in bf16."
+        case _:
+            return None
+
+
+def axolotl_lost_adapter_dtype(trained: Trained) -> str | None:
+    """See `axolotl_adapter_dtype`."""
+    if trained.config.adapter_dtype == "fp32" or not is_quantized(trained):
+        return None
+    return "adapter_dtype bf16: on a 4-bit base it keeps them in fp32: more memory than measured."
+
+
+llama_factory_lost_adapter_dtype = _says(
+    "adapter_dtype bf16: with mixed precision it keeps them in fp32: more memory than measured.",
+    adapter_dtype="bf16",
+)
+
+
+# The base
+
+
+def mixed_precision(trained: Trained) -> dict[str, Any]:
+    """Trainer, and all that build on it, share two switches."""
+    dtype = trained.config.compute_dtype
+    return {"bf16": dtype == "bf16", "fp16": dtype == "fp16"}
+
+
+TORCH_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""What torch calls a dtype."""
+
+
+def trl_precision(trained: Trained) -> dict[str, Any]:
+    """The dtype in which the base is loaded is an option beside the two switches."""
+    return {"dtype": TORCH_DTYPES[trained.config.compute_dtype], **mixed_precision(trained)}
+
+
+llama_factory_lost_precision = _says(
+    "compute_dtype fp32: it cannot be asked for. Without bf16 and fp16 it infers a dtype from the "
+    "checkpoint and the card.",
+    compute_dtype="fp32",
+)
+
+
+def trl_quantization(trained: Trained) -> dict[str, Any]:
+    """TRL hands its own names to bitsandbytes."""
+    if not is_quantized(trained):
+        return {"load_in_4bit": False}
+    return {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": trained.config.quantization,
+        "use_bnb_nested_quant": trained.config.double_quant,
+    }
+
+
+def axolotl_quantization(trained: Trained) -> dict[str, Any]:
+    """QLoRA is a kind of adapter, and what bitsandbytes is told a dictionary."""
+    if not is_quantized(trained):
+        return {"adapter": "lora", "load_in_4bit": False}
+    details = {
+        "bnb_4bit_quant_type": trained.config.quantization,
+        "bnb_4bit_use_double_quant": trained.config.double_quant,
+    }
+    return {"adapter": "qlora", "load_in_4bit": True, "bnb_config_kwargs": details}
+
+
+def llama_factory_quantization(trained: Trained) -> dict[str, Any]:
+    """An option that is left out means a 16-bit base."""
+    if not is_quantized(trained):
+        return {}
+    return {
+        "quantization_method": "bnb",
+        "quantization_bit": 4,
+        "quantization_type": trained.config.quantization,
+        "double_quantization": trained.config.double_quant,
+    }
+
+
+trl_lost_upcast = _says(
+    "upcast_fp32 true: it has no such step, so norms, embeddings and head stay in the compute "
+    "dtype: less memory than measured, and faster.",
+    upcast_fp32=True,
+)
+axolotl_lost_upcast = _says(
+    "upcast_fp32 true: it puts norms, embeddings and head back to the compute dtype: less memory "
+    "than measured, and faster.",
+    upcast_fp32=True,
+)
+llama_factory_lost_upcast = _says(
+    "upcast_fp32 true: it puts the norms in fp32 and leaves embeddings and head in the compute "
+    "dtype: memory and speed differ from what was measured.",
+    upcast_fp32=True,
+)
+
+
+# The step
+
+
+def accumulation(trained: Trained) -> dict[str, Any]:
+    """Trainers count micro-batches, not sequences."""
+    return {"gradient_accumulation_steps": trained.config.accumulation_steps}
+
+
+def recomputation(trained: Trained) -> dict[str, Any]:
+    """All layers or none."""
+    if not trained.recomputed:
+        return {"gradient_checkpointing": False}
+    return {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }
+
+
+def trl_recomputation(trained: Trained) -> dict[str, Any]:
+    """Each n-th layer can be recomputed too."""
+    options, every = recomputation(trained), _every_nth(trained)
+    if every is not None:
+        options["gradient_checkpointing_kwargs"]["every_n_layers"] = every
+    return options
+
+
+def _every_nth(trained: Trained) -> int | None:
+    """Return n where some layers are recomputed: each n-th, the first included. None elsewhere."""
+    layers = trained.layers
+    steps = range(2, layers + 1)
+    return next((n for n in steps if trained.recomputed == tuple(range(0, layers, n))), None)
+
+
+def llama_factory_recomputation(trained: Trained) -> dict[str, Any]:
+    """All layers or none, and the switch is the other way round."""
+    return {"disable_gradient_checkpointing": not trained.recomputed, "use_reentrant_gc": False}
+
+
+def lost_layers(trained: Trained) -> str | None:
+    """See `recomputation`."""
+    if not 0 < len(trained.recomputed) < trained.layers:
+        return None
+    return (
+        f"checkpoint_fraction {trained.config.checkpoint_fraction:g}: it recomputes all layers or "
+        "none, so all here: less memory than measured, and slower."
+    )
+
+
+def trl_lost_layers(trained: Trained) -> str | None:
+    """See `trl_recomputation`."""
+    if _every_nth(trained) is None:
+        return lost_layers(trained)
+    return "every_n_layers: transformers 5.17 knows it; older releases may not."
+
+
+def liger_kernels(config: Knobs) -> dict[str, bool] | None:
+    """Return which of Liger's kernels were measured, by Liger's names; None where none were."""
+    if config.kernels == "hf":
+        return None
+    everything = config.kernels == "liger"
+    return {
+        "fused_linear_cross_entropy": True,
+        "cross_entropy": False,
+        "rms_norm": everything,
+        "swiglu": everything,
+        "rope": everything,
+    }
+
+
+def trl_kernels(trained: Trained) -> dict[str, Any]:
+    """Liger's own names."""
+    measured = liger_kernels(trained.config)
+    if measured is None:
+        return {}
+    return {"use_liger_kernel": True, "liger_kernel_config": measured}
+
+
+_AXOLOTL_LIGER = {
+    "fused_linear_cross_entropy": "liger_fused_linear_cross_entropy",
+    "rms_norm": "liger_rms_norm",
+    "swiglu": "liger_glu_activation",
+    "rope": "liger_rope",
+}
+
+
+def axolotl_kernels(trained: Trained) -> dict[str, Any]:
+    """A plugin with an option for each kernel."""
+    measured = liger_kernels(trained.config)
+    if measured is None:
+        return {}
+    switches = {option: measured[name] for name, option in _AXOLOTL_LIGER.items()}
+    return {"plugins": ["axolotl.integrations.liger.LigerPlugin"], **switches}
+
+
+def llama_factory_kernels(trained: Trained) -> dict[str, Any]:
+    """The whole set or none."""
+    return {"enable_liger_kernel": trained.config.kernels != "hf"}
+
+
+trl_lost_kernels = _says(
+    "Logging: it works out entropy and accuracy from the logits of every micro-batch, which takes "
+    "time and memory that were not measured.",
+    kernels="hf",
+)
+llama_factory_lost_kernels = _says(
+    "kernels fused-loss: it has Liger's whole set or none, so the whole set here: fused loss, "
+    "RMSNorm, SwiGLU and RoPE.",
+    kernels="fused-loss",
+)
+
+
+def axolotl_lost_kernels(trained: Trained) -> str | None:
+    """Its plugin has an exception for one architecture."""
+    if trained.config.kernels != "liger" or trained.model_type != "qwen3":
+        return None
+    return "kernels liger: for Qwen3 it keeps the model's own RoPE."
+
+
+_LLAMA_FACTORY_ATTENTION = {"sdpa": "sdpa", "flash_attention_2": "fa2", "eager": "disabled"}
+
+
+def llama_factory_attention(trained: Trained) -> dict[str, Any]:
+    """It has names of its own."""
+    return {"flash_attn": _LLAMA_FACTORY_ATTENTION[trained.config.attention]}
+
+
+lost_compile = _says(
+    "compile true: each decoder layer was compiled by itself, and it compiles the model as a whole "
+    "or not at all. Not at all here, so a step takes longer and needs MORE memory than measured: "
+    "it may not fit. Format script compiles as measured.",
+    compile=True,
+)
