@@ -6,6 +6,10 @@ READY := $(VENV)/.ready
 
 LOWEST := .venv-lowest
 
+# Each worker takes a core and up to 1.5 GB.
+WORKERS ?= logical
+PYTEST := -m pytest -m "not gpu" -n $(WORKERS) --maxprocesses 4
+
 .PHONY: demo test test-lowest test-gpu lint format clean help
 
 # Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
@@ -28,12 +32,12 @@ demo: $(READY)   ## a real study on the CPU: summary in the terminal, report in 
 	set -x; exec $(BIN)/sweep run cpu-demo --study demo
 
 test: $(READY)   ## the test suite without a GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python $(PYTEST)
 
 test-lowest:     ## the same under the lowest versions that pyproject.toml allows, in an environment of its own
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	PIP_CONSTRAINT=lowest-constraints.txt $(LOWEST)/bin/pip install --quiet --disable-pip-version-check --editable '.[test,postgresql,dashboard]'
-	$(LOWEST)/bin/python -m pytest -m "not gpu"
+	$(LOWEST)/bin/python $(PYTEST)
 
 test-gpu: $(READY)  ## the tests that need a GPU, three minutes; fails where there is none
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gpu]'

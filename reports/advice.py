@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reports import objectives, uncertainty, units
+from search_spaces.config import canonical
+from search_spaces.dimensions import Choices
 from search_spaces.knobs import KNOBS
-from search_spaces.rules import canonical
-from search_spaces.space import Choices, SearchSpace
+from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from storage.needs import need_of, predicted_need
 from storage.ranking import SPEED_OBJECTIVES, Ranking, measured_of, rank_study

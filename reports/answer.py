@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from reports import objectives, uncertainty, units
-from search_spaces.rules import canonical
+from search_spaces.config import canonical
 from storage.definition import StudySnapshot, Target
 from storage.gain import compare
 from storage.ranking import SPEED_OBJECTIVES, Ranking, measured_of, rank_study

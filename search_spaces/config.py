@@ -9,10 +9,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
-from search_spaces.errors import InputError, did_you_mean, shown
+from search_spaces.documents import Document
 from search_spaces.knobs import KNOBS, Knobs
+from search_spaces.validation import validate
 
 
 class TrialConfig(Knobs):
@@ -65,48 +64,20 @@ def parse_config(values: Mapping[str, Any], *, where: str = "configuration") -> 
     Raises:
         InputError: an unknown key or a value out of range; the message names ``where``, key, value.
     """
-    for key in values:
-        if key not in CONFIG_KEYS:
-            raise InputError(f"{where}: unknown key '{key}'{did_you_mean(str(key), CONFIG_KEYS)}")
-    try:
-        return TrialConfig.model_validate(dict(values))
-    except ValidationError as error:
-        raise InputError(f"{where}: {explain_validation(error)}") from error
+    return validate(TrialConfig, dict(values), Document(where))
 
 
-_MESSAGES = {
-    "greater_than_equal": "must be at least {ge}",
-    "greater_than": "must be greater than {gt}",
-    "less_than_equal": "must be at most {le}",
-    "less_than": "must be less than {lt}",
-    "literal_error": "must be one of {expected}",
-    "int_type": "must be a whole number",
-    "bool_type": "must be true or false",
-    "float_parsing": "must be a number",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "string_type": "must be text",
-    "date_type": "must be a date like 2026-11-21",
-    "date_parsing": "must be a date like 2026-11-21",
-    "date_from_datetime_parsing": "must be a date like 2026-11-21",
-    "date_from_datetime_inexact": "must be a date like 2026-11-21",
-    "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-', at most 64",
-    "tuple_type": "must be a list",
-    "too_short": "must not be empty",
-    "dict_type": "must map keys to values",
-    "model_type": "must map keys to values",
-    "missing": "is missing",
-    "extra_forbidden": "is not a known key",
-}
+def canonical(config: TrialConfig) -> TrialConfig:
+    """Return the configuration that trains the same way, with every default written out.
 
-
-def explain_validation(error: ValidationError) -> str:
-    """Return one line for the first fault of a pydantic error: key, rule, and what broke it."""
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
-    kind = first["type"]
-    if kind == "value_error":
-        return f"{key} {first['msg'].removeprefix('Value error, ')}".strip()
-    rule = _MESSAGES[kind].format(**first.get("ctx", {})) if kind in _MESSAGES else first["msg"]
-    quoted = "" if kind in ("missing", "extra_forbidden") else f", got {shown(first['input'])}"
-    return f"{key} {rule}{quoted}".strip()
+    Two configurations with the same canonical form are one run: alpha left out is twice the rank,
+    an effective batch left out is one micro-batch, and without quantization there are no
+    quantization constants that ``double_quant`` could quantize.
+    """
+    return config.model_copy(
+        update={
+            "lora_alpha": config.alpha,
+            "effective_batch_size": config.samples_per_step,
+            "double_quant": config.double_quant and config.quantization != "none",
+        }
+    )

@@ -10,13 +10,13 @@ import json
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from search_spaces.errors import EnvironmentFault, InputError, shown
+from search_spaces.errors import EnvironmentFault, InputError, quote
 
 BYTES_MAX = 16 * 1024 * 1024
 """More than any space, model config or shard index; a bigger file was named by mistake."""
@@ -26,13 +26,14 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Document:
-    """A YAML mapping, and where each of its keys and list items stands."""
+    """A mapping that was read, and where each of its keys and list items stands."""
 
     label: str
-    """The file as the person named it."""
-    values: dict[str, Any]
-    lines: Mapping[KeyPath, int]
-    """Line, from 1, by path of keys; ``('dimensions', 'seq_len', 0)`` is a list's first item."""
+    """The file as the person named it, or what else the values came from."""
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    """Line from 1 by path of keys, ``('dimensions', 'seq_len', 0)`` for a list's first item; empty
+    where it is no YAML."""
 
     def where(self, *path: str | int) -> str:
         """Return ``file: line n`` of the key, or of the nearest one around it."""
@@ -94,7 +95,7 @@ def read_text(path: Path, *, label: str) -> str:
     except OSError as error:
         raise EnvironmentFault(f"{label}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise InputError(f"{shown(label)}: not a file name: {error}") from error
+        raise InputError(f"{quote(label)}: not a file name: {error}") from error
     if len(data) > BYTES_MAX:
         raise InputError(f"{label}: larger than {BYTES_MAX:,} bytes; is it the right file?")
     try:
@@ -150,7 +151,7 @@ class _StrictLoader(yaml.SafeLoader):
         except ValueError as error:
             # A date with a month of 13, for one; PyYAML lets it through without its place.
             raise yaml.MarkedYAMLError(
-                problem=f"{error}, got {shown(node.value)}", problem_mark=node.start_mark
+                problem=f"{error}, got {quote(node.value)}", problem_mark=node.start_mark
             ) from error
 
 
@@ -171,7 +172,7 @@ def parse_yaml(text: str, *, label: str) -> Document:
         _note_lines(node, (), label=label, lines=lines)
         values = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
-        raise InputError(f"{label}: {_explain(error)}") from error
+        raise InputError(f"{label}: {_syntax_error(error)}") from error
     except (yaml.YAMLError, ValueError) as error:
         # The reader's own errors take two lines, the second about its buffer.
         raise InputError(f"{label}: not valid YAML: {str(error).splitlines()[0]}") from error
@@ -195,7 +196,7 @@ def _note_lines(node: yaml.Node, path: KeyPath, *, label: str, lines: dict[KeyPa
             here = (*path, _key(key, label=label))
             if here in lines:
                 raise InputError(
-                    f"{label}: line {_line(key)}: key {shown(key.value)} is given twice, "
+                    f"{label}: line {_line(key)}: key {quote(key.value)} is given twice, "
                     f"first on line {lines[here]}"
                 )
             lines[here] = _line(key)
@@ -204,12 +205,12 @@ def _note_lines(node: yaml.Node, path: KeyPath, *, label: str, lines: dict[KeyPa
 
 def _key(node: yaml.Node, *, label: str) -> str:
     if node.tag != "tag:yaml.org,2002:str":
-        text = f", got {shown(node.value)}" if isinstance(node, yaml.ScalarNode) else ""
+        text = f", got {quote(node.value)}" if isinstance(node, yaml.ScalarNode) else ""
         raise InputError(f"{label}: line {_line(node)}: a key must be text{text}")
     return str(node.value)
 
 
-def _explain(error: yaml.MarkedYAMLError) -> str:
+def _syntax_error(error: yaml.MarkedYAMLError) -> str:
     """Return line and problem of a YAML error in one line."""
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}: " if mark else ""
@@ -231,5 +232,5 @@ def read_json(path: Path, *, label: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{label}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise InputError(f"{label}: expected a JSON object, got {shown(values)}")
+        raise InputError(f"{label}: expected a JSON object, got {quote(values)}")
     return values

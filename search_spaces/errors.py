@@ -12,8 +12,10 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 
-SHOWN_MAX = 120
+QUOTE_MAX = 120
 """Characters of a value that a message quotes."""
+NAMED_MAX = 3
+"""Words that a message names as what was perhaps meant."""
 
 
 class SweepError(Exception):
@@ -38,14 +40,14 @@ class EnvironmentFault(SweepError):  # noqa: N818 - nothing in what was typed is
     exit_code = 3
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """Return a value as a message quotes it: as it was typed in YAML or JSON, cut where long."""
     try:
         text = _written(value)
     except ValueError:
         # Python refuses to write out whole numbers of thousands of digits.
         return "a number too long to show"
-    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}..."
+    return text if len(text) <= QUOTE_MAX else f"{text[:QUOTE_MAX]}..."
 
 
 def _written(value: object) -> str:
@@ -89,11 +91,21 @@ def _spelled(name: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the nearest known word, or the list of known ones."""
-    names = sorted(known)
-    # A word cut short means the one it begins: 'h100' is 'h100-80gb', though 'h200' looks closer.
-    begun = [name for name in names if word and name.startswith(word)]
-    nearest = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    """Return ``"; did you mean 'x'?"`` for the nearest known words, or the list of known ones.
+
+    A word cut short means those it begins, whatever their case and the first few of ``known``:
+    'h100' is 'h100-80gb', though 'h200' looks closer.
+    """
+    names = {name.lower(): name for name in known}
+    typed = word.strip().lower()
+    begun = [lower for lower in names if typed and lower.startswith(typed)]
+    nearest = begun[:NAMED_MAX] or difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
     if nearest:
-        return f"; did you mean '{nearest[0]}'?"
-    return f"; known are {', '.join(names)}" if names else ""
+        return f"; did you mean {listed(repr(names[lower]) for lower in nearest)}?"
+    return f"; known are {', '.join(sorted(names.values()))}" if names else ""
+
+
+def listed(words: Iterable[str]) -> str:
+    """Return words as a choice between them: ``a, b or c``."""
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last

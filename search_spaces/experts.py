@@ -18,55 +18,28 @@ LEAST_QUANTIZED_SHARE = 0.95
 What a decoder holds besides linear layers and experts (gates of recurrent layers) is below 5 %.
 """
 
-_FUSED = {
-    "afmoe": "num_experts",
-    "aria_text": "moe_num_experts",
-    "axk1": "n_routed_experts",
-    "axk2": "n_routed_experts",
-    "cohere2_moe": "num_experts",
-    "dbrx": "moe_num_experts",
-    "deepseek_v2": "n_routed_experts",
-    "deepseek_v3": "n_routed_experts",
-    "deepseek_v32": "n_routed_experts",
-    "deepseek_v4": "n_routed_experts",
-    "dots1": "n_routed_experts",
-    "ernie4_5_moe": "moe_num_experts",
-    "exaone_moe": "num_experts",
-    "flex_olmo": "num_experts",
-    "glm4_moe": "n_routed_experts",
-    "glm4_moe_lite": "n_routed_experts",
-    "glm_moe_dsa": "n_routed_experts",
-    "gpt_oss": "num_local_experts",
-    "granitemoe": "num_local_experts",
-    "granitemoe_swa": "num_local_experts",
-    "granitemoeshared": "num_local_experts",
-    "hunyuan_v1_moe": "num_experts",
-    "hy_v3": "num_experts",
-    "hy_v4": "n_routed_experts",
-    "inkling_text": "n_routed_experts",
-    "jamba": "num_experts",
-    "jetmoe": "num_local_experts",
-    "kimi_linear": "num_experts",
-    "laguna": "num_experts",
-    "lfm2_moe": "num_experts",
-    "llama4_text": "num_local_experts",
-    "longcat_flash": "n_routed_experts",
-    "mellum": "num_experts",
-    "mimo_v2_flash": "n_routed_experts",
-    "minimax": "num_local_experts",
-    "minimax_m2": "num_local_experts",
-    "minimax_m3_vl_text": "num_local_experts",
-    "mixtral": "num_local_experts",
-    "olmoe": "num_experts",
-    "phimoe": "num_local_experts",
-    "qwen2_moe": "num_experts",
-    "qwen3_5_moe_text": "num_experts",
-    "qwen3_moe": "num_experts",
-    "qwen3_next": "num_experts",
-    "qwen4_exp_text": "num_experts",
-    "solar_open": "n_routed_experts",
-    "zaya": "num_experts",
-}
+
+def _by_type(**types: str) -> dict[str, str]:
+    """Return a key's name by each of the model types that it is given."""
+    return {kind: key for key, kinds in types.items() for kind in kinds.split()}
+
+
+_FUSED = _by_type(
+    moe_num_experts="aria_text dbrx ernie4_5_moe",
+    n_routed_experts="""
+        axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 glm4_moe glm4_moe_lite
+        glm_moe_dsa hy_v4 inkling_text longcat_flash mimo_v2_flash solar_open
+    """,
+    num_experts="""
+        afmoe cohere2_moe exaone_moe flex_olmo hunyuan_v1_moe hy_v3 jamba kimi_linear laguna
+        lfm2_moe mellum olmoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text
+        zaya
+    """,
+    num_local_experts="""
+        gpt_oss granitemoe granitemoe_swa granitemoeshared jetmoe llama4_text minimax minimax_m2
+        minimax_m3_vl_text mixtral phimoe
+    """,
+)
 """Model types whose experts are fused, with the key that says how many a layer has.
 
 Each was built by transformers 5.17 without data and its modules counted.
@@ -80,24 +53,14 @@ _SOMETIMES_FUSED = {
 _OWN_LINEAR_CLASS = frozenset({"falcon"})
 """Types whose linear layers are of a class of their own, which is not replaced."""
 
-_WIDTHS = {
-    "flex_olmo": "intermediate_size",
-    "gpt_oss": "intermediate_size",
-    "granitemoe": "intermediate_size",
-    "granitemoeshared": "intermediate_size",
-    "minimax": "intermediate_size",
-    "minimax_m2": "intermediate_size",
-    "mixtral": "intermediate_size",
-    "olmoe": "intermediate_size",
-    "phimoe": "intermediate_size",
-    "deepseek_v2": "moe_intermediate_size",
-    "deepseek_v3": "moe_intermediate_size",
-    "glm4_moe": "moe_intermediate_size",
-    "qwen2_moe": "moe_intermediate_size",
-    "qwen3_5_moe_text": "moe_intermediate_size",
-    "qwen3_moe": "moe_intermediate_size",
-    "qwen3_next": "moe_intermediate_size",
-}
+_WIDTHS = _by_type(
+    intermediate_size="""
+        flex_olmo gpt_oss granitemoe granitemoeshared minimax minimax_m2 mixtral olmoe phimoe
+    """,
+    moe_intermediate_size="""
+        deepseek_v2 deepseek_v3 glm4_moe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next
+    """,
+)
 """The key of an expert's inner width, for types whose experts are gated and counted here."""
 _PLAIN_ATTENTION = frozenset(
     {

@@ -16,7 +16,7 @@ from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
 from search_spaces.rules import RULES, Rule, Setting, Violation
-from search_spaces.space import Choices, SearchSpace
+from search_spaces.space import BATCHES, SearchSpace
 
 ROWS_MAX = 100_000
 """Combinations of what one rule reads that are looked at; a rule with more is left undecided."""
@@ -53,7 +53,7 @@ def refuse_impossible(
         broken = () if reason is None else (Violation(MISNAMED, reason),)
         what = "target_modules"
     if broken:
-        raise InputError(f"{what}: {'; '.join(f'{one.rule}: {one.reason}' for one in broken)}")
+        raise InputError(f"{what}: {'; '.join(f'{rule.rule}: {rule.reason}' for rule in broken)}")
 
 
 def obstacles(
@@ -76,12 +76,14 @@ def obstacles(
     """
     setting = Setting(model, device, compute_capability)
     dimensions = _Dimensions(space)
-    found = (_table(dimensions, name, rule, setting) for name, rule in RULES.items())
-    biting = [table for table in found if table is not None and table.reason is not None]
-    alone = [table for table in biting if not table.allowed]
-    if not alone and _can_agree(biting):
+    tables = (_table(dimensions, name, rule, setting) for name, rule in RULES.items())
+    forbidding = [table for table in tables if table is not None and table.reason is not None]
+    exclusive = [table for table in forbidding if not table.allowed]
+    # Small tables first: what contradicts each other is then found before much is gone through.
+    ordered = [table.allowed for table in sorted(forbidding, key=lambda table: len(table.allowed))]
+    if not exclusive and _is_common(ordered, {}, itertools.count()):
         return ()
-    return tuple(Violation(table.rule, table.reason or "") for table in alone or biting)
+    return tuple(Violation(table.rule, table.reason or "") for table in exclusive or forbidding)
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,8 @@ class _Dimensions:
 
     def __init__(self, space: SearchSpace) -> None:
         self._space = space
-        self._columns = {key: one.values() for key, one in space.dimensions.items()}
-        self._first = {
-            key: one.choices[0] if isinstance(one, Choices) else one.low
-            for key, one in space.dimensions.items()
-        }
+        self._columns = {key: dimension.values() for key, dimension in space.dimensions.items()}
+        self._first = {key: dimension.first for key, dimension in space.dimensions.items()}
 
     def among(self, keys: set[str]) -> set[str]:
         """Return those of the keys that are dimensions."""
@@ -137,10 +136,19 @@ class _Dimensions:
         positions = itertools.product(*map(range, sizes))
         return (dict(zip(keys, row, strict=True)) for row in positions)
 
-    def config(self, row: Row) -> TrialConfig:
-        """Return a configuration with a row's values, and the first of every other dimension."""
+    def config(self, row: Row) -> TrialConfig | None:
+        """Return a configuration with a row's values, and the first of every other dimension.
+
+        None where the row's batches do not go into each other: it is not in the space.
+        """
         values = {key: (self._columns[key] or ())[position] for key, position in row.items()}
-        return self._space.config({**self._first, **values})
+        params = {**self._first, **values}
+        batches = (dict(zip(BATCHES, pair, strict=True)) for pair in self._space.batches)
+        for known in itertools.chain([params], batches):
+            possible = {**params, **known, **values}
+            if self._space.holds_batches_of(possible):
+                return self._space.config(possible)
+        return None
 
 
 def _table(dimensions: _Dimensions, name: str, rule: Rule, setting: Setting) -> _Table | None:
@@ -149,53 +157,33 @@ def _table(dimensions: _Dimensions, name: str, rule: Rule, setting: Setting) -> 
     while (rows := dimensions.rows(sorted(keys))) is not None:
         allowed, reason = [], None
         for row in rows:
-            watched = _Watched(dimensions.config(row))
-            said = rule(cast(TrialConfig, watched), setting)
+            config = dimensions.config(row)
+            if config is None:
+                continue
+            watched = _Watched(config)
+            why = rule(cast(TrialConfig, watched), setting)
             more = dimensions.among(watched.read) - keys
             if more:
                 # What a rule reads may depend on what it read before: ask again about more.
                 keys |= more
                 break
-            if said is None:
+            if why is None:
                 allowed.append(row)
             else:
-                reason = reason or said
+                reason = reason or why
         else:
             return _Table(name, tuple(allowed), reason)
     return None
 
 
-def _can_agree(tables: Sequence[_Table]) -> bool:
-    """Whether some value of every dimension is allowed by all rules together."""
-    # Rules of one dimension first: they leave the others less to go through.
-    ordered = sorted(tables, key=lambda table: len(table.allowed[0]))
-    narrow: dict[str, set[int]] = {}
-    wide: list[tuple[Row, ...]] = []
-    for table in ordered:
-        rows = tuple(row for row in table.allowed if _is_within(row, narrow))
-        if not rows:
-            return False
-        if len(rows[0]) == 1:
-            (key,) = rows[0]
-            narrow[key] = {row[key] for row in rows}
-        else:
-            wide.append(rows)
-    steps = itertools.count()
-    return _is_common(wide, {}, steps)
-
-
-def _is_within(row: Row, narrow: Mapping[str, set[int]]) -> bool:
-    return all(row[key] in values for key, values in narrow.items() if key in row)
-
-
-def _is_common(wide: Sequence[tuple[Row, ...]], chosen: Row, steps: Iterator[int]) -> bool:
+def _is_common(tables: Sequence[tuple[Row, ...]], chosen: Row, steps: Iterator[int]) -> bool:
     """Whether a row of each table agrees with the others and with what was chosen before."""
-    if not wide:
+    if not tables:
         return True
-    for row in wide[0]:
+    for row in tables[0]:
         if next(steps) > STEPS_MAX:
             return True
         agrees = all(chosen.get(key, position) == position for key, position in row.items())
-        if agrees and _is_common(wide[1:], {**chosen, **row}, steps):
+        if agrees and _is_common(tables[1:], {**chosen, **row}, steps):
             return True
     return False

@@ -10,11 +10,12 @@ from datetime import date
 from functools import cache
 from importlib.resources import files
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from search_spaces.documents import parse_yaml
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.knobs import ComputeDtype
+from search_spaces.validation import validate
 
 GIB = 1024**3
 
@@ -152,12 +153,18 @@ class GpuSpec(BaseModel):
         )
 
 
+class _Catalogue(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gpus: tuple[GpuSpec, ...]
+
+
 @cache
 def gpu_catalogue() -> dict[str, GpuSpec]:
     """Return the shipped cards by name."""
     text = (files("search_spaces") / "gpus.yaml").read_text(encoding="utf-8")
-    specs = [GpuSpec.model_validate(entry) for entry in yaml.safe_load(text)["gpus"]]
-    return {spec.name: spec for spec in specs}
+    document = parse_yaml(text, label="gpus.yaml")
+    return {spec.name: spec for spec in validate(_Catalogue, document.values, document).gpus}
 
 
 def find_gpu(name: str) -> GpuSpec:
@@ -166,13 +173,16 @@ def find_gpu(name: str) -> GpuSpec:
     Raises:
         InputError: no such card; the message names the nearest one.
     """
-    wanted = name.strip().lower()
-    names = {
-        alias: spec for spec in gpu_catalogue().values() for alias in (spec.name, *spec.aliases)
-    }
+    wanted, names = name.strip().lower(), gpu_names()
     if wanted not in names:
         raise InputError(f"unknown GPU '{name}'{did_you_mean(wanted, names)}")
     return names[wanted]
+
+
+def gpu_names() -> dict[str, GpuSpec]:
+    """Return the cards by all their names, the catalogue's own before any alias."""
+    catalogue = gpu_catalogue()
+    return catalogue | {alias: spec for spec in catalogue.values() for alias in spec.aliases}
 
 
 def match_product(product: str) -> GpuSpec | None:

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from search_spaces import trainers
-from search_spaces.errors import shown
+from search_spaces.errors import quote
 from search_spaces.trainers import TRAINERS, Trainer
 
 ComputeDtype = Literal["bf16", "fp16", "fp32"]
@@ -98,7 +98,7 @@ class Knob:
 def _number(value: object) -> object:
     """Accept what YAML reads as a number or as its text (``1e-4``), and never a truth value."""
     if isinstance(value, bool):
-        raise ValueError(f"must be a number, got {shown(value)}")
+        raise ValueError(f"must be a number, got {quote(value)}")
     return value
 
 
@@ -107,14 +107,14 @@ def _target_modules(value: object) -> object:
         if value not in TARGET_SETS:
             raise ValueError(
                 f"must be one of {', '.join(TARGET_SETS)} or a list of module names, "
-                f"got {shown(value)}"
+                f"got {quote(value)}"
             )
         return value
     if isinstance(value, list | tuple):
         if not value or not all(isinstance(name, str) and name for name in value):
-            raise ValueError(f"must list at least one module name, got {shown(value)}")
+            raise ValueError(f"must list at least one module name, got {quote(value)}")
         return tuple(sorted(set(value)))
-    raise ValueError(f"must be a name or a list of module names, got {shown(value)}")
+    raise ValueError(f"must be a name or a list of module names, got {quote(value)}")
 
 
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]

@@ -1,5 +1,4 @@
-"""Owns which linear layers the known architectures have, and the counts that follow: parameters,
-FLOPs.
+"""Owns which linear layers the known architectures have, and counts that follow from their shapes.
 
 From the config alone: nothing is loaded. An architecture that is not known here gives None, and the
 worker, which has the real model, answers instead.
@@ -18,18 +17,11 @@ Shape = tuple[int, int]
 _SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 _SHAPED = {
-    "gemma": _SEPARATE,
-    "gemma2": _SEPARATE,
-    "gemma3_text": _SEPARATE,
-    "granite": _SEPARATE,
-    "llama": _SEPARATE,
-    "ministral": _SEPARATE,
-    "mistral": _SEPARATE,
-    "olmo2": _SEPARATE,
+    **dict.fromkeys(
+        ["gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral", "mistral"], _SEPARATE
+    ),
+    **dict.fromkeys(["olmo2", "qwen2", "qwen3", "smollm3"], _SEPARATE),
     "phi3": _FUSED,
-    "qwen2": _SEPARATE,
-    "qwen3": _SEPARATE,
-    "smollm3": _SEPARATE,
 }
 """Types whose linear layers have sizes that `linear_shapes` knows (read in transformers 5.17)."""
 
@@ -60,15 +52,23 @@ class _Names:
         return ("q_proj", "v_proj") if "q_proj" in self.attention else None
 
 
-_NAMES = {kind: _Names(names[:-3], names[-3:]) for kind, names in _SHAPED.items()} | {
+_GATED = (
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "helium",
+    "ministral3",
+    "olmo",
+    "olmo3",
+    "seed_oss",
+    "stablelm",
+)
+_NAMES = dict.fromkeys((*_GATED, *_SHAPED), _Names(_ATTENTION, _SEPARATE[4:])) | {
     "apertus": _Names(_ATTENTION, ("up_proj", "down_proj")),
     "arcee": _Names(_ATTENTION, ("up_proj", "down_proj")),
     "bloom": _Names(_QUERY_KEY_VALUE, _UP_DOWN),
     "codegen": _Names(("qkv_proj", "out_proj"), ("fc_in", "fc_out")),
-    "cohere": _Names(_ATTENTION, _SEPARATE[4:]),
-    "cohere2": _Names(_ATTENTION, _SEPARATE[4:]),
-    "ernie4_5": _Names(_ATTENTION, _SEPARATE[4:]),
-    "exaone4": _Names(_ATTENTION, _SEPARATE[4:]),
     "falcon": _Names(_QUERY_KEY_VALUE, _UP_DOWN),
     "glm": _Names(_ATTENTION, _FUSED[2:]),
     "glm4": _Names(_ATTENTION, _FUSED[2:]),
@@ -77,17 +77,11 @@ _NAMES = {kind: _Names(names[:-3], names[-3:]) for kind, names in _SHAPED.items(
     "gpt_neo": _Names(_OUT, ("c_fc", "c_proj")),
     "gpt_neox": _Names(_QUERY_KEY_VALUE, _UP_DOWN),
     "gptj": _Names(_OUT, ("fc_in", "fc_out")),
-    "helium": _Names(_ATTENTION, _SEPARATE[4:]),
-    "ministral3": _Names(_ATTENTION, _SEPARATE[4:]),
     "mpt": _Names(("Wqkv", "out_proj"), ("up_proj", "down_proj")),
     "nemotron": _Names(_ATTENTION, ("up_proj", "down_proj")),
-    "olmo": _Names(_ATTENTION, _SEPARATE[4:]),
-    "olmo3": _Names(_ATTENTION, _SEPARATE[4:]),
     "opt": _Names(_OUT, ("fc1", "fc2")),
     "phi": _Names(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
     "phi3": _Names(_FUSED[:2], _FUSED[2:]),
-    "seed_oss": _Names(_ATTENTION, _SEPARATE[4:]),
-    "stablelm": _Names(_ATTENTION, _SEPARATE[4:]),
     "starcoder2": _Names(_ATTENTION, ("c_fc", "c_proj")),
 }
 """Linear layers inside a decoder layer, by transformers' model type (read in transformers 5.17)."""
@@ -142,8 +136,7 @@ def resolve_targets(config: TrialConfig, model: ModelSpec) -> tuple[str, ...]:
 
     For a model type that is not known, ``all-linear`` stays as it is (PEFT resolves it on the real
     model) and the other sets get the names that most architectures use. A set that the architecture
-    cannot have (q and v where one matrix holds q, k and v) gives those names as well: they are
-    then not among its modules.
+    cannot have (q and v where one matrix holds q, k and v) gives names that it has no modules for.
     """
     wanted = config.target_modules
     if not isinstance(wanted, str):
@@ -204,8 +197,7 @@ def lora_parameters(config: TrialConfig, model: ModelSpec) -> int | None:
 def attention_width(*, hidden: int, heads: int, head_dim: int | None) -> int:
     """Return the width of all heads' queries.
 
-    Where the config says how wide a head is, that need not be what divides the residual stream
-    among them.
+    Where the config says how wide a head is, all heads need not be as wide as the residual stream.
     """
     return heads * (head_dim or hidden // heads)
 
@@ -255,7 +247,7 @@ def _biases(model: ModelSpec, shapes: dict[str, Shape]) -> int:
 
 
 def _head_norms(model: ModelSpec) -> int:
-    """Qwen3 normalises the queries and keys of every head with one weight vector each."""
+    """Qwen3 normalizes the queries and keys of every head with one weight vector each."""
     if model.model_type != "qwen3":
         return 0
     return 2 * int(model.config["head_dim"])

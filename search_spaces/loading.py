@@ -1,44 +1,27 @@
 """Owns turning what a person names into a search space: a shipped preset, or a YAML file of theirs.
 
 Strict: every key and every declared value is checked when the file is read, and the message names
-file, line, key and value. Knows nothing of Optuna. Models by name are in `model_files`, weights in
-`checkpoints`.
+file, line, key and value. Knows nothing of Optuna.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, model_validator
 
-from search_spaces.checkpoints import check_weights
-from search_spaces.config import CONFIG_KEYS, explain_validation, parse_config
+from search_spaces.config import TrialConfig
 from search_spaces.dimensions import read_dimension, read_value
 from search_spaces.documents import Document, exists, home_expanded, parse_yaml, read_text
-from search_spaces.errors import InputError, did_you_mean, shown
+from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.gpus import find_gpu
-from search_spaces.model_files import ModelSummary, load_model_spec, located, model_names
-from search_spaces.space import Dimension, SearchSpace, StepBudget
-
-SPACE_KEYS = (*SearchSpace.model_fields, "time_budget")
-STEP_KEYS = tuple(StepBudget.model_fields)
-
-
-@dataclass(frozen=True)
-class PresetSummary:
-    """One shipped space, for a list of them."""
-
-    name: str
-    description: str
-    gpu: str
-    model: str
-    combinations: int | None
-    """How many configurations it holds; None where a dimension is continuous."""
+from search_spaces.models import located
+from search_spaces.space import ConfigKey, SearchSpace
+from search_spaces.validation import validate
 
 
 def preset_name(typed: str) -> str | None:
@@ -80,13 +63,9 @@ def _is_path(text: str, path: Path) -> bool:
     )
 
 
-def preset_names() -> list[PresetSummary]:
+def shipped_presets() -> list[SearchSpace]:
     """Return the shipped presets by name."""
-    return [
-        PresetSummary(name, space.description, space.gpu, space.model, space.size())
-        for name in sorted(_presets())
-        for space in [load_space(name)]
-    ]
+    return [load_space(name) for name in sorted(_presets())]
 
 
 def _presets() -> dict[str, str]:
@@ -106,23 +85,34 @@ def parse_space(text: str, *, label: str) -> SearchSpace:
         InputError: an unknown key, a value that cannot be, or keys that contradict each other.
     """
     document = parse_yaml(text, label=label)
-    _check_keys(document, known=SPACE_KEYS)
     values = {"name": _name_of(label), **_without_empty(document)}
-    values["dimensions"] = _dimensions(document)
+    validate(_Written, values, document)
     for section in ("fixed", "baseline"):
-        if section in values:
-            values[section] = _values(document, section)
-    if "steps" in values:
-        _check_keys(document, "steps", known=STEP_KEYS)
+        values[section] = {
+            key: read_value(key, value, document=document, at=(section, key))
+            for key, value in values.get(section, {}).items()
+        }
+    values["dimensions"] = {
+        key: read_dimension(document, key, value)
+        for key, value in values.get("dimensions", {}).items()
+    }
     _take_time_budget(document, values)
     _check_gpu(document, values)
-    try:
-        space = SearchSpace.model_validate(values)
-    except ValidationError as error:
-        path = error.errors()[0]["loc"]
-        raise InputError(f"{document.where(*path)}: {explain_validation(error)}") from error
+    space = validate(SearchSpace, values, document)
     _check_baseline(document, space)
     return space
+
+
+class _Written(SearchSpace):
+    """A space as a file may have it, its values not yet read."""
+
+    time_budget: Any = None
+    """A duration in place of ``time_budget_seconds``."""
+    dimensions: dict[ConfigKey, Any] = Field(default={})
+
+    @model_validator(mode="after")
+    def _consistent(self) -> _Written:
+        return self
 
 
 def _name_of(label: str) -> str:
@@ -137,51 +127,6 @@ def _without_empty(document: Document) -> dict[str, Any]:
     return {k: v for k, v in document.values.items() if not (k in sections and v is None)}
 
 
-def _section(document: Document, section: str) -> dict[str, Any]:
-    value = document.values.get(section)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise InputError(
-            f"{document.where(section)}: {section} must map keys to values, got {shown(value)}"
-        )
-    return value
-
-
-def _check_keys(document: Document, *section: str, known: tuple[str, ...]) -> None:
-    values = _section(document, section[0]) if section else document.values
-    for key in values:
-        if key not in known:
-            where = document.where(*section, key)
-            inside = f" under {section[0]}" if section else ""
-            raise InputError(f"{where}: unknown key {shown(key)}{inside}{did_you_mean(key, known)}")
-
-
-def _dimensions(document: Document) -> dict[str, Dimension]:
-    _check_keys(document, "dimensions", known=CONFIG_KEYS)
-    fixed = _section(document, "fixed")
-    dimensions = {}
-    for key, value in _section(document, "dimensions").items():
-        if key in fixed:
-            raise InputError(
-                f"{document.where('fixed', key)}: '{key}' is fixed and also a dimension: keep one"
-            )
-        dimensions[key] = read_dimension(document, key, value)
-    if not dimensions:
-        raise InputError(
-            f"{document.where('dimensions')}: dimensions must name at least one key to search, "
-            "with its values"
-        )
-    return dimensions
-
-
-def _values(document: Document, section: str) -> dict[str, Any]:
-    """Return the section with each value as the configuration reads it."""
-    _check_keys(document, section, known=CONFIG_KEYS)
-    items = _section(document, section).items()
-    return {key: read_value(key, value, where=document.where(section, key)) for key, value in items}
-
-
 def _check_gpu(document: Document, values: dict[str, Any]) -> None:
     gpu = values.get("gpu", "auto")
     if isinstance(gpu, str) and gpu not in ("auto", "cpu"):
@@ -193,9 +138,11 @@ def _check_gpu(document: Document, values: dict[str, Any]) -> None:
 
 def _check_baseline(document: Document, space: SearchSpace) -> None:
     """Refuse a baseline that is none, whether by what it names or by what it inherits."""
-    if space.baseline:
-        parse_config(space.baseline, where=f"{document.where('baseline')}: baseline")
-    space.baseline_config()
+    validate(TrialConfig, space.baseline, document, at=("baseline",), about="baseline: ")
+    try:
+        space.baseline_config()
+    except InputError as error:
+        raise InputError(f"{document.where('baseline')}: {error}") from error
 
 
 def _take_time_budget(document: Document, values: dict[str, Any]) -> None:
@@ -227,19 +174,5 @@ def parse_duration(text: object) -> float:
     parts = match.groups() if match else ()
     seconds = sum(float(part or 0) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if not seconds > 0 or seconds == float("inf"):
-        raise InputError(f"a duration is written like 10m, 90s, 1h30m or 600, got {shown(text)}")
+        raise InputError(f"a duration is written like 10m, 90s, 1h30m or 600, got {quote(text)}")
     return seconds
-
-
-__all__ = [
-    "ModelSummary",
-    "PresetSummary",
-    "check_weights",
-    "load_model_spec",
-    "load_space",
-    "model_names",
-    "parse_duration",
-    "parse_space",
-    "preset_name",
-    "preset_names",
-]

@@ -1,18 +1,52 @@
-"""Owns what is known of a model before any weight is loaded: its config and where it came from.
+"""Owns what is known of a model before any weight is loaded: its config, found by name and checked.
 
-Knows nothing of torch or transformers; a config is plain JSON here.
+A name is a shipped architecture, a directory with a ``config.json``, or a hub id. Knows nothing of
+torch or transformers: a config is plain JSON here. Weights are not loaded and remote code is never
+run: ``auto_map`` is dropped, so that nothing further down can pick it up.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, Literal
 
-Weights = Literal["random", "pretrained"]
+from search_spaces.documents import exists, home_expanded, is_directory, read_json
+from search_spaces.errors import InputError, did_you_mean, quote
+from search_spaces.hub import fetch_config
+
+SIZE_MAX = 10**7
+"""No size of a decoder model reaches this; a larger one is a lie or a slip."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+_OTHER_WORDS = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+}
+"""What GPT-2, Bloom, MPT and their like call what everybody else calls otherwise."""
+_MULTIMODAL = {
+    "emu3": "emu3_text_model",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "llama4": "llama4_text",
+    "mllama": "mllama_text_model",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
+}
+"""Types whose sizes at the top level transformers 5.17 would not even read, and their decoders."""
 
 
 @dataclass(frozen=True)
@@ -76,3 +110,130 @@ class ModelSpec:
         return cls(
             values["name"], values["source"], values["config"], None if path is None else Path(path)
         )
+
+
+def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -> ModelSpec:
+    """Return the model that ``name`` names.
+
+    Args:
+        name: a shipped architecture, a directory with a ``config.json``, or a hub id (``org/x``).
+        fetch: gets a hub id's ``config.json`` and returns its path.
+
+    Raises:
+        InputError: there is no such model, or its config is not one that can be used.
+        EnvironmentFault: the hub cannot be reached and its cache does not hold the model.
+    """
+    if name in _shipped():
+        return ModelSpec(name, "shipped", _shipped()[name])
+    directory = home_expanded(name)
+    if name and is_directory(directory, label=f"model '{name}'"):
+        label = str(Path(name) / "config.json")
+        config = _read_config(directory / "config.json", label=label)
+        return ModelSpec(name, "directory", config, directory.resolve())
+    if name and exists(directory, label=f"model '{name}'"):
+        raise InputError(f"model '{name}' is a file: name the directory that holds its config.json")
+    if _HUB_ID.fullmatch(name):
+        path = fetch(name)
+        return ModelSpec(name, "hub", _read_config(path, label=f"{name}/config.json"), path.parent)
+    if "/" in name or name.startswith((".", "~")):
+        raise InputError(f"model '{name}': no such directory")
+    raise InputError(
+        f"unknown model '{name}'{did_you_mean(name, _shipped())} (a shipped architecture, "
+        "a directory with a config.json, or a hub id like org/name)"
+    )
+
+
+def located(name: str, *, beside: Path) -> str:
+    """Return what a file in the directory ``beside`` means by a model's name.
+
+    A shipped architecture, else a directory beside the file; anything else is left as it is, a
+    directory where the command runs or a hub id.
+    """
+    if not name or name in _shipped():
+        return name
+    directory = beside / home_expanded(name)
+    return str(directory) if is_directory(directory, label=f"model '{name}'") else name
+
+
+def shipped_models() -> list[ModelSpec]:
+    """Return the shipped architectures by name."""
+    return [load_model_spec(name) for name in sorted(_shipped())]
+
+
+@cache
+def _shipped() -> dict[str, dict[str, Any]]:
+    with as_file(files("search_spaces") / "architectures") as directory:
+        paths = sorted(directory.glob("*.json"))
+        return {path.stem: _read_config(path, label=path.name) for path in paths}
+
+
+def _read_config(path: Path, *, label: str) -> dict[str, Any]:
+    if not exists(path, label=label):
+        raise InputError(f"{label}: no such file; a model's directory needs its config.json")
+    config = read_json(path, label=label)
+    _check_kind(config, label=label)
+    config = {**_in_usual_words(config), **config}
+    _check_sizes(config, label=label)
+    _check_shapes(config, label=label)
+    return {key: value for key, value in config.items() if key != "auto_map"}
+
+
+def _in_usual_words(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes that the config calls by other words."""
+    present = {key: [w for w in words if w in config] for key, words in _OTHER_WORDS.items()}
+    return {key: config[words[0]] for key, words in present.items() if words}
+
+
+def _check_kind(config: dict[str, Any], *, label: str) -> None:
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise InputError(f"{label}: model_type must name the architecture, got {quote(kind)}")
+    if config.get("is_encoder_decoder"):
+        raise InputError(f"{label}: is_encoder_decoder is true; only decoder models can be trained")
+    text = config.get("text_config")
+    if kind in _MULTIMODAL or ("num_hidden_layers" not in config and isinstance(text, dict)):
+        has = " (it has a text_config)" if isinstance(text, dict) else ""
+        raise InputError(
+            f"{label}: model_type '{kind}' is a multimodal model{has}; only text decoders can be "
+            f"trained: {_text_decoder(kind, text)}"
+        )
+
+
+def _text_decoder(kind: str, text: object) -> str:
+    """Return what to do about a multimodal config: name the decoder's own config."""
+    own = text.get("model_type") if isinstance(text, dict) else None
+    own = own if isinstance(own, str) else _MULTIMODAL.get(kind)
+    named = "" if own is None else f" (model_type '{own}')"
+    return f"write its text_config{named} to a config.json of its own"
+
+
+def _check_sizes(config: dict[str, Any], *, label: str) -> None:
+    for key in _REQUIRED:
+        if key not in config:
+            raise InputError(f"{label}: {key} is missing; model_type '{config['model_type']}'")
+    for key in (*_REQUIRED, *_OPTIONAL):
+        value = config.get(key)
+        if value is None and key in _OPTIONAL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= SIZE_MAX:
+            raise InputError(
+                f"{label}: {key} must be a whole number from 1 to {SIZE_MAX:,}, got {quote(value)}"
+            )
+
+
+def _check_shapes(config: dict[str, Any], *, label: str) -> None:
+    """Refuse sizes that contradict each other: the model could not be built, or not as it says."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if config.get("head_dim") is None and hidden % heads:
+        raise InputError(
+            f"{label}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
+            "and there is no head_dim"
+        )
+    keys = config.get("num_key_value_heads") or heads
+    if heads % keys:
+        raise InputError(
+            f"{label}: num_attention_heads {heads} is not a multiple of num_key_value_heads {keys}"
+        )
+    for key in ("rope_parameters", "rope_scaling", "quantization_config"):
+        if not isinstance(config.get(key), dict | None):
+            raise InputError(f"{label}: {key} must be an object or null, got {quote(config[key])}")

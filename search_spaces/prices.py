@@ -1,25 +1,24 @@
 """Owns what renting a card costs: offers with provider, date and source, shipped and the user's.
 
-Values in, values out: nothing is ever fetched, and what a training costs under an offer is worked
-out elsewhere.
+Values in, values out: nothing is ever fetched. Knows nothing of what a training costs.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
-from search_spaces.config import explain_validation
-from search_spaces.documents import Document, parse_yaml, read_text
-from search_spaces.errors import InputError, did_you_mean, shown
+from search_spaces.documents import Document, KeyPath, parse_yaml, read_text
+from search_spaces.errors import InputError, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.knobs import Number
+from search_spaces.validation import known_key, validate
 
 USD_PER_HOUR_MAX = 1000.0
 """No single card is rented at such a price; a figure above it is a slip of the unit."""
@@ -74,6 +73,19 @@ class Offer(Assumptions):
         return f"{self.gpu} {self.provider}{' spot' if self.is_spot else ''}"
 
 
+_LIST_KEYS = tuple(key for key in Offer.model_fields if key != "gpu")
+_ListKey = Annotated[str, AfterValidator(partial(known_key, known=_LIST_KEYS))]
+
+
+class _PriceFile(BaseModel):
+    """A file of prices, whose lists are read card by card."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    assumptions: Assumptions | None = None
+    offers: list[dict[_ListKey, Any]] | None = None
+
+
 def load_prices(user_file: Path | None = None) -> dict[str, tuple[Offer, ...]]:
     """Return the offers by catalogue name, the cheapest hour first.
 
@@ -95,14 +107,16 @@ def load_prices(user_file: Path | None = None) -> dict[str, tuple[Offer, ...]]:
 
 def merge_prices(documents: Iterable[Document]) -> dict[str, tuple[Offer, ...]]:
     """Return the offers of several price files by catalogue name; a later file's come first."""
-    documents = tuple(documents)
+    read = [(document, validate(_PriceFile, document.values, document)) for document in documents]
     assumptions: dict[str, Any] = {}
-    for document in documents:
-        assumptions |= _assumptions(document)
+    for _, file in read:
+        if file.assumptions is not None:
+            assumptions |= file.assumptions.model_dump(exclude_unset=True)
     offers: dict[tuple[str, str, bool], Offer] = {}
-    for document in documents:
-        for offer in _offers(document, assumptions):
-            offers[offer.gpu, offer.provider.lower(), offer.is_spot] = offer
+    for document, file in read:
+        for index, terms in enumerate(file.offers or ()):
+            for offer in _offers(document, ("offers", index), {**assumptions, **terms}):
+                offers[offer.gpu, offer.provider.lower(), offer.is_spot] = offer
     grouped: dict[str, list[Offer]] = {}
     for offer in sorted(offers.values(), key=lambda offer: offer.usd_per_hour):
         grouped.setdefault(offer.gpu, []).append(offer)
@@ -115,76 +129,20 @@ def _shipped() -> Document:
     return parse_yaml(text, label="prices.yaml")
 
 
-def _assumptions(document: Document) -> dict[str, Any]:
-    _known(document, document.values, ("assumptions", "offers"))
-    values = document.values.get("assumptions") or {}
-    given = _known(document, values, tuple(Assumptions.model_fields), "assumptions")
-    try:
-        Assumptions.model_validate(given)
-    except ValidationError as error:
-        raise _refusal(document, error, "assumptions") from error
-    return dict(given)
-
-
-def _offers(document: Document, assumptions: Mapping[str, Any]) -> list[Offer]:
-    """Return an offer for each card of each price list of the file."""
-    lists = document.values.get("offers") or []
-    if not isinstance(lists, list):
-        raise InputError(f"{document.where('offers')}: offers must be a list, got {shown(lists)}")
-    keys = tuple(key for key in Offer.model_fields if key != "gpu")
-    offers = []
-    for index, entry in enumerate(lists):
-        path = ("offers", index)
-        terms = dict(_known(document, entry, keys, *path))
-        prices = terms.pop("usd_per_hour", None)
-        if not isinstance(prices, Mapping) or not prices:
-            raise InputError(
-                f"{document.where(*path, 'usd_per_hour')}: "
-                f"usd_per_hour must map cards to prices, got {shown(prices)}"
-            )
-        for card, price in prices.items():
-            values = {**assumptions, **terms, "gpu": card, "usd_per_hour": price}
-            offers.append(_offer(document, values, path))
-    return offers
-
-
-def _offer(document: Document, values: dict[str, Any], path: tuple[str | int, ...]) -> Offer:
-    card = values["gpu"]
-    at_price = (*path, "usd_per_hour", card)
-    try:
-        return Offer.model_validate({**values, "gpu": find_gpu(str(card)).name})
-    except InputError as error:
-        raise InputError(f"{document.where(*at_price)}: usd_per_hour: {error}") from error
-    except ValidationError as error:
-        is_price = error.errors()[0]["loc"][0] == "usd_per_hour"
-        raise _refusal(
-            document, error, *(at_price[:-1] if is_price else path), card=card
-        ) from error
-
-
-def _refusal(
-    document: Document, error: ValidationError, *path: str | int, card: object = None
-) -> InputError:
-    """Return the input error for the first fault: line of the key, card it is about, rule."""
-    key = str(error.errors()[0]["loc"][0])
-    where = (
-        document.where(*path, key)
-        if path[-1] != "usd_per_hour"
-        else document.where(*path, str(card))
-    )
-    about = "" if card is None else f"{card}: "
-    return InputError(f"{where}: {about}{explain_validation(error)}")
-
-
-def _known(
-    document: Document, value: object, keys: Iterable[str], *path: str | int
-) -> Mapping[str, Any]:
-    """Return ``value`` if it maps known keys."""
-    where = document.where(*path)
-    if not isinstance(value, Mapping):
-        raise InputError(f"{where}: must map keys to values, got {shown(value)}")
-    for key in value:
-        if key not in keys:
-            at = document.where(*path, str(key))
-            raise InputError(f"{at}: unknown key '{key}'{did_you_mean(str(key), keys)}")
-    return value
+def _offers(document: Document, path: KeyPath, terms: Mapping[str, Any]) -> Iterator[Offer]:
+    """Yield an offer for each card of a price list, which stands at ``path`` of the file."""
+    prices = terms.get("usd_per_hour")
+    if not isinstance(prices, Mapping) or not prices:
+        raise InputError(
+            f"{document.where(*path, 'usd_per_hour')}: "
+            f"usd_per_hour must map cards to prices, got {quote(prices)}"
+        )
+    for card, price in prices.items():
+        at_price = (*path, "usd_per_hour", card)
+        try:
+            gpu = find_gpu(card).name
+        except InputError as error:
+            raise InputError(f"{document.where(*at_price)}: usd_per_hour: {error}") from error
+        values = {**terms, "gpu": gpu, "usd_per_hour": price}
+        moved = {"usd_per_hour": at_price}
+        yield validate(Offer, values, document, at=path, moved=moved, about=f"{card}: ")

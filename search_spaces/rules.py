@@ -16,8 +16,6 @@ from search_spaces.errors import did_you_mean
 from search_spaces.experts import LEAST_QUANTIZED_SHARE, Unquantized, unquantized
 from search_spaces.linears import (
     known_linear_modules,
-    lora_parameters,
-    resolve_targets,
     target_sets,
 )
 from search_spaces.models import ModelSpec
@@ -334,31 +332,3 @@ RULES: dict[str, Rule] = {
     "checkpointing-not-in-model": _checkpoints,
 }
 """Every rule by name, in the order they are asked."""
-
-
-def canonical(config: TrialConfig) -> TrialConfig:
-    """Return the configuration that trains the same way, with every default written out.
-
-    Two configurations with the same canonical form are one run: alpha left out is twice the rank,
-    an effective batch left out is one micro-batch, and without quantization there are no
-    quantisation constants that ``double_quant`` could quantise.
-    """
-    return config.model_copy(
-        update={
-            "lora_alpha": config.alpha,
-            "effective_batch_size": config.samples_per_step,
-            "double_quant": config.double_quant and config.quantization != "none",
-        }
-    )
-
-
-__all__ = [
-    "LIGER_MODEL_TYPES",
-    "RULES",
-    "Violation",
-    "canonical",
-    "known_linear_modules",
-    "lora_parameters",
-    "resolve_targets",
-    "violation",
-]

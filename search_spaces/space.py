@@ -6,19 +6,19 @@ Knows nothing of Optuna; `sweep.sampling.samplers` turns dimensions into distrib
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import AfterValidator, Field, StrictInt, field_validator, model_validator
 
-from search_spaces.config import CONFIG_KEYS, TrialConfig, parse_config
-from search_spaces.errors import InputError
+from search_spaces.config import CONFIG_KEYS, TrialConfig, canonical, parse_config
+from search_spaces.dimensions import Choices, Dimension, FloatRange, Strict
+from search_spaces.errors import InputError, listed, quote
 from search_spaces.knobs import Number
-from search_spaces.models import Weights
-from search_spaces.rules import canonical
-
-VALUES_MAX = 10_000
-"""More values than this in one dimension is a slip: nobody measures them."""
+from search_spaces.validation import ContradictionError, known_key
 
 MICRO_STEPS_TIMED = 2
 """Micro-steps of one optimizer step that a trial really runs, however long the accumulation.
@@ -29,80 +29,25 @@ the whole accumulation, and so is the time of a micro-step.
 
 Objective = Literal["tokens_per_second", "peak_memory", "cost", "trainable_parameters"]
 SamplerName = Literal["tpe", "gp", "random", "grid"]
+Weights = Literal["random", "pretrained"]
+
+BATCHES = ("micro_batch_size", "effective_batch_size")
+"""The first must go into the second."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+def _name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]{0,63}", name):
+        raise ValueError(
+            f"must be letters, digits, '.', '_' and '-', at most 64, got {quote(name)}; without "
+            "it the space is called like its file, and --study names the study"
+        )
+    return name
 
 
-class Choices(_Model):
-    """A categorical dimension."""
-
-    choices: tuple[Any, ...] = Field(min_length=1)
-
-    def values(self) -> tuple[Any, ...]:
-        """Return every value."""
-        return self.choices
+ConfigKey = Annotated[str, AfterValidator(partial(known_key, known=CONFIG_KEYS))]
 
 
-class IntRange(_Model):
-    """Whole numbers from ``low`` to ``high``, both included."""
-
-    low: StrictInt
-    high: StrictInt
-    step: StrictInt = Field(default=1, ge=1)
-    log: StrictBool = False
-
-    @model_validator(mode="after")
-    def _ordered(self) -> IntRange:
-        if self.low > self.high:
-            raise ValueError(f"low must be at most high, got {self.low} and {self.high}")
-        if self.log and (self.step != 1 or self.low < 1):
-            raise ValueError(
-                f"log needs step 1 and low of at least 1, got {self.step} and {self.low}"
-            )
-        if (self.high - self.low) // self.step >= VALUES_MAX:
-            raise ValueError(_too_many(self.low, self.high, self.step))
-        return self
-
-    def values(self) -> tuple[int, ...]:
-        """Return every value."""
-        return tuple(range(self.low, self.high + 1, self.step))
-
-
-class FloatRange(_Model):
-    """Numbers from ``low`` to ``high``, in steps where ``step`` is given."""
-
-    low: Number
-    high: Number
-    step: Number | None = Field(default=None, gt=0)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> FloatRange:
-        if self.low > self.high:
-            raise ValueError(f"low must be at most high, got {self.low} and {self.high}")
-        if self.step is not None and (self.high - self.low) / self.step >= VALUES_MAX:
-            raise ValueError(_too_many(self.low, self.high, self.step))
-        return self
-
-    def values(self) -> tuple[float, ...] | None:
-        """Return every value; None where there is no step."""
-        if self.step is None:
-            return None
-        count = int((self.high - self.low) / self.step + 1e-9) + 1
-        # Rounded, so that three steps of 0.1 are 0.3 and the last value is never above high.
-        steps = (round(self.low + index * self.step, 12) for index in range(count))
-        return tuple(min(value, self.high) for value in steps)
-
-
-def _too_many(low: float, high: float, step: float) -> str:
-    return f"{low} to {high} in steps of {step} is more than {VALUES_MAX} values: use a larger step"
-
-
-Dimension = Choices | IntRange | FloatRange
-
-
-class StepBudget(_Model):
+class StepBudget(Strict):
     """How long one trial trains: warm-up until steady, then steps until the interval is narrow."""
 
     warmup_min: StrictInt = Field(default=2, ge=1)
@@ -126,10 +71,10 @@ class StepBudget(_Model):
         return self
 
 
-class SearchSpace(_Model):
+class SearchSpace(Strict):
     """What may be tried, on which model and card, and how long to look."""
 
-    name: str = Field(pattern=r"^[\w][\w.-]{0,63}$")
+    name: Annotated[str, AfterValidator(_name)]
     """Names the study and its directory too, so it is letters, digits, ``.``, ``_`` and ``-``."""
     description: str = ""
     gpu: str = "auto"
@@ -143,45 +88,88 @@ class SearchSpace(_Model):
     time_budget_seconds: Number | None = Field(default=None, gt=0)
     seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)
     steps: StepBudget = StepBudget()
-    dimensions: dict[str, Annotated[Dimension, Field(union_mode="left_to_right")]]
-    fixed: dict[str, Any] = {}
-    baseline: dict[str, Any] = {}
+    dimensions: dict[ConfigKey, Annotated[Dimension, Field(union_mode="left_to_right")]]
+    """What is searched; batches that do not go into any other are left out."""
+    fixed: dict[ConfigKey, Any] = Field(default={})
+    baseline: dict[ConfigKey, Any] = Field(default={})
     """What the study's gain is reported over: a reference, which the space need not hold.
 
     Missing keys take the space's fixed values, and the recipe's defaults where nothing is fixed.
     """
 
+    @field_validator("dimensions")
+    @classmethod
+    def _searches_something(cls, dimensions: dict[str, Dimension]) -> dict[str, Dimension]:
+        if not dimensions:
+            raise ValueError("must name at least one key to search, with its values")
+        return dimensions
+
     @model_validator(mode="after")
     def _consistent(self) -> SearchSpace:
         both = sorted(set(self.dimensions) & set(self.fixed))
         if both:
-            raise ValueError(f"'{both[0]}' is both a dimension and fixed")
-        if not self.dimensions:
-            raise ValueError("dimensions must name at least one key to search")
+            message = f"'{both[0]}' is fixed and also a dimension: keep one"
+            raise ContradictionError(message, "fixed", both[0])
         if len(set(self.objectives)) < len(self.objectives):
-            raise ValueError(f"objectives lists one twice, got {', '.join(self.objectives)}")
+            named = ", ".join(self.objectives)
+            raise ContradictionError(f"objectives lists one twice, got {named}", "objectives")
+        self._leave_out_batches()
         if self.sampler == "grid" and self.size() is None:
-            raise ValueError("sampler grid needs a step in every range of numbers")
-        self._check_accumulation()
+            raise ContradictionError(
+                "sampler grid needs a step in every range of numbers", "sampler"
+            )
         return self
 
-    def _check_accumulation(self) -> None:
-        """Refuse batches that do not go into each other: a sampler would propose them again."""
-        micro, effective = (
-            self._values_of("micro_batch_size"),
-            self._values_of("effective_batch_size"),
-        )
-        for whole, part in itertools.product(effective, micro):
-            if isinstance(whole, int) and isinstance(part, int) and whole % part:
-                raise ValueError(
-                    f"effective_batch_size {whole} is not a multiple of micro_batch_size {part}"
-                )
+    def _leave_out_batches(self) -> None:
+        micro, effective = (self._values_of(key) for key in BATCHES)
+        if not self.batches and micro and effective:
+            got = " and ".join(listed(map(quote, values)) for values in (effective, micro))
+            raise ContradictionError(
+                f"effective_batch_size must be a multiple of micro_batch_size, got {got}",
+                "fixed" if "effective_batch_size" in self.fixed else "dimensions",
+                "effective_batch_size",
+            )
+        for key, column in zip(BATCHES, zip(*self.batches, strict=True), strict=False):
+            values, possible = self._values_of(key), set(column)
+            if key in self.dimensions and not set(values) <= possible:
+                kept = tuple(value for value in values if value in possible)
+                self.dimensions[key] = Choices(choices=kept)
 
     def _values_of(self, key: str) -> tuple[Any, ...]:
         """Return every value that ``key`` can take in this space."""
         if key in self.dimensions:
             return self.dimensions[key].values() or ()
         return (self.fixed.get(key, TrialConfig.model_fields[key].default),)
+
+    @cached_property
+    def batches(self) -> tuple[tuple[Any, Any], ...]:
+        """Micro-batches and effective batches of the space, in pairs that go into each other."""
+        pairs = itertools.product(*map(self._values_of, BATCHES))
+        return tuple(pair for pair in pairs if _is_whole(*pair))
+
+    @cached_property
+    def columns(self) -> tuple[tuple[Mapping[str, Any], ...], ...] | None:
+        """One part of each column makes a combination; None where a dimension is continuous.
+
+        A column is a dimension, or the pairs of batches where only some go into each other.
+        """
+        values = {key: dimension.values() for key, dimension in self.dimensions.items()}
+        every = math.prod(len(values.get(key) or ()) for key in BATCHES)
+        columns: dict[str, tuple[Mapping[str, Any], ...]] = {}
+        for key, column in values.items():
+            if column is None:
+                return None
+            if key in BATCHES and len(self.batches) < every:
+                pairs = (zip(BATCHES, pair, strict=True) for pair in self.batches)
+                columns[BATCHES[0]] = tuple(dict(pair) for pair in pairs)
+            else:
+                columns[key] = tuple({key: value} for value in column)
+        return tuple(columns.values())
+
+    def holds_batches_of(self, params: Mapping[str, Any]) -> bool:
+        """Return whether the micro-batch of ``params`` goes into their effective batch."""
+        micro, effective = (params.get(key, self._values_of(key)[0]) for key in BATCHES)
+        return _is_whole(micro, effective)
 
     def config(self, params: Mapping[str, Any]) -> TrialConfig:
         """Return the configuration for one value of each dimension."""
@@ -191,24 +179,28 @@ class SearchSpace(_Model):
         """Return the configuration that gains are reported over.
 
         Raises:
-            InputError: it names an unknown key, a value out of range, or batches that do not go
-                into each other.
+            InputError: it names an unknown key, a value out of range, or a micro-batch that does
+                not go into the effective batch. An inherited one is lowered until it does.
         """
         where = f"space '{self.name}': baseline"
         # Judged by itself first, so that only what it inherits gives way below.
-        parse_config(self.baseline, where=where)
-        inherited = _with_whole_batches({**self.fixed, **self.baseline}, named=self.baseline)
-        return parse_config(inherited, where=where)
+        named = parse_config(self.baseline, where=where)
+        values = {**self.fixed, **self.baseline}
+        micro, effective = named.micro_batch_size, values.get("effective_batch_size")
+        if "micro_batch_size" not in self.baseline:
+            micro = values.get("micro_batch_size", micro)
+            if effective is not None:
+                micro = next(size for size in range(micro, 0, -1) if effective % size == 0)
+        elif not _is_whole(micro, effective):
+            raise InputError(
+                f"{where}: micro_batch_size {micro} does not go into effective_batch_size "
+                f"{effective}, which is fixed: name an effective_batch_size under baseline too"
+            )
+        return parse_config({**values, "micro_batch_size": micro}, where=where)
 
     def size(self) -> int | None:
         """Return the number of combinations; None where a dimension is continuous."""
-        total = 1
-        for dimension in self.dimensions.values():
-            values = dimension.values()
-            if values is None:
-                return None
-            total *= len(values)
-        return total
+        return None if self.columns is None else math.prod(map(len, self.columns))
 
     def combinations(self) -> Iterator[dict[str, Any]]:
         """Yield every combination of values.
@@ -216,12 +208,10 @@ class SearchSpace(_Model):
         Raises:
             ValueError: a dimension is continuous.
         """
-        names = list(self.dimensions)
-        values = [dimension.values() for dimension in self.dimensions.values()]
-        if any(column is None for column in values):
+        if self.columns is None:
             raise ValueError("a continuous dimension has no combinations to list")
-        for row in itertools.product(*[column for column in values if column is not None]):
-            yield dict(zip(names, row, strict=True))
+        for row in itertools.product(*self.columns):
+            yield {key: value for part in row for key, value in part.items()}
 
     def params_of(self, config: TrialConfig) -> dict[str, Any] | None:
         """Return each dimension's value that gives ``config``; None where the space lacks it.
@@ -246,28 +236,11 @@ class SearchSpace(_Model):
             return False
 
 
-def _with_whole_batches(values: dict[str, Any], *, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a baseline's values with an effective batch that its micro-batch goes into.
-
-    What the baseline names stays. An inherited micro-batch becomes the largest that goes into the
-    effective batch and is no larger itself; an inherited effective batch becomes the multiple of
-    the micro-batch that is nearest to it.
-    """
-    effective = _count(values.get("effective_batch_size"))
-    default = TrialConfig.model_fields["micro_batch_size"].default
-    micro = _count(values.get("micro_batch_size", default))
-    if effective is None or micro is None or effective % micro == 0:
-        return values
-    if "micro_batch_size" not in named:
-        smaller = range(min(micro, effective), 0, -1)
-        fitting = next(size for size in smaller if effective % size == 0)
-        return values | {"micro_batch_size": fitting}
-    # Both named and contradictory were refused before.
-    return values | {"effective_batch_size": max(1, (effective + micro // 2) // micro) * micro}
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
+def _is_whole(micro: Any, effective: Any) -> bool:
+    """Whether a micro-batch goes into an effective batch; None is one micro-batch."""
+    if not isinstance(micro, int) or not isinstance(effective, int):
+        return True
+    return micro > 0 and effective % micro == 0
 
 
 def _candidates(key: str, dimension: Dimension, value: Any, resolved: Any) -> list[Any]:
@@ -298,14 +271,3 @@ def _same(declared: Any, value: Any) -> bool:
     if isinstance(declared, list | tuple):
         return bool(tuple(sorted(set(declared))) == value)
     return bool(declared == value)
-
-
-__all__ = [
-    "CONFIG_KEYS",
-    "Choices",
-    "Dimension",
-    "FloatRange",
-    "IntRange",
-    "SearchSpace",
-    "StepBudget",
-]

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
-from search_spaces.rules import canonical
 from search_spaces.space import Objective, SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.records import Measurement, TrialRecord, Verdict

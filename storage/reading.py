@@ -12,8 +12,8 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import ValidationError
 
-from search_spaces.config import explain_validation
 from search_spaces.errors import InputError, did_you_mean
+from search_spaces.validation import explain
 from storage import mapping
 from storage.database import close, faults, open_for_reading
 from storage.definition import RunningTrial, StudyDefinition, StudySnapshot, StudySummary
@@ -81,7 +81,7 @@ def understood(name: str) -> Iterator[None]:
     except ValidationError as error:
         raise InputError(
             f"study '{name}' was written by another version of sweep "
-            f"({explain_validation(error)}); choose another --study"
+            f"({explain(error)}); choose another --study"
         ) from error
 
 

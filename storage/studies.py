@@ -18,7 +18,7 @@ from typing import Any
 import optuna
 from optuna.exceptions import ExperimentalWarning
 
-from search_spaces.errors import InputError, shown
+from search_spaces.errors import InputError, quote
 from storage import mapping
 from storage.agreement import differences
 from storage.database import PATIENCE, Patience, close, faults, open_for_writing, patiently
@@ -73,7 +73,7 @@ def open_study(
     """
     if not _NAME.fullmatch(name) or len(name.encode()) > NAME_BYTES_MAX:
         raise InputError(
-            f"study name must be at most 100 letters, digits, '.', '_' and '-', got {shown(name)}"
+            f"study name must be at most 100 letters, digits, '.', '_' and '-', got {quote(name)}"
         )
     database = parse_url(url)
     with ExitStack() as undo:

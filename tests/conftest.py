@@ -1,6 +1,9 @@
-"""Options and markers shared by every test."""
+"""Options, markers and the surroundings shared by every test."""
 
 from __future__ import annotations
+
+import os
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,11 +14,61 @@ settings.register_profile(
 )
 settings.load_profile("any-machine")
 
+_SHARING = (
+    "tests/contract/test_runners.py",
+    "tests/contract/test_storages.py",
+    "tests/search_spaces/test_real_architectures.py",
+    "tests/sweep/predict/",
+)
+"""Tests under one of these share what takes seconds to make: one worker runs them all."""
+
+
+def _memory_directory() -> str | None:
+    """Return a directory in memory with a gibibyte left, of which programs can be run."""
+    directory = "/dev/shm"
+    if not os.access(directory, os.W_OK):
+        return None
+    system = os.statvfs(directory)
+    is_roomy = system.f_bavail * system.f_frsize > 2**30
+    return directory if is_roomy and not system.f_flag & os.ST_NOEXEC else None
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Each worker has a core of its own. torch reads it when it is imported, children inherit it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# SQLite waits for a disk at every commit, and tests need nothing of it tomorrow.
+if (memory := _memory_directory()) is not None:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", memory)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nobodys_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Start from an empty cache, which the workers of one run share."""
+    run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        run = run.parent
+    os.environ["XDG_CACHE_HOME"] = str(run / "cache")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-gpu", action="store_true", help="fail instead of skipping where there is no GPU"
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    # Imported here: without it the suite runs as well, in one process.
+    from xdist.scheduler import LoadScopeScheduling
+
+    class SharingScheduling(LoadScopeScheduling):
+        """Hands out tests one by one, those that share what they need together and first."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return next((path for path in _SHARING if nodeid.startswith(path)), nodeid)
+
+    return SharingScheduling(config, log)
 
 
 def _has_gpu() -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from reports.files import write_whole
-from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, shown
+from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
 from sweep.export.axolotl import axolotl
 from sweep.export.llama_factory import llama_factory
@@ -59,7 +59,7 @@ def export(snapshot: StudySnapshot, *, format: str) -> str:
         NothingFits: nothing that was tried was measured to fit.
     """
     if format not in _FORMATS:
-        raise InputError(f"unknown format {shown(format)}{did_you_mean(format, _FORMATS)}")
+        raise InputError(f"unknown format {quote(format)}{did_you_mean(format, _FORMATS)}")
     return _FORMATS[format](recipe_of(snapshot))
 
 

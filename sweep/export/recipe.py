@@ -13,7 +13,7 @@ from typing import Any
 from reports import objectives, uncertainty, units
 from reports.answer import emulation_note
 from search_spaces.config import TrialConfig
-from search_spaces.errors import NothingFits, shown
+from search_spaces.errors import NothingFits, quote
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
@@ -79,7 +79,7 @@ class Recipe:
     def facts(self) -> tuple[str, ...]:
         """Return what was measured, of what and on what, a sentence or two each."""
         return (
-            f"{objectives.best(self.objectives)}, of study {shown(self.study)}: "
+            f"{objectives.best(self.objectives)}, of study {quote(self.study)}: "
             f"trial {self.number}.",
             _numbers(self.measurement),
             emulation_note(self.target) or f"Measured on {self._device()}.",
@@ -106,7 +106,7 @@ def recipe_of(snapshot: StudySnapshot) -> Recipe:
     best = rank_study(snapshot).winner
     if best is None or best.measurement is None:
         raise NothingFits(
-            f"study {shown(snapshot.name)} has nothing to export: no trial of its space was "
+            f"study {quote(snapshot.name)} has nothing to export: no trial of its space was "
             "measured to fit"
         )
     return Recipe(

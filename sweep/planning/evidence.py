@@ -9,11 +9,10 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, gpu_catalogue, match_product
 from search_spaces.models import ModelSpec
-from search_spaces.rules import canonical
 from storage.definition import StudySnapshot, Target
 from storage.ranking import fitting, rankable
 from storage.records import OutOfMemory, TrialRecord

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, shown
+from search_spaces.errors import InputError, quote
 from search_spaces.gpus import GpuSpec
 from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
@@ -62,7 +62,7 @@ class AskedWork:
             if value is not None and not 0 < value <= AMOUNT_MAX:
                 raise InputError(
                     f"{option} must be greater than 0 and at most {AMOUNT_MAX:g}, "
-                    f"got {shown(value)}"
+                    f"got {quote(value)}"
                 )
         given = [option for option, value in amounts.items() if value is not None]
         if len(given) > 1:

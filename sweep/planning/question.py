@@ -15,11 +15,10 @@ from typing import Any, BinaryIO
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import read_text
-from search_spaces.errors import InputError, did_you_mean, shown
-from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, match_product
-from search_spaces.loading import load_space, preset_name, preset_names
-from search_spaces.model_files import load_model_spec
-from search_spaces.models import ModelSpec
+from search_spaces.errors import InputError, did_you_mean, quote
+from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_names, match_product
+from search_spaces.loading import load_space, preset_name, shipped_presets
+from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import Offer, load_prices
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
@@ -170,7 +169,7 @@ def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | N
     """
     if name is None:
         return "standard", None, None
-    cards = {card: gpu for gpu in gpu_catalogue().values() for card in (gpu.name, *gpu.aliases)}
+    cards = gpu_names()
     card = cards.get(name.strip().lower())
     preset = preset_name(name) or (preset_name(card.name) if card is not None else None)
     if preset is not None:
@@ -182,7 +181,7 @@ def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | N
     except InputError:
         if "/" in name or Path(name).suffix or Path(name).exists():
             raise
-        known = {*cards, *(preset.name for preset in preset_names())}
+        known = [*cards, *(preset.name for preset in shipped_presets())]
         raise InputError(
             f"'{name}' is no preset, no YAML file and no GPU{did_you_mean(name, known)}"
         ) from None
@@ -261,7 +260,7 @@ def _object(line: str, *, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise InputError(f"{where}: must be a JSON object, got {shown(values)}")
+        raise InputError(f"{where}: must be a JSON object, got {quote(values)}")
     return values
 
 

@@ -12,16 +12,15 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
-from search_spaces.config import TrialConfig, explain_validation, parse_config
-from search_spaces.dimensions import read_value
-from search_spaces.errors import InputError
+from search_spaces.config import TrialConfig, parse_config
+from search_spaces.dimensions import Choices, Dimension, FloatRange, read_value
+from search_spaces.documents import Document
 from search_spaces.gpus import GpuSpec
 from search_spaces.knobs import KNOBS
 from search_spaces.models import ModelSpec
 from search_spaces.rules import violation
-from search_spaces.space import Choices, Dimension, FloatRange, SearchSpace
+from search_spaces.space import SearchSpace
+from search_spaces.validation import validate
 
 LENGTHS = (512, 1024, 2048, 4096)
 """Sequence lengths where nothing else is asked."""
@@ -34,8 +33,6 @@ BATCHES_MAX = 256
 """Micro-batches that are looked at in one row."""
 VALUES_SHOWN = 16
 """Rows or columns that the table takes from one dimension."""
-
-MICRO, WHOLE = "micro_batch_size", "effective_batch_size"
 
 
 def standard_space(gpu: GpuSpec, model: ModelSpec) -> SearchSpace:
@@ -72,47 +69,17 @@ def _best_dtype(gpu: GpuSpec, model: ModelSpec) -> str:
 def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | TrialConfig:
     """Return ``space`` with the values in ``held`` fixed; one configuration where nothing is free.
 
-    Batches that do not go into an effective batch that is held are left out, and the other way
-    round.
-
     Raises:
         InputError: no configuration takes such a value, or no batch of the space goes with it.
     """
-    values = {key: read_value(key, value, where="options") for key, value in held.items()}
+    options = Document("options")
+    values = {key: read_value(key, value, document=options) for key, value in held.items()}
     fixed = {**space.fixed, **values}
-    free = {key: _free(space, key, values) for key in space.dimensions if key not in values}
+    free = {key: dimension for key, dimension in space.dimensions.items() if key not in values}
     if not free:
         return parse_config(fixed, where="options")
-    try:
-        # Validation of a whole space is what finds batches that do not go into each other.
-        return SearchSpace.model_validate(
-            {**space.model_dump(), "dimensions": free, "fixed": fixed}
-        )
-    except ValidationError as error:
-        raise InputError(f"space '{space.name}': {explain_validation(error)}") from error
-
-
-def _free(space: SearchSpace, key: str, held: Mapping[str, Any]) -> Dimension:
-    """Return a dimension that stays free, less the batches that what is held rules out."""
-    dimension = space.dimensions[key]
-    other = {MICRO: WHOLE, WHOLE: MICRO}.get(key, "")
-    if held.get(other) is None:
-        return dimension
-    values = dimension.values() or ()
-    kept = [value for value in values if _is_whole(key, value, held[other])]
-    if not kept:
-        raise InputError(
-            f"{other} {held[other]}: no {key} of space '{space.name}' goes with it, got "
-            f"{', '.join(map(str, values))}"
-        )
-    return Choices(choices=tuple(kept))
-
-
-def _is_whole(key: str, value: Any, other: int) -> bool:
-    """Whether a micro-batch goes into an effective batch; no effective batch is one micro-batch."""
-    if key == MICRO:
-        return bool(other % value == 0)
-    return value is None or bool(value % other == 0)
+    declared = space.model_dump() | {"dimensions": free, "fixed": fixed}
+    return validate(SearchSpace, declared, Document(f"space '{space.name}'"))
 
 
 def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
@@ -124,7 +91,8 @@ def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
     batches = _batches(space)
     for values in _row_values(others, batches=len(batches), seed=space.seed):
         params = dict(zip(others, values, strict=True))
-        yield [space.config({**params, **batch}) for batch in batches]
+        row = [{**params, **batch} for batch in batches]
+        yield [space.config(params) for params in row if space.holds_batches_of(params)]
 
 
 def _batches(space: SearchSpace) -> list[dict[str, Any]]:

@@ -17,10 +17,7 @@ from functools import cached_property
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
-from search_spaces.space import (
-    MICRO_STEPS_TIMED,
-    SearchSpace,
-)
+from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
 from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
 from sweep.planning.recommendation import (
     Capacity,

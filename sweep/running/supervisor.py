@@ -23,8 +23,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from search_spaces.gpus import match_product
 from search_spaces.knobs import ComputeDtype
-from search_spaces.models import ModelSpec, Weights
-from search_spaces.space import StepBudget
+from search_spaces.models import ModelSpec
+from search_spaces.space import StepBudget, Weights
 from storage.definition import Target
 from storage.records import Crashed, Lost, Outcome, Phase, TimedOut
 from sweep.running.runner import Observer, Progress, keep_going

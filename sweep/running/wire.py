@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import ComputeDtype
-from search_spaces.models import Weights
-from search_spaces.space import StepBudget
+from search_spaces.space import StepBudget, Weights
 from storage.records import Outcome, Phase
 
 

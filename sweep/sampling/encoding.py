@@ -6,6 +6,7 @@ Knows nothing of samplers, studies or trials.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from decimal import Decimal
 from functools import cached_property
@@ -18,9 +19,9 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from search_spaces.config import TrialConfig
-from search_spaces.rules import canonical
-from search_spaces.space import Choices, Dimension, FloatRange, IntRange, SearchSpace
+from search_spaces.config import TrialConfig, canonical
+from search_spaces.dimensions import Choices, Dimension, FloatRange, IntRange
+from search_spaces.space import SearchSpace
 
 Params = dict[str, Any]
 """One value per dimension, as Optuna keeps it."""
@@ -66,27 +67,35 @@ class Encoding:
     def combination(self, index: int) -> Params:
         """Return combination ``index`` of ``size``, counted as the digits of a number are."""
         params: Params = {}
-        for name, column in self._columns.items():
+        for column in self._columns:
             index, position = divmod(index, len(column))
-            params[name] = column[position]
+            params |= column[position]
         return params
+
+    def with_whole_batches(self, params: Params, *, draw: random.Random) -> Params:
+        """Return ``params`` with another effective batch where the micro-batch does not go into it.
+
+        A sampler draws the two one by one, and only some of the pairs are in the space.
+        """
+        if self.space.holds_batches_of(params):
+            return params
+        micro = params["micro_batch_size"]
+        possible = [effective for known, effective in self.space.batches if known == micro]
+        return params | {"effective_batch_size": draw.choice(possible)}
 
     @cached_property
     def _single_values(self) -> Params:
         return {
-            name: _encode(_first_value(dimension))
+            name: _encode(dimension.first)
             for name, dimension in self.space.dimensions.items()
             if name not in self.free
         }
 
     @cached_property
-    def _columns(self) -> dict[str, tuple[Any, ...]]:
-        columns = {name: dimension.values() for name, dimension in self.space.dimensions.items()}
-        return {
-            name: tuple(_encode(value) for value in column)
-            for name, column in columns.items()
-            if column is not None
-        }
+    def _columns(self) -> tuple[tuple[Params, ...], ...]:
+        columns = self.space.columns
+        assert columns is not None, "combinations of a continuous dimension are not counted"
+        return tuple(tuple(self.encode(part) for part in column) for column in columns)
 
 
 def identity(config: TrialConfig) -> str:
@@ -107,10 +116,6 @@ def _distribution(dimension: Dimension) -> BaseDistribution:
             return FloatDistribution(low, high)
         case FloatRange(low=low, step=step):
             return FloatDistribution(low, _last_step(dimension), step=step)
-
-
-def _first_value(dimension: Dimension) -> Any:
-    return dimension.choices[0] if isinstance(dimension, Choices) else dimension.low
 
 
 def _last_step(dimension: FloatRange) -> float:

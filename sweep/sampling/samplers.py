@@ -210,10 +210,11 @@ class WithoutRepeats(BaseSampler):
         for _ in range(self._attempts):
             params = self._inner.sample_relative(study, trial, search_space)
             missing = {name: d for name, d in search_space.items() if name not in params}
-            yield params | {
+            params = params | {
                 name: self._inner.sample_independent(study, trial, name, distribution)
                 for name, distribution in missing.items()
             }
+            yield self._encoding.with_whole_batches(params, draw=self._random)
         size = self._encoding.size
         if size is not None:
             for index in self._random.sample(range(size), min(size, UNTRIED_MAX)):

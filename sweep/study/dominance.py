@@ -13,8 +13,8 @@ from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import KNOBS
+from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
-from search_spaces.rules import resolve_targets
 
 
 @dataclass(frozen=True)

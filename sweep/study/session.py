@@ -13,19 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pydantic import ValidationError
-
 from search_spaces.checkpoints import check_weights
-from search_spaces.config import explain_validation
-from search_spaces.errors import InputError, shown
+from search_spaces.documents import Document
+from search_spaces.errors import InputError, quote
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import match_product
 from search_spaces.loading import load_space
-from search_spaces.model_files import load_model_spec
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import load_prices
 from search_spaces.rules import violation
 from search_spaces.space import SearchSpace
+from search_spaces.validation import validate
 from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
 from storage.ranking import SPEED_OBJECTIVES
@@ -143,7 +141,7 @@ def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
     lost = [c for c in re.findall(r"[^\w.-]", whole) if unicodedata.category(c)[0] in "LMN"]
     if lost or not name or len(name.encode()) > NAME_BYTES_MAX:
         raise InputError(
-            f"space {shown(space.name)}: no study can be named after it: choose a name with --study"
+            f"space {quote(space.name)}: no study can be named after it: choose a name with --study"
         )
     return name
 
@@ -221,10 +219,8 @@ def drive(
 
 
 def _overridden(space: SearchSpace, changed: Mapping[str, Any]) -> SearchSpace:
-    try:
-        return SearchSpace.model_validate({**space.model_dump(), **changed})
-    except ValidationError as error:
-        raise InputError(f"space '{space.name}': {explain_validation(error)}") from error
+    values = {**space.model_dump(), **changed}
+    return validate(SearchSpace, values, Document(f"space '{space.name}'"))
 
 
 def _speed(prepared: Prepared) -> SpeedForecast | None:

@@ -84,7 +84,7 @@ def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
 def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
     """Return what the weights take at the very least; None where the architecture is not known.
 
-    Half a byte for each weight of a 4-bit linear layer, two for one that is not quantised, as
+    Half a byte for each weight of a 4-bit linear layer, two for one that is not quantized, as
     embeddings and head never are, nor experts that are one tensor a layer. Constants, norms and
     everything that trains come on top.
     """

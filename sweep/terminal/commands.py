@@ -20,8 +20,9 @@ from reports.answer import emulation_note
 from reports.page import render, write_report
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import gpu_catalogue
-from search_spaces.loading import preset_names
-from search_spaces.model_files import model_names
+from search_spaces.linears import parameters
+from search_spaces.loading import shipped_presets
+from search_spaces.models import shipped_models
 from storage.best import best_document
 from storage.definition import StudySnapshot
 from storage.retries import next_number
@@ -184,7 +185,7 @@ def version() -> int:
 def presets() -> int:
     """Print the shipped search spaces."""
     rows = [
-        (p.name, p.gpu, p.model, units.count(p.combinations), p.description) for p in preset_names()
+        (p.name, p.gpu, p.model, units.count(p.size()), p.description) for p in shipped_presets()
     ]
     say(table(("preset", "gpu", "model", "configurations", "what"), rows))
     return DONE
@@ -226,13 +227,13 @@ def models() -> int:
     rows = [
         (
             model.name,
-            f"{model.parameters / 1e6:,.0f} M",
-            units.count(model.layers),
+            f"{(parameters(model) or 0) / 1e6:,.0f} M",
+            units.count(model.hidden_layers),
             units.count(model.hidden_size),
             units.count(model.vocab_size),
-            units.count(model.max_positions),
+            units.count(model.max_positions or 0),
         )
-        for model in model_names()
+        for model in shipped_models()
     ]
     say(table(("model", "parameters", "layers", "width", "vocabulary", "positions"), rows))
     note("A directory with a config.json or a hub id (org/name) is a model as well.")

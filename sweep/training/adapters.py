@@ -105,7 +105,7 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
         return "all-linear"
     linear = (torch.nn.Linear, Conv1D)
     names = [name for name, module in base.model.named_modules() if isinstance(module, linear)]
-    suffixes = {name.rpartition(".")[2] for name in names}
+    suffixes = sorted({name.rpartition(".")[2] for name in names})
     for target in wanted:
         if not any(name == target or name.endswith("." + target) for name in names):
             nearest = did_you_mean(target, suffixes)

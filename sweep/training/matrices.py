@@ -33,7 +33,7 @@ class Matrix:
 
 
 def matrices(model: PreTrainedModel) -> Iterator[Matrix]:
-    """Yield every matrix that QLoRA means to quantise, of a base without adapters.
+    """Yield every matrix that QLoRA means to quantize, of a base without adapters.
 
     Linear layers and experts; embeddings and head never are, as transformers decides. A router
     or the state of a recurrent layer is no matrix here: it is smaller than a square of the

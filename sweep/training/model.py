@@ -23,7 +23,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec, Weights
+from search_spaces.models import ModelSpec
+from search_spaces.space import Weights
 from sweep.training.matrices import matrices, quantized_share
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -118,7 +119,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def bnb_config(config: TrialConfig) -> BitsAndBytesConfig | None:
-    """Return how transformers quantises this base; None for a 16-bit one."""
+    """Return how transformers quantizes this base; None for a 16-bit one."""
     if config.quantization == "none":
         return None
     return BitsAndBytesConfig(
@@ -206,7 +207,7 @@ def _check_is_text(config: Any, spec: ModelSpec) -> None:
 
 
 def _mark_quantized(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:
-    """Say what `from_pretrained` says of a model it quantised; PEFT and accelerate ask for it."""
+    """Say what `from_pretrained` says of a model it quantized; PEFT and accelerate ask for it."""
     marks: dict[str, Any] = {
         "is_loaded_in_4bit": True,
         "is_quantized": True,
@@ -234,7 +235,7 @@ def upcast(model: PreTrainedModel) -> None:
 def _quantize_random(
     module: bnb.nn.Linear4bit, *, config: TrialConfig, device: torch.device
 ) -> None:
-    """Give a linear layer random 16-bit weights and quantise them at once, so that only one is ever
+    """Give a linear layer random 16-bit weights and quantize them at once, so that only one is ever
     wide.
     """
     dtype = DTYPES[config.compute_dtype]

@@ -50,7 +50,7 @@ def _quantize(device: Any) -> None:
     packed, state = bnb.quantize_4bit(values, quant_type="nf4")
     error = (bnb.dequantize_4bit(packed, state) - values).abs().max()
     if float(error) > 0.2:
-        raise RuntimeError(f"4-bit quantisation is off by {float(error):.2f}")
+        raise RuntimeError(f"4-bit quantization is off by {float(error):.2f}")
 
 
 if __name__ == "__main__":

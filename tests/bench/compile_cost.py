@@ -23,7 +23,7 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 from search_spaces.config import parse_config
-from search_spaces.loading import load_model_spec
+from search_spaces.models import load_model_spec
 from sweep.training.adapters import attached
 from sweep.training.device import Device, open_device
 from sweep.training.model import BaseModel, build_base

@@ -18,7 +18,8 @@ from typing import Any
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import find_gpu
-from search_spaces.loading import load_model_spec, load_space
+from search_spaces.loading import load_space
+from search_spaces.models import load_model_spec
 from sweep.paths import cache_directory
 from sweep.planning.forecast import Forecaster
 from sweep.planning.table import count_fitting

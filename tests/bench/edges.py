@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.config import TrialConfig, parse_config
-from search_spaces.loading import load_model_spec, load_space
+from search_spaces.loading import load_space
+from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from sweep.running.device_info import read_card

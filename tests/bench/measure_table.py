@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from search_spaces.config import TrialConfig, parse_config
-from search_spaces.loading import load_model_spec
+from search_spaces.models import load_model_spec
 from sweep.training.adapters import attached
 from sweep.training.device import CudaDevice
 from sweep.training.model import BaseModel, build_base

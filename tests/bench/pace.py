@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from search_spaces.config import parse_config
-from search_spaces.loading import load_model_spec
+from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from sweep.training.adapters import attached
 from sweep.training.device import Device, open_device
@@ -114,7 +114,7 @@ def card_work(base: BaseModel, values: dict[str, Any], device: Device) -> dict[s
     return {
         "kernels": len(kernels),
         "busy_seconds": sum(e.duration_ns() for e in kernels) / 1e9,
-        "host_synchronisations": sum("Synchronize" in e.name() for e in events),
+        "host_synchronizations": sum("Synchronize" in e.name() for e in events),
     }
 
 

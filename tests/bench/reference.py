@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.config import TrialConfig
-from search_spaces.loading import load_model_spec, load_space
+from search_spaces.loading import load_space
+from search_spaces.models import load_model_spec
 from storage.records import Measured, Outcome, OutOfMemory
 from sweep.running.device_info import read_card
 from sweep.running.supervisor import SupervisedRunner

@@ -13,7 +13,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from search_spaces.model_files import load_model_spec
+from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow

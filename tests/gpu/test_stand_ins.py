@@ -157,7 +157,7 @@ def loss(device: str) -> Any:
 
 
 def real_linear(*, is_nested: bool, kind: str) -> Any:
-    """Return a layer quantised as a trial's base is: from weights of the compute type."""
+    """Return a layer quantized as a trial's base is: from weights of the compute type."""
     layer = bnb.nn.Linear4bit(
         WIDTH,
         INNER,

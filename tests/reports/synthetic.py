@@ -11,8 +11,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from search_spaces.config import TrialConfig
+from search_spaces.dimensions import Choices
 from search_spaces.gpus import GIB
-from search_spaces.space import Choices, SearchSpace
+from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import (
     Crashed,

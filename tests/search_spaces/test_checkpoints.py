@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from search_spaces.checkpoints import INDEX, SINGLE, check_weights
 from search_spaces.errors import InputError
-from search_spaces.model_files import load_model_spec
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 
 
 def safetensors(*names: str, bytes_each: int = 8) -> bytes:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.config import TrialConfig, parse_config
-from search_spaces.errors import InputError, did_you_mean, shown
+from search_spaces.errors import InputError, did_you_mean, quote
 
 
 def test_the_defaults_are_the_published_recipe() -> None:
@@ -79,10 +79,14 @@ def test_whatever_is_accepted_comes_back_from_json(values: dict[str, Any]) -> No
 def test_the_nearest_word_is_named_and_otherwise_all_of_them() -> None:
     assert did_you_mean("a01", ["a10", "h200"]) == "; did you mean 'a10'?"
     assert did_you_mean("h100", ["h100-80gb", "h200"]) == "; did you mean 'h100-80gb'?"
+    assert did_you_mean("A100", ["a10", "v100", "a100-40", "A100-80"]) == (
+        "; did you mean 'a100-40' or 'A100-80'?"
+    )
+    assert did_you_mean("a", ["a3", "a2", "a1", "a4"]) == "; did you mean 'a3', 'a2' or 'a1'?"
     assert did_you_mean("zzz", ["b", "a"]) == "; known are a, b"
     assert did_you_mean("zzz", []) == ""
 
 
 def test_a_long_value_is_cut_in_messages() -> None:
-    assert shown("abc") == "'abc'"
-    assert len(shown("x" * 1000)) < 130
+    assert quote("abc") == "'abc'"
+    assert len(quote("x" * 1000)) < 130

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from search_spaces.config import TrialConfig
+from search_spaces.dimensions import Choices, FloatRange, IntRange
 from search_spaces.errors import InputError
-from search_spaces.space import Choices, FloatRange, IntRange, SearchSpace
+from search_spaces.space import SearchSpace
 
 
 def test_a_range_of_whole_numbers_ends_at_the_last_whole_step() -> None:
@@ -59,12 +60,11 @@ def test_a_baseline_carries_the_fixed_values_unless_it_names_them() -> None:
         ({"effective_batch_size": 2}, {}, 2, 2),
         ({"effective_batch_size": 7}, {}, 1, 7),
         ({"micro_batch_size": 3}, {"effective_batch_size": 8}, 2, 8),
-        ({"effective_batch_size": 8}, {"micro_batch_size": 3}, 3, 9),
-        ({"effective_batch_size": 8}, {"micro_batch_size": 32}, 32, 32),
+        ({"effective_batch_size": 8}, {"micro_batch_size": 2}, 2, 8),
         ({"effective_batch_size": 6}, {"effective_batch_size": None}, 4, None),
     ],
 )
-def test_what_a_baseline_inherits_gives_way_where_batches_do_not_go_into_each_other(
+def test_the_micro_batch_that_a_baseline_inherits_gives_way_where_batches_do_not_go_into_each_other(
     fixed: dict[str, Any], baseline: dict[str, Any], micro: int, effective: int | None
 ) -> None:
     searched = {"dimensions": {"micro_batch_size": {"choices": [1]}}}
@@ -132,19 +132,49 @@ def test_a_continuous_dimension_has_no_size() -> None:
         next(space.combinations())
 
 
+@pytest.mark.parametrize("micro", [3, 32])
+def test_an_effective_batch_that_a_baseline_inherits_is_never_moved(micro: int) -> None:
+    space = a_space(fixed={"effective_batch_size": 8}, baseline={"micro_batch_size": micro})
+    with pytest.raises(
+        InputError, match=f"baseline: micro_batch_size {micro} does not go into effective_batch_si"
+    ):
+        space.baseline_config()
+
+
 @pytest.mark.parametrize(
-    ("effective", "micro", "fits"), [(8, (1, 2, 8), True), (8, (1, 3), False), (None, (3,), True)]
+    ("effective", "micro", "kept"),
+    [(8, (1, 2, 8), (1, 2, 8)), (8, (1, 3), (1,)), (None, (3,), (3,))],
 )
-def test_batches_must_go_into_each_other_in_every_combination(
-    effective: int | None, micro: tuple[int, ...], fits: bool
+def test_batches_that_do_not_go_into_the_effective_batch_are_left_out(
+    effective: int | None, micro: tuple[int, ...], kept: tuple[int, ...]
 ) -> None:
-    values = {
-        "name": "s",
-        "dimensions": {"micro_batch_size": Choices(choices=micro)},
-        "fixed": {"effective_batch_size": effective},
-    }
-    if fits:
-        assert SearchSpace.model_validate(values).size() == len(micro)
-    else:
-        with pytest.raises(ValidationError, match="not a multiple of micro_batch_size 3"):
-            SearchSpace.model_validate(values)
+    space = a_space(
+        dimensions={"micro_batch_size": {"choices": micro}},
+        fixed={"effective_batch_size": effective},
+    )
+    assert space.dimensions == {"micro_batch_size": Choices(choices=kept)}
+    assert space.size() == len(kept)
+    assert SearchSpace.model_validate(space.model_dump(mode="json")) == space
+
+
+def test_combinations_whose_batches_do_not_go_into_each_other_are_not_in_the_space() -> None:
+    space = a_space(
+        dimensions={
+            "micro_batch_size": IntRange(low=2, high=5),
+            "lora_rank": Choices(choices=(8, 16)),
+            "effective_batch_size": Choices(choices=(None, 4, 6)),
+        }
+    )
+    assert space.dimensions["micro_batch_size"] == IntRange(low=2, high=5)
+    held = [space.config(params) for params in space.combinations()]
+    assert space.size() == len(held) == 2 * (4 + 2 + 2)
+    assert all(config.samples_per_step % config.micro_batch_size == 0 for config in held)
+    assert space.params_of(TrialConfig(micro_batch_size=3, effective_batch_size=6)) is not None
+
+
+def test_a_space_in_which_no_batches_go_into_each_other_is_refused() -> None:
+    with pytest.raises(ValidationError, match="multiple of micro_batch_size, got 7 and 2 or 4"):
+        a_space(
+            dimensions={"micro_batch_size": {"choices": [2, 4]}},
+            fixed={"effective_batch_size": 7},
+        )

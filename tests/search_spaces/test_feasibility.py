@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from search_spaces.dimensions import Choices, FloatRange, IntRange
 from search_spaces.feasibility import obstacles
-from search_spaces.model_files import load_model_spec
+from search_spaces.models import load_model_spec
 from search_spaces.rules import violation
-from search_spaces.space import Choices, FloatRange, IntRange, SearchSpace
+from search_spaces.space import SearchSpace
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 TURING, AMPERE = (7, 5), (8, 0)
@@ -109,6 +110,20 @@ def test_what_a_property_of_the_configuration_reads_counts_as_read(
     batches = IntRange(low=1, high=4)
     assert rules_against(micro_batch_size=batches, seq_len=among(512, 601)) == []
     assert rules_against(micro_batch_size=batches, seq_len=among(601)) == ["few-tokens"]
+
+
+def test_batches_that_do_not_go_into_each_other_are_no_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from search_spaces import feasibility
+
+    rules = {"no-ones": lambda config, _: "one" if config.accumulation_steps == 1 else None}
+    monkeypatch.setattr(feasibility, "RULES", rules)
+    effective = among(4, 6)
+    assert rules_against(micro_batch_size=among(4, 6), effective_batch_size=effective) == [
+        "no-ones"
+    ]
+    assert rules_against(micro_batch_size=among(3, 4), effective_batch_size=effective) == []
 
 
 def test_a_huge_space_is_decided_at_once() -> None:

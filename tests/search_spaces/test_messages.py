@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from search_spaces.errors import InputError, shown, words_of
+from search_spaces.errors import InputError, quote, words_of
 from search_spaces.loading import parse_space
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ PYTHON = re.compile(r"\b(None|True|False|datetime|Error|Exception)\b|Errno|<.* o
     ],
 )
 def test_a_value_is_quoted_as_it_was_typed(value: object, text: str) -> None:
-    assert shown(value) == text
+    assert quote(value) == text
 
 
 @pytest.mark.parametrize(

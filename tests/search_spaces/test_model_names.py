@@ -20,8 +20,8 @@ from huggingface_hub.errors import (
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.hub import translate
-from search_spaces.model_files import load_model_spec, model_names
-from search_spaces.models import ModelSpec
+from search_spaces.linears import parameters
+from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 
 GOOD: dict[str, Any] = {
     "model_type": "llama",
@@ -206,7 +206,7 @@ def test_a_failed_request_says_what_it_means(
 
 FETCH = """
 import sys
-from search_spaces.model_files import load_model_spec
+from search_spaces.models import load_model_spec
 try:
     print(load_model_spec("org/some-model").vocab_size)
 except Exception as error:
@@ -237,7 +237,7 @@ def test_offline_a_hub_model_comes_from_the_cache_or_not_at_all(tmp_path: Path) 
 
 
 def test_the_shipped_architectures_are_listed_with_their_true_sizes() -> None:
-    sizes = {model.name: model.parameters for model in model_names()}
+    sizes = {model.name: parameters(model) for model in shipped_models()}
     assert sizes == {
         "demo": 1_311_872,
         "llama-2-13b": 13_015_864_320,
@@ -249,7 +249,7 @@ def test_the_shipped_architectures_are_listed_with_their_true_sizes() -> None:
     }
 
 
-def test_the_demo_packs_into_whole_quantisation_blocks() -> None:
+def test_the_demo_packs_into_whole_quantization_blocks() -> None:
     config = load_model_spec("demo").config
     assert config["hidden_size"] % 64 == config["intermediate_size"] % 64 == 0
     assert config["vocab_size"] % 64 == 0

@@ -12,10 +12,10 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig
+from search_spaces.dimensions import Choices, FloatRange, IntRange
 from search_spaces.knobs import TARGET_SETS
-from search_spaces.loading import SPACE_KEYS, STEP_KEYS, parse_space
-from search_spaces.models import Weights
-from search_spaces.space import Choices, FloatRange, IntRange, Objective, SamplerName, SearchSpace
+from search_spaces.loading import parse_space
+from search_spaces.space import Objective, SamplerName, SearchSpace, Weights
 
 PRESETS = sorted((Path(__file__).parents[2] / "search_spaces" / "presets").glob("*.yaml"))
 _EXAMPLE = re.compile(r"^(\s*)#(?=[\w ]*\w+:)(?! )(.*)$")
@@ -92,7 +92,14 @@ def words_of(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_all_that_a_space_may_hold_is_in_every_preset(path: Path) -> None:
     ranges = {*IntRange.model_fields, *FloatRange.model_fields, *Choices.model_fields}
-    wanted = {*SPACE_KEYS, *STEP_KEYS, *CONFIG_KEYS, *ranges, *allowed_values()}
+    wanted = {
+        *SearchSpace.model_fields,
+        "time_budget",
+        *steps_fields(),
+        *CONFIG_KEYS,
+        *ranges,
+        *allowed_values(),
+    }
     assert wanted - words_of(path) == set()
 
 

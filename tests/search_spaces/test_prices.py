@@ -117,7 +117,10 @@ def test_a_price_that_is_not_right_is_refused_by_line_and_key(
         ("offers: {a10: 1}", "offers must be a list"),
         ("offers: [a10]", "must map keys to values, got 'a10'"),
         ("assumptions: {boot_seconds: -1}", "boot_seconds must be at least 0"),
-        ("assumptions: {boot: 1}", "unknown key 'boot'; did you mean 'boot_seconds'"),
+        (
+            "assumptions: {boot: 1}",
+            "unknown key 'boot' under assumptions; did you mean 'boot_seconds'",
+        ),
         ("offers: [", "not valid YAML"),
         ("", "empty"),
     ],

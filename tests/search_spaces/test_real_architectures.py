@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,56 +10,43 @@ import pytest
 from search_spaces.config import parse_config
 from search_spaces.knobs import TARGET_SETS
 from search_spaces.linears import linear_shapes, lora_parameters, parameters, resolve_targets
-from search_spaces.model_files import load_model_spec, model_names
+from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 
-BUILD = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
 
-asked, found = json.load(sys.stdin), {}
-for name, (values, targets) in asked.items():
-    config = AutoConfig.for_model(**values)
+@pytest.fixture(scope="module")
+def built() -> dict[str, Any]:
+    """Every shipped architecture as the real libraries build it, without memory."""
+    found = {}
+    for index, name in enumerate(model.name for model in shipped_models()):
+        spec = load_model_spec(name)
+        config = parse_config({"target_modules": TARGET_SETS[index % 3]})
+        found[name] = _built(spec, resolve_targets(config, spec))
+    return found
+
+
+def _built(spec: ModelSpec, targets: Sequence[str]) -> dict[str, Any]:
+    # Imported here: collecting the tests of this directory needs none of it.
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config))
         total = sum(p.numel() for p in model.parameters())
         linears = {
             path.rsplit(".", 1)[-1]: (layer.in_features, layer.out_features)
             for path, layer in model.named_modules()
             if isinstance(layer, torch.nn.Linear) and path != "lm_head"
         }
-        model = get_peft_model(model, LoraConfig(r=16, target_modules=targets))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    found[name] = {"total": total, "linears": linears, "trained": trained}
-json.dump(found, sys.stdout)
-"""
-
-
-@pytest.fixture(scope="module")
-def built() -> dict[str, Any]:
-    """Every shipped architecture as the real libraries build it, without memory, in a child."""
-    asked = {}
-    for index, name in enumerate(model.name for model in model_names()):
-        spec, config = (
-            load_model_spec(name),
-            parse_config({"target_modules": TARGET_SETS[index % 3]}),
-        )
-        asked[name] = (spec.config, list(resolve_targets(config, spec)))
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+        adapted = get_peft_model(model, LoraConfig(r=16, target_modules=list(targets)))
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    return {"total": total, "linears": linears, "trained": trained}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("index", "name"), list(enumerate(model.name for model in model_names())))
+@pytest.mark.parametrize(
+    ("index", "name"), list(enumerate(model.name for model in shipped_models()))
+)
 def test_counts_and_modules_agree_with_the_real_model(
     built: dict[str, Any], index: int, name: str
 ) -> None:
@@ -69,6 +54,6 @@ def test_counts_and_modules_agree_with_the_real_model(
     config = parse_config({"target_modules": TARGET_SETS[index % 3]})
     shapes = linear_shapes(spec)
     assert shapes is not None
-    assert {key: list(shape) for key, shape in shapes.items()} == built[name]["linears"]
+    assert shapes == built[name]["linears"]
     assert parameters(spec) == built[name]["total"]
     assert lora_parameters(config, spec) == built[name]["trained"]

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.config import CONFIG_KEYS
+from search_spaces.dimensions import Choices, FloatRange, IntRange
 from search_spaces.documents import BYTES_MAX
 from search_spaces.errors import EnvironmentFault, InputError, SweepError
-from search_spaces.loading import load_space, parse_duration, parse_space, preset_names
-from search_spaces.model_files import load_model_spec
+from search_spaces.loading import load_space, parse_duration, parse_space, shipped_presets
+from search_spaces.models import load_model_spec
 from search_spaces.rules import violation
-from search_spaces.space import Choices, FloatRange, IntRange, SearchSpace
+from search_spaces.space import SearchSpace
 
 SMALL = """\
 gpu: a10
@@ -246,14 +247,35 @@ def test_a_space_survives_its_own_json() -> None:
         ),
         pytest.param(SMALL + "fixed: [1]\n", "fixed must map keys to values, got [1]", id="fixed"),
         pytest.param(
-            SMALL + "fixed: {effective_batch_size: 6}\n",
-            "effective_batch_size 6 is not a multiple of micro_batch_size 4",
+            SMALL.replace("1, ", "") + "fixed: {effective_batch_size: 7}\n",
+            "a10.yaml: line 4: effective_batch_size must be a multiple of micro_batch_size, "
+            "got 7 and 2 or 4",
             id="batches that do not go into each other",
         ),
         pytest.param(
             SMALL + "baseline: {micro_batch_size: 4, effective_batch_size: 6}\n",
             "a10.yaml: line 4: baseline: effective_batch_size must be a multiple",
             id="impossible baseline",
+        ),
+        pytest.param(
+            SMALL + "fixed: {effective_batch_size: 8}\nbaseline: {micro_batch_size: 3}\n",
+            "a10.yaml: line 5: space 'a10': baseline: micro_batch_size 3 does not go into "
+            "effective_batch_size 8, which is fixed: name an effective_batch_size under baseline",
+            id="baseline of another effective batch",
+        ),
+        pytest.param(
+            SMALL + "name: my space\n",
+            "line 4: name must be letters, digits, '.', '_' and '-', at most 64, got 'my space'; "
+            "without it the space is called like its file, and --study names the study",
+            id="a name with a space",
+        ),
+        pytest.param(
+            SMALL + "objectives:\n  - tokens_per_second\n  - speed\n",
+            "a10.yaml: line 6: objectives.1 must be one of 'tokens_per_second'",
+            id="an item of a list",
+        ),
+        pytest.param(
+            SMALL + "sampler: off\n", "got false; YAML reads an unquoted no or off", id="off"
         ),
         pytest.param("gpu: a10\n", "dimensions must name at least one key", id="no dimensions"),
         pytest.param("dimensions:\n", "a10.yaml: line 1: dimensions must name", id="empty section"),
@@ -495,7 +517,7 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 
 
 def test_the_shipped_presets_are_listed_with_what_they_are_for() -> None:
-    presets = {preset.name: preset for preset in preset_names()}
+    presets = {preset.name: preset for preset in shipped_presets()}
     assert sorted(presets) == ["a10", "a100-40gb", "a100-80gb", "cpu-demo", "h100-80gb", "h200"]
     assert all(preset.description for preset in presets.values())
     assert presets["cpu-demo"].gpu == "cpu"

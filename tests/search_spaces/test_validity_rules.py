@@ -6,18 +6,16 @@ from typing import Any, Literal
 
 import pytest
 
-from search_spaces.config import parse_config
-from search_spaces.linears import linear_shapes, parameters
-from search_spaces.model_files import load_model_spec
-from search_spaces.models import ModelSpec
-from search_spaces.rules import (
-    RULES,
-    canonical,
+from search_spaces.config import canonical, parse_config
+from search_spaces.linears import (
     known_linear_modules,
+    linear_shapes,
     lora_parameters,
+    parameters,
     resolve_targets,
-    violation,
 )
+from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.rules import RULES, violation
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 PHI3 = ModelSpec(

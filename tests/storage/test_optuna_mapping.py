@@ -117,7 +117,7 @@ def test_a_measured_trial_without_its_cost_is_a_mistake_of_ours() -> None:
         to_optuna(a_record(), scale=MANY)
 
 
-def test_speed_and_capacity_are_maximised_and_memory_and_cost_minimised() -> None:
+def test_speed_and_capacity_are_maximized_and_memory_and_cost_minimized() -> None:
     assert directions(ALL) == ["maximize", "minimize", "minimize", "maximize"]
 
 

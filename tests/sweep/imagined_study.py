@@ -7,7 +7,7 @@ from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB, find_gpu
-from search_spaces.model_files import load_model_spec
+from search_spaces.models import load_model_spec
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import Measured, Measurement, PredictionRecord, TrialRecord

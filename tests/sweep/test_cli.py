@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,12 +30,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def study(home: Path) -> str:
-    """A finished study called ``study``."""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a finished study called ``study``."""
+    runs = tmp_path_factory.mktemp("finished") / "runs"
     preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
-    with a_study(home / "runs", trials=12) as study:
+    with a_study(runs, trials=12) as study:
         tune(study, runner=ReplayRunner(otherwise=train), preflight=preflight)
+    return runs
+
+
+@pytest.fixture
+def study(runs: Path, home: Path) -> str:
+    """A finished study called ``study``, of this test alone."""
+    shutil.copytree(runs, home / "runs")
     return "study"
 
 

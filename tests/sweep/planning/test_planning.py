@@ -291,6 +291,15 @@ def test_a_survey_counts_what_asking_of_each_configuration_counts(budget_gib: fl
     )
 
 
+def test_a_survey_counts_no_batches_that_do_not_go_into_each_other() -> None:
+    dimensions = {
+        "micro_batch_size": {"choices": [1, 2, 3]},
+        "effective_batch_size": {"choices": [4, 6]},
+    }
+    found = survey(a_space(dimensions=dimensions), a_forecaster())
+    assert found.counts.looked_at == found.total == 5
+
+
 def test_a_survey_recommends_the_fastest_that_surely_fits() -> None:
     forecaster = a_forecaster(budget_gib=15)
     found = survey(a_space(), forecaster)
@@ -606,7 +615,10 @@ def test_where_nothing_fits_the_smallest_need_is_told() -> None:
         },
     ],
 )
-def test_a_space_without_end_is_judged_by_a_sample(dimensions: Mapping[str, Any]) -> None:
+def test_a_space_without_end_is_judged_by_a_sample(
+    dimensions: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spaces, "ROWS_SAMPLED", 150)
     space = a_space(dimensions=dimensions)
     found = survey(space, a_forecaster())
     again = survey(space, a_forecaster())

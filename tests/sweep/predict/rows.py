@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.config import TrialConfig, parse_config
-from search_spaces.model_files import load_model_spec
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.predictor import MemoryPrediction
 
 DATA = Path(__file__).parents[2] / "data"

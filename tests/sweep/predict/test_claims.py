@@ -15,8 +15,7 @@ import pytest
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import lora_parameters
-from search_spaces.model_files import load_model_spec
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor
 from sweep.predict.memory.profile_store import TracingChild
 from sweep.predict.speed.predictor import predict_step
@@ -116,7 +115,7 @@ def test_what_was_said_to_fit_or_not(
     assert prediction.fits(find_gpu(gpu).budget_bytes) is fit
 
 
-def test_double_quantisation_saves_a_third_of_a_gibibyte(predict: Predict) -> None:
+def test_double_quantization_saves_a_third_of_a_gibibyte(predict: Predict) -> None:
     once, twice = recipe(double_quant=False), recipe()
     saved = measured(once)["base_bytes"] - measured(twice)["base_bytes"]
     assert saved == 354_992_128

@@ -18,7 +18,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from search_spaces.model_files import load_model_spec
+from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import RETRYABLE, Crashed, Lost, Measured, Outcome, TimedOut
@@ -155,7 +155,7 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from search_spaces.config import TrialConfig
-from search_spaces.model_files import load_model_spec
+from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from sweep.running.supervisor import SupervisedRunner

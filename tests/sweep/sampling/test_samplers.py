@@ -64,6 +64,20 @@ def test_no_configuration_is_asked_for_twice_while_another_is_left(name: Sampler
     assert {identity(config) for config in configs} == every
 
 
+@pytest.mark.parametrize("name", [*MODEL_BASED, "grid"])
+def test_batches_that_do_not_go_into_each_other_are_never_asked_for(name: SamplerName) -> None:
+    batches = {
+        "micro_batch_size": {"low": 1, "high": 4},
+        "effective_batch_size": {"choices": [4, 6, None]},
+    }
+    space = a_space(dimensions=batches)
+    every = {identity(space.config(values)) for values in space.combinations()}
+    assert space.size() == 3 + 3 + 4
+    configs = asked(make_sampler(name, space, seed=5), space, trials=len(every))
+    assert {identity(config) for config in configs} == every
+    assert Frontier(Encoding(space)).is_exhausted(every)
+
+
 @pytest.mark.parametrize("name", MODEL_BASED)
 def test_what_is_refused_is_not_asked_for_while_something_else_is_left(name: SamplerName) -> None:
     space = a_space()

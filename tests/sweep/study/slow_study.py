@@ -5,6 +5,7 @@ What is slow is the trial's beats, the choice of the second trial's configuratio
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -76,4 +77,6 @@ def main(home: Path, beat_seconds: float, slow: str = "trial") -> int:
 
 
 if __name__ == "__main__":
+    # A suite that was started with nohup has it ignored, and hands that on.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.exit(main(Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:]))

@@ -6,8 +6,7 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB, find_gpu
-from search_spaces.model_files import load_model_spec
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from storage.definition import Target
 from sweep.running.device_info import Card
 from sweep.study.targets import check_budget, least_weight_bytes, resolve_target

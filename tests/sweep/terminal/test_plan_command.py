@@ -19,7 +19,7 @@ from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import GIB, gpu_catalogue
 from search_spaces.knobs import KNOBS
-from search_spaces.loading import preset_names
+from search_spaces.loading import shipped_presets
 from storage.definition import StudySnapshot
 from storage.environment import fingerprint
 from storage.reading import read_study
@@ -208,7 +208,7 @@ def test_a_card_without_a_preset_has_a_standard_space(
     assert "the l4's standard space, held at not compiled, standard kernels: 384 " in out
 
 
-PRESETS = {preset.name for preset in preset_names()}
+PRESETS = {preset.name for preset in shipped_presets()}
 HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
 
 
@@ -276,12 +276,16 @@ def test_batches_that_do_not_go_into_an_effective_batch_are_left_out(
 @pytest.mark.parametrize(
     ("text", "typed", "message"),
     [
-        ("micro_batch_size: [4, 8]", {"effective_batch_size": 6}, "no micro_batch_size of space"),
-        ("lora_rank: [4, 8]", {"effective_batch_size": 6}, "is not a multiple of micro_batch_size"),
+        (
+            "micro_batch_size: [4, 8]",
+            {"effective_batch_size": 6},
+            "effective_batch_size must be a multiple of micro_batch_size, got 6 and 4 or 8",
+        ),
+        ("lora_rank: [4, 8]", {"effective_batch_size": 6}, "micro_batch_size, got 6 and 4"),
         (
             "effective_batch_size: [6, 8]",
             {"micro_batch_size": 5},
-            "micro_batch_size 5: no effective_batch_size of space",
+            "effective_batch_size must be a multiple of micro_batch_size, got 6 or 8 and 5",
         ),
         ("lora_rank: [4, 8]", {"seq_len": 0}, "options: seq_len must be at least 1, got 0"),
         ("lora_rank: [4, 8]", {"kernels": "x"}, "options: kernels must be one of"),

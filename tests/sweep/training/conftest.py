@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 
 import pytest
-
-# As the supervisor does for a worker on the CPU; torch reads it when it is imported.
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import sweep.training.trial  # noqa: F401 - so that the libraries' objects can be frozen
 

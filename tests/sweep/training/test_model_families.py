@@ -18,7 +18,7 @@ from storage.records import Ineffective, Measured
 from sweep.training.matrices import quantized_share
 from sweep.training.model import BaseModel, build_base, decoder_layers, skeleton
 from tests.bench.try_models import config_of, spec_of
-from tests.sweep.training.tiny import trial_on
+from tests.sweep.training.tiny import BRIEF, trial_on
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def test_a_base_that_stays_in_16_bits_is_not_a_4_bit_one() -> None:
     """As for a model type that no rule knows: the worker finds out."""
     config = config_of("mixtral", "attention")
     with base_of(spec_of("mixtral"), config) as base:
-        outcome = trial_on(base, config).run()
+        outcome = trial_on(base, config, steps=BRIEF).run()
     assert isinstance(outcome, Ineffective)
     assert outcome.knob == "quantization"
     assert outcome.detail.startswith("only 11.1% of the matrices' weights are in 4 bits")
@@ -105,7 +105,7 @@ def test_a_measurement_keeps_the_share_in_4_bits() -> None:
     for quantization, share in (("nf4", 1.0), ("none", None)):
         config = config_of("llama", "attention", quantization)
         with base_of(spec_of("llama"), config) as base:
-            outcome = trial_on(base, config).run()
+            outcome = trial_on(base, config, steps=BRIEF).run()
         assert isinstance(outcome, Measured)
         assert outcome.measurement.quantized_share == share
 
@@ -152,7 +152,7 @@ def trained(family: str, targets: str) -> object:
     if broken is not None:
         return broken
     with base_of(spec_of(family), config) as base:
-        return trial_on(base, config).run()
+        return trial_on(base, config, steps=BRIEF).run()
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "phi", "opt", "mixtral"])

@@ -24,7 +24,7 @@ from sweep.training.model import BaseModel
 from sweep.training.proof import ineffective
 from sweep.training.step import TrainingLoop
 from sweep.training.trial import Beat, flops_per_token, whole_step_seconds
-from tests.sweep.training.tiny import tiny_base, tiny_config, trial_on
+from tests.sweep.training.tiny import BRIEF, tiny_base, tiny_config, trial_on
 
 
 def measured(config: TrialConfig) -> Measured:
@@ -73,7 +73,7 @@ def test_the_same_configuration_peaks_at_the_same_byte_every_time() -> None:
 
 
 def _peak(base: BaseModel, config: TrialConfig) -> int:
-    outcome = trial_on(base, config).run()
+    outcome = trial_on(base, config, steps=BRIEF).run()
     assert isinstance(outcome, Measured)
     return outcome.measurement.peak_allocated_bytes
 
@@ -129,7 +129,7 @@ def test_targets_the_architecture_lacks_are_invalid() -> None:
 
 
 class _Failing(CpuDevice):
-    """A device that fails at a chosen synchronisation."""
+    """A device that fails at a chosen synchronization."""
 
     def __init__(self, error: Exception, *, at: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_every_way_of_running_out_of_memory_is_a_result(error: Exception) -> Non
     with tiny_base(config) as base:
         device = _Failing(error, at=AFTER_FIRST_MICRO_STEP)
         outcome = trial_on(base, config, device=device).run()
-        again = trial_on(base, config).run()
+        again = trial_on(base, config, steps=BRIEF).run()
     assert isinstance(outcome, OutOfMemory)
     assert outcome.stage == "optimizer"
     assert outcome.requested_bytes in (None, 64)
@@ -237,10 +237,12 @@ def test_a_peak_above_the_budget_does_not_fit_and_one_at_the_budget_does() -> No
     config = tiny_config()
     with tiny_base(config) as base:
         # The first trial of a process also pays for what libraries make once, as a rehearsal does.
-        trial_on(base, config).run()
+        _peak(base, config)
         peak = _peak(base, config)
-        at, above = (trial_on(base, config, budget_bytes=peak - less).run() for less in (0, 1))
-        least = trial_on(base, config, budget_bytes=1).run()
+        at, above, least = (
+            trial_on(base, config, budget_bytes=budget, steps=BRIEF).run()
+            for budget in (peak, peak - 1, 1)
+        )
     assert isinstance(at, Measured)
     assert isinstance(above, OutOfMemory)
     assert above.peak_allocated_bytes == peak
@@ -261,7 +263,7 @@ def test_the_stage_of_the_peak_is_where_it_was(knobs: dict[str, object], stage: 
     config = tiny_config(**knobs)
     device = CpuDevice()
     with tiny_base(config) as base:
-        trial_on(base, config, device=device).run()
+        trial_on(base, config, device=device, steps=BRIEF).run()
     assert device.peak_stage() == stage
 
 
@@ -314,7 +316,7 @@ def test_memory_that_others_take_meanwhile_is_a_neighbours(
 ) -> None:
     config = tiny_config()
     with tiny_base(config) as base:
-        outcome = trial_on(base, config, device=_Shrinking(*rooms)).run()
+        outcome = trial_on(base, config, device=_Shrinking(*rooms), steps=BRIEF).run()
     assert isinstance(outcome, Measured)
     assert ("neighbour" in outcome.measurement.flags) is is_flagged
 
@@ -345,10 +347,14 @@ ACCUMULATING = {"micro_batch_size": 2, "effective_batch_size": 16}
 def test_two_micro_steps_have_the_peak_of_a_whole_accumulation() -> None:
     config = tiny_config(**ACCUMULATING)
     with tiny_base(config) as base:
-        derived, real = (trial_on(base, config, micro_steps_max=most).run() for most in (2, 8))
-    assert isinstance(derived, Measured)
-    assert isinstance(real, Measured)
-    short, whole = derived.measurement, real.measurement
+        # Another process that comes or goes between the two may slow one; a mistake shows always.
+        for _ in range(3):
+            derived, real = (trial_on(base, config, micro_steps_max=most).run() for most in (2, 8))
+            assert isinstance(derived, Measured)
+            assert isinstance(real, Measured)
+            short, whole = derived.measurement, real.measurement
+            if short.step_seconds == pytest.approx(whole.step_seconds, rel=0.5):
+                break
     assert short.peak_allocated_bytes == whole.peak_allocated_bytes
     assert short.step_seconds == pytest.approx(whole.step_seconds, rel=0.5)
     assert "accumulation_extrapolated" in short.flags

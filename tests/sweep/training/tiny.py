@@ -34,6 +34,8 @@ TINY = ModelSpec(
     },
 )
 QUICK = StepBudget(warmup_min=1, warmup_max=2, measured_min=6, measured_max=6)
+BRIEF = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=2)
+"""For what the first step shows, as the peak: on a CPU the warm-up alone is watched for it."""
 
 
 def tiny_config(**knobs: Any) -> TrialConfig:

@@ -14,8 +14,7 @@ import pytest
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import EnvironmentFault, InputError, SweepError
-from search_spaces.model_files import load_model_spec
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.allocator import MIB
 from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor
 from sweep.predict.memory.profile_store import TracingChild

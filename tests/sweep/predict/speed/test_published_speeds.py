@@ -21,8 +21,7 @@ import pytest
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue
-from search_spaces.model_files import load_model_spec
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.speed.calibration import FACTORS, Calibration, calibrate, launch_share
 from sweep.predict.speed.phases import step_phases
 from sweep.predict.speed.predictor import predict_step
