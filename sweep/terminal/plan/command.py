@@ -43,7 +43,8 @@ from sweep.planning.survey import Survey
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import say
-from sweep.terminal.plan.view import configurations_view, plan_view, plans_view, rendered
+from sweep.terminal.plan.forecast import configurations_view
+from sweep.terminal.plan.view import plan_view, plans_view, rendered
 
 DONE, NOTHING_FITS = 0, 1
 

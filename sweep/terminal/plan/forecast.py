@@ -1,4 +1,4 @@
-"""Owns how one configuration looks: speed, memory as a bar, what it is bound by, what it costs."""
+"""Owns how configurations look: speed, memory as a bar, what each is bound by, what it costs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from sweep.predict.speed.predictor import SpeedPrediction
 from sweep.terminal.console import table
 
 BAR_WIDTH = 60
+FORBIDDEN = "invalid"
+"""What a rule forbids is not a question of memory, and no table may call it too large."""
+_SHORT_WORDS = {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "?"}
 FIT_STYLES = {Fit.YES: "green", Fit.UNCERTAIN: "yellow", Fit.NO: "dim"}
 PART_MARKS = {
     "weights": ("█", "blue"),
@@ -250,3 +253,45 @@ def _break_even(point: BreakEven) -> str:
         f"break-even at {round(point.samples):,} samples{steps}: {point.cheaper_below.label} is "
         f"cheaper below, {point.cheaper_above.label} above"
     )
+
+
+def configurations_view(
+    forecasts: Sequence[Forecast], cheapest: Sequence[Bill | None]
+) -> RenderableType:
+    """Return a table of many configurations in their order, each with its cheapest bill."""
+    numbers = ("peak", "tokens/s", "1,000 steps")
+    rows = empty_grid("", "fits", *numbers, "bound by", "configuration", right=numbers)
+    for number, (forecast, bill) in enumerate(zip(forecasts, cheapest, strict=True), start=1):
+        memory, speed = forecast.memory, forecast.speed
+        rows.add_row(
+            f"{number:,}",
+            Text(_short_word(forecast), FIT_STYLES[forecast.fit]),
+            units.gib(memory.peak_allocated_bytes if memory else None),
+            units.rate(forecast.tokens_per_second),
+            usd(bill.usd_per_1000_steps) if bill else units.DASH,
+            speed.bottleneck if speed else units.DASH,
+            ": ".join([describe(forecast.config), *_why_not(forecast)]),
+        )
+    return Group(rows, Text("'?' is too close to the budget to be sure", style="dim"))
+
+
+def _short_word(forecast: Forecast) -> str:
+    if forecast.broken is not None:
+        return FORBIDDEN
+    return units.DASH if forecast.fits is None else _SHORT_WORDS[forecast.fit]
+
+
+def _why_not(forecast: Forecast) -> Iterator[str]:
+    """Yield why there is no answer for a configuration, if there is none."""
+    if forecast.broken is not None:
+        yield forecast.broken.reason
+    elif forecast.memory is None:
+        yield forecast.notes[0]
+
+
+def empty_grid(*headers: str, right: Sequence[str] = ()) -> Table:
+    """Return a borderless table without rows, some of its columns to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for header in headers:
+        table.add_column(header, justify="right" if header in right else "left")
+    return table

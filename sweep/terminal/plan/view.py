@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from reports import units
@@ -20,17 +19,17 @@ from sweep.planning.plan import CardComparison, CardPlan
 from sweep.planning.recommendation import STANDARD_CAPACITY, Capacity, certainty
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable
-from sweep.predict.cost import Bill
 from sweep.predict.memory.predictor import Fit
 from sweep.terminal.plan.forecast import (
     FIT_STYLES,
+    FORBIDDEN,
     answer_view,
     bill_lines,
     comparison_lines,
     describe,
+    empty_grid,
     knobs,
     structure,
-    usd,
     work_words,
 )
 
@@ -43,8 +42,6 @@ FIT_WORDS = {
 }
 LEGEND = "'?' is too close to the budget to be sure, '-' does not fit"
 SPACE_LEGEND = "the fastest of the {whole} that fits, of any rank and target modules; " + LEGEND
-FORBIDDEN = "invalid"
-"""What a rule forbids is not a question of memory, and no table may call it too large."""
 
 
 def rendered(content: RenderableType, *, is_terminal: bool, width: int | None = None) -> str:
@@ -137,13 +134,6 @@ def _lines(lines: Iterable[str]) -> RenderableType:
     return Group(*map(Text, lines))
 
 
-def _grid(*headers: str, right: Sequence[str] = ()) -> Table:
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for header in headers:
-        grid.add_column(header, justify="right" if header in right else "left")
-    return grid
-
-
 def _model_line(model: ModelSpec) -> str:
     count = parameters(model)
     size = "" if count is None else f"{_in_words(count)} parameters, "
@@ -156,7 +146,7 @@ def _in_words(count: int) -> str:
 
 def _table(table: ShapeTable, plan: CardPlan) -> RenderableType:
     lengths = [f"{length:,}" for length in table.lengths]
-    grid = _grid("micro-batch", *lengths, right=lengths)
+    grid = empty_grid("micro-batch", *lengths, right=lengths)
     shown = None if plan.shown is None else plan.shown.config
     for batch in _shown_batches(table):
         cells = [table.cells[batch, length] for length in table.lengths]
@@ -256,7 +246,7 @@ def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
 def _classes(survey: Survey, best: Forecast) -> RenderableType:
     """The fastest per rank and target modules, at the length of the fastest of all."""
     numbers = ("tokens/s", "peak")
-    grid = _grid("rank", "target modules", *numbers, "configuration", right=numbers)
+    grid = empty_grid("rank", "target modules", *numbers, "configuration", right=numbers)
     for (rank, targets, length), forecast in survey.fastest_by_class.items():
         if length != best.config.seq_len or forecast.memory is None:
             continue
@@ -357,40 +347,3 @@ def _memory_record(plan: CardPlan) -> str:
     trials = units.plural(len(evidence.memory_errors), "trial")
     error = f"{100 * evidence.memory_error:.1f} %"
     return f"; off by {error} in the median over {trials} of study {evidence.study}"
-
-
-def configurations_view(
-    forecasts: Sequence[Forecast], cheapest: Sequence[Bill | None]
-) -> RenderableType:
-    """Return a table of many configurations in their order, each with its cheapest bill."""
-    numbers = ("peak", "tokens/s", "1,000 steps")
-    grid = _grid("", "fits", *numbers, "bound by", "configuration", right=numbers)
-    for number, (forecast, bill) in enumerate(zip(forecasts, cheapest, strict=True), start=1):
-        memory, speed = forecast.memory, forecast.speed
-        grid.add_row(
-            f"{number:,}",
-            Text(_short_word(forecast), FIT_STYLES[forecast.fit]),
-            units.gib(memory.peak_allocated_bytes if memory else None),
-            units.rate(forecast.tokens_per_second),
-            usd(bill.usd_per_1000_steps) if bill else units.DASH,
-            speed.bottleneck if speed else units.DASH,
-            ": ".join([describe(forecast.config), *_why_not(forecast)]),
-        )
-    return Group(grid, Text("'?' is too close to the budget to be sure", style="dim"))
-
-
-def _short_word(forecast: Forecast) -> str:
-    if forecast.broken is not None:
-        return FORBIDDEN
-    return units.DASH if forecast.fits is None else _SHORT_WORDS[forecast.fit]
-
-
-def _why_not(forecast: Forecast) -> Iterator[str]:
-    """Yield why there is no answer for a configuration, if there is none."""
-    if forecast.broken is not None:
-        yield forecast.broken.reason
-    elif forecast.memory is None:
-        yield forecast.notes[0]
-
-
-_SHORT_WORDS = {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "?"}
