@@ -14,13 +14,14 @@ from search_spaces.dimensions import Choices
 from search_spaces.knobs import KNOBS
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
-from storage.needs import need_of, predicted_need
-from storage.ranking import SPEED_OBJECTIVES, Ranking, measured_of, rank_study
+from storage.ranking import Ranking, measured_of, rank_study
 from storage.records import (
     OUT_OF_MEMORY,
     RETRYABLE,
     Measurement,
     TrialRecord,
+    need_of,
+    predicted_need,
 )
 
 SIZE_KEYS = ("micro_batch_size", "seq_len")
@@ -31,7 +32,7 @@ _TIED_SHOWN = 5
 
 def advice_title(snapshot: StudySnapshot) -> str:
     """Return what the sentences are about: more speed, where that was asked for."""
-    is_speed = not SPEED_OBJECTIVES.isdisjoint(snapshot.definition.space.objectives)
+    is_speed = "tokens_per_second" in snapshot.definition.space.objectives
     return "To go faster" if is_speed else "To find better"
 
 
@@ -56,7 +57,7 @@ def how_to_go_faster(snapshot: StudySnapshot) -> list[str]:
 def _towards_speed(
     snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord, best: Measurement
 ) -> Iterator[str]:
-    if SPEED_OBJECTIVES.isdisjoint(ranking.objectives):
+    if "tokens_per_second" not in ranking.objectives:
         return
     yield from _too_large(snapshot, best)
     yield from _edges(snapshot, winner)

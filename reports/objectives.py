@@ -9,14 +9,11 @@ from collections.abc import Mapping, Sequence
 
 from reports import units
 from search_spaces.space import Objective
-from storage.best import objective_value
-from storage.definition import StudySnapshot
-from storage.records import TrialRecord
+from storage.records import Measurement
 
 NAMES: Mapping[Objective, str] = {
     "tokens_per_second": "speed",
     "peak_memory": "peak memory",
-    "cost": "cost",
     "trainable_parameters": "trainable parameters",
 }
 """What each objective is called for people."""
@@ -24,7 +21,6 @@ NAMES: Mapping[Objective, str] = {
 COLUMNS: Mapping[Objective, str] = {
     "tokens_per_second": "tokens/s",
     "peak_memory": "peak",
-    "cost": "$ per million tokens",
     "trainable_parameters": "trainable",
 }
 """What heads a column of each objective's values."""
@@ -32,7 +28,6 @@ COLUMNS: Mapping[Objective, str] = {
 BEST: Mapping[Objective, str] = {
     "tokens_per_second": "The fastest configuration that fits",
     "peak_memory": "The configuration that needs the least memory",
-    "cost": "The cheapest configuration that fits",
     "trainable_parameters": "The configuration with the most trainable parameters that fits",
 }
 """What the best by each objective is, as the beginning of a sentence."""
@@ -51,15 +46,12 @@ def best(objectives: Sequence[Objective]) -> str:
     return f"The best compromise between {names(objectives)} (the knee of their front)"
 
 
-def value(objective: Objective, record: TrialRecord, snapshot: StudySnapshot) -> str:
-    """Return a measured trial's value of an objective, in its unit."""
-    found = objective_value(objective, record, snapshot)
+def value(objective: Objective, measured: Measurement) -> str:
+    """Return what was measured of an objective, in its unit."""
     match objective:
         case "tokens_per_second":
-            return units.rate(found)
+            return units.rate(measured.tokens_per_second)
         case "peak_memory":
-            return units.gib(found)
+            return units.gib(measured.peak_allocated_bytes)
         case "trainable_parameters":
-            return units.count(None if found is None else int(found))
-        case "cost":
-            return units.DASH if found is None else f"{found:.3g}"
+            return units.count(measured.trainable_parameters)

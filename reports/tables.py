@@ -1,7 +1,7 @@
 """Owns the tables that people read: top configurations, capacity classes, verdicts, environment.
 
 Pure: a study's snapshot in, rows of finished text out. Knows nothing of terminals, HTML or figures;
-what it would take to go faster is in `advice`.
+how trials end is put into words by `outcomes`.
 """
 
 from __future__ import annotations
@@ -11,43 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from reports import objectives, uncertainty, units
-from reports.advice import advice_title, how_to_go_faster
+from reports.outcomes import VERDICT_LABELS, VERDICT_MEANINGS
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
 from storage.definition import StudySnapshot
 from storage.ranking import ClassBest, rank_study, verdict_counts
 from storage.records import TrialRecord, Verdict
-
-VERDICT_LABELS: Mapping[Verdict, str] = {
-    Verdict.FITS: "fits",
-    Verdict.OOM: "ran out of memory",
-    Verdict.PREDICTED_OOM: "predicted not to fit",
-    Verdict.DOMINATED_OOM: "larger than one that ran out",
-    Verdict.PRUNED_SLOW: "stopped as too slow",
-    Verdict.DIVERGED: "diverged",
-    Verdict.INVALID: "invalid",
-    Verdict.INEFFECTIVE: "had no effect",
-    Verdict.TIMED_OUT: "timed out",
-    Verdict.CRASHED: "crashed",
-    Verdict.LOST: "lost",
-}
-"""What each verdict is called for people."""
-
-VERDICT_MEANINGS: Mapping[Verdict, str] = {
-    Verdict.FITS: "It trained within the budget and was measured.",
-    Verdict.OOM: "A real allocation failed while it trained.",
-    Verdict.PREDICTED_OOM: "It was predicted not to fit, surely; it was not launched.",
-    Verdict.DOMINATED_OOM: "It is at least as large in every dimension as one that ran out of "
-    "memory; it was not launched.",
-    Verdict.PRUNED_SLOW: "It fits, and was stopped once it could no longer be the fastest.",
-    Verdict.DIVERGED: "The loss was not finite, so its speed does not count.",
-    Verdict.INVALID: "A rule forbids it on this model or GPU; it was not launched.",
-    Verdict.INEFFECTIVE: "A setting did not take effect, so this is not what was run.",
-    Verdict.TIMED_OUT: "A phase outlasted its deadline; it may be retried.",
-    Verdict.CRASHED: "The worker ended, not for want of memory; it may be retried.",
-    Verdict.LOST: "The driver ended while it ran, so nothing is known of it; it may be retried.",
-}
-"""One sentence on each verdict."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +193,7 @@ def _configuration_row(
         is_baseline=record.is_baseline,
         is_tied=is_tied,
         is_on_front=is_on_front,
-        values=tuple(objectives.value(o, record, snapshot) for o in space.objectives),
+        values=tuple(objectives.value(o, measured) for o in space.objectives),
     )
 
 
@@ -247,23 +216,3 @@ def _plain(value: Any) -> str:
             return ", ".join(_plain(item) for item in value)
         case _:
             return str(value)
-
-
-__all__ = [
-    "VERDICT_LABELS",
-    "VERDICT_MEANINGS",
-    "ClassRow",
-    "ConfigurationRow",
-    "FactRow",
-    "VerdictRow",
-    "advice_title",
-    "class_rows",
-    "configuration_rows",
-    "environment_rows",
-    "front_rows",
-    "how_to_go_faster",
-    "runners_up",
-    "top_configurations",
-    "value_columns",
-    "verdict_rows",
-]

@@ -10,9 +10,8 @@ import math
 from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
-from storage.gain import Comparison, Gain, NoGain
-from storage.needs import Need
-from storage.records import Measurement
+from storage.ranking import Comparison, Gain, NoGain
+from storage.records import Measurement, Need
 
 _DOUBTS = ("noisy", "neighbour", "throttled")
 """Flags that say why a speed may be off."""

@@ -144,6 +144,20 @@ def resolve_targets(config: TrialConfig, model: ModelSpec) -> tuple[str, ...]:
     return target_sets(model).get(wanted, ("q_proj", "v_proj") if wanted == "qv" else (wanted,))
 
 
+@dataclass(frozen=True)
+class CapacityClass:
+    """What decides how much an adapter can learn, and costs speed: speeds compare within one."""
+
+    lora_rank: int
+    modules: tuple[str, ...]
+    """Names of the layers with an adapter, however the configuration spells them."""
+
+    @classmethod
+    def of(cls, config: TrialConfig, model: ModelSpec) -> CapacityClass:
+        """Return the class of a configuration on a model."""
+        return cls(config.lora_rank, tuple(sorted(resolve_targets(config, model))))
+
+
 def linear_shapes(model: ModelSpec) -> dict[str, Shape] | None:
     """Return in and out features of a decoder layer's linear layers; None where not known."""
     names, config = _SHAPED.get(model.model_type), model.config

@@ -27,7 +27,7 @@ The second has the first one's gradients beside it, as every later one would: th
 the whole accumulation, and so is the time of a micro-step.
 """
 
-Objective = Literal["tokens_per_second", "peak_memory", "cost", "trainable_parameters"]
+Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters"]
 SamplerName = Literal["tpe", "gp", "random", "grid"]
 Weights = Literal["random", "pretrained"]
 
@@ -103,6 +103,16 @@ class SearchSpace(Strict):
         if not dimensions:
             raise ValueError("must name at least one key to search, with its values")
         return dimensions
+
+    @field_validator("objectives", mode="before")
+    @classmethod
+    def _without_cost(cls, objectives: Any) -> Any:
+        if isinstance(objectives, list | tuple) and "cost" in objectives:
+            raise ValueError(
+                "cannot hold cost: on one card at one price it is 1 / speed. Ask for "
+                "tokens_per_second; plan, report and best show what tokens cost"
+            )
+        return objectives
 
     @model_validator(mode="after")
     def _consistent(self) -> SearchSpace:

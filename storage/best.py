@@ -6,11 +6,18 @@ from dataclasses import asdict
 from typing import Any
 
 from search_spaces.config import TrialConfig
-from search_spaces.space import Objective
 from storage.definition import StudySnapshot
-from storage.gain import Comparison, Gain, compare
-from storage.ranking import Ranking, measured_of, rank_study, verdict_counts
-from storage.records import TrialRecord
+from storage.ranking import (
+    Comparison,
+    Gain,
+    Ranking,
+    compare,
+    measured_of,
+    objective_value,
+    rank_study,
+    verdict_counts,
+)
+from storage.records import Measurement, TrialRecord
 
 
 def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
@@ -39,7 +46,8 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
         },
         "trials": {"total": len(records), **verdict_counts(records)},
         "best": None if winner is None else _trial(winner),
-        "front": [_on_front(record, snapshot, ranking) for record in ranking.front],
+        "cost": None if winner is None else _cost(snapshot, measured_of(winner)),
+        "front": [_on_front(record, ranking) for record in ranking.front],
         "knee": winner.number if winner is not None and is_front else None,
         "baseline": _baseline(ranking),
         "tied": list(ranking.tied),
@@ -66,31 +74,22 @@ def _certainty(record: TrialRecord) -> dict[str, Any]:
     }
 
 
-def _on_front(record: TrialRecord, snapshot: StudySnapshot, ranking: Ranking) -> dict[str, Any]:
+def _cost(snapshot: StudySnapshot, measured: Measurement) -> dict[str, Any] | None:
+    """Return what tokens cost as the winner trains, and under which offer."""
+    dollars, offer = snapshot.usd_per_million_tokens(measured), snapshot.offer
+    if dollars is None or offer is None:
+        return None
+    shown = offer.model_dump(mode="json", include={"usd_per_hour", "provider", "is_spot", "date"})
+    return {"usd_per_million_tokens": dollars, **shown}
+
+
+def _on_front(record: TrialRecord, ranking: Ranking) -> dict[str, Any]:
+    measured = measured_of(record)
     return {
         "number": record.number,
-        "values": {o: objective_value(o, record, snapshot) for o in ranking.objectives},
+        "values": {o: objective_value(o, measured) for o in ranking.objectives},
         "config": record.config.model_dump(mode="json"),
     }
-
-
-def objective_value(
-    objective: Objective, record: TrialRecord, snapshot: StudySnapshot
-) -> float | None:
-    """Return a measured trial's value: tokens/s, bytes, dollars per million tokens, or a count.
-
-    A cost is as it was told when the trial ran; None where none was.
-    """
-    measured = measured_of(record)
-    match objective:
-        case "tokens_per_second":
-            return measured.tokens_per_second
-        case "peak_memory":
-            return measured.peak_allocated_bytes
-        case "trainable_parameters":
-            return measured.trainable_parameters
-        case "cost":
-            return snapshot.costs.get(record.number)
 
 
 def _baseline(ranking: Ranking) -> dict[str, Any] | None:

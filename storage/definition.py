@@ -1,16 +1,22 @@
-"""Owns what a study is about (space, model, target) and what a reader sees of it. No Optuna."""
+"""Owns what a study is about (space, model, target) and what a reader sees of it. No Optuna.
+
+Two definitions differ where trials of the one cannot be compared with trials of the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from search_spaces.config import TrialConfig
+from search_spaces.prices import Offer
 from search_spaces.space import Objective, SearchSpace
 from storage.records import Measurement, TrialRecord
+
+_ABSENT = "(absent)"
 
 
 class Target(BaseModel):
@@ -38,6 +44,67 @@ class StudyDefinition(BaseModel):
     model_fingerprint: str
     target: Target
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_cost_as_speed(cls, stored: Any) -> Any:
+        """Read ``cost``, once an objective, as speed: on one card at one price they rank alike."""
+        if not names_cost(stored):
+            return stored
+        old = stored["space"]["objectives"]
+        asked = dict.fromkeys("tokens_per_second" if one == "cost" else one for one in old)
+        return {**stored, "space": {**stored["space"], "objectives": list(asked)}}
+
+
+def names_cost(stored: Any) -> bool:
+    """Whether a stored definition names ``cost``, which earlier versions had as an objective."""
+    space = stored.get("space") if isinstance(stored, dict) else None
+    return isinstance(space, dict) and "cost" in space.get("objectives", ())
+
+
+def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, ...]:
+    """Return one ``key: old -> new`` per difference that makes old and new trials incomparable.
+
+    What steers the search or names things may change freely: trials, time budget, sampler, seed,
+    step budgets, names and descriptions. The card and the model count as resolved: by target and
+    fingerprint, not by spelling.
+    """
+    old, new = _compared(stored), _compared(given)
+    differing = [
+        key
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, _ABSENT) != new.get(key, _ABSENT)
+    ]
+    # A baseline inherits what is fixed: one change there is one line.
+    inherited = {f"baseline.{key.removeprefix('fixed.')}" for key in differing}
+    lines = [
+        f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
+        for key in differing
+        if key not in inherited
+    ]
+    if stored.model_fingerprint != given.model_fingerprint:
+        lines.append(f"model: {_model(stored)} -> {_model(given)}")
+    return tuple(lines)
+
+
+def _model(definition: StudyDefinition) -> str:
+    return f"{definition.model.get('name')} (config {definition.model_fingerprint})"
+
+
+def _compared(definition: StudyDefinition) -> dict[str, Any]:
+    space = definition.space.model_dump(mode="json")
+    flat = {key: space[key] for key in ("weights", "objectives")}
+    nested = {key: space[key] for key in ("dimensions", "fixed")}
+    # Only what the baseline resolves to counts, not which of its defaults were spelled out.
+    nested["baseline"] = definition.space.baseline_config().model_dump(mode="json")
+    nested["target"] = definition.target.model_dump(mode="json")
+    return flat | {
+        f"{outer}.{key}": value for outer, inner in nested.items() for key, value in inner.items()
+    }
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else _ABSENT
+
 
 @dataclass(frozen=True)
 class RunningTrial:
@@ -63,11 +130,19 @@ class StudySnapshot:
     """Driver time over all runs of the study."""
     holder: str | None = None
     """Who drives it now (``host:pid``); None where nobody does."""
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
     """Anything a reader should know, such as a library version that changed between runs."""
-    costs: Mapping[int, float] = field(default_factory=dict)
-    """Dollars per million tokens by trial, as told while it ran; empty where cost is no objective.
-    """
+    offer: Offer | None = None
+    """At what the target card can be rented; None where no price is known."""
+
+    def usd_per_million_tokens(self, measured: Measurement) -> float | None:
+        """Return what tokens cost at a measured speed; None where no price is known.
+
+        Nor is it where another card stood in: the speed is that card's, the price the target's.
+        """
+        if self.offer is None or self.definition.target.emulated_on is not None:
+            return None
+        return self.offer.usd_per_hour / 3600 / measured.tokens_per_second * 1e6
 
 
 @dataclass(frozen=True)

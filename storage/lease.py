@@ -5,18 +5,18 @@ A lock on a file for SQLite, an advisory lock for PostgreSQL. Knows nothing of t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import socket
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import sqlalchemy
+from filelock import FileLock, Timeout
 from sqlalchemy.exc import SQLAlchemyError
 
 from search_spaces.errors import EnvironmentFault
@@ -89,13 +89,30 @@ def _taken(study: str, holder: Holder | None) -> EnvironmentFault:
 
 @dataclass(eq=False)
 class FileLease:
-    """A lock on ``<database>.<study>.lock``, which says who holds it and stays behind empty."""
+    """A lock on ``<database>.<study>.lock``, a file that names its holder and stays behind.
+
+    The system frees it with the process, however that ends; a forked child lets go of it at once.
+    """
 
     database: Path
     study: str
-    sleep: Callable[[float], None] = time.sleep
-    _file: IO[str] | None = field(default=None, init=False)
-    _locked: os.stat_result | None = field(default=None, init=False)
+    _lock: FileLock = field(init=False)
+    _locked: tuple[os.stat_result, os.stat_result | None] | None = field(default=None, init=False)
+    """The lock file and the database as they were when the lease was taken."""
+
+    def __post_init__(self) -> None:
+        self._lock = FileLock(
+            self.path,
+            timeout=_GRACE_SECONDS,
+            # The lease is the process's: whichever thread asks, and whichever gives it up.
+            thread_local=False,
+            # On a file system without locks a file's mere existence would have to do, and outlive a
+            # driver that was killed; nor may the file go with the lock, or two drivers could each
+            # lock a file of this name.
+            fallback_to_soft=False,
+            preserve_lock_file=True,
+            on_acquired=self._sign,
+        )
 
     @property
     def path(self) -> Path:
@@ -105,75 +122,61 @@ class FileLease:
     def acquire(self) -> None:
         """Take the lease."""
         self.release()
-        for _ in range(20):
-            if self._try():
-                return
-            self.sleep(_GRACE_SECONDS / 20)
-        raise _taken(self.study, self._written())
-
-    def _try(self) -> bool:
         try:
-            file = self.path.open("a+", encoding="utf-8")
+            self._lock.acquire()
+        except Timeout:
+            raise _taken(self.study, self._written()) from None
         except OSError as error:
+            has_no_locks = error.errno in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
+            advice = "; put the database on a local disk" if has_no_locks else ""
             raise EnvironmentFault(
-                f"cannot open the study's lock {self.path}: {error.strerror}"
+                f"cannot lock the study by {self.path}: {error.strerror}{advice}"
             ) from error
-        if not _lock(file, self.path):
-            file.close()
-            return False
-        file.truncate(0)
-        file.write(f"{this_driver()} {datetime.now(UTC).isoformat(timespec='seconds')}\n")
-        file.flush()
-        self._file, self._locked = file, _stat(self.database)
-        return True
+
+    def _sign(self, descriptor: int) -> None:
+        """Write who holds the lock into its file, through the descriptor that is locked."""
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{this_driver()} {since}\n".encode())
+        self._locked = os.fstat(descriptor), _stat(self.database)
 
     def is_held(self) -> bool:
         """Whether lock and database are still the files under their names.
 
-        SQLite would go on writing into a database that was deleted, and nobody would ever read it.
+        filelock knows its descriptor alone, and SQLite would go on writing into a database that was
+        deleted: nobody would be kept out of what nobody would ever read.
         """
-        if self._file is None or not _is_same(os.fstat(self._file.fileno()), self.path):
+        if not self._lock.is_locked or self._locked is None:
             return False
-        return self._locked is not None and _is_same(self._locked, self.database)
+        lock, database = self._locked
+        return _is_same(lock, self.path) and _is_same(database, self.database)
 
     def release(self) -> None:
         """Give it up."""
-        if self._file is not None:
-            self._file.truncate(0)
-            self._file.close()
-            self._file = None
+        self._lock.release()
 
     def holder(self) -> Holder | None:
         """Return who has it now."""
-        if self._file is not None:
-            return self._written()
         try:
             with self.path.open(encoding="utf-8") as file:
-                return None if _lock(file, self.path, shared=True) else self._written()
+                # filelock has exclusive locks alone, by which two readers would take each other for
+                # the driver, and which need a file that they may write to. Its lock on Linux and
+                # macOS is a flock, and a shared one waits for nobody but the driver.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return self._written()
         except OSError:
             return None
+        return None
 
-    def _written(self) -> Holder | None:
+    def _written(self) -> Holder:
         words = self.path.read_text(encoding="utf-8").split()
         return Holder(*words) if len(words) == 2 else Holder("another process")
 
 
-def _lock(file: IO[str], path: Path, *, shared: bool = False) -> bool:
-    try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot lock {path}: {error.strerror}; put the database on a local disk"
-        ) from error
-    # Somebody may have deleted the file between open and lock; locking it would keep nobody out.
-    return _is_same(os.fstat(file.fileno()), path)
-
-
-def _is_same(file: os.stat_result, path: Path) -> bool:
+def _is_same(file: os.stat_result | None, path: Path) -> bool:
     there = _stat(path)
-    return there is not None and os.path.samestat(file, there)
+    return file is not None and there is not None and os.path.samestat(file, there)
 
 
 def _stat(path: Path) -> os.stat_result | None:

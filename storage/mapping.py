@@ -1,12 +1,10 @@
 """Owns what a record becomes in Optuna, and back: state, values, constraint, readable attributes.
 
-Pure functions. The values of a trial that does not count are the worst finite ones, because the
-Gaussian-process sampler learns from completed trials alone; the constraint says that nothing of it
-was measured:
+Pure functions. Where nothing of a trial was measured its constraint says so. Its values are then
+the worst finite ones, because the Gaussian-process sampler learns from completed trials alone:
 
     tokens_per_second     0
     peak_memory           what it needs, at least the budget (GiB)
-    cost                  what it is handed as the worst so far
     trainable_parameters  0
 """
 
@@ -21,20 +19,20 @@ from optuna.trial import FrozenTrial, TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
-from storage.needs import need_of
 from storage.records import (
     RETRYABLE,
     Measurement,
     OutOfMemory,
     TrialRecord,
     Verdict,
+    need_of,
 )
 
 Direction = Literal["maximize", "minimize"]
 
 CONSTRAINT = "fit"
 """Feasible at 0 and below: the share by which the peak is above the budget."""
-CONFIG, STARTED_AT, RECORD, COST, VERDICT = "config", "started_at", "record", "cost", "verdict"
+CONFIG, STARTED_AT, RECORD, VERDICT = "config", "started_at", "record", "verdict"
 """Keys of a trial's user attributes."""
 LEAST_VIOLATION = 0.01
 """Of a trial that ran out of memory by an unknown amount."""
@@ -44,23 +42,12 @@ FAULT_VIOLATION = 1.0
 _DIRECTIONS: dict[Objective, Direction] = {
     "tokens_per_second": "maximize",
     "peak_memory": "minimize",
-    "cost": "minimize",
     "trainable_parameters": "maximize",
 }
 
 
 @dataclass(frozen=True)
-class Scale:
-    """What a study measures against."""
-
-    objectives: tuple[Objective, ...]
-    budget_bytes: int
-    worst_cost: float = 1.0
-    """Cost of a trial that has none because it did not run: above every cost told so far."""
-
-
-@dataclass(frozen=True)
-class Told:
+class OptunaResult:
     """What Optuna is told of one trial."""
 
     state: TrialState
@@ -76,24 +63,28 @@ def directions(objectives: Sequence[Objective]) -> list[Direction]:
     return [_DIRECTIONS[objective] for objective in objectives]
 
 
-def to_optuna(record: TrialRecord, *, scale: Scale, cost: float | None = None) -> Told:
-    """Return what Optuna is told of ``record``.
-
-    Args:
-        record: how the trial ended.
-        scale: the study's objectives and budget.
-        cost: value of the ``cost`` objective; None for a trial that did not run to one.
-    """
-    values = _values(record, scale, cost)
-    violation = _violation(record, scale.budget_bytes)
-    attributes = _attributes(record, scale.budget_bytes, cost)
+def to_optuna(
+    record: TrialRecord, *, objectives: Sequence[Objective], budget_bytes: int
+) -> OptunaResult:
+    """Return what Optuna is told of ``record`` in a study of those objectives and that budget."""
+    measured = record.measurement
+    values = tuple(
+        _worst(objective, record, budget_bytes) if measured is None else _value(objective, measured)
+        for objective in objectives
+    )
+    state, intermediate = TrialState.COMPLETE, None
     if record.verdict in RETRYABLE:
-        return Told(TrialState.FAIL, None, violation, attributes)
-    if record.verdict is Verdict.PRUNED_SLOW and len(scale.objectives) == 1 and record.measurement:
+        state = TrialState.FAIL
+    elif record.verdict is Verdict.PRUNED_SLOW and len(objectives) == 1 and measured is not None:
         # Optuna prunes in single-objective studies only, and keeps the last reported value.
-        step = record.measurement.steps_measured
-        return Told(TrialState.PRUNED, None, violation, attributes, intermediate=(step, values[0]))
-    return Told(TrialState.COMPLETE, values, violation, attributes)
+        state, intermediate = TrialState.PRUNED, (measured.steps_measured, values[0])
+    return OptunaResult(
+        state,
+        values if state is TrialState.COMPLETE else None,
+        _violation(record, budget_bytes),
+        _attributes(record, budget_bytes),
+        intermediate,
+    )
 
 
 def _violation(record: TrialRecord, budget_bytes: int) -> float:
@@ -105,14 +96,7 @@ def _violation(record: TrialRecord, budget_bytes: int) -> float:
     return max(need.allocated_bytes / budget_bytes - 1.0, LEAST_VIOLATION)
 
 
-def _values(record: TrialRecord, scale: Scale, cost: float | None) -> tuple[float, ...]:
-    measured = record.measurement
-    if measured is None:
-        return tuple(_worst(objective, record, scale) for objective in scale.objectives)
-    return tuple(_value(objective, measured, cost) for objective in scale.objectives)
-
-
-def _value(objective: Objective, measured: Measurement, cost: float | None) -> float:
+def _value(objective: Objective, measured: Measurement) -> float:
     match objective:
         case "tokens_per_second":
             return measured.tokens_per_second
@@ -120,28 +104,20 @@ def _value(objective: Objective, measured: Measurement, cost: float | None) -> f
             return measured.peak_allocated_bytes / GIB
         case "trainable_parameters":
             return float(measured.trainable_parameters)
-        case "cost":
-            if cost is None:
-                raise ValueError(
-                    "a measured trial of a study with the objective 'cost' needs its cost"
-                )
-            return cost
     assert_never(objective)
 
 
-def _worst(objective: Objective, record: TrialRecord, scale: Scale) -> float:
+def _worst(objective: Objective, record: TrialRecord, budget_bytes: int) -> float:
     match objective:
         case "tokens_per_second" | "trainable_parameters":
             return 0.0
         case "peak_memory":
-            need = need_of(record, budget_bytes=scale.budget_bytes)
-            return max(need.allocated_bytes if need else 0, scale.budget_bytes) / GIB
-        case "cost":
-            return scale.worst_cost
+            need = need_of(record, budget_bytes=budget_bytes)
+            return max(need.allocated_bytes if need else 0, budget_bytes) / GIB
     assert_never(objective)
 
 
-def _attributes(record: TrialRecord, budget_bytes: int, cost: float | None) -> dict[str, Any]:
+def _attributes(record: TrialRecord, budget_bytes: int) -> dict[str, Any]:
     """Return the record, and beside it what a person looks for in Optuna's dashboard."""
     shown: dict[str, Any] = {RECORD: record.to_json(), VERDICT: str(record.verdict)}
     need = need_of(record, budget_bytes=budget_bytes)
@@ -152,8 +128,6 @@ def _attributes(record: TrialRecord, budget_bytes: int, cost: float | None) -> d
         shown["need_gib"] = round(need.allocated_bytes / GIB, 3)
     if isinstance(record.outcome, OutOfMemory):
         shown["stage"] = record.outcome.stage
-    if cost is not None:
-        shown[COST] = cost
     return shown
 
 

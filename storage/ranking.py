@@ -1,7 +1,7 @@
-"""Owns the order of a study's trials by what the study was asked for. Pure functions over records.
+"""Owns the order of a study's trials by what the study was asked for, and the winner's gain. Pure.
 
 Every place that names a best trial (`best`, the terminal, the report, an export) reads it here.
-Knows nothing of words, figures or gains.
+Knows nothing of words or figures.
 
 A configuration counts once: by the last trial of it that came to a conclusion (fits, out of memory,
 diverged, ineffective). Running out of memory later retracts a fit. Only what the study's space
@@ -11,45 +11,27 @@ Several objectives have no one order. Their front is every trial that no other b
 matches in all. Each objective is scaled to 0 at the worst of the front and 1 at its best; the trial
 nearest to the corner where all are 1 is the knee, and stands for the best. Where two are as near,
 the objective that was named first decides.
+
+Rank and target modules cost speed and buy capacity, so a gain over the baseline is stated within
+one capacity class, and only where both speeds are sure enough.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from search_spaces.config import TrialConfig, canonical
-from search_spaces.linears import resolve_targets
+from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
-from search_spaces.space import Objective, SearchSpace
+from search_spaces.space import Objective
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.records import Measurement, TrialRecord, Verdict
 
 _CONCLUSIVE = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED, Verdict.INEFFECTIVE})
-
-_MERIT: Mapping[Objective, Callable[[Measurement], float]] = {
-    "tokens_per_second": lambda m: m.tokens_per_second,
-    "peak_memory": lambda m: -m.peak_allocated_bytes,
-    # A study has one card and so one price: what a token costs falls with the speed alone.
-    "cost": lambda m: m.tokens_per_second,
-    "trainable_parameters": lambda m: m.trainable_parameters,
-}
-"""Of each objective, what is larger the better."""
-
-SPEED_OBJECTIVES = frozenset[Objective]({"tokens_per_second", "cost"})
-"""Objectives that follow the speed alone, and share its uncertainty."""
-
-
-@dataclass(frozen=True)
-class CapacityClass:
-    """What decides how much an adapter can learn, and costs speed: speeds compare within one."""
-
-    lora_rank: int
-    modules: tuple[str, ...]
-    """Names of the layers with an adapter, however the configuration spells them."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +45,36 @@ class ClassBest:
     tokens_per_second: float
     is_partial: bool
     """Stopped early as slow, in a class where nothing was measured to the end."""
+
+
+NoGain = Literal["no_winner", "another_class", "noisy_winner", "noisy_baseline", "noisy_both"]
+"""Why a gain is not stated."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The speed of one trial over that of the baseline."""
+
+    trial: TrialRecord
+    ratio: float
+    low: float
+    """The trial's slow end over the baseline's fast one."""
+    high: float
+    """The trial's fast end over the baseline's slow one."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A study's winner, set against its baseline."""
+
+    baseline: TrialRecord
+    gain: Gain | None
+    """The winner's; None where `reason` says why."""
+    reason: NoGain | None
+    fastest_of_class: TrialRecord | None = None
+    """The fastest trial of the space in the baseline's class, where the winner is in another."""
+    class_gain: Gain | None = None
+    """That trial's; None where its speed or the baseline's is too unsure."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +103,6 @@ class Ranking:
         of every objective at once. Equals are ordered by speed, less memory, and number.
         """
         candidates = fitting(self.of_space)
-        if len(self.objectives) == 1:
-            return tuple(sorted(candidates, key=lambda r: -_merits(r, self.objectives)[0]))
         front = pareto_front(candidates, self.objectives)
         distance = _distance_to_the_corner(front, self.objectives)
         on_front = {record.number for record in front}
@@ -135,8 +145,8 @@ class Ranking:
     @cached_property
     def baseline(self) -> TrialRecord | None:
         """The last trial of the baseline that was measured to the end; None where none was."""
-        found = [r for r in self.records if r.is_baseline and r.verdict is Verdict.FITS]
-        return found[-1] if found else None
+        measured = [r for r in self.records if r.is_baseline and r.verdict is Verdict.FITS]
+        return measured[-1] if measured else None
 
     @property
     def is_baseline_in_space(self) -> bool:
@@ -161,10 +171,7 @@ class Ranking:
 
     def capacity_class(self, config: TrialConfig) -> CapacityClass:
         """Return the class in which the speed of ``config`` compares."""
-        return CapacityClass(config.lora_rank, self._modules(config))
-
-    def _modules(self, config: TrialConfig) -> tuple[str, ...]:
-        return tuple(sorted(resolve_targets(config, self._model)))
+        return CapacityClass.of(config, self._model)
 
     @cached_property
     def _model(self) -> ModelSpec:
@@ -175,20 +182,27 @@ class Ranking:
         space = self.definition.space
         if space.params_of(config) is not None:
             return True
-        wanted = self._modules(config)
+        wanted = self.capacity_class(config)
         spellings = (
             config.model_copy(update={"target_modules": spelling})
             for spelling in self._spellings
             if spelling != config.target_modules
         )
         return any(
-            self._modules(same) == wanted and space.params_of(same) is not None
+            self.capacity_class(same) == wanted and space.params_of(same) is not None
             for same in spellings
         )
 
     @cached_property
     def _spellings(self) -> tuple[str | tuple[str, ...], ...]:
-        return _target_modules_of(self.definition.space)
+        """How the space spells the layers that it puts adapters on."""
+        space = self.definition.space
+        dimension = space.dimensions.get("target_modules")
+        fixed = space.fixed.get("target_modules", TrialConfig().target_modules)
+        declared: tuple[Any, ...] = (fixed,) if dimension is None else dimension.values() or ()
+        return tuple(
+            value if isinstance(value, str) else tuple(sorted(set(value))) for value in declared
+        )
 
 
 def rank(records: Iterable[TrialRecord], definition: StudyDefinition) -> Ranking:
@@ -199,6 +213,23 @@ def rank(records: Iterable[TrialRecord], definition: StudyDefinition) -> Ranking
 def rank_study(snapshot: StudySnapshot) -> Ranking:
     """Return the order of a study's trials as it stands."""
     return rank(snapshot.records, snapshot.definition)
+
+
+def compare(ranking: Ranking) -> Comparison | None:
+    """Return what the winner gained over the baseline; None where that was not measured."""
+    baseline, winner = ranking.baseline, ranking.winner
+    if baseline is None:
+        return None
+    if winner is None:
+        return Comparison(baseline, None, "no_winner")
+    own_class = ranking.capacity_class(baseline.config)
+    if ranking.capacity_class(winner.config) == own_class:
+        reason = _noise(winner, baseline)
+        return Comparison(baseline, _gain(winner, baseline), reason)
+    alike = (r for r in ranking.of_space if ranking.capacity_class(r.config) == own_class)
+    fastest = next(iter(fitting(alike)), None)
+    class_gain = None if fastest is None else _gain(fastest, baseline)
+    return Comparison(baseline, None, "another_class", fastest, class_gain)
 
 
 def rankable(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
@@ -245,9 +276,22 @@ def verdict_counts(records: Iterable[TrialRecord]) -> dict[str, int]:
     return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
 
 
+def objective_value(objective: Objective, measured: Measurement) -> float:
+    """Return what was measured of an objective: tokens/s, bytes, or a count."""
+    match objective:
+        case "tokens_per_second":
+            return measured.tokens_per_second
+        case "peak_memory":
+            return measured.peak_allocated_bytes
+        case "trainable_parameters":
+            return measured.trainable_parameters
+
+
 def _merits(record: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, ...]:
+    """Return the value of each objective, turned so that larger is better."""
     measured = measured_of(record)
-    return tuple(_MERIT[objective](measured) for objective in objectives)
+    values = ((objective, objective_value(objective, measured)) for objective in objectives)
+    return tuple(-value if objective == "peak_memory" else value for objective, value in values)
 
 
 def _dominates(other: Sequence[float], point: Sequence[float]) -> bool:
@@ -276,13 +320,13 @@ def _distance_to_the_corner(
     return distance
 
 
-def _is_tied(objective: Objective, one: Measurement, other: Measurement) -> bool:
-    if objective not in SPEED_OBJECTIVES:
-        return _MERIT[objective](one) == _MERIT[objective](other)
-    mine, theirs = one.speed_interval, other.speed_interval
-    if mine is None or theirs is None:
+def _is_tied(objective: Objective, best: Measurement, other: Measurement) -> bool:
+    if objective != "tokens_per_second":
+        return objective_value(objective, best) == objective_value(objective, other)
+    best_ends, ends = best.speed_interval, other.speed_interval
+    if best_ends is None or ends is None:
         return False
-    return mine[0] <= theirs[1] and theirs[0] <= mine[1]
+    return best_ends[0] <= ends[1] and ends[0] <= best_ends[1]
 
 
 def _class_best(record: TrialRecord) -> ClassBest:
@@ -294,17 +338,6 @@ def _class_best(record: TrialRecord) -> ClassBest:
         record.number,
         measured_of(record).tokens_per_second,
         is_partial=record.verdict is Verdict.PRUNED_SLOW,
-    )
-
-
-def _target_modules_of(space: SearchSpace) -> tuple[str | tuple[str, ...], ...]:
-    """Return how the space spells the layers that it puts adapters on."""
-    dimension = space.dimensions.get("target_modules")
-    default = TrialConfig.model_fields["target_modules"].default
-    fixed = space.fixed.get("target_modules", default)
-    declared: tuple[Any, ...] = (fixed,) if dimension is None else dimension.values() or ()
-    return tuple(
-        value if isinstance(value, str) else tuple(sorted(set(value))) for value in declared
     )
 
 
@@ -330,3 +363,32 @@ def measured_of(record: TrialRecord) -> Measurement:
     """Return the measurement of a trial that has one, as every ranked trial does."""
     assert record.measurement is not None, "only measured trials are ranked"
     return record.measurement
+
+
+def _noise(trial: TrialRecord, baseline: TrialRecord) -> NoGain | None:
+    match measured_of(trial).is_noisy, measured_of(baseline).is_noisy:
+        case True, True:
+            return "noisy_winner" if trial.number == baseline.number else "noisy_both"
+        case True, False:
+            return "noisy_winner"
+        case False, True:
+            return "noisy_baseline"
+        case _:
+            return None
+
+
+def _gain(trial: TrialRecord, baseline: TrialRecord) -> Gain | None:
+    mine, theirs = measured_of(trial), measured_of(baseline)
+    if mine.is_noisy or theirs.is_noisy:
+        return None
+    if trial.number == baseline.number:
+        return Gain(trial, 1.0, 1.0, 1.0)
+    my_ends, their_ends = mine.speed_interval, theirs.speed_interval
+    if my_ends is None or their_ends is None:
+        return None
+    return Gain(
+        trial,
+        ratio=mine.tokens_per_second / theirs.tokens_per_second,
+        low=my_ends[0] / their_ends[1],
+        high=my_ends[1] / their_ends[0],
+    )

@@ -16,10 +16,16 @@ from search_spaces.errors import InputError, did_you_mean
 from search_spaces.validation import explain
 from storage import mapping
 from storage.database import close, faults, open_for_reading
-from storage.definition import RunningTrial, StudyDefinition, StudySnapshot, StudySummary
+from storage.definition import (
+    RunningTrial,
+    StudyDefinition,
+    StudySnapshot,
+    StudySummary,
+    names_cost,
+)
 from storage.lease import Holder, lease_for
 from storage.ranking import rank_study
-from storage.spool import Spool
+from storage.recovery import Spool
 from storage.urls import DatabaseUrl, parse_url
 
 DEFINITION, RUNS, WALL_SECONDS, IDENTITY = "definition", "runs", "wall_seconds", "identity"
@@ -52,13 +58,13 @@ def list_studies(url: str, home: Path) -> list[StudySummary]:
     """Return a summary of every study, oldest first. Raises as `read_study` does."""
     database = parse_url(url)
     with _reading(database) as storage:
-        found = [
+        snapshots = [
             _snapshot(
                 name, attributes, _trials(storage, name), lease_for(database, name).holder(), home
             )
             for name, attributes in _attributes(storage).items()
         ]
-    return [_summary(snapshot) for snapshot in found]
+    return [_summary(snapshot) for snapshot in snapshots]
 
 
 @contextmanager
@@ -121,12 +127,7 @@ def _snapshot(
         running=tuple(map(_running, running)),
         wall_seconds=float(attributes.get(WALL_SECONDS, 0.0)),
         holder=None if holder is None else holder.who,
-        warnings=(*_version_changes(runs), *untold),
-        costs={
-            trial.number: float(trial.user_attrs[mapping.COST])
-            for trial in trials
-            if mapping.COST in trial.user_attrs
-        },
+        warnings=(*_former_objective(attributes), *_version_changes(runs), *untold),
     )
 
 
@@ -148,6 +149,15 @@ def _summary(snapshot: StudySnapshot) -> StudySummary:
         best=None if best is None else best.measurement,
         wall_seconds=snapshot.wall_seconds,
         holder=snapshot.holder,
+    )
+
+
+def _former_objective(attributes: Mapping[str, Any]) -> tuple[str, ...]:
+    if not names_cost(attributes[DEFINITION]):
+        return ()
+    return (
+        "it was started with the objective cost, which is no objective any more: it is ranked by "
+        "speed, as on one card at one price cost is 1 / speed",
     )
 
 
@@ -178,7 +188,7 @@ def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 def _untold(spool: Spool, running: Sequence[FrozenTrial]) -> tuple[str, ...]:
     numbers = {trial.number for trial in running}
-    waiting = sorted({entry.record.number for entry in spool.read()} & numbers)
+    waiting = sorted({record.number for record in spool.read()} & numbers)
     if not waiting:
         return ()
     listed = ", ".join(map(str, waiting))

@@ -1,11 +1,12 @@
 """Owns what a trial leaves behind: measurement, outcome and record, with their JSON codec.
 
-The same types travel from the worker to the parent and into storage. Knows nothing of Optuna,
-processes or torch.
+The same types travel from the worker to the parent and into storage. What memory a trial needs
+that did not fit is one number here, wherever it is shown. Knows nothing of Optuna or processes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -60,8 +61,9 @@ class Measurement(_Frozen):
     step_seconds: float
     """Median seconds of an optimizer step, accumulation included."""
     step_seconds_ci95: tuple[float, float] | None
-    """Distribution-free 95 % interval of that median, from order statistics; null where fewer than
-    six steps were measured, as nothing bounds a median at 95 % then.
+    """Distribution-free 95 % interval of that median, from order statistics.
+
+    Null where fewer than six steps were measured: nothing bounds a median at 95 % then.
     """
     steps_measured: int
     steps_warmup: int
@@ -304,3 +306,45 @@ def held_to_budget(outcome: Outcome, *, budget_bytes: int) -> Outcome:
             return over_budget(peak, budget_bytes=budget_bytes, stage="optimizer") or outcome
         case _:
             return outcome
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a configuration that did not fit needs."""
+
+    allocated_bytes: int
+    is_lower_bound: bool
+    """Whether it may need more: it, or a smaller one, ran out before the peak was seen.
+
+    Else it is a prediction, which may be off either way.
+    """
+    is_predicted: bool
+    """Whether the number is the prediction's and not the budget's or the observed peak's."""
+
+
+def need_of(record: TrialRecord, *, budget_bytes: int) -> Need | None:
+    """Return what a trial that did not fit needs; None for every other.
+
+    What ran out of memory needs more than the budget, whatever the allocation that happened to
+    fail: the peak until then is a bound from below, and so is a prediction that is larger. The
+    failed request is not added to the peak: the two need not have been there at once.
+    """
+    predicted = predicted_need(record)
+    match record.outcome:
+        case PredictedOutOfMemory(predicted_bytes=predicted_bytes):
+            return Need(predicted_bytes, is_lower_bound=False, is_predicted=True)
+        case OutOfMemory(peak_allocated_bytes=peak):
+            seen = max(budget_bytes, peak or 0)
+        case DominatedOutOfMemory():
+            seen = budget_bytes
+        case _:
+            return None
+    is_predicted = predicted is not None and predicted > seen
+    return Need(max(seen, predicted or 0), is_lower_bound=True, is_predicted=is_predicted)
+
+
+def predicted_need(record: TrialRecord) -> int | None:
+    """Return the predicted peak of a trial; None where nothing predicted it."""
+    if isinstance(record.outcome, PredictedOutOfMemory):
+        return record.outcome.predicted_bytes
+    return None if record.prediction is None else record.prediction.peak_allocated_bytes

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from reports.files import write_whole
+from reports.page import write_whole
 from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
 from sweep.export.axolotl import axolotl

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reports import objectives, uncertainty, units
-from reports.answer import emulation_note
+from reports.summary import emulation_note
 from search_spaces.config import TrialConfig
 from search_spaces.errors import NothingFits, quote
 from search_spaces.linears import resolve_targets

@@ -104,7 +104,7 @@ def _from_json(values: dict[str, Any], space: SearchSpace, forecaster: Forecaste
     candidates: dict[ClassKey, list[Forecast]] = {}
     for entry in values["candidates"]:
         forecast = _forecast(entry, forecaster)
-        candidates.setdefault(class_of(forecast.config), []).append(forecast)
+        candidates.setdefault(class_of(forecast.config, forecaster.model), []).append(forecast)
     return Survey(
         space=space,
         model=forecaster.model,

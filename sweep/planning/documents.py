@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from search_spaces.config import TrialConfig
+from search_spaces.linears import CapacityClass
 from sweep.planning.forecast import Forecast
 from sweep.planning.plan import CardComparison, CardPlan
-from sweep.planning.recommendation import STANDARD_CAPACITY
+from sweep.planning.recommendation import STANDARD
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable
 from sweep.predict.cost import Bill, BreakEven
@@ -160,13 +162,8 @@ def _survey(survey: Survey) -> dict[str, Any]:
         "capacity_class": _capacity(survey),
         "alternative": None if survey.alternative is None else _brief(survey.alternative),
         "fastest_by_class": [
-            {
-                "lora_rank": rank,
-                "target_modules": _modules(targets),
-                "seq_len": length,
-                **_brief(forecast),
-            }
-            for (rank, targets, length), forecast in survey.fastest_by_class.items()
+            {**_class(forecast.config), "seq_len": forecast.config.seq_len, **_brief(forecast)}
+            for forecast in survey.fastest_by_class.values()
         ],
         "trials": survey.trials,
         "study_seconds": None if seconds is None else list(seconds),
@@ -183,18 +180,15 @@ def _brief(forecast: Forecast) -> dict[str, Any]:
 
 def _capacity(survey: Survey) -> dict[str, Any] | None:
     """Return the class that is recommended from, and whether it is the standard recipe's."""
-    if survey.capacity is None:
+    if survey.recommended is None:
         return None
-    rank, targets = survey.capacity
-    return {
-        "lora_rank": rank,
-        "target_modules": _modules(targets),
-        "is_standard": survey.capacity == STANDARD_CAPACITY,
-    }
+    standard = CapacityClass.of(STANDARD, survey.model)
+    return {**_class(survey.recommended.config), "is_standard": survey.capacity == standard}
 
 
-def _modules(targets: str | tuple[str, ...]) -> str | list[str]:
-    return list(targets) if isinstance(targets, tuple) else targets
+def _class(config: TrialConfig) -> dict[str, Any]:
+    values = config.model_dump(mode="json")
+    return {key: values[key] for key in ("lora_rank", "target_modules")}
 
 
 def _evidence(plan: CardPlan) -> dict[str, Any] | None:

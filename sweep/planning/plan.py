@@ -273,7 +273,7 @@ def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
         chosen = {
             plan.gpu.name: own[plan.gpu.name]
             if own[plan.gpu.name].config.samples_per_step == whole
-            else _accumulating(plan, survey.space, shared, whole, look)
+            else _accumulating(plan, survey.space, own[plan.gpu.name].config, whole, look)
             for plan, survey in surveys
         }
         fitting = {gpu: choice for gpu, choice in chosen.items() if choice and choice.fits}
@@ -289,10 +289,11 @@ def _shared_class(surveys: Sequence[Survey]) -> ClassKey | None:
     if not surveys:
         return None
     common = set.intersection(*(set(survey.fastest_by_class) for survey in surveys))
-    capacity = nearest_capacity({key[:2] for key in common}, model=surveys[0].model)
+    model = surveys[0].model
+    capacity = nearest_capacity({key[0] for key in common}, model=model)
     fastest = surveys[0].fastest_by_class
-    best = preferred(fastest[key] for key in common if key[:2] == capacity)
-    return None if best is None else class_of(best.config)
+    best = preferred(fastest[key] for key in common if key[0] == capacity)
+    return None if best is None else class_of(best.config, model)
 
 
 def _effective_batches(fastest: Sequence[TrialConfig]) -> Iterator[int]:
@@ -306,11 +307,12 @@ def _effective_batches(fastest: Sequence[TrialConfig]) -> Iterator[int]:
 
 
 def _accumulating(
-    plan: CardPlan, space: SearchSpace, shared: ClassKey, whole: int, look: Look
+    plan: CardPlan, space: SearchSpace, shared: TrialConfig, whole: int, look: Look
 ) -> Forecast | None:
-    """Return a card's preferred way to make an effective batch; None where it has none."""
-    rank, targets, length = shared
-    held = {"lora_rank": rank, "target_modules": targets, "seq_len": length}
+    """Return a card's preferred way to make an effective batch, in the class and at the length of
+    ``shared``; None where it has none.
+    """
+    held = {key: getattr(shared, key) for key in ("lora_rank", "target_modules", "seq_len")}
     try:
         return look(plan, with_fixed(space, {**held, "effective_batch_size": whole}))
     except InputError:

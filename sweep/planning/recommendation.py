@@ -10,16 +10,13 @@ from collections.abc import Iterable
 from enum import IntEnum
 
 from search_spaces.config import TrialConfig
-from search_spaces.linears import lora_parameters, resolve_targets
+from search_spaces.linears import CapacityClass, lora_parameters
 from search_spaces.models import ModelSpec
 from sweep.planning.forecast import Forecast
 from sweep.predict.memory.predictor import Fit
 
-Capacity = tuple[int, str | tuple[str, ...]]
-"""Rank and target modules: what the adapters can learn."""
-
-STANDARD_CAPACITY: Capacity = (TrialConfig().lora_rank, TrialConfig().target_modules)
-"""The published recipe's: rank 16 on q,k,v,o."""
+STANDARD = TrialConfig()
+"""The published recipe, whose capacity class is rank 16 on q,k,v,o."""
 WELL_PREDICTED = 0.05
 """A peak whose prediction may be further off than this (compiled layers') is less than sure."""
 
@@ -94,35 +91,28 @@ def _fastest_by_certainty(candidates: Iterable[Forecast]) -> dict[Certainty, For
     return best
 
 
-def nearest_capacity(classes: Iterable[Capacity], *, model: ModelSpec) -> Capacity | None:
+def nearest_capacity(classes: Iterable[CapacityClass], *, model: ModelSpec) -> CapacityClass | None:
     """Return the class nearest to the standard recipe's; None where there is no class.
 
     The same target modules come first, then the number of trainable parameters (the rank, where the
     architecture does not tell), then more of them.
     """
-    wanted = _targets(STANDARD_CAPACITY, model)
+    standard = CapacityClass.of(STANDARD, model)
 
-    def distance(capacity: Capacity) -> tuple[bool, float, float]:
-        size = _size(capacity, model)
+    def distance(capacity: CapacityClass) -> tuple[bool, float, float]:
+        size = _size(capacity, standard, model)
         # Rounded, so that half and twice the parameters are equally near.
-        return _targets(capacity, model) != wanted, round(abs(math.log(size)), 6), -size
+        return capacity.modules != standard.modules, round(abs(math.log(size)), 6), -size
 
     return min(classes, key=distance, default=None)
 
 
-def _adapters(capacity: Capacity) -> TrialConfig:
-    rank, targets = capacity
-    return TrialConfig(lora_rank=rank, target_modules=targets)
-
-
-def _targets(capacity: Capacity, model: ModelSpec) -> frozenset[str]:
-    return frozenset(resolve_targets(_adapters(capacity), model))
-
-
-def _size(capacity: Capacity, model: ModelSpec) -> float:
+def _size(capacity: CapacityClass, standard: CapacityClass, model: ModelSpec) -> float:
     """Return the size of a class's adapters over that of the standard one's."""
-    size = lora_parameters(_adapters(capacity), model)
-    standard = lora_parameters(_adapters(STANDARD_CAPACITY), model)
-    if size is None or standard is None:
-        return capacity[0] / STANDARD_CAPACITY[0]
-    return size / standard
+    own, reference = (
+        lora_parameters(TrialConfig(lora_rank=one.lora_rank, target_modules=one.modules), model)
+        for one in (capacity, standard)
+    )
+    if own is None or reference is None:
+        return capacity.lora_rank / standard.lora_rank
+    return own / reference

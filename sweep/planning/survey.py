@@ -16,11 +16,11 @@ from functools import cached_property
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
 from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
 from sweep.planning.recommendation import (
-    Capacity,
     Certainty,
     alternative,
     certainty_of,
@@ -54,8 +54,8 @@ As measured on an H200, the first of a process apart, which takes ten: see
 ``tests/bench/results/compile_cost.json``.
 """
 
-ClassKey = tuple[int, str | tuple[str, ...], int]
-"""Rank, target modules, length: what a configuration can learn, and from how much context."""
+ClassKey = tuple[CapacityClass, int]
+"""Capacity class and length: what a configuration can learn, and from how much context."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class Survey:
         return {key: best for key, best in chosen.items() if best is not None}
 
     @cached_property
-    def capacity(self) -> Capacity | None:
+    def capacity(self) -> CapacityClass | None:
         """The capacity class that is recommended from: the standard one, or the nearest to it."""
-        return nearest_capacity({key[:2] for key in self.candidates}, model=self.model)
+        return nearest_capacity({capacity for capacity, _ in self.candidates}, model=self.model)
 
     @property
     def recommended(self) -> Forecast | None:
@@ -128,7 +128,7 @@ class Survey:
         return None if best is None else alternative(self._able(), best)
 
     def _able(self) -> list[Forecast]:
-        classes = [key for key in self.candidates if key[:2] == self.capacity]
+        classes = [key for key in self.candidates if key[0] == self.capacity]
         return [candidate for key in classes for candidate in self.candidates[key]]
 
     @property
@@ -159,9 +159,9 @@ class Survey:
         return min(low, limit), min(high, limit)
 
 
-def class_of(config: TrialConfig) -> ClassKey:
+def class_of(config: TrialConfig, model: ModelSpec) -> ClassKey:
     """Return a configuration's capacity class and its length."""
-    return config.lora_rank, config.target_modules, config.seq_len
+    return CapacityClass.of(config, model), config.seq_len
 
 
 def survey(space: SearchSpace, forecaster: Forecaster) -> Survey:
@@ -281,7 +281,7 @@ class _Tally:
             uncertainty=0.0 if is_measured else forecaster.memory(config).uncertainty,
         )
         order = forecaster.tokens_per_second(config) or 0.0, config.tokens_per_micro_batch
-        best = self.best[class_of(config)]
+        best = self.best[class_of(config, forecaster.model)]
         if level not in best or order > speed_order(best[level]):
             best[level] = forecaster.forecast(config)
 

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from search_spaces.config import TrialConfig
 from search_spaces.space import Objective
-from storage.ranking import SPEED_OBJECTIVES, Ranking
+from storage.ranking import Ranking
 from storage.records import TrialRecord
 from sweep.running.runner import Progress
 
@@ -74,7 +74,7 @@ def is_hopeless(
         margin: share by which a rival must be faster than the best case.
     """
     high = progress.tokens_per_second_high
-    if progress.phase != "measure" or high is None or SPEED_OBJECTIVES.isdisjoint(objectives):
+    if progress.phase != "measure" or high is None or "tokens_per_second" not in objectives:
         return False
     return any(
         rival.tokens_per_second > high * (1.0 + margin)
@@ -88,8 +88,8 @@ def _is_as_good(
 ) -> bool:
     """Whether a faster ``rival`` is as good as the trial can become; doubt is for the trial."""
     match objective:
-        case "tokens_per_second" | "cost":
-            return True  # The same card at the same price: what is faster costs less per token.
+        case "tokens_per_second":
+            return True
         case "peak_memory":
             # What is allocated by now bounds the peak from below: it can only get worse.
             known = progress.allocated_bytes

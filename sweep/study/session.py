@@ -20,19 +20,15 @@ from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import match_product
 from search_spaces.loading import load_space
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.prices import load_prices
 from search_spaces.rules import violation
 from search_spaces.space import SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
-from storage.ranking import SPEED_OBJECTIVES
-from storage.records import Measurement
-from storage.studies import NAME_BYTES_MAX, NAME_MAX, LeasedStudy, open_study
+from storage.study import NAME_BYTES_MAX, NAME_MAX, LeasedStudy, open_study
 from sweep.paths import (
     RESERVED,
     cache_directory,
-    own_price_file,
     runs_directory,
     worker_log_path,
 )
@@ -180,7 +176,6 @@ def drive(
     """
     quiet_optuna()
     space, target = prepared.space, prepared.target
-    cost_of = token_price(space, target)
     speed = _speed(prepared)
     preflight = _preflight(prepared, speed=speed, warn=warn)
     sampler = make_sampler(
@@ -209,7 +204,6 @@ def drive(
                 on_event=listener,
                 should_stop=interruption.is_requested,
                 interruptible=interruption.interruptible,
-                cost_of=cost_of,
             )
     except KeyboardInterrupt:
         # Asked twice while nothing ran; whatever the loop was at, storage can go on from there.
@@ -234,7 +228,7 @@ def _speed(prepared: Prepared) -> SpeedForecast | None:
 
 def _is_speed(space: SearchSpace) -> bool:
     """Whether what the study is after rises with speed alone."""
-    return SPEED_OBJECTIVES.issuperset(space.objectives)
+    return space.objectives == ("tokens_per_second",)
 
 
 def _preflight(
@@ -262,21 +256,3 @@ def _preflight(
         speed=speed,
         warn=warn,
     )
-
-
-def token_price(space: SearchSpace, target: Target) -> Callable[[Measurement], float] | None:
-    """Return dollars per million tokens at the cheapest hour of the card, where it is searched for.
-
-    Raises:
-        InputError: cost is an objective and no price of the card is known.
-    """
-    if "cost" not in space.objectives:
-        return None
-    offers = load_prices(own_price_file()).get(target.gpu)
-    if not offers:
-        raise InputError(
-            f"space '{space.name}': objectives: no price is known of the {target.gpu}, so its cost "
-            f"cannot be searched for; write one into {runs_directory() / 'prices.yaml'}"
-        )
-    usd_per_second = offers[0].usd_per_hour / 3600
-    return lambda measurement: 1e6 * usd_per_second / measurement.tokens_per_second

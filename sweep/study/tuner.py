@@ -19,15 +19,14 @@ from storage.ranking import rank
 from storage.records import (
     RETRYABLE,
     Measured,
-    Measurement,
     Outcome,
     PredictionRecord,
     PrunedSlow,
     TrialRecord,
     held_to_budget,
 )
-from storage.retries import attempts, next_number, to_retry
-from storage.studies import LeasedStudy
+from storage.recovery import attempts, next_number, to_retry
+from storage.study import LeasedStudy
 from sweep.running.runner import Observer, Progress, Runner
 from sweep.sampling.encoding import Encoding, identity
 from sweep.sampling.grid import Frontier
@@ -54,7 +53,6 @@ def tune(
     on_event: Listener = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
-    cost_of: Callable[[Measurement], float] | None = None,
 ) -> StopReason:
     """Run a study until its trials or its time are spent, nothing is left, or somebody asks.
 
@@ -69,7 +67,6 @@ def tune(
         should_stop: asked before each trial.
         interruptible: entered while a trial is chosen and checked, which may take long and be cut
             short by an exception: no result is lost, and what was begun is settled by a resume.
-        cost_of: dollars of a measured trial, for studies with the objective ``cost``.
 
     Raises:
         EnvironmentFault: the device or the database is not to be had, trial after trial fails in
@@ -82,7 +79,6 @@ def tune(
         clock=clock,
         on_event=on_event,
         should_stop=should_stop,
-        cost_of=cost_of,
     )
     with interruptible():
         driver.recover()
@@ -146,7 +142,6 @@ class _Driver:
         clock: Callable[[], float],
         on_event: Listener,
         should_stop: Callable[[], bool],
-        cost_of: Callable[[Measurement], float] | None,
     ) -> None:
         self._study = study
         self._space = study.definition.space
@@ -158,7 +153,6 @@ class _Driver:
         self._clock = clock
         self._on_event = on_event
         self._should_stop = should_stop
-        self._cost_of = cost_of
         self._since = 0
         self._started_seconds = self._counted_seconds = clock()
         self._failures = FailureStreak()
@@ -255,7 +249,7 @@ class _Driver:
             device_seconds=trial.device_seconds or 0.0,
             prediction=trial.prediction,
         )
-        self._study.tell(trial.handle, record, cost=self._cost(record))
+        self._study.tell(trial.handle, record)
         self._count_wall_seconds()
         self._preflight.learn(record)
         self._on_event(TrialFinished(record=record))
@@ -295,11 +289,6 @@ class _Driver:
 
     def _is_exhausted(self) -> bool:
         return self._frontier.is_exhausted({identity(r.config) for r in self._study.records()})
-
-    def _cost(self, record: TrialRecord) -> float | None:
-        if self._cost_of is None or record.measurement is None:
-            return None
-        return self._cost_of(record.measurement)
 
     def _count_wall_seconds(self) -> None:
         """Add up the driver's time trial by trial, so that a crash loses one trial's at most."""

@@ -11,24 +11,28 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from reports import units
-from reports.answer import emulation_note
 from reports.page import render, write_report
+from reports.summary import emulation_note
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import gpu_catalogue
 from search_spaces.linears import parameters
 from search_spaces.loading import shipped_presets
 from search_spaces.models import shipped_models
+from search_spaces.prices import load_prices
 from storage.best import best_document
 from storage.definition import StudySnapshot
-from storage.retries import next_number
-from storage.studies import LeasedStudy, list_studies, read_study, redact
+from storage.reading import list_studies, read_study
+from storage.recovery import next_number
+from storage.study import LeasedStudy
+from storage.urls import redact
 from sweep.export import formats
-from sweep.paths import report_path, runs_directory, storage_url
+from sweep.paths import own_price_file, report_path, runs_directory, storage_url
 from sweep.running.device_info import read_card
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption
@@ -69,7 +73,7 @@ def run(
     reason = drive(prepared, storage=url, watch=_watch, warn=lambda text: note(f"warning: {text}"))
     if reason in _REASONS:
         note(_REASONS[reason])
-    snapshot = read_study(prepared.name, url=url, home=runs_directory())
+    snapshot = _read(prepared.name, url=url)
     report, fault = _write_report(snapshot, report_path(prepared.name))
     if as_json:
         say(json.dumps(best_document(snapshot)))
@@ -88,6 +92,18 @@ def run(
             f"{invalid.rule}: {invalid.detail}"
         )
     return DONE if has_fit(snapshot) else NOTHING_FITS
+
+
+def _read(study: str, *, url: str) -> StudySnapshot:
+    """Return a study, with the cheapest offer of its card, by which its cost is shown."""
+    snapshot = read_study(study, url=url, home=runs_directory())
+    try:
+        offers = load_prices(own_price_file()).get(snapshot.definition.target.gpu)
+    except InputError as error:
+        # What was measured is worth showing without its price.
+        note(f"warning: no cost is shown: {error}")
+        return snapshot
+    return replace(snapshot, offer=offers[0]) if offers else snapshot
 
 
 def _write_report(
@@ -138,20 +154,20 @@ def status(study: str | None, *, storage: str | None) -> int:
     if study is None:
         say(studies_text(list_studies(url, runs_directory())))
     else:
-        say(status_text(read_study(study, url=url, home=runs_directory())))
+        say(status_text(_read(study, url=url)))
     return DONE
 
 
 def best(study: str, *, storage: str | None, as_json: bool) -> int:
     """Print the winner of a study."""
-    snapshot = read_study(study, url=storage_url(storage), home=runs_directory())
+    snapshot = _read(study, url=storage_url(storage))
     say(json.dumps(best_document(snapshot)) if as_json else best_text(snapshot))
     return DONE if has_fit(snapshot) else NOTHING_FITS
 
 
 def report(study: str, *, storage: str | None, output: Path | None) -> int:
     """Print a study's report, or write it and print where it is."""
-    snapshot = read_study(study, url=storage_url(storage), home=runs_directory())
+    snapshot = _read(study, url=storage_url(storage))
     if output is not None and str(output) == "-":
         say(render(snapshot))
         return DONE
@@ -163,7 +179,7 @@ def report(study: str, *, storage: str | None, output: Path | None) -> int:
 
 def export(study: str, *, format: str, storage: str | None, output: Path | None) -> int:
     """Print a study's winner as a recipe, or write it and print where it is."""
-    snapshot = read_study(study, url=storage_url(storage), home=runs_directory())
+    snapshot = _read(study, url=storage_url(storage))
     text = formats.export(snapshot, format=format)
     if output is None or str(output) == "-":
         say(text.removesuffix("\n"))

@@ -17,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from reports import uncertainty, units
+from reports.outcomes import outcome_line, verdict_words
 from sweep.study.events import Event, Listener, TrialFinished, TrialStarted
 from sweep.terminal.console import Unfailing, note
-from sweep.terminal.progress import Board, outcome_line, verdict_words
+from sweep.terminal.progress import Board
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 40
@@ -123,15 +124,15 @@ def _rows(board: Board) -> Iterator[tuple[str, RenderableType]]:
     yield "best", Text(_best(board))
     yield "now", Text(_now(board))
     yield "memory", _memory(board)
-    yield "trials", Text(verdict_words(board.verdicts()) or "none finished yet")
+    yield "trials", Text(verdict_words(board.records) or "none finished yet")
 
 
 def _best(board: Board) -> str:
     best = board.best
     if best is None:
         return "nothing fits yet"
-    budget_bytes, found = board.definition.target.budget_bytes, board.gain
-    gain = "" if found is None else f", {uncertainty.factor(found)} the baseline"
+    budget_bytes = board.definition.target.budget_bytes
+    gain = "" if board.gain is None else f", {uncertainty.factor(board.gain)} the baseline"
     ended = outcome_line(best, budget_bytes=budget_bytes)
     return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"
 

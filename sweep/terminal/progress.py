@@ -5,36 +5,20 @@ Knows nothing of terminals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from reports import uncertainty, units
-from reports.tables import VERDICT_LABELS
+from reports import units
 from search_spaces.config import TrialConfig
 from storage.definition import StudyDefinition
-from storage.gain import Gain, compare
-from storage.needs import need_of
-from storage.ranking import Ranking, rank, verdict_counts
+from storage.ranking import Gain, Ranking, compare, rank
 from storage.records import (
-    Crashed,
-    Diverged,
-    DominatedOutOfMemory,
-    Ineffective,
-    Invalid,
-    Lost,
-    OutOfMemory,
-    PredictedOutOfMemory,
-    TimedOut,
     TrialRecord,
-    Verdict,
 )
-from storage.retries import next_number
+from storage.recovery import next_number
 from sweep.running.runner import Progress
 from sweep.study.events import Event, StudyFinished, TrialFinished, TrialProgress, TrialStarted
 from sweep.study.tuner import trials_spent
-
-_DETAIL_LENGTH = 160
-"""A worker's last words can be long; its log has them all."""
 
 
 @dataclass
@@ -114,51 +98,6 @@ class Board:
         at_pace = trials_left * self.elapsed_seconds / self._finished_here
         return at_pace if left is None else min(left, at_pace)
 
-    def verdicts(self) -> tuple[tuple[Verdict, int], ...]:
-        """Return how many trials ended in each way that occurred."""
-        counts = verdict_counts(self.records)
-        return tuple((verdict, counts[verdict]) for verdict in Verdict if counts[verdict])
-
     def describe(self, config: TrialConfig) -> str:
         """Return what a configuration changes over the baseline."""
         return units.changes(config, baseline=self.definition.space.baseline_config())
-
-
-def outcome_line(record: TrialRecord, *, budget_bytes: int) -> str:
-    """Return how a trial ended, in a few words."""
-    measured = record.measurement
-    label = VERDICT_LABELS[record.verdict]
-    if measured is not None:
-        speed = uncertainty.speed(measured)
-        return f"{label}, {speed}, {units.gib(measured.peak_allocated_bytes)}"
-    detail = " ".join(_detail(record, budget_bytes).split())
-    if len(detail) > _DETAIL_LENGTH:
-        detail = f"{detail[:_DETAIL_LENGTH]}..."
-    return f"{label} ({detail})" if detail else label
-
-
-def _detail(record: TrialRecord, budget_bytes: int) -> str:
-    need = need_of(record, budget_bytes=budget_bytes)
-    needs = "" if need is None else f"needs {uncertainty.need(need)}"
-    match record.outcome:
-        case OutOfMemory(stage=stage):
-            return f"{stage}, {needs}"
-        case PredictedOutOfMemory():
-            return needs
-        case DominatedOutOfMemory(by=number):
-            return f"trial {number}, {needs}"
-        case Invalid(rule=rule, detail=detail):
-            return detail or rule
-        case Ineffective(knob=knob, detail=detail):
-            return f"{knob}: {detail}" if detail else knob
-        case Crashed(phase=phase, detail=detail) | TimedOut(phase=phase, detail=detail):
-            return f"{phase}: {detail}" if detail else phase
-        case Diverged(detail=detail) | Lost(detail=detail):
-            return detail
-        case _:
-            return ""
-
-
-def verdict_words(verdicts: Iterable[tuple[Verdict, int]]) -> str:
-    """Return counts by verdict in words: ``5 fits, 3 ran out of memory``."""
-    return ", ".join(f"{count} {VERDICT_LABELS[verdict]}" for verdict, count in verdicts)

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from reports import objectives, tables, uncertainty, units
-from reports.answer import answer, emulation_note
+from reports.advice import advice_title, how_to_go_faster
+from reports.outcomes import verdict_words
+from reports.summary import emulation_note, summary_of
 from storage.definition import StudySnapshot, StudySummary
-from storage.ranking import rank_study, verdict_counts
-from storage.records import Invalid, Verdict
+from storage.ranking import rank_study
+from storage.records import Invalid
 from sweep.terminal.console import table
-from sweep.terminal.progress import verdict_words
 
 _CONFIGURATION_COLUMNS = ("trial", "tokens/s", "95 % interval", "peak", "budget", "configuration")
 
@@ -29,12 +30,11 @@ def study_summary(
         report: where its report was written.
         storage_option: what the next commands need to find the database again.
     """
-    said = answer(snapshot)
+    summary = summary_of(snapshot)
     sections = [_opening(snapshot), *_lines("", _winner(snapshot))]
     sections += _front(snapshot) or _section("Runners-up", _runners_up(snapshot))
-    title = tables.advice_title(snapshot)
-    sections += _section(title, _bullets(tables.how_to_go_faster(snapshot)))
-    commands = [f"  {command}{storage_option}" for command in said.commands]
+    sections += _section(advice_title(snapshot), _bullets(how_to_go_faster(snapshot)))
+    commands = [f"  {command}{storage_option}" for command in summary.commands]
     if report is not None:
         commands.append(f"  report: {report}")
     return "\n".join([*sections, *_section("Next", commands)])
@@ -55,10 +55,10 @@ def status_text(snapshot: StudySnapshot) -> str:
 
 def best_text(snapshot: StudySnapshot) -> str:
     """Return the winner, the front, its whole configuration, and the fastest of each class."""
-    said = answer(snapshot)
+    summary = summary_of(snapshot)
     lines = [_opening(snapshot), *_lines("", _winner(snapshot)), *_front(snapshot)]
-    if said.configuration:
-        lines += _section("Configuration", [said.configuration])
+    if summary.configuration:
+        lines += _section("Configuration", [summary.configuration])
     classes = [
         (row.lora_rank, row.target_modules, row.seq_len, f"{row.number}", row.tokens_per_second)
         for row in tables.class_rows(snapshot)
@@ -116,8 +116,7 @@ def why_invalid(snapshot: StudySnapshot) -> Invalid | None:
 
 def _opening(snapshot: StudySnapshot) -> str:
     target = snapshot.definition.target
-    counts = verdict_counts(snapshot.records)
-    counted = verdict_words((verdict, counts[verdict]) for verdict in Verdict if counts[verdict])
+    counted = verdict_words(snapshot.records)
     lines = [
         f"Study {snapshot.name}: {units.plural(len(snapshot.records), 'trial')} in "
         f"{units.duration(snapshot.wall_seconds)} for {snapshot.definition.model['name']} on "
@@ -130,10 +129,10 @@ def _opening(snapshot: StudySnapshot) -> str:
 
 
 def _winner(snapshot: StudySnapshot) -> Iterator[str]:
-    said = answer(snapshot)
-    yield said.sentence
-    if said.configuration:
-        for tile in said.tiles:
+    summary = summary_of(snapshot)
+    yield summary.sentence
+    if summary.configuration:
+        for tile in summary.tiles:
             yield f"  {tile.value} {tile.label} ({tile.detail})"
 
 

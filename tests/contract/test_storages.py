@@ -19,6 +19,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB
 from storage.database import Patience, close, faults, open_for_reading
+from storage.reading import list_studies, read_study
 from storage.records import (
     Crashed,
     Diverged,
@@ -31,7 +32,6 @@ from storage.records import (
     TimedOut,
     Verdict,
 )
-from storage.studies import list_studies, read_study
 from storage.urls import parse_url
 from tests.storage import driver, postgres
 from tests.storage.builders import (
@@ -118,19 +118,21 @@ def test_every_told_trial_carries_exactly_one_constraint(url: str, home: Path) -
 
 
 def test_a_study_of_several_objectives_takes_every_kind_of_outcome(url: str, home: Path) -> None:
-    objectives = ("tokens_per_second", "peak_memory", "cost", "trainable_parameters")
+    objectives = ("tokens_per_second", "peak_memory", "trainable_parameters")
     definition = a_definition(objectives=objectives)
     with open_it(url, home, definition=definition) as study:
         for outcome in OUTCOMES:
             trial = study.ask(DISTRIBUTIONS)
-            study.tell(trial, a_record(trial.number, outcome), cost=0.5)
+            study.tell(trial, a_record(trial.number, outcome))
         states = [trial.state for trial in study.study.trials]
         directions = [direction.name for direction in study.study.directions]
     assert states == [TrialState.COMPLETE] * 8 + [TrialState.FAIL] * 2
-    assert directions == ["MAXIMIZE", "MINIMIZE", "MINIMIZE", "MAXIMIZE"]
+    assert directions == ["MAXIMIZE", "MINIMIZE", "MAXIMIZE"]
 
 
-@pytest.mark.parametrize("objectives", [("tokens_per_second",), ("tokens_per_second", "cost")])
+@pytest.mark.parametrize(
+    "objectives", [("tokens_per_second",), ("tokens_per_second", "peak_memory")]
+)
 def test_samplers_go_on_from_what_was_stored(
     url: str, home: Path, objectives: tuple[str, ...]
 ) -> None:
@@ -140,7 +142,7 @@ def test_samplers_go_on_from_what_was_stored(
         with open_it(url, home, definition=definition, sampler=sampler) as study:
             for outcome in OUTCOMES:
                 trial = study.ask(DISTRIBUTIONS)
-                study.tell(trial, a_record(trial.number, outcome), cost=0.1)
+                study.tell(trial, a_record(trial.number, outcome))
     assert len(read_study("study", url=url, home=home).records) == 2 * len(OUTCOMES)
 
 
@@ -249,14 +251,31 @@ def test_the_best_in_the_list_of_studies_is_by_what_each_asked_for(url: str, hom
     assert (summary.best_number, summary.objectives) == (1, ("peak_memory",))
 
 
-def test_a_cost_is_read_back_as_it_was_told(url: str, home: Path) -> None:
-    definition = a_definition(objectives=["tokens_per_second", "cost"])
-    with open_it(url, home, definition=definition) as study:
-        trial = study.ask(DISTRIBUTIONS)
-        config = a_record(trial.number, batch=trial.params["micro_batch_size"]).config
-        study.begin(trial, config, "2025-01-01T00:00:00+00:00")
-        study.tell(trial, a_record(trial.number).model_copy(update={"config": config}), cost=0.25)
-    assert read_study("study", url=url, home=home).costs == {0: 0.25}
+@pytest.mark.parametrize(
+    ("stored", "read"),
+    [
+        (["cost"], ("tokens_per_second",)),
+        (["tokens_per_second", "cost"], ("tokens_per_second",)),
+        (["peak_memory", "cost"], ("peak_memory", "tokens_per_second")),
+    ],
+)
+def test_a_study_of_the_time_when_cost_was_an_objective_is_read_as_one_of_speed(
+    url: str, home: Path, stored: list[str], read: tuple[str, ...]
+) -> None:
+    with open_it(url, home) as study:
+        told = run_one(study, fits(100.0), batch=1), run_one(study, fits(200.0), batch=2)
+        definition = study.study.user_attrs["definition"]
+        old = definition | {"space": definition["space"] | {"objectives": stored}}
+        study.study.set_user_attr("definition", old)
+    snapshot = read_study("study", url=url, home=home)
+    assert (snapshot.definition.space.objectives, snapshot.records) == (read, told)
+    (warning,) = snapshot.warnings
+    assert "cost" in warning
+    (summary,) = list_studies(url, home)
+    assert summary.objectives == read
+    # Its values are dollars: speeds cannot be told beside them.
+    with pytest.raises(InputError, match=r"objective cost.* --study"):
+        open_it(url, home)
 
 
 def test_an_unknown_study_is_refused_with_the_nearest_name(url: str, home: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from reports.effects import VALUES_SHOWN, effects_figure, effects_of
-from reports.figures import all_figures
-from reports.marks import MARKS, hover
-from reports.shapes import cells_of, shape_figure
-from reports.throughput import FAR_BEYOND_BUDGET, placed_gib, throughput_figure
-from reports.timeline import fastest_so_far, spans_of, timeline_figure
+from reports.figures.pareto import FAR_BEYOND_BUDGET, memory_position_gib, pareto_figure
+from reports.figures.settings import VALUES_SHOWN, effects_of, settings_figure
+from reports.figures.sizes import cells_of, sizes_figure
+from reports.figures.style import MARKS, hover
+from reports.figures.timeline import fastest_so_far, spans_of, timeline_figure
+from reports.page import all_figures
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage import ranking
@@ -60,7 +60,7 @@ def _in_verdict(study: StudySnapshot, verdict: Verdict) -> list[TrialRecord]:
 @pytest.mark.parametrize("seed", range(3))
 def test_every_measured_trial_is_a_point_at_its_memory_and_speed(seed: int) -> None:
     study = plausible_study(seed)
-    points = _trace(throughput_figure(study), "fits")
+    points = _trace(pareto_figure(study), "fits")
     measured = [r.measurement for r in _in_verdict(study, Verdict.FITS) if r.measurement]
     assert list(points.x) == [m.peak_allocated_bytes / GIB for m in measured]
     assert list(points.y) == [m.tokens_per_second for m in measured]
@@ -68,7 +68,7 @@ def test_every_measured_trial_is_a_point_at_its_memory_and_speed(seed: int) -> N
 
 def test_whiskers_end_at_the_interval_of_the_speed() -> None:
     study = snapshot([fits(0, 8_000.0)])
-    points = _trace(throughput_figure(study), "fits")
+    points = _trace(pareto_figure(study), "fits")
     low, high = measurement(8_000.0).speed_interval or (0.0, 0.0)
     assert points.y[0] + points.error_y.array[0] == pytest.approx(high)
     assert points.y[0] - points.error_y.arrayminus[0] == pytest.approx(low)
@@ -76,7 +76,7 @@ def test_whiskers_end_at_the_interval_of_the_speed() -> None:
 
 def test_nothing_without_a_speed_is_drawn_among_the_speeds() -> None:
     study = snapshot(one_of_each())
-    figure = throughput_figure(study)
+    figure = pareto_figure(study)
     speeds = {m.tokens_per_second for r in study.records if (m := r.measurement)}
     drawn = {y for trace in _traces(figure, "y") for y in trace.y}
     assert drawn == speeds
@@ -85,7 +85,7 @@ def test_nothing_without_a_speed_is_drawn_among_the_speeds() -> None:
 
 
 def test_every_verdict_without_a_speed_has_a_lane_of_its_own_with_its_name() -> None:
-    figure = throughput_figure(snapshot(one_of_each()))
+    figure = pareto_figure(snapshot(one_of_each()))
     lanes = {trace.name: set(trace.y) for trace in _traces(figure, "y2")}
     assert len(lanes) == len(Verdict) - len(HAVE_SPEED)
     assert sorted(lane for (lane,) in lanes.values()) == list(range(len(lanes)))
@@ -102,7 +102,7 @@ def test_no_two_verdicts_look_alike() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_front_is_the_ranking_s_from_least_memory_to_most(seed: int) -> None:
     study = plausible_study(seed)
-    line = _trace(throughput_figure(study), "best for its memory (Pareto front)")
+    line = _trace(pareto_figure(study), "best for its memory (Pareto front)")
     front = ranking.pareto_front(study.records, ("tokens_per_second", "peak_memory"))
     expected = {
         (m.peak_allocated_bytes / GIB, m.tokens_per_second) for r in front if (m := r.measurement)
@@ -115,7 +115,7 @@ def test_the_front_is_the_ranking_s_from_least_memory_to_most(seed: int) -> None
 def test_a_baseline_outside_the_space_is_marked_and_neither_wins_nor_draws_a_front() -> None:
     outside = fits(0, 90_000.0, TrialConfig(lora_rank=64), peak_allocated_bytes=GIB)
     study = snapshot([outside, fits(1, 16_000.0, FAST)])
-    figure = throughput_figure(study)
+    figure = pareto_figure(study)
     assert list(_trace(figure, "baseline").y) == [90_000.0]
     assert list(_trace(figure, "winner").y) == [16_000.0]
     assert list(_trace(figure, "best for its memory (Pareto front)").y) == [16_000.0]
@@ -133,15 +133,15 @@ def test_of_several_objectives_the_knee_is_marked_and_a_front_of_others_is_ringe
     trials[2] = trials[2].model_copy(update={"config": TrialConfig(micro_batch_size=6)})
     both = {"objectives": ["tokens_per_second", "peak_memory"]}
     study = snapshot(trials, definition=definition(space=both))
-    assert list(_trace(throughput_figure(study), "knee of the front").y) == [15_500.0]
+    assert list(_trace(pareto_figure(study), "knee of the front").y) == [15_500.0]
     other = {"objectives": ["tokens_per_second", "trainable_parameters"]}
-    ringed = throughput_figure(snapshot(trials, definition=definition(space=other)))
+    ringed = pareto_figure(snapshot(trials, definition=definition(space=other)))
     assert list(_trace(ringed, "on the front of the objectives").y) == [16_000.0]
 
 
 def test_a_speed_without_an_interval_has_no_whiskers_and_says_so() -> None:
     study = snapshot([fits(0, 8_000.0, steps_measured=3)])
-    points = _trace(throughput_figure(study), "fits")
+    points = _trace(pareto_figure(study), "fits")
     assert (points.error_y.array[0], points.error_y.arrayminus[0]) == (0.0, 0.0)
     assert "no interval: 3 steps are too few" in points.hovertext[0]
 
@@ -150,19 +150,19 @@ def test_the_need_in_a_hover_text_is_the_one_that_the_figure_is_placed_at() -> N
     failed = OutOfMemory(stage="backward", peak_allocated_bytes=20 * GIB, requested_bytes=GIB)
     trial = record(1, failed)
     text = hover(trial, budget_bytes=BUDGET_BYTES)
-    assert "stage backward<br>needs at least 21.50 GiB" in text
-    assert placed_gib(trial, budget_bytes=BUDGET_BYTES) == 21.5
+    assert "backward, needs at least 21.50 GiB" in text
+    assert memory_position_gib(trial, budget_bytes=BUDGET_BYTES) == 21.5
 
 
 def test_the_budget_is_a_line_across_both_panels_with_its_size() -> None:
-    figure = throughput_figure(plausible_study())
+    figure = pareto_figure(plausible_study())
     (line,) = figure.layout.shapes
     assert line.x0 == line.x1 == BUDGET_BYTES / GIB
     assert "21.50 GiB" in figure.layout.annotations[0].text
 
 
 def test_winner_and_baseline_are_marked() -> None:
-    figure = throughput_figure(snapshot([fits(0, 8_000.0), fits(1, 16_000.0, FAST)]))
+    figure = pareto_figure(snapshot([fits(0, 8_000.0), fits(1, 16_000.0, FAST)]))
     assert list(_trace(figure, "winner").y) == [16_000.0]
     assert list(_trace(figure, "baseline").y) == [8_000.0]
 
@@ -183,17 +183,19 @@ def test_winner_and_baseline_are_marked() -> None:
 def test_what_did_not_fit_is_placed_at_its_need_or_at_the_budget(
     outcome: OutOfMemory | PredictedOutOfMemory, expected_gib: float
 ) -> None:
-    assert placed_gib(record(1, outcome), budget_bytes=BUDGET_BYTES) == pytest.approx(expected_gib)
+    assert memory_position_gib(record(1, outcome), budget_bytes=BUDGET_BYTES) == pytest.approx(
+        expected_gib
+    )
 
 
 def test_a_trial_of_unknown_memory_is_shown_with_a_question_mark() -> None:
-    figure = throughput_figure(snapshot([fits(0, 8_000.0), record(1, Crashed(phase="build"))]))
+    figure = pareto_figure(snapshot([fits(0, 8_000.0), record(1, Crashed(phase="build"))]))
     assert list(_trace(figure, "crashed").text) == ["?"]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_mark_lies_within_the_memory_axis(seed: int) -> None:
-    figure = throughput_figure(plausible_study(seed))
+    figure = pareto_figure(plausible_study(seed))
     left, right = figure.layout.xaxis.range
     assert all(left <= x <= right for trace in figure.data for x in trace.x)
 
@@ -245,7 +247,7 @@ def test_the_heatmap_draws_each_cell_in_its_place_and_leaves_untried_ones_blank(
     study = plausible_study()
     cells = cells_of(study)
     drawn: dict[tuple[int, int], str] = {}
-    for trace in shape_figure(study).data:
+    for trace in sizes_figure(study).data:
         for batch, zs, texts in zip(trace.y, trace.z, trace.text, strict=True):
             for length, z, text in zip(trace.x, zs, texts, strict=True):
                 assert (z is None) == (text == "")
@@ -255,7 +257,7 @@ def test_the_heatmap_draws_each_cell_in_its_place_and_leaves_untried_ones_blank(
 
 
 def test_shapes_are_in_the_order_of_their_size_not_of_their_digits() -> None:
-    axis = shape_figure(plausible_study()).layout.yaxis
+    axis = sizes_figure(plausible_study()).layout.yaxis
     sizes = [int(batch) for batch in axis.categoryarray]
     assert sizes == sorted(sizes)
 
@@ -351,7 +353,7 @@ def test_many_values_of_a_dimension_are_shown_in_ranges() -> None:
 
 def test_a_value_at_which_nothing_fitted_keeps_its_row_and_says_so() -> None:
     none = record(1, OutOfMemory(stage="load"), TrialConfig(micro_batch_size=32))
-    figure = effects_figure(snapshot([fits(0, 8_000.0), none]))
+    figure = settings_figure(snapshot([fits(0, 8_000.0), none]))
     (text,) = [trace for trace in figure.data if trace.mode == "text"]
     assert list(text.y) == [1]
     assert len(figure.layout.yaxis.ticktext) == 2
@@ -393,7 +395,7 @@ def test_little_memory_has_an_axis_in_mib() -> None:
         [fits(0, 8_000.0, peak_allocated_bytes=2**25)],
         definition=definition(budget_bytes=2**26),
     )
-    figure = throughput_figure(study)
+    figure = pareto_figure(study)
     axis = figure.layout.xaxis
     assert axis.title.text == "peak allocated memory (MiB)"
     assert axis.ticktext == ("40", "50", "60")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reports.files import write_whole
+from reports.page import write_whole
 
 
 def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from reports import uncertainty
-from reports.answer import answer
+from reports.summary import summary_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from storage.gain import Gain
-from storage.needs import Need
+from storage.ranking import Gain
+from storage.records import Need
 from tests.reports.synthetic import BUDGET_BYTES, definition, fits, measurement, snapshot
 
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
@@ -90,7 +90,7 @@ def test_a_need_says_whether_it_is_a_bound_or_a_prediction(
 
 
 def _tiles(*trials: Any, **space: Any) -> dict[str, tuple[str, str]]:
-    said = answer(snapshot(trials, definition=definition(space=space)))
+    said = summary_of(snapshot(trials, definition=definition(space=space)))
     return {tile.label: (tile.value, tile.detail) for tile in said.tiles}
 
 
@@ -156,7 +156,7 @@ def test_a_baseline_outside_the_space_is_no_answer_where_nothing_of_the_space_fi
             "baseline": {"micro_batch_size": 8, "lora_rank": 16},
         }
     )
-    said = answer(snapshot([fits(0, 8_000.0)], definition=about))
+    said = summary_of(snapshot([fits(0, 8_000.0)], definition=about))
     assert said.sentence.startswith("Nothing of the space that was tried was measured to fit")
     assert "Its baseline was, at 8,000 tokens/s: a reference" in said.sentence
     assert (said.configuration, said.commands) == ("", ())
@@ -166,7 +166,6 @@ def test_a_baseline_outside_the_space_is_no_answer_where_nothing_of_the_space_fi
     ("objectives", "sentence", "first"),
     [
         (["tokens_per_second"], "The fastest configuration that fits is trial 1.", "tokens/s"),
-        (["cost"], "The cheapest configuration that fits is trial 1.", "tokens/s"),
         (
             ["peak_memory"],
             "The configuration that needs the least memory is trial 0.",
@@ -192,6 +191,6 @@ def test_the_answer_is_by_what_was_asked_for(
         fits(0, 8_000.0, peak_allocated_bytes=8 * GIB),
         fits(1, 16_000.0, FAST, peak_allocated_bytes=20 * GIB),
     )
-    said = answer(snapshot(trials, definition=about))
+    said = summary_of(snapshot(trials, definition=about))
     assert said.sentence.startswith(sentence)
     assert said.tiles[0].label == first

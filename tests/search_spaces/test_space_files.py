@@ -304,9 +304,17 @@ def test_a_space_survives_its_own_json() -> None:
         pytest.param(SMALL + "weights: real\n", "weights must be one of 'random'", id="weights"),
         pytest.param(SMALL + "budget_gib: 0\n", "budget_gib must be greater than 0", id="budget"),
         pytest.param(SMALL + "objectives: []\n", "objectives must not be empty", id="objectives"),
+        pytest.param(
+            SMALL + "objectives: [tokens_per_second, cost]\n",
+            "a10.yaml: line 4: objectives cannot hold cost: on one card at one price it is "
+            "1 / speed. Ask for tokens_per_second; plan, report and best show",
+            id="cost is a view",
+        ),
         pytest.param(SMALL + "objectives: speed\n", "objectives must be a list", id="no list"),
         pytest.param(
-            SMALL + "objectives: [cost, cost]\n", "objectives lists one twice", id="twice"
+            SMALL + "objectives: [peak_memory, peak_memory]\n",
+            "objectives lists one twice",
+            id="twice",
         ),
         pytest.param(SMALL + "name: ../up\n", "name must be letters, digits", id="path as a name"),
         pytest.param(

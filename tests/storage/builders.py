@@ -13,7 +13,7 @@ from search_spaces.gpus import GIB
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
 from storage.records import Measured, Measurement, Outcome, TrialRecord
-from storage.studies import LeasedStudy, open_study
+from storage.study import LeasedStudy, open_study
 
 BATCHES = (1, 2, 4, 8)
 BUDGET = 20 * GIB

@@ -17,7 +17,7 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
-from storage.spool import Spool
+from storage.recovery import Spool
 from tests.storage.builders import DISTRIBUTIONS, a_record, fits, open_it
 
 MOMENTS = ("queued", "asked", "begun", "spooled", "telling", "told")
@@ -83,7 +83,7 @@ def drive(url: str, home: Path, name: str, moment: str, trials: int) -> None:
                 die()
             if moment == "spooled":
                 identity = study.study.user_attrs["identity"]
-                Spool(home / name / "spool.jsonl", identity).append(record, cost=None)
+                Spool(home / name / "spool.jsonl", identity).append(record)
                 die()
             study.tell(trial, record)
             say("told", trial.number, speed)

@@ -9,6 +9,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
+from search_spaces.prices import Offer, load_prices
 from storage.best import best_document
 from storage.definition import StudySnapshot
 from storage.records import OutOfMemory, PredictedOutOfMemory, TrialRecord, Verdict
@@ -17,11 +18,9 @@ from tests.storage.builders import a_definition, a_record, fits
 OOM = OutOfMemory(stage="backward")
 
 
-def document(
-    *records: TrialRecord, costs: dict[int, float] | None = None, **space: Any
-) -> dict[str, Any]:
+def document(*records: TrialRecord, offer: Offer | None = None, **space: Any) -> dict[str, Any]:
     snapshot = StudySnapshot(
-        "study", a_definition(**space), {}, records, wall_seconds=12.5, costs=costs or {}
+        "study", a_definition(**space), {}, records, wall_seconds=12.5, offer=offer
     )
     found = best_document(snapshot)
     assert json.loads(json.dumps(found)) == found
@@ -115,12 +114,38 @@ def test_several_objectives_have_a_front_with_their_values_and_its_knee() -> Non
         a_record(0, fits(100.0, peak=4 * GIB), batch=1),
         a_record(1, fits(200.0, peak=12 * GIB), batch=2),
         a_record(2, fits(180.0, peak=6 * GIB)),
-        objectives=["tokens_per_second", "peak_memory", "cost"],
-        costs={0: 0.3, 1: 0.15, 2: 0.2},
+        objectives=["tokens_per_second", "peak_memory"],
     )
-    assert found["objective"] == "tokens_per_second, peak_memory, cost"
+    assert found["objective"] == "tokens_per_second, peak_memory"
     assert (found["knee"], found["best"]["number"]) == (2, 2)
     assert [point["number"] for point in found["front"]] == [2, 1, 0]
     knee = found["front"][0]
-    assert knee["values"] == {"tokens_per_second": 180.0, "peak_memory": 6 * GIB, "cost": 0.2}
+    assert knee["values"] == {"tokens_per_second": 180.0, "peak_memory": 6 * GIB}
     assert knee["config"]["micro_batch_size"] == 4
+
+
+def test_what_tokens_cost_is_a_view_of_the_winners_speed_at_a_price() -> None:
+    offer = load_prices()["a10"][0]
+    found = document(a_record(0, fits(100.0)), a_record(1, fits(200.0), batch=2), offer=offer)
+    assert found["cost"] == {
+        "usd_per_million_tokens": pytest.approx(offer.usd_per_hour / 3600 / 200 * 1e6),
+        "usd_per_hour": offer.usd_per_hour,
+        "provider": offer.provider,
+        "is_spot": offer.is_spot,
+        "date": offer.date.isoformat(),
+    }
+    assert document(a_record(0, fits(100.0)))["cost"] is None
+    assert document(a_record(0, OOM), offer=offer)["cost"] is None
+
+
+def test_another_cards_speed_has_no_cost_at_the_targets_price() -> None:
+    definition = a_definition()
+    target = definition.target.model_copy(update={"emulated_on": "NVIDIA H200"})
+    snapshot = StudySnapshot(
+        "study",
+        definition.model_copy(update={"target": target}),
+        {},
+        (a_record(0, fits(100.0)),),
+        offer=load_prices()["a10"][0],
+    )
+    assert best_document(snapshot)["cost"] is None

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from search_spaces.config import TrialConfig
-from storage.gain import Comparison, compare
-from storage.ranking import rank
+from storage.ranking import Comparison, compare, rank
 from storage.records import Measured, Outcome, OutOfMemory, TrialRecord
 from tests.storage.builders import a_definition, fits
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from search_spaces.gpus import GIB
-from storage.needs import Need, need_of, predicted_need
 from storage.records import (
     Crashed,
     DominatedOutOfMemory,
+    Need,
     Outcome,
     OutOfMemory,
     PredictedOutOfMemory,
     PredictionRecord,
+    need_of,
+    predicted_need,
 )
 from tests.storage.builders import BUDGET, a_record, fits
 

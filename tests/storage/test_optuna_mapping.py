@@ -11,7 +11,7 @@ from search_spaces.space import Objective
 from storage.mapping import (
     FAULT_VIOLATION,
     LEAST_VIOLATION,
-    Scale,
+    OptunaResult,
     directions,
     to_optuna,
 )
@@ -32,10 +32,14 @@ from storage.records import (
 )
 from tests.storage.builders import BUDGET, a_measurement, a_record, fits
 
-ALL: tuple[Objective, ...] = ("tokens_per_second", "peak_memory", "cost", "trainable_parameters")
-SINGLE = Scale(("tokens_per_second",), BUDGET)
-MANY = Scale(ALL, BUDGET, worst_cost=9.0)
+ALL: tuple[Objective, ...] = ("tokens_per_second", "peak_memory", "trainable_parameters")
+SINGLE: tuple[Objective, ...] = ("tokens_per_second",)
 PREDICTION = PredictionRecord(peak_allocated_bytes=30 * GIB, peak_reserved_bytes=31 * GIB)
+
+
+def optuna_result(record: TrialRecord, *, objectives: tuple[Objective, ...]) -> OptunaResult:
+    return to_optuna(record, objectives=objectives, budget_bytes=BUDGET)
+
 
 UNFIT: list[tuple[Outcome, float, float]] = [
     # outcome, peak in GiB that it is told with, violation
@@ -57,14 +61,14 @@ UNFIT: list[tuple[Outcome, float, float]] = [
 
 
 def test_a_trial_that_fits_is_told_with_what_was_measured_and_is_feasible() -> None:
-    told = to_optuna(a_record(outcome=fits(1234.5, peak=15 * GIB)), scale=MANY, cost=0.5)
+    told = optuna_result(a_record(outcome=fits(1234.5, peak=15 * GIB)), objectives=ALL)
     assert told.state is TrialState.COMPLETE
-    assert told.values == (1234.5, 15.0, 0.5, 1000.0)
+    assert told.values == (1234.5, 15.0, 1000.0)
     assert told.violation == -0.25
 
 
 def test_a_trial_that_fits_is_feasible_even_where_the_peak_is_above_the_budget() -> None:
-    told = to_optuna(a_record(outcome=fits(peak=BUDGET + GIB)), scale=SINGLE)
+    told = optuna_result(a_record(outcome=fits(peak=BUDGET + GIB)), objectives=SINGLE)
     assert told.violation == 0.0
 
 
@@ -72,26 +76,28 @@ def test_a_trial_that_fits_is_feasible_even_where_the_peak_is_above_the_budget()
 def test_a_trial_that_does_not_count_is_told_with_the_worst_finite_values(
     outcome: Outcome, peak: float, violation: float
 ) -> None:
-    told = to_optuna(a_record(outcome=outcome), scale=MANY)
+    told = optuna_result(a_record(outcome=outcome), objectives=ALL)
     assert told.state is TrialState.COMPLETE
-    assert told.values == (0.0, peak, 9.0, 0.0)
+    assert told.values == (0.0, peak, 0.0)
     assert told.violation == violation
     assert told.violation > 0
 
 
 @pytest.mark.parametrize("outcome", [OutOfMemory(stage="load"), DominatedOutOfMemory(by=1)])
 def test_where_memory_was_predicted_the_violation_grows_with_it(outcome: Outcome) -> None:
-    told = to_optuna(a_record(outcome=outcome, prediction=PREDICTION), scale=SINGLE)
+    told = optuna_result(a_record(outcome=outcome, prediction=PREDICTION), objectives=SINGLE)
     assert told.violation == 0.5
 
 
 def test_a_prediction_does_not_replace_what_was_measured() -> None:
     record = a_record(outcome=fits(peak=10 * GIB), prediction=PREDICTION)
-    assert to_optuna(record, scale=SINGLE).attributes["peak_gib"] == 10.0
+    assert optuna_result(record, objectives=SINGLE).attributes["peak_gib"] == 10.0
 
 
 def test_a_slow_trial_is_pruned_where_there_is_one_objective() -> None:
-    told = to_optuna(a_record(outcome=PrunedSlow(measurement=a_measurement(500.0))), scale=SINGLE)
+    told = optuna_result(
+        a_record(outcome=PrunedSlow(measurement=a_measurement(500.0))), objectives=SINGLE
+    )
     assert (told.state, told.values) == (TrialState.PRUNED, None)
     assert told.intermediate == (6, 500.0)
     assert told.violation <= 0
@@ -99,26 +105,21 @@ def test_a_slow_trial_is_pruned_where_there_is_one_objective() -> None:
 
 def test_a_slow_trial_is_complete_with_partial_values_where_there_are_several() -> None:
     outcome = PrunedSlow(measurement=a_measurement(500.0))
-    told = to_optuna(a_record(outcome=outcome), scale=MANY, cost=2.0)
+    told = optuna_result(a_record(outcome=outcome), objectives=ALL)
     assert told.state is TrialState.COMPLETE
-    assert told.values == (500.0, 10.0, 2.0, 1000.0)
+    assert told.values == (500.0, 10.0, 1000.0)
     assert told.intermediate is None
 
 
 @pytest.mark.parametrize("outcome", [TimedOut(phase="build"), Crashed(phase="build"), Lost()])
 def test_a_trial_that_may_be_retried_is_failed(outcome: Outcome) -> None:
-    told = to_optuna(a_record(outcome=outcome), scale=MANY)
+    told = optuna_result(a_record(outcome=outcome), objectives=ALL)
     assert (told.state, told.values) == (TrialState.FAIL, None)
     assert told.violation > 0
 
 
-def test_a_measured_trial_without_its_cost_is_a_mistake_of_ours() -> None:
-    with pytest.raises(ValueError, match="cost"):
-        to_optuna(a_record(), scale=MANY)
-
-
-def test_speed_and_capacity_are_maximized_and_memory_and_cost_minimized() -> None:
-    assert directions(ALL) == ["maximize", "minimize", "minimize", "maximize"]
+def test_speed_and_capacity_are_maximized_and_memory_minimized() -> None:
+    assert directions(ALL) == ["maximize", "minimize", "maximize"]
 
 
 @pytest.mark.parametrize("outcome", [fits(), *(row[0] for row in UNFIT), Lost()])
@@ -126,9 +127,8 @@ def test_what_a_person_sees_in_the_dashboard_is_short_and_the_record_is_whole(
     outcome: Outcome,
 ) -> None:
     record = a_record(7, outcome, is_baseline=True, prediction=PREDICTION)
-    attributes = json.loads(json.dumps(to_optuna(record, scale=SINGLE, cost=0.1).attributes))
+    attributes = json.loads(json.dumps(optuna_result(record, objectives=SINGLE).attributes))
     assert TrialRecord.from_json(attributes["record"]) == record
     assert attributes["verdict"] == record.verdict
-    assert attributes["cost"] == 0.1
     assert attributes.get("peak_gib") == (10.0 if record.measurement else None)
     assert all(math.isfinite(v) for v in attributes.values() if isinstance(v, float))

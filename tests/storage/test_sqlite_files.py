@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -20,8 +21,8 @@ import pytest
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.database import Patience, close, open_for_writing
 from storage.lease import FileLease, this_driver
-from storage.spool import Spool
-from storage.studies import list_studies, read_study
+from storage.reading import list_studies, read_study
+from storage.recovery import Spool
 from storage.urls import parse_url
 from tests.storage.builders import DISTRIBUTIONS, a_record, fits, open_it, run_one
 from tests.storage.driver import ROOT
@@ -206,18 +207,51 @@ def test_a_deleted_lock_file_is_taken_again(home: Path, url: str) -> None:
         (home / "sweep.db.study.lock").unlink()
         run_one(study)
         with pytest.raises(EnvironmentFault, match="is driven by"):
-            FileLease(home / "sweep.db", "study", sleep=lambda _: None).acquire()
+            FileLease(home / "sweep.db", "study").acquire()
 
 
 def test_somebody_who_looks_at_the_lock_keeps_no_driver_out(home: Path, url: str) -> None:
     open_it(url, home).close()
-    lease = FileLease(home / "sweep.db", "study", sleep=lambda _: looking.close())
-    looking = FileLease(home / "sweep.db", "study").path.open(encoding="utf-8")
+    lease = FileLease(home / "sweep.db", "study")
+    looking = lease.path.open(encoding="utf-8")
     fcntl.flock(looking, fcntl.LOCK_SH)
+    done = threading.Timer(0.2, looking.close)
+    done.start()
     lease.acquire()
+    done.join()
     assert str(lease.holder()).startswith(this_driver())
     lease.release()
     assert lease.holder() is None
+
+
+def test_readers_do_not_take_each_other_for_the_driver(home: Path, url: str) -> None:
+    open_it(url, home).close()
+    lease = FileLease(home / "sweep.db", "study")
+    with lease.path.open(encoding="utf-8") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert lease.holder() is None
+
+
+def test_a_lease_taken_in_one_thread_is_held_and_given_up_in_another(home: Path, url: str) -> None:
+    open_it(url, home).close()
+    lease = FileLease(home / "sweep.db", "study")
+    taking = threading.Thread(target=lease.acquire)
+    taking.start()
+    taking.join()
+    assert lease.is_held()
+    lease.release()
+    open_it(url, home).close()
+
+
+def test_a_file_system_without_locks_is_a_fault_and_no_lease(
+    home: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(EnvironmentFault, match="put the database on a local disk"):
+        open_it(url, home)
 
 
 def test_a_result_of_a_deleted_study_is_not_told_to_its_successor(home: Path, url: str) -> None:
@@ -237,7 +271,7 @@ def test_results_that_wait_in_the_spool_are_mentioned_when_nobody_drives(
     with open_it(url, home) as study:
         trial = study.ask(DISTRIBUTIONS)
         identity = study.study.user_attrs["identity"]
-        Spool(home / "study" / "spool.jsonl", identity).append(a_record(trial.number), cost=None)
+        Spool(home / "study" / "spool.jsonl", identity).append(a_record(trial.number))
         assert read_study("study", url=url, home=home).warnings == ()
     (warning,) = read_study("study", url=url, home=home).warnings
     assert "trials 0" in warning

@@ -14,7 +14,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
-from storage.studies import LeasedStudy, open_study
+from storage.study import LeasedStudy, open_study
 
 BUDGET = int(21.5 * GIB)
 MODEL = ModelSpec(

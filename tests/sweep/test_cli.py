@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,47 @@ def test_the_best_as_json_is_one_document_and_nothing_else(
     assert document["trials"]["total"] == 12
     assert document["best"]["measurement"]["tokens_per_second"] > 0
     assert {"model", "objective", "seconds", "tied", "fastest_by_class"} <= document.keys()
+
+
+@pytest.mark.parametrize("command", [["best"], ["status"], ["report", "-o", "-"]])
+def test_what_tokens_cost_is_shown_at_the_users_own_price(
+    study: str, home: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    (home / "runs" / "prices.yaml").write_text(
+        "offers:\n- {provider: Me, date: 2026-11-21, source: me, usd_per_hour: {a10: 0.036}}\n"
+    )
+    assert main([command[0], study, *command[1:]]) == 0
+    out = capsys.readouterr().out
+    assert "per million tokens" in out
+    assert "a10 Me at $0.04 an hour, as of 2026-11-21" in out
+
+
+@pytest.mark.parametrize(
+    "command", [["best"], ["best", "--json"], ["status"], ["report", "-o", "-"]]
+)
+def test_a_study_of_the_time_when_cost_was_an_objective_can_be_read(
+    study: str, home: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    with closing(sqlite3.connect(home / "runs" / "sweep.db")) as database, database:
+        database.execute(
+            "UPDATE study_user_attributes SET value_json = "
+            "json_set(value_json, '$.space.objectives', json('[\"cost\"]')) "
+            "WHERE key = 'definition'"
+        )
+    assert main([command[0], study, *command[1:]]) == 0
+    out = capsys.readouterr().out
+    assert ("tokens_per_second" if "--json" in command else "was started with") in out
+
+
+def test_a_price_list_that_is_not_right_hides_the_cost_and_nothing_else(
+    study: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "runs" / "prices.yaml").write_text("offers: 7\n")
+    assert main(["best", study, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["cost"] is None
+    assert "no cost is shown: " in err
+    assert "prices.yaml" in err
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from reports import units
+from reports import uncertainty, units
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
-from search_spaces.linears import parameters
+from search_spaces.linears import CapacityClass, parameters
 from search_spaces.models import ModelSpec
 from sweep.planning.forecast import Forecast
 from sweep.planning.plan import CardComparison, CardPlan
-from sweep.planning.recommendation import STANDARD_CAPACITY, Capacity, certainty
+from sweep.planning.recommendation import STANDARD, certainty
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable
 from sweep.predict.memory.predictor import Fit
@@ -204,30 +204,25 @@ def _title(forecast: Forecast, survey: Survey | None) -> str:
         verdict = "is not possible" if forecast.broken is not None else FIT_WORDS[forecast.fit]
         return f"{config.micro_batch_size} x {config.seq_len} {verdict}"
     what = "largest" if forecast.tokens_per_second is None else "fastest"
-    within = _class_words((config.lora_rank, config.target_modules))
+    within = uncertainty.capacity(config)
     if forecast.fit is Fit.YES:
         return f"Recommended: the {what} that surely fits, of {within}"
     return f"Recommended: the {what} that perhaps fits, of {within}"
-
-
-def _class_words(capacity: Capacity) -> str:
-    rank, targets = capacity
-    return f"rank {rank} on {targets_in_words(targets)}"
 
 
 def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
     """Yield why that class, that length and that certainty; what else is worth a try."""
     config, capacity = best.config, survey.capacity
     assert capacity is not None, "what is recommended has a class"
-    standard = _class_words(STANDARD_CAPACITY)
+    standard = uncertainty.capacity(STANDARD)
     fits = "fits" if best.fit is Fit.YES else "may fit"
-    if len({key[:2] for key in survey.fastest_by_class}) == 1:
-        yield f"{_class_words(capacity)} is the only capacity class here that {fits}"
-    elif capacity == STANDARD_CAPACITY:
+    if len({key[0] for key in survey.fastest_by_class}) == 1:
+        yield f"{uncertainty.capacity(config)} is the only capacity class here that {fits}"
+    elif capacity == CapacityClass.of(STANDARD, survey.model):
         yield f"{standard} is the published recipe's capacity; others are for you to name"
     else:
-        yield f"{_class_words(capacity)} is the nearest to {standard} here that {fits}"
-    if len({key[2] for key in survey.fastest_by_class if key[:2] == capacity}) > 1:
+        yield f"{uncertainty.capacity(config)} is the nearest to {standard} here that {fits}"
+    if len({length for one, length in survey.fastest_by_class if one == capacity}) > 1:
         yield f"{config.seq_len:,} is the length of most tokens/s: hold yours with --seq-len"
     other = survey.alternative
     if other is None:
@@ -247,16 +242,17 @@ def _classes(survey: Survey, best: Forecast) -> RenderableType:
     """The fastest per rank and target modules, at the length of the fastest of all."""
     numbers = ("tokens/s", "peak")
     grid = empty_grid("rank", "target modules", *numbers, "configuration", right=numbers)
-    for (rank, targets, length), forecast in survey.fastest_by_class.items():
-        if length != best.config.seq_len or forecast.memory is None:
+    for forecast in survey.fastest_by_class.values():
+        config = forecast.config
+        if config.seq_len != best.config.seq_len or forecast.memory is None:
             continue
         doubt = "?" if forecast.fit is Fit.UNCERTAIN else ""
         grid.add_row(
-            str(rank),
-            targets_in_words(targets),
+            str(config.lora_rank),
+            targets_in_words(config.target_modules),
             units.rate(forecast.tokens_per_second) + doubt,
             units.gib(forecast.memory.peak_allocated_bytes),
-            knobs(forecast.config),
+            knobs(config),
         )
     return grid
 

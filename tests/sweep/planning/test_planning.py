@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import GIB, find_gpu
+from search_spaces.linears import CapacityClass
 from search_spaces.loading import load_space
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
@@ -498,10 +499,16 @@ def test_what_is_recommended_is_of_the_class_nearest_to_the_recipes(
         dimensions={key: {"choices": values} for key, values in dimensions.items()}, fixed=fixed
     )
     found = survey(space, a_forecaster())
-    assert found.capacity == capacity
     assert found.recommended is not None
     config = found.recommended.config
     assert (config.lora_rank, config.target_modules) == capacity
+    assert found.capacity == CapacityClass.of(config, found.model)
+
+
+def test_two_spellings_of_the_same_modules_are_one_capacity_class() -> None:
+    spellings = ["attention", ["q_proj", "k_proj", "v_proj", "o_proj"]]
+    space = a_space(dimensions={"target_modules": {"choices": spellings}})
+    assert len(survey(space, a_forecaster()).fastest_by_class) == 1
 
 
 def test_a_class_of_which_nothing_fits_is_not_recommended_from() -> None:
@@ -511,7 +518,10 @@ def test_a_class_of_which_nothing_fits_is_not_recommended_from() -> None:
         predictor=ImaginedPredictor(uncertainty=0.0), budget_gib=5 + (256 + 8) / 1024
     )
     found = survey(space, forecaster)
-    assert (found.counts.fit, found.capacity) == (1, (8, "attention"))
+    assert (found.counts.fit, found.capacity) == (
+        1,
+        CapacityClass.of(TrialConfig(lora_rank=8), found.model),
+    )
 
 
 def test_a_survey_predicts_a_part_of_the_space_only() -> None:

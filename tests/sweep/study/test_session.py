@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import GIB
-from search_spaces.loading import load_space
-from storage.definition import Target
-from storage.studies import LeasedStudy, read_study
+from storage.reading import read_study
+from storage.study import LeasedStudy
 from sweep.paths import runs_directory
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
 from sweep.study.events import Event, Listener, StopReason
 from sweep.study.interruption import Interruption
-from sweep.study.session import Prepared, drive, prepare, token_price
-from tests.storage.builders import a_measurement
+from sweep.study.session import Prepared, drive, prepare
 from tests.sweep.simulated_device import train
 from tests.sweep.study.test_targets import a_card
 
@@ -144,33 +141,6 @@ def test_another_space_under_the_same_name_is_refused(home: Path) -> None:
     )
     with pytest.raises(InputError, match="another definition"):
         run(prepared(str(other), study="night"), url)
-
-
-def test_cost_is_an_objective_only_where_a_price_is_known(home: Path) -> None:
-    space = home / "cost.yaml"
-    space.write_text(
-        "gpu: cpu\nmodel: demo\nbudget_gib: 1\nobjectives: [tokens_per_second, cost]\n"
-        "dimensions: {micro_batch_size: [1, 2]}\n"
-    )
-    with pytest.raises(InputError, match="no price is known of the cpu"):
-        run(prepared(str(space)), f"sqlite:///{home}/runs/sweep.db")
-
-
-def test_a_study_that_searches_for_cost_reads_the_users_prices(home: Path) -> None:
-    """The same list that a plan reads."""
-    space = load_space("a10").model_copy(update={"objectives": ("cost",)})
-    target = Target(gpu="a10", device="cuda", budget_bytes=GIB)
-    measured = a_measurement(1000.0)
-    shipped = token_price(space, target)
-    (home / "runs").mkdir(exist_ok=True)
-    (home / "runs" / "prices.yaml").write_text(
-        "offers:\n- {provider: Me, date: 2026-11-21, source: me, usd_per_hour: {a10: 0.036}}\n"
-    )
-    own = token_price(space, target)
-    assert shipped is not None
-    assert own is not None
-    assert own(measured) == pytest.approx(1e6 * 0.036 / 3600 / 1000.0)
-    assert shipped(measured) > own(measured)
 
 
 @pytest.mark.parametrize(

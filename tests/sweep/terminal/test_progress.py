@@ -7,22 +7,13 @@ import pytest
 from search_spaces.config import TrialConfig
 from storage.definition import StudyDefinition, Target
 from storage.records import (
-    Crashed,
-    DominatedOutOfMemory,
-    Ineffective,
-    Invalid,
     Measured,
-    Outcome,
-    OutOfMemory,
-    PredictedOutOfMemory,
-    TimedOut,
     TrialRecord,
-    Verdict,
 )
 from sweep.running.runner import Progress
 from sweep.study.events import StopReason, StudyFinished, TrialFinished, TrialProgress, TrialStarted
-from sweep.terminal.progress import Board, outcome_line, verdict_words
-from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space, train
+from sweep.terminal.progress import Board
+from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 
 CONFIG = TrialConfig()
 
@@ -81,14 +72,12 @@ def test_the_best_so_far_is_by_what_was_asked_for_and_of_the_space() -> None:
     assert board.best.number == 2
 
 
-def test_a_noisy_speed_is_said_with_its_interval_and_without_a_gain() -> None:
+def test_a_noisy_speed_is_shown_without_a_gain() -> None:
     noisy = Measured(measurement=a_measurement(CONFIG, spread=0.2, flags=("noisy",)))
     board = a_board(records=[finished(0, batch=8, is_baseline=True).record])
     assert board.gain is not None
     board = a_board(records=[finished(0, batch=8, is_baseline=True, outcome=noisy).record])
     assert board.gain is None
-    line = outcome_line(a_record(CONFIG, noisy), budget_bytes=BUDGET)
-    assert line == "fits, 7,006 tokens/s (5,838–8,757, noisy), 6.65 GiB"
 
 
 def test_what_is_left_follows_the_pace_of_this_run() -> None:
@@ -115,39 +104,3 @@ def test_after_the_study_nothing_runs() -> None:
     board.take(TrialStarted(number=3, config=CONFIG, is_baseline=False, attempt=1))
     board.take(StudyFinished(reason=StopReason.INTERRUPTED))
     assert board.current is None
-
-
-@pytest.mark.parametrize(
-    ("outcome", "words"),
-    [
-        (train(CONFIG), "fits, 7,006 tokens/s, 6.65 GiB"),
-        (
-            OutOfMemory(stage="backward"),
-            "ran out of memory (backward, needs at least 21.50 GiB)",
-        ),
-        (
-            OutOfMemory(stage="backward", peak_allocated_bytes=2**34, requested_bytes=2**30),
-            "ran out of memory (backward, needs at least 21.50 GiB)",
-        ),
-        (
-            PredictedOutOfMemory(predicted_bytes=2**35),
-            "predicted not to fit (needs 32.00 GiB by prediction)",
-        ),
-        (
-            DominatedOutOfMemory(by=4),
-            "larger than one that ran out (trial 4, needs at least 21.50 GiB)",
-        ),
-        (Invalid(rule="r", detail="no Triton"), "invalid (no Triton)"),
-        (Ineffective(knob="compile"), "had no effect (compile)"),
-        (TimedOut(phase="build"), "timed out (build)"),
-        (Crashed(phase="attach", detail="a\nb"), "crashed (attach: a b)"),
-        (Crashed(phase="attach", detail="x" * 999), f"crashed (attach: {'x' * 152}...)"),
-    ],
-)
-def test_every_end_is_said_in_a_few_words(outcome: Outcome, words: str) -> None:
-    assert outcome_line(a_record(CONFIG, outcome), budget_bytes=BUDGET) == words
-
-
-def test_counts_by_verdict_in_words() -> None:
-    words = verdict_words([(Verdict.FITS, 5), (Verdict.OOM, 3)])
-    assert words == "5 fits, 3 ran out of memory"

@@ -12,24 +12,24 @@ from typing import Any
 import plotly.graph_objects as go
 
 from reports import units
-from reports.lanes import frame, lanes_of
-from reports.marks import (
+from reports.figures.style import (
     FRONT_COLOUR,
     HOVER_TEMPLATE,
     LIMIT_COLOUR,
     MARKS,
     OUTLINE,
     WINNER_COLOUR,
+    frame,
     hover,
+    lanes_of,
+    measured_trials,
 )
-from reports.measured import measured_trials
-from reports.tables import VERDICT_LABELS
+from reports.outcomes import VERDICT_LABELS
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
 from storage.definition import StudySnapshot
-from storage.needs import need_of
 from storage.ranking import pareto_front, rank_study
-from storage.records import Measurement, TrialRecord, Verdict
+from storage.records import Measurement, TrialRecord, Verdict, need_of
 
 MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
 AXES: tuple[Objective, ...] = ("tokens_per_second", "peak_memory")
@@ -38,7 +38,7 @@ FAR_BEYOND_BUDGET = 1.3
 """Needs above this many budgets are drawn at it, so that one absurd candidate squeezes nothing."""
 
 
-def throughput_figure(snapshot: StudySnapshot) -> go.Figure:
+def pareto_figure(snapshot: StudySnapshot) -> go.Figure:
     """Draw tokens/s against peak allocated GiB; every trial without a speed sits in a lane below.
 
     A trial that did not fit is placed at what it needs at least or is predicted to need, never
@@ -62,7 +62,7 @@ def throughput_figure(snapshot: StudySnapshot) -> go.Figure:
     return figure
 
 
-def placed_gib(record: TrialRecord, *, budget_bytes: int) -> float | None:
+def memory_position_gib(record: TrialRecord, *, budget_bytes: int) -> float | None:
     """Return where on the memory axis a trial without a speed belongs; None where nothing says.
 
     What did not fit is placed at its need, though not beyond `FAR_BEYOND_BUDGET`.
@@ -118,9 +118,8 @@ def _add_front(figure: go.Figure, snapshot: StudySnapshot) -> None:
     the space does not hold, as the ranking does.
     """
     ranking = rank_study(snapshot)
-    asked = {"tokens_per_second" if o == "cost" else o for o in ranking.objectives}
     on_axes = pareto_front(ranking.ranked, AXES)
-    if len(ranking.objectives) == 1 or asked == set(AXES):
+    if len(ranking.objectives) == 1 or set(ranking.objectives) == set(AXES):
         _add_line(figure, [r.measurement for r in on_axes if r.measurement is not None])
     else:
         _add_rings(figure, [r.measurement for r in ranking.front if r.measurement is not None])
@@ -181,14 +180,14 @@ def _add_lane(
 ) -> None:
     records = [record for record in snapshot.records if record.verdict is verdict]
     budget_bytes = snapshot.definition.target.budget_bytes
-    places = [placed_gib(record, budget_bytes=budget_bytes) for record in records]
+    positions = [memory_position_gib(record, budget_bytes=budget_bytes) for record in records]
     figure.add_scatter(
         name=VERDICT_LABELS[verdict],
         yaxis="y2",
         mode="markers+text",
-        x=[unknown if place is None else place for place in places],
+        x=[unknown if position is None else position for position in positions],
         y=[lane] * len(records),
-        text=["?" if place is None else "" for place in places],
+        text=["?" if position is None else "" for position in positions],
         textposition="middle right",
         marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 10},
         hovertext=[hover(record, budget_bytes=budget_bytes) for record in records],
@@ -200,10 +199,12 @@ def _add_lane(
 def _memory_range(snapshot: StudySnapshot) -> tuple[float, float]:
     """Return the ends of the memory axis in GiB: all marks and the budget inside, with some air."""
     budget_bytes = snapshot.definition.target.budget_bytes
-    places = [
-        placed_gib(r, budget_bytes=budget_bytes) for r in snapshot.records if r.measurement is None
+    positions = [
+        memory_position_gib(r, budget_bytes=budget_bytes)
+        for r in snapshot.records
+        if r.measurement is None
     ]
-    known = [place for place in places if place is not None] + [budget_bytes / GIB]
+    known = [position for position in positions if position is not None] + [budget_bytes / GIB]
     known += [m.peak_allocated_bytes / GIB for _, m in measured_trials(snapshot.records)]
     air = 0.06 * (max(known) - min(known)) or 0.1 * max(known)
     return max(min(known) - air, 0.0), max(known) + air

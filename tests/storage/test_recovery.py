@@ -7,8 +7,7 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut
-from storage.retries import attempts, next_number, to_retry
-from storage.spool import Spool, Spooled
+from storage.recovery import Spool, attempts, next_number, to_retry
 from tests.storage.builders import a_record, fits
 
 
@@ -18,9 +17,9 @@ def spool(tmp_path: Path) -> Spool:
 
 
 def test_a_spool_gives_back_what_it_was_given(spool: Spool) -> None:
-    spool.append(a_record(0), cost=None)
-    spool.append(a_record(1, Lost()), cost=0.25)
-    assert spool.read() == (Spooled(a_record(0), None), Spooled(a_record(1, Lost()), 0.25))
+    spool.append(a_record(0))
+    spool.append(a_record(1, Lost()))
+    assert spool.read() == (a_record(0), a_record(1, Lost()))
 
 
 def test_a_spool_that_was_never_written_is_empty_and_stays_away(spool: Spool) -> None:
@@ -32,24 +31,24 @@ def test_a_spool_that_was_never_written_is_empty_and_stays_away(spool: Spool) ->
 def test_a_torn_last_line_is_ignored_and_does_not_spoil_the_next_result(
     spool: Spool, torn: bytes
 ) -> None:
-    spool.append(a_record(0), cost=None)
+    spool.append(a_record(0))
     with spool.path.open("ab") as file:
         file.write(torn)
-    assert [entry.record.number for entry in spool.read()] == [0]
-    spool.append(a_record(1), cost=None)
-    assert [entry.record.number for entry in spool.read()] == [0, 1]
+    assert [record.number for record in spool.read()] == [0]
+    spool.append(a_record(1))
+    assert [record.number for record in spool.read()] == [0, 1]
 
 
 def test_results_of_an_earlier_study_of_the_same_name_are_not_this_ones(spool: Spool) -> None:
-    Spool(spool.path, "earlier").append(a_record(0, fits(9.0)), cost=None)
-    spool.append(a_record(1), cost=None)
-    assert [entry.record.number for entry in spool.read()] == [1]
+    Spool(spool.path, "earlier").append(a_record(0, fits(9.0)))
+    spool.append(a_record(1))
+    assert [record.number for record in spool.read()] == [1]
 
 
 def test_a_spool_that_cannot_be_written_is_a_fault_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(EnvironmentFault, match=r"runs/spool\.jsonl"):
-        Spool(tmp_path / "runs" / "spool.jsonl", "one").append(a_record(0), cost=None)
+        Spool(tmp_path / "runs" / "spool.jsonl", "one").append(a_record(0))
 
 
 CRASH: Outcome = Crashed(phase="build")

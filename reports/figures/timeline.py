@@ -13,10 +13,16 @@ from html import escape
 import plotly.graph_objects as go
 
 from reports import units
-from reports.lanes import frame, lanes_of
-from reports.marks import FRONT_COLOUR, HOVER_TEMPLATE, MARKS, hover
-from reports.measured import measured_trials
-from reports.tables import VERDICT_LABELS
+from reports.figures.style import (
+    FRONT_COLOUR,
+    HOVER_TEMPLATE,
+    MARKS,
+    frame,
+    hover,
+    lanes_of,
+    measured_trials,
+)
+from reports.outcomes import VERDICT_LABELS
 from storage.definition import StudySnapshot
 from storage.ranking import rank_study
 from storage.records import TrialRecord, Verdict

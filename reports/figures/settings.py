@@ -15,8 +15,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from reports import units
-from reports.marks import HOVER_TEMPLATE, MARKS, OUTLINE, WINNER_COLOUR
-from reports.measured import measured_trials
+from reports.figures.style import HOVER_TEMPLATE, MARKS, OUTLINE, WINNER_COLOUR, measured_trials
 from search_spaces.knobs import KNOBS
 from storage.definition import StudySnapshot
 from storage.ranking import rank_study
@@ -88,7 +87,7 @@ def _label(key: str, group: tuple[Any, ...]) -> str:
     return f"{KNOBS[key].label} {units.short(group[0])}–{units.short(group[-1])}"
 
 
-def effects_figure(snapshot: StudySnapshot) -> go.Figure:
+def settings_figure(snapshot: StudySnapshot) -> go.Figure:
     """Draw one row per value of each dimension: the median and the best tokens/s of what fitted."""
     effects = effects_of(snapshot)
     figure = go.Figure()

@@ -1,37 +1,24 @@
-"""Owns how a trial looks in every figure: its verdict's mark, its hover text, and the two themes.
+"""Owns what the figures share: each verdict's mark, the hover text, the panels, and the two themes.
 
-Knows nothing of axes. No verdict is told by colour alone: each has a symbol or a lane of its own.
-Colours are from the palettes of Okabe and Ito and of Paul Tol, which colour-blind readers can tell
-apart, and legible on white and on near-black.
+Knows nothing of what a figure shows. No verdict is told by colour alone: each has a symbol or a
+lane of its own. Colours are from the palettes of Okabe and Ito and of Paul Tol, which colour-blind
+readers can tell apart, and legible on white and on near-black.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import Any, assert_never
+from typing import Any
+
+import plotly.graph_objects as go
 
 from reports import uncertainty, units
-from reports.measured import measured_trials
-from reports.tables import VERDICT_LABELS
+from reports.outcomes import VERDICT_LABELS, reason
 from search_spaces.config import TrialConfig
-from storage.needs import need_of
-from storage.records import (
-    Crashed,
-    Diverged,
-    DominatedOutOfMemory,
-    Ineffective,
-    Invalid,
-    Lost,
-    Measured,
-    OutOfMemory,
-    PredictedOutOfMemory,
-    PrunedSlow,
-    TimedOut,
-    TrialRecord,
-    Verdict,
-)
+from storage.ranking import rankable
+from storage.records import Measurement, TrialRecord, Verdict
 
 FRONT_COLOUR = "#009E73"
 LIMIT_COLOUR = "#D55E00"
@@ -40,7 +27,11 @@ OUTLINE = {"width": 1, "color": "#1c2128"}
 HOVER_TEMPLATE = "%{hovertext}<extra></extra>"
 """Shows `hover`'s text and nothing of plotly's own."""
 _PAIRS_PER_LINE = 2
-_DETAIL_CHARACTERS = 160
+
+MAIN_PIXELS = 360
+LANE_PIXELS = 40
+GAP_PIXELS = 18
+MARGIN = {"l": 8, "r": 12, "t": 72, "b": 52}
 
 
 @dataclass(frozen=True)
@@ -78,8 +69,7 @@ def hover(record: TrialRecord, *, budget_bytes: int) -> str:
         escape(line)
         for line in (
             *_numbers(record),
-            *_reason(record),
-            *_need(record, budget_bytes),
+            *filter(None, [reason(record, budget_bytes=budget_bytes)]),
             *_settings(record.config),
         )
     ]
@@ -98,39 +88,61 @@ def _numbers(record: TrialRecord) -> Iterator[str]:
         yield f"{units.step_time(measured.step_seconds)} a step"
 
 
-def _reason(record: TrialRecord) -> Iterator[str]:
-    """Yield what is known of why it was not measured."""
-    match record.outcome:
-        case OutOfMemory(stage=stage):
-            yield f"stage {stage}"
-        case DominatedOutOfMemory(by=by):
-            yield f"at least as large as trial {by}"
-        case Diverged(step=step):
-            yield f"at step {step}"
-        case Invalid(rule=words, detail=detail) | Ineffective(knob=words, detail=detail):
-            yield f"{words} {detail}"[:_DETAIL_CHARACTERS]
-        case TimedOut(phase=phase, detail=detail) | Crashed(phase=phase, detail=detail):
-            yield f"in phase {phase}: {detail}"[:_DETAIL_CHARACTERS]
-        case Lost(detail=detail):
-            yield detail[:_DETAIL_CHARACTERS]
-        case Measured() | PrunedSlow() | PredictedOutOfMemory():
-            return
-        case _:
-            assert_never(record.outcome)
-
-
-def _need(record: TrialRecord, budget_bytes: int) -> Iterator[str]:
-    need = need_of(record, budget_bytes=budget_bytes)
-    if need is not None:
-        yield f"needs {uncertainty.need(need)}"
-
-
 def _settings(config: TrialConfig) -> Iterator[str]:
     pairs = [
         f"{key}: {units.short(value)}" for key, value in config.model_dump(mode="json").items()
     ]
     for start in range(0, len(pairs), _PAIRS_PER_LINE):
         yield ", ".join(pairs[start : start + _PAIRS_PER_LINE])
+
+
+def measured_trials(records: Iterable[TrialRecord]) -> tuple[tuple[TrialRecord, Measurement], ...]:
+    """Return the rankable trials that were measured, also in part, each with its measurement."""
+    return tuple((r, r.measurement) for r in rankable(records) if r.measurement is not None)
+
+
+def lanes_of(
+    records: Iterable[TrialRecord], *, without: Iterable[Verdict] = ()
+) -> tuple[Verdict, ...]:
+    """Return the verdicts that occur, in the order of `Verdict`, less those drawn elsewhere."""
+    wanted = {record.verdict for record in records} - set(without)
+    return tuple(verdict for verdict in Verdict if verdict in wanted)
+
+
+def frame(figure: go.Figure, *, lanes: tuple[Verdict, ...], x_axis: dict[str, Any]) -> None:
+    """Give ``figure`` its panels: speeds on ``y``, lanes on ``y2``, one x axis under both."""
+    below = LANE_PIXELS * len(lanes)
+    gap = GAP_PIXELS if lanes else 0
+    inner = MAIN_PIXELS + gap + below
+    figure.update_layout(
+        height=inner + MARGIN["t"] + MARGIN["b"],
+        margin=MARGIN,
+        hovermode="closest",
+        # Lanes are places, not groups: bars of several lanes must not make room for each other.
+        barmode="overlay",
+        legend={"orientation": "h", "x": 0, "y": 1.06, "yanchor": "bottom", "xanchor": "left"},
+        xaxis={**x_axis, "anchor": "y2" if lanes else "y"},
+        yaxis={
+            "domain": [(below + gap) / inner, 1.0],
+            "rangemode": "tozero",
+            "tickformat": ",~r",
+            "title": {"text": "tokens/s"},
+        },
+    )
+    if lanes:
+        figure.update_layout(yaxis2=_lane_axis(lanes, top=below / inner))
+
+
+def _lane_axis(lanes: tuple[Verdict, ...], *, top: float) -> dict[str, Any]:
+    return {
+        "domain": [0.0, top],
+        "range": [len(lanes) - 0.5, -0.5],
+        "tickmode": "array",
+        "tickvals": list(range(len(lanes))),
+        "ticktext": [MARKS[verdict].lane for verdict in lanes],
+        "zeroline": False,
+        "fixedrange": True,
+    }
 
 
 def themes() -> dict[str, dict[str, Any]]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from reports import units
-from reports.marks import HOVER_TEMPLATE, hover
-from reports.measured import measured_trials
+from reports.figures.style import HOVER_TEMPLATE, hover, measured_trials
+from reports.outcomes import VERDICT_LABELS
 from storage.definition import StudySnapshot
 from storage.ranking import fitting, rank_study
 from storage.records import OUT_OF_MEMORY, TrialRecord, Verdict
@@ -37,7 +37,7 @@ class Cell:
     hovertext: str
 
 
-def shape_figure(snapshot: StudySnapshot) -> go.Figure:
+def sizes_figure(snapshot: StudySnapshot) -> go.Figure:
     """Draw the best tokens/s of each micro-batch and sequence length that was tried."""
     cells = cells_of(snapshot)
     lengths = sorted({length for length, _ in cells})
@@ -70,7 +70,7 @@ def cells_of(snapshot: StudySnapshot) -> dict[tuple[int, int], Cell]:
     trials: dict[tuple[int, int], list[TrialRecord]] = defaultdict(list)
     for record in rank_study(snapshot).of_space:
         trials[record.config.seq_len, record.config.micro_batch_size].append(record)
-    return {place: _cell(records, budget_bytes) for place, records in trials.items()}
+    return {size: _cell(records, budget_bytes) for size, records in trials.items()}
 
 
 def _cell(records: Sequence[TrialRecord], budget_bytes: int) -> Cell:
@@ -78,16 +78,18 @@ def _cell(records: Sequence[TrialRecord], budget_bytes: int) -> Cell:
     if best is not None and best.measurement is not None:
         rate = best.measurement.tokens_per_second
         tried = f"best of {units.plural(len(records), 'trial')}"
-        told = f"{tried}<br>{hover(best, budget_bytes=budget_bytes)}"
-        return Cell(units.short_rate(rate), rate, told)
+        hovertext = f"{tried}<br>{hover(best, budget_bytes=budget_bytes)}"
+        return Cell(units.short_rate(rate), rate, hovertext)
     partial = measured_trials(records)
     if partial:
         slow, measured = max(partial, key=lambda pair: pair[1].tokens_per_second)
         rate = measured.tokens_per_second
-        told = f"stopped as too slow<br>{hover(slow, budget_bytes=budget_bytes)}"
-        return Cell(f"~{units.short_rate(rate)}", rate, told)
+        hovertext = f"{VERDICT_LABELS[slow.verdict]}<br>{hover(slow, budget_bytes=budget_bytes)}"
+        return Cell(f"~{units.short_rate(rate)}", rate, hovertext)
     verdicts = {record.verdict for record in records}
-    names = "<br>".join(f"trial {r.number}: {r.verdict.value}" for r in records[:_TRIALS_NAMED])
+    names = "<br>".join(
+        f"trial {r.number}: {VERDICT_LABELS[r.verdict]}" for r in records[:_TRIALS_NAMED]
+    )
     if verdicts <= OUT_OF_MEMORY:
         text = "✕ OOM" if Verdict.OOM in verdicts else "✕ over budget"
         return Cell(text, None, f"does not fit<br>{names}")

@@ -1,4 +1,4 @@
-"""Owns the answer that a report opens with: the winner, its gain, its memory, how far to trust it.
+"""Owns what a report opens with: the winner, its gain, its memory and cost, how far to trust it.
 
 Pure: a study's snapshot in, finished text out. Knows nothing of HTML or of the terminal.
 """
@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from reports import objectives, uncertainty, units
 from search_spaces.config import canonical
 from storage.definition import StudySnapshot, Target
-from storage.gain import compare
-from storage.ranking import SPEED_OBJECTIVES, Ranking, measured_of, rank_study
+from storage.ranking import Ranking, compare, measured_of, rank_study
 from storage.records import RETRYABLE, Measurement, TrialRecord, Verdict
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One number of the answer, with what it is and what it is measured against."""
+    """One number of the summary, with what it is and what it is measured against."""
 
     value: str
     label: str
@@ -30,7 +29,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Summary:
     """What a reader wants to know first."""
 
     sentence: str
@@ -41,13 +40,13 @@ class Answer:
     """What to type next."""
 
 
-def answer(snapshot: StudySnapshot) -> Answer:
-    """Return the answer of a study as it stands."""
+def summary_of(snapshot: StudySnapshot) -> Summary:
+    """Return what is to be said of a study as it stands."""
     ranking = rank_study(snapshot)
     winner = ranking.winner
     if winner is None or winner.measurement is None:
-        return Answer(_no_winner(snapshot, ranking), (_trials_tile(snapshot),), "", ())
-    return Answer(
+        return Summary(_no_winner(snapshot, ranking), (_trials_tile(snapshot),), "", ())
+    return Summary(
         sentence=_winner_sentence(ranking, winner),
         tiles=tuple(_tiles(snapshot, ranking, winner, winner.measurement)),
         configuration=json.dumps(winner.config.model_dump(mode="json"), indent=2),
@@ -119,14 +118,13 @@ def _tiles(
     """Yield what was asked for first, then what else a reader wants to know."""
     speed = _speed_tile(measured)
     memory = _memory_tile(measured, snapshot.definition.target)
-    if SPEED_OBJECTIVES.isdisjoint(ranking.objectives) and "peak_memory" in ranking.objectives:
+    if "tokens_per_second" not in ranking.objectives and "peak_memory" in ranking.objectives:
         yield from (memory, speed, _gain_tile(ranking))
     else:
         yield from (speed, _gain_tile(ranking), memory)
     if "trainable_parameters" in ranking.objectives:
         yield _parameters_tile(winner, measured)
-    if "cost" in ranking.objectives:
-        yield _cost_tile(snapshot, winner)
+    yield from _cost_tile(snapshot, measured)
     yield _trials_tile(snapshot)
 
 
@@ -135,10 +133,11 @@ def _parameters_tile(winner: TrialRecord, measured: Measurement) -> Tile:
     return Tile(units.count(measured.trainable_parameters), "trainable parameters", detail)
 
 
-def _cost_tile(snapshot: StudySnapshot, winner: TrialRecord) -> Tile:
-    dollars = objectives.value("cost", winner, snapshot)
-    detail = f"on {snapshot.definition.target.gpu}, at the price of the hour when it was measured"
-    return Tile(f"${dollars}", "per million tokens", detail)
+def _cost_tile(snapshot: StudySnapshot, measured: Measurement) -> Iterator[Tile]:
+    dollars, offer = snapshot.usd_per_million_tokens(measured), snapshot.offer
+    if dollars is not None and offer is not None:
+        hour = f"{offer.label} at ${offer.usd_per_hour:.2f} an hour, as of {offer.date}"
+        yield Tile(f"${dollars:.3g}", "per million tokens", hour)
 
 
 def _speed_tile(measured: Measurement) -> Tile:

@@ -1,0 +1,359 @@
+"""Owns a study that this process drives alone: opened, asked, told, and recovered after a crash.
+
+A result reaches the spool first, then the database. Knows nothing of how trials run or of what is
+worth trying; looking at a study without driving it is `reading`'s.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import ExperimentalWarning
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault, InputError, quote
+from storage import mapping
+from storage.database import PATIENCE, Patience, close, faults, open_for_writing, patiently
+from storage.definition import StudyDefinition, differences, names_cost
+from storage.lease import Lease, lease_for
+from storage.reading import DEFINITION, IDENTITY, RUNS, WALL_SECONDS, understood
+from storage.records import Lost, TrialRecord
+from storage.recovery import Spool, attempts, to_retry
+from storage.urls import DatabaseUrl, parse_url
+
+T = TypeVar("T")
+
+NAME_MAX = 100
+NAME_BYTES_MAX = 200
+"""A file system's names end at 255 bytes, and the lock's begins with the database's."""
+
+_NAME = re.compile(rf"[^\W_][\w.-]{{0,{NAME_MAX - 1}}}")
+
+
+def open_study(
+    name: str,
+    *,
+    url: str,
+    definition: StudyDefinition,
+    sampler: optuna.samplers.BaseSampler,
+    environment: Mapping[str, Any],
+    home: Path,
+    patience: Patience = PATIENCE,
+) -> LeasedStudy:
+    """Create or resume a study and take its lease; close it, or use it in a ``with``.
+
+    Args:
+        name: becomes a directory's name, so letters, digits, dots, dashes and underscores.
+        url: ``sqlite:///path`` or ``postgresql://user:password@host/database``.
+        definition: must agree with the stored one in space, model and target.
+        sampler: proposes the next trial.
+        environment: fingerprint of this run, kept beside those of earlier runs.
+        home: the directory of all studies' files (``runs``).
+        patience: how long a database that is locked or away is waited for.
+
+    Raises:
+        InputError: the name or URL is not right, or the stored study is about something else.
+        EnvironmentFault: the database is not to be had, or another driver has the study.
+    """
+    if not _NAME.fullmatch(name) or len(name.encode()) > NAME_BYTES_MAX:
+        raise InputError(
+            f"study name must be at most 100 letters, digits, '.', '_' and '-', got {quote(name)}"
+        )
+    database = parse_url(url)
+    with ExitStack() as undo:
+        storage = open_for_writing(database)
+        undo.callback(close, storage)
+        lease = lease_for(database, name)
+        undo.callback(lease.release)
+        with faults(database), understood(name):
+            lease.acquire()
+            create = partial(
+                optuna.create_study,
+                study_name=name,
+                storage=storage,
+                sampler=sampler,
+                pruner=optuna.pruners.NopPruner(),
+                directions=mapping.directions(definition.space.objectives),
+                load_if_exists=True,
+            )
+            # Other drivers may be writing into the same file: their locks pass.
+            study = patiently(create, patience=patience)
+            was_resumed = _check_agreement(study, definition, database)
+            note = partial(_note_run, study, definition, environment)
+            identity = patiently(note, patience=patience)
+            spool = Spool(home / name / "spool.jsonl", identity)
+            opened = LeasedStudy(
+                study, definition, was_resumed, storage, database, lease, spool, patience
+            )
+        undo.pop_all()
+    return opened
+
+
+def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: DatabaseUrl) -> bool:
+    """Return whether the study was there before; raise where it is about something else."""
+    stored, named = study.user_attrs.get(DEFINITION), f"study '{study.study_name}' in {url}"
+    if stored is None:
+        if study.get_trials(deepcopy=False):
+            raise InputError(f"{named} is not one of sweep's; choose another --study")
+        return False
+    if names_cost(stored):
+        # Its trials' values are dollars, smaller the better: speeds cannot be told beside them.
+        raise InputError(
+            f"{named} was started with the objective cost, which is no objective any more; it can "
+            "still be read, but not gone on with: start a new study with --study and another name"
+        )
+    lines = differences(StudyDefinition.model_validate(stored), definition)
+    if lines:
+        raise InputError(
+            f"{named} was started with another definition:\n  "
+            + "\n  ".join(lines)
+            + "\nStart a new study with --study and another name, or go on as it was started."
+        )
+    return True
+
+
+def _note_run(
+    study: optuna.Study, definition: StudyDefinition, environment: Mapping[str, Any]
+) -> str:
+    """Store what this run is about and on what it runs; return the study's identity.
+
+    Safe to repeat after a failure: the run itself is noted last.
+    """
+    stored = study.user_attrs
+    identity = str(stored.get(IDENTITY) or uuid.uuid4().hex)
+    run = {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": dict(environment),
+    }
+    study.set_user_attr(IDENTITY, identity)
+    study.set_user_attr(DEFINITION, definition.model_dump(mode="json"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        study.set_metric_names(list(definition.space.objectives))
+    study.set_user_attr(RUNS, [*stored.get(RUNS, ()), run])
+    return identity
+
+
+@dataclass(eq=False)
+class LeasedStudy:
+    """A study that this process alone drives.
+
+    Every method may raise `EnvironmentFault`, for a database that stays away.
+    """
+
+    study: optuna.Study
+    definition: StudyDefinition
+    was_resumed: bool
+    _storage: RDBStorage
+    _url: DatabaseUrl
+    _lease: Lease
+    _spool: Spool
+    _patience: Patience
+    _records: dict[int, TrialRecord] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._reload()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up the lease and the connections. Idempotent."""
+        self._lease.release()
+        close(self._storage)
+
+    def records(self) -> tuple[TrialRecord, ...]:
+        """Return every finished trial's record, by number, from memory: nobody else writes."""
+        return tuple(self._records[number] for number in sorted(self._records))
+
+    def recover(self) -> tuple[TrialConfig, ...]:
+        """Settle what an earlier driver left open, and return the configurations to try again.
+
+        Call it before the first `ask`. A trial that ended but was not told is told from the spool.
+        One that was running is recorded as lost: the lease says that nobody runs it any more. What
+        was lost, crashed or timed out is returned until it was tried three times.
+        """
+        self._patiently(self._empty_queue)
+        spooled = {record.number: record for record in self._spool.read()}
+        for frozen in self._patiently(lambda: self._trials(TrialState.RUNNING)):
+            record = spooled.get(frozen.number) or self._lost(frozen)
+            if record is None:
+                self._patiently(partial(self._close_unbegun, frozen.number))
+            else:
+                self._write(Trial(self.study, self._patiently(partial(self._id, frozen))), record)
+        return to_retry(self.records())
+
+    def ask(
+        self,
+        distributions: Mapping[str, BaseDistribution],
+        *,
+        params: Mapping[str, Any] | None = None,
+    ) -> Trial:
+        """Return the next trial, with ``params`` where given and the sampler's choice elsewhere."""
+
+        def attempt() -> Trial:
+            if params is not None:
+                self.study.enqueue_trial(dict(params))
+            return self.study.ask(dict(distributions))
+
+        self._hold()
+        return self._patiently(attempt, before_retry=self._drop_unbegun)
+
+    def begin(self, trial: Trial, config: TrialConfig, started_at: str) -> None:
+        """Store the configuration before it runs, so that a driver's death loses only the run."""
+
+        def attempt() -> None:
+            trial.set_user_attr(mapping.STARTED_AT, started_at)
+            trial.set_user_attr(mapping.CONFIG, config.model_dump(mode="json"))
+
+        self._patiently(attempt)
+
+    def tell(self, trial: Trial, record: TrialRecord) -> None:
+        """Keep a result of a trial that `ask` returned: spooled and fsynced first, then told.
+
+        Raises:
+            EnvironmentFault: the database stays away, or another driver took over. The result
+                is in the spool.
+        """
+        if record.number != trial.number:
+            raise ValueError(
+                f"a record of trial {record.number} cannot be told for trial {trial.number}"
+            )
+        self._spool.append(record)
+        try:
+            self._hold()
+            self._write(trial, record)
+        except EnvironmentFault as fault:
+            raise EnvironmentFault(
+                f"{fault}; the result of trial {record.number} is safe in {self._spool.path} "
+                "and will be told when the study is resumed"
+            ) from fault
+
+    def abandon(self) -> None:
+        """Close a trial that was begun and never ran: nothing can be lost, and no attempt was made.
+
+        The lease says that no other driver's trial can be running.
+        """
+        self._patiently(self._close_running)
+
+    def add_wall_seconds(self, seconds: float) -> None:
+        """Add to the driver's time over all runs of the study."""
+        stored = self._patiently(lambda: self.study.user_attrs)
+        total = float(stored.get(WALL_SECONDS, 0.0)) + seconds
+        self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
+
+    def _reload(self) -> None:
+        records = map(mapping.record_of, self.study.get_trials(deepcopy=False))
+        self._records = {record.number: record for record in records if record is not None}
+
+    def _write(self, trial: Trial, record: TrialRecord) -> None:
+        self._records[record.number] = self._patiently(lambda: self._store(trial, record))
+
+    def _store(self, trial: Trial, record: TrialRecord) -> TrialRecord:
+        """Write what is not there yet, the state last; return the record that storage then has."""
+        stored = self._storage.get_trial(self._id(trial))
+        if stored.state.is_finished():
+            return mapping.record_of(stored) or record
+        result = mapping.to_optuna(
+            record,
+            objectives=self.definition.space.objectives,
+            budget_bytes=self.definition.target.budget_bytes,
+        )
+        for key, value in result.attributes.items():
+            trial.set_user_attr(key, value)
+        if mapping.CONSTRAINT not in stored.constraints:
+            trial.set_constraint(mapping.CONSTRAINT, result.violation)
+        if result.intermediate is not None and not stored.intermediate_values:
+            step, value = result.intermediate
+            trial.report(value, step)
+        self.study.tell(trial, values=result.values, state=result.state)
+        return record
+
+    def _lost(self, frozen: FrozenTrial) -> TrialRecord | None:
+        """Return an orphan's record; None where it had no whole configuration yet."""
+        config = mapping.config_of(frozen) or self._config_of_params(frozen.params)
+        if config is None:
+            return None
+        return TrialRecord(
+            number=frozen.number,
+            config=config,
+            outcome=Lost(detail="the driver ended while the trial ran"),
+            attempt=attempts(self.records(), config) + 1,
+            started_at=frozen.user_attrs.get(mapping.STARTED_AT),
+        )
+
+    def _config_of_params(self, params: Mapping[str, Any]) -> TrialConfig | None:
+        """Return the configuration of a trial that never began; None where it is not whole."""
+        space = self.definition.space
+        try:
+            return space.config(params) if params.keys() >= space.dimensions.keys() else None
+        except InputError:
+            return None
+
+    def _empty_queue(self) -> None:
+        """Close trials queued for an `ask` that never came; the next `ask` would be handed them."""
+        while self._trials(TrialState.WAITING):
+            self.study.tell(self.study.ask(), state=TrialState.FAIL)
+
+    def _drop_unbegun(self) -> None:
+        """Close what a failed `ask` left behind."""
+        self._empty_queue()
+        for frozen in self._trials(TrialState.RUNNING):
+            if mapping.config_of(frozen) is None:
+                self._close_unbegun(frozen.number)
+
+    def _close_running(self) -> None:
+        for frozen in self._trials(TrialState.RUNNING):
+            self._close_unbegun(frozen.number)
+
+    def _close_unbegun(self, number: int) -> None:
+        self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+
+    def _trials(self, state: TrialState) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=(state,))
+
+    def _id(self, trial: Trial | FrozenTrial) -> int:
+        study_id = self._storage.get_study_id_from_name(self.study.study_name)
+        return self._storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
+
+    def _hold(self) -> None:
+        """Make sure that the lease is still ours, or take it again if nobody else was faster."""
+        if self._lease.is_held():
+            return
+        self._patiently(self._lease.acquire)
+        # Open connections may lead to a server, or a deleted file, that is no longer there.
+        self._storage.engine.dispose()
+        known = self._patiently(self._storage.get_all_studies)
+        if self._spool.study_id not in [study.user_attrs.get(IDENTITY) for study in known]:
+            raise EnvironmentFault(
+                f"study '{self.study.study_name}' was deleted from {self._url} while it was driven"
+            )
+        self._patiently(self._reload)
+
+    def _patiently(
+        self, action: Callable[[], T], *, before_retry: Callable[[], None] = lambda: None
+    ) -> T:
+        with faults(self._url):
+            return patiently(action, patience=self._patience, before_retry=before_retry)

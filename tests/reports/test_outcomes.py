@@ -1,0 +1,76 @@
+"""How a trial ended is said in the same words everywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from reports.outcomes import VERDICT_LABELS, VERDICT_MEANINGS, outcome_line, verdict_words
+from search_spaces.config import TrialConfig
+from storage.records import (
+    Crashed,
+    Diverged,
+    DominatedOutOfMemory,
+    Ineffective,
+    Invalid,
+    Lost,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    PredictedOutOfMemory,
+    TimedOut,
+    Verdict,
+)
+from tests.sweep.simulated_device import BUDGET, a_measurement, a_record, train
+
+CONFIG = TrialConfig()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (train(CONFIG), "fits, 7,006 tokens/s, 6.65 GiB"),
+        (
+            OutOfMemory(stage="backward"),
+            "ran out of memory (backward, needs at least 21.50 GiB)",
+        ),
+        (
+            OutOfMemory(stage="backward", peak_allocated_bytes=2**34, requested_bytes=2**30),
+            "ran out of memory (backward, needs at least 21.50 GiB)",
+        ),
+        (
+            PredictedOutOfMemory(predicted_bytes=2**35),
+            "predicted not to fit (needs 32.00 GiB by prediction)",
+        ),
+        (
+            DominatedOutOfMemory(by=4),
+            "larger than one that ran out (trial 4, needs at least 21.50 GiB)",
+        ),
+        (Invalid(rule="r", detail="no Triton"), "invalid (no Triton)"),
+        (Diverged(step=3), "diverged (at step 3)"),
+        (Lost(detail="the driver ended"), "lost (the driver ended)"),
+        (Ineffective(knob="compile"), "had no effect (compile)"),
+        (TimedOut(phase="build"), "timed out (build)"),
+        (Crashed(phase="attach", detail="a\nb"), "crashed (attach: a b)"),
+        (Crashed(phase="attach", detail="x" * 999), f"crashed (attach: {'x' * 152}...)"),
+    ],
+)
+def test_every_end_is_said_in_a_few_words(outcome: Outcome, words: str) -> None:
+    assert outcome_line(a_record(CONFIG, outcome), budget_bytes=BUDGET) == words
+
+
+def test_a_noisy_speed_is_said_with_its_interval() -> None:
+    noisy = Measured(measurement=a_measurement(CONFIG, spread=0.2, flags=("noisy",)))
+    line = outcome_line(a_record(CONFIG, noisy), budget_bytes=BUDGET)
+    assert line == "fits, 7,006 tokens/s (5,838–8,757, noisy), 6.65 GiB"
+
+
+def test_counts_by_verdict_in_words() -> None:
+    outcomes = [OutOfMemory(stage="load")] * 3 + [train(CONFIG)] * 5
+    assert verdict_words(a_record(CONFIG, o) for o in outcomes) == "5 fits, 3 ran out of memory"
+    assert verdict_words([]) == ""
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_every_verdict_has_a_name_and_a_meaning(verdict: Verdict) -> None:
+    assert VERDICT_LABELS[verdict]
+    assert VERDICT_MEANINGS[verdict].endswith(".")
