@@ -1,4 +1,4 @@
-"""Owns the terminal: options, and the one place where errors become a message and an exit code.
+"""Owns the terminal: commands, and the one place where errors become a message and an exit code.
 
 Imports nothing heavy, so that ``--help`` answers at once; commands import what they need when they
 run. Exit codes: 0 done, 1 done and nothing fits, 2 bad input, 3 environment, 130 interrupted.
@@ -14,14 +14,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
-from sweep.paths import crash_log_directory
+from sweep.paths import crash_log_directory, runs_directory, storage_url
+from sweep.terminal import options as opt
 from sweep.terminal.console import ReaderGoneError, note, prepare_streams
 from sweep.terminal.knob_options import add_knobs, takes_knobs
+
+if TYPE_CHECKING:
+    from storage.definition import StudySnapshot
 
 app = typer.Typer(
     name="sweep",
@@ -36,11 +40,7 @@ STDOUT = "-"
 
 
 @app.callback(invoke_without_command=True)
-def front_door(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
-    ] = False,
-) -> int:
+def front_door(version: opt.VersionOption = False) -> int:
     """Name a GPU, get the fastest QLoRA configuration that fits it, and proof."""
     if version:
         from sweep.terminal import commands
@@ -50,53 +50,18 @@ def front_door(
     return 0
 
 
-StorageOption = Annotated[
-    str | None,
-    typer.Option("--storage", help="Database URL; sqlite:///runs/sweep.db by default."),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
-]
-
-
-def _named(option: str) -> Callable[[str | None], str | None]:
-    """Return a check that an option, where it is given, names something."""
-
-    def check(typed: str | None) -> str | None:
-        if typed == "":
-            raise InputError(f"{option}: an empty text names nothing; leave the option out")
-        return typed
-
-    return check
-
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", help="Shipped architecture, directory or hub id.", callback=_named("--model")
-    ),
-]
-StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
-
-
 @app.command()
 def run(
-    space: Annotated[str, typer.Argument(metavar="SPACE", help="A preset or a YAML file.")],
-    gpu: Annotated[
-        str | None, typer.Option(help="Card whose budget counts; auto is the one that is here.")
-    ] = None,
-    model: ModelOption = None,
-    study: Annotated[str | None, typer.Option(help="Name; the space's by default.")] = None,
-    storage: StorageOption = None,
-    trials: Annotated[
-        int | None, typer.Option(help="Trials of the study in all, earlier runs included.")
-    ] = None,
-    time_budget: Annotated[
-        str | None, typer.Option(help="Stop this run after 10m, 1h30m, 90s.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling, weights and tokens.")] = None,
-    sampler: Annotated[str | None, typer.Option(help="tpe, gp, random or grid.")] = None,
-    as_json: JsonOption = False,
+    space: opt.SpaceArgument,
+    gpu: opt.GpuOption = None,
+    model: opt.ModelOption = None,
+    study: opt.StudyNameOption = None,
+    storage: opt.StorageOption = None,
+    trials: opt.TrialsOption = None,
+    time_budget: opt.TimeBudgetOption = None,
+    seed: opt.SeedOption = None,
+    sampler: opt.SamplerOption = None,
+    as_json: opt.JsonOption = False,
 ) -> int:
     """Start or resume a study."""
     from sweep.terminal import commands
@@ -124,40 +89,20 @@ def _seconds(time_budget: str) -> float:
 @app.command()
 @takes_knobs
 def plan(
-    space: Annotated[
-        str | None, typer.Argument(metavar="SPACE", help="A preset, a YAML file or a card.")
-    ] = None,
-    gpu: Annotated[
-        list[str] | None, typer.Option(help="Card; name several to compare them.")
-    ] = None,
-    model: ModelOption = None,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact", help="Ask about one configuration: the recipe, but for what is typed."
-        ),
-    ] = False,
-    from_file: Annotated[
-        str | None,
-        typer.Option(
-            help="Configurations, one JSON object a line; - is stdin.",
-            callback=_named("--from-file"),
-        ),
-    ] = None,
-    prices: Annotated[
-        str | None,
-        typer.Option(
-            help="Your prices; runs/prices.yaml where that is there.", callback=_named("--prices")
-        ),
-    ] = None,
-    study: Annotated[str | None, typer.Option(help="Calibrate by this study's trials.")] = None,
-    storage: StorageOption = None,
-    steps: Annotated[int | None, typer.Option(help="Cost of so many steps; 1000.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Cost of so many samples.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Cost of so many tokens.")] = None,
-    dataset_samples: Annotated[int | None, typer.Option(help="Samples of an epoch.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Epochs of that dataset; 1.")] = None,
-    as_json: JsonOption = False,
+    space: opt.SpaceOrCardArgument = None,
+    gpu: opt.GpusOption = None,
+    model: opt.ModelOption = None,
+    exact: opt.ExactOption = False,
+    from_file: opt.FromFileOption = None,
+    prices: opt.PricesOption = None,
+    study: opt.CalibrateOption = None,
+    storage: opt.StorageOption = None,
+    steps: opt.StepsOption = None,
+    samples: opt.SamplesOption = None,
+    tokens: opt.TokensOption = None,
+    dataset_samples: opt.DatasetOption = None,
+    epochs: opt.EpochsOption = None,
+    as_json: opt.JsonOption = False,
     *,
     configuration: dict[str, Any],
 ) -> int:
@@ -166,34 +111,35 @@ def plan(
     Options of a configuration are held fixed and the rest of the space is searched. With --exact
     one configuration is asked about: what is not typed is the standard recipe's.
     """
-    from sweep.planning.cost import AskedWork
+    from sweep.planning.plan import AskedWork
     from sweep.planning.question import PlanRequest
-    from sweep.terminal.plan import command as plan_command
+    from sweep.terminal.plan import command
 
-    return plan_command.plan(
-        PlanRequest(
-            space=space,
-            gpus=tuple(gpu or ()),
-            model=model,
-            configuration=configuration,
-            is_exact=exact,
-            from_file=from_file,
-            work=AskedWork(steps, samples, tokens, dataset_samples, epochs),
-            prices=None if prices is None else Path(prices),
-            study=study,
-            storage=storage,
-            as_json=as_json,
-        )
+    request = PlanRequest(
+        space=space,
+        gpus=tuple(gpu or ()),
+        model=model,
+        configuration=configuration,
+        is_exact=exact,
+        from_file=from_file,
+        work=AskedWork(steps, samples, tokens, dataset_samples, epochs),
+        prices=None if prices is None else Path(prices),
+        study=study,
+        storage=storage,
+        as_json=as_json,
     )
+    return command.plan(request, read_study=_read_study)
+
+
+def _read_study(name: str, storage: str | None) -> StudySnapshot:
+    # Of all plans only one with --study needs Optuna, which takes longer to import than to answer.
+    from storage.reading import read_study
+
+    return read_study(name, url=storage_url(storage), home=runs_directory())
 
 
 @app.command()
-def status(
-    study: Annotated[
-        str | None, typer.Argument(metavar="[STUDY]", help="One study; all of them without.")
-    ] = None,
-    storage: StorageOption = None,
-) -> int:
+def status(study: opt.AnyStudyArgument = None, storage: opt.StorageOption = None) -> int:
     """Show what ran, what is running, and the best so far."""
     from sweep.terminal import commands
 
@@ -201,7 +147,9 @@ def status(
 
 
 @app.command()
-def best(study: StudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> int:
+def best(
+    study: opt.StudyArgument, storage: opt.StorageOption = None, as_json: opt.JsonOption = False
+) -> int:
     """Show a study's winner."""
     from sweep.terminal import commands
 
@@ -210,17 +158,9 @@ def best(study: StudyArgument, storage: StorageOption = None, as_json: JsonOptio
 
 @app.command()
 def report(
-    study: StudyArgument,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "-o",
-            "--output",
-            help="runs/STUDY/report.html; - is stdout.",
-            callback=_named("--output"),
-        ),
-    ] = None,
-    storage: StorageOption = None,
+    study: opt.StudyArgument,
+    output: opt.ReportOption = None,
+    storage: opt.StorageOption = None,
 ) -> int:
     """Write a study's report, one HTML file."""
     from sweep.terminal import commands
@@ -230,18 +170,10 @@ def report(
 
 @app.command()
 def export(
-    study: StudyArgument,
-    format: Annotated[
-        str,
-        typer.Option("--format", help="script, json, axolotl, llama-factory or trl."),
-    ] = "script",
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "-o", "--output", help="A file; - or nothing is stdout.", callback=_named("--output")
-        ),
-    ] = None,
-    storage: StorageOption = None,
+    study: opt.StudyArgument,
+    format: opt.FormatOption = "script",
+    output: opt.ExportOption = None,
+    storage: opt.StorageOption = None,
 ) -> int:
     """Write a study's winner as a recipe that runs."""
     from sweep.terminal import commands
@@ -309,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[], int | None]) -> int:
-    """Run a command; return its exit code, or that of its error once that has been told."""
+    """Run a command; return its exit code, or that of its error once that has been printed."""
     try:
         return command() or 0
     except SweepError as error:
@@ -350,12 +282,12 @@ def _report_crash(error: Exception) -> str:
 
     text = redact("".join(traceback.format_exception(error)))
     name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
-    said = redact(f"error: {words_of(error)}")
+    message = redact(f"error: {words_of(error)}")
     for directory in (crash_log_directory(), Path(tempfile.gettempdir())):
         try:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / name).write_text(text, encoding="utf-8")
         except OSError:
             continue
-        return f"{said}\nThis is a mistake in sweep; the traceback is in {directory / name}"
-    return said
+        return f"{message}\nThis is a mistake in sweep; the traceback is in {directory / name}"
+    return message

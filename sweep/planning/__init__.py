@@ -1,1 +1,1 @@
-"""What `sweep plan` answers: the question settled, then the answer worked out from values alone."""
+"""What `sweep plan` answers: a question is resolved, then answered from values alone."""

@@ -1,7 +1,7 @@
-"""Owns keeping what was found of a space, so that the same question is answered at once.
+"""Owns the cache of surveys, so that the same question of a space is answered at once.
 
-What is kept holds for one space, model, card, budget and version of the code that predicts; any
-other asks anew. A cache that cannot be read or written costs time only.
+An entry holds for one space, model, card, budget and version of the code that predicts; any other
+is surveyed anew. A cache that cannot be read or written costs time only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,17 @@ from sweep.planning.forecast import Forecast, Forecaster
 from sweep.planning.survey import ClassKey, Counts, Survey, class_of, survey
 from sweep.planning.table import LargestBatch, ShapeTable
 from sweep.predict.memory.predictor import Fit
-from sweep.predict.memory.profiles import keep, tracing_fingerprint
+from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
 
-_PACKAGES = ("search_spaces", "sweep.predict", "sweep.planning")
-"""Whose code decides what is found."""
+SURVEYED_BY = ("search_spaces", "sweep/predict", "sweep/planning")
+"""Directories whose code decides what a survey holds."""
 
 
-def kept_survey(space: SearchSpace, forecaster: Forecaster, *, directory: Path) -> Survey:
+def cached_survey(space: SearchSpace, forecaster: Forecaster, *, directory: Path) -> Survey:
     """Return the survey of a space, from ``directory`` where it was made before.
 
-    A study's trials change what is found with every trial: with evidence nothing is kept.
-    Raises as `survey` does.
+    A study's evidence changes with every trial, and surveys with it: those are not cached. Raises
+    as `survey` does.
     """
     if forecaster.evidence.study is not None:
         return survey(space, forecaster)
@@ -38,9 +37,9 @@ def kept_survey(space: SearchSpace, forecaster: Forecaster, *, directory: Path) 
     try:
         return _from_json(json.loads(path.read_text(encoding="utf-8")), space, forecaster)
     except (OSError, ValueError, KeyError, TypeError):
-        found = survey(space, forecaster)
-    keep(path, _to_json(found))
-    return found
+        made = survey(space, forecaster)
+    write_cache(path, _to_json(made))
+    return made
 
 
 def _digest(space: SearchSpace, forecaster: Forecaster) -> str:
@@ -57,51 +56,54 @@ def _digest(space: SearchSpace, forecaster: Forecaster) -> str:
 
 @cache
 def _code_fingerprint() -> str:
-    digest = hashlib.sha256()
-    for package in _PACKAGES:
-        for file in sorted(files(package).iterdir(), key=lambda file: file.name):
-            if file.name.endswith(".py"):
-                digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return source_digest(*SURVEYED_BY)
 
 
-def _to_json(found: Survey) -> dict[str, Any]:
-    counts, table = found.counts, found.table
+def _to_json(survey: Survey) -> dict[str, Any]:
+    counts, table = survey.counts, survey.table
     return {
         "fit": counts.fit,
         "uncertain": counts.uncertain,
         "too_large": counts.too_large,
         "invalid": dict(counts.invalid),
         "unpredicted": dict(counts.unpredicted),
-        "candidates": [_kept(one) for some in found.candidates.values() for one in some],
-        "table": None if table is None else _kept_table(table),
-        "least_bytes": found.least_bytes,
-        "step_seconds": found.step_seconds,
-        "step_uncertainty": found.step_uncertainty,
-        "compiled_share": found.compiled_share,
+        "candidates": [
+            _forecast_json(forecast)
+            for candidates in survey.candidates.values()
+            for forecast in candidates
+        ],
+        "table": None if table is None else _table_json(table),
+        "least_bytes": survey.least_bytes,
+        "step_seconds": survey.step_seconds,
+        "step_uncertainty": survey.step_uncertainty,
+        "compiled_share": survey.compiled_share,
     }
 
 
-def _kept(forecast: Forecast) -> list[Any]:
+def _forecast_json(forecast: Forecast) -> list[Any]:
     """Return what a forecast is made of again; whether it fits takes longest to find."""
     return [forecast.config.changes_from(TrialConfig()), forecast.fit.value]
 
 
-def _kept_table(table: ShapeTable) -> dict[str, Any]:
+def _table_json(table: ShapeTable) -> dict[str, Any]:
     return {
         "batches": table.batches,
         "lengths": table.lengths,
         "cells": [
-            _kept(table.cells[batch, length]) for batch in table.batches for length in table.lengths
+            _forecast_json(table.cells[batch, length])
+            for batch in table.batches
+            for length in table.lengths
         ],
-        "largest": [[length, one.sure, one.possible] for length, one in table.largest.items()],
+        "largest": [
+            [length, batch.sure, batch.possible] for length, batch in table.largest.items()
+        ],
     }
 
 
 def _from_json(values: dict[str, Any], space: SearchSpace, forecaster: Forecaster) -> Survey:
     candidates: dict[ClassKey, list[Forecast]] = {}
-    for kept in values["candidates"]:
-        forecast = _forecast(kept, forecaster)
+    for entry in values["candidates"]:
+        forecast = _forecast(entry, forecaster)
         candidates.setdefault(class_of(forecast.config, forecaster.model), []).append(forecast)
     return Survey(
         space=space,
@@ -123,16 +125,16 @@ def _from_json(values: dict[str, Any], space: SearchSpace, forecaster: Forecaste
     )
 
 
-def _forecast(kept: list[Any], forecaster: Forecaster) -> Forecast:
-    changes, fit = kept
+def _forecast(entry: list[Any], forecaster: Forecaster) -> Forecast:
+    changes, fit = entry
     config = TrialConfig.model_validate(changes)
-    forecaster.recall(config, Fit(fit))
+    forecaster.remember(config, Fit(fit))
     return forecaster.forecast(config)
 
 
 def _table(values: dict[str, Any], forecaster: Forecaster) -> ShapeTable:
     sizes = itertools.product(values["batches"], values["lengths"])
-    cells = [_forecast(kept, forecaster) for kept in values["cells"]]
+    cells = [_forecast(entry, forecaster) for entry in values["cells"]]
     return ShapeTable(
         base=None,
         batches=tuple(values["batches"]),

@@ -14,18 +14,16 @@ from sweep.planning.recommendation import STANDARD
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable
 from sweep.predict.cost import Bill, BreakEven
+from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit
-
-PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
-"""What a peak is made of, in the order it is shown."""
 
 
 def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str, Any]:
     """Return one configuration's answer; what is not known is null.
 
-    ``fits`` is the best guess and ``fits_certainty`` says whether it is more than that.
-    Where memory cannot be predicted it is null, and ``notes`` say why.
-    ``cost`` is the cheapest bill. ``invalid`` is the rule that forbids the configuration.
+    ``fits`` is the best guess and ``fits_certainty`` says whether it is more than that. Where
+    memory cannot be predicted it is null, and ``notes`` say why. ``cost`` is the cheapest bill.
+    ``invalid`` is the rule that forbids the configuration.
     """
     memory, speed, broken = forecast.memory, forecast.speed, forecast.broken
     return {
@@ -217,18 +215,18 @@ def comparison_document(
 
 
 def _comparison(comparison: CardComparison) -> dict[str, Any]:
-    found, work = comparison.bills, comparison.workload
+    costs, work = comparison.bills, comparison.workload
     return {
         "effective_batch_size": comparison.effective_batch_size,
         "seq_len": comparison.seq_len,
         "steps": work.steps,
         "samples": work.samples,
         "tokens": work.tokens,
-        "configurations": {name: _brief(one) for name, one in comparison.chosen.items()},
-        "cheapest": found.cheapest.to_json(),
-        "soonest": found.soonest.to_json(),
-        "bills": [bill.to_json() for bill in found.bills],
-        "break_evens": [_break_even(point) for point in found.break_evens],
+        "configurations": {gpu: _brief(forecast) for gpu, forecast in comparison.chosen.items()},
+        "cheapest": costs.cheapest.to_json(),
+        "soonest": costs.soonest.to_json(),
+        "bills": [bill.to_json() for bill in costs.bills],
+        "break_evens": [_break_even(point) for point in costs.break_evens],
     }
 
 

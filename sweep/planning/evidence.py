@@ -1,4 +1,4 @@
-"""Owns what a study's trials say of the numbers of a plan: calibration, settled fits, measurements.
+"""Owns what a study's trials say of the numbers of a plan: calibration, known fits, measurements.
 
 Pure: a study's snapshot in, evidence out. Knows nothing of storage URLs or terminals.
 """
@@ -16,8 +16,8 @@ from search_spaces.models import ModelSpec
 from storage.definition import StudySnapshot, Target
 from storage.ranking import fitting, rankable
 from storage.records import OutOfMemory, TrialRecord
-from sweep.predict.memory.residuals import Residuals
-from sweep.predict.speed.predictor import Calibration, calibrate
+from sweep.predict.memory.predictor import Residuals
+from sweep.predict.speed.calibration import Calibration, calibrate
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Evidence:
         return statistics.median(map(abs, self.memory_errors)) if self.memory_errors else None
 
     def fits(self, config: TrialConfig, *, budget_bytes: int) -> bool | None:
-        """Return whether a trial settled that ``config`` fits; None where none did."""
+        """Return whether ``config`` fits, as a trial has shown; None where none has."""
         if self.study is None:
             return None
         known = canonical(config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -17,7 +17,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation, violation
 from storage.records import TrialRecord
 from sweep.planning.evidence import NO_EVIDENCE, Evidence
-from sweep.predict.memory.predictor import Fit, MemoryPrediction
+from sweep.predict.memory.predictor import Fit, MemoryPrediction, MemoryPredictor
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.speed.predictor import SpeedPrediction, predict_step
 
@@ -26,19 +26,6 @@ UNBUILDABLE = "cannot-be-built"
 
 Basis = Literal["predicted", "calibrated", "measured"]
 """Where a number comes from: data sheet and model code, those corrected by trials, or a trial."""
-
-
-class MemoryPredictor(Protocol):
-    """Predicts the peak memory of any configuration of one model."""
-
-    def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """Return the prediction.
-
-        Raises:
-            InputError: the model's code cannot be walked, or has no such target modules.
-            EnvironmentFault: the tracing process does not answer.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -125,7 +112,7 @@ class Forecaster:
         self.evidence = evidence
         self._predictor = memory
         self._predicted: dict[TrialConfig, MemoryPrediction] = {}
-        self._settled: dict[TrialConfig, Fit] = {}
+        self._fits: dict[TrialConfig, Fit] = {}
 
     def broken(self, config: TrialConfig) -> Violation | None:
         """Return the rule that forbids ``config`` on this model and card, or None."""
@@ -153,14 +140,14 @@ class Forecaster:
         return self.memory(config).exceeds(self.budget_bytes)
 
     def fit(self, config: TrialConfig) -> Fit:
-        """Return whether a valid configuration fits; a trial that settled it overrules."""
-        if config not in self._settled:
-            self._settled[config] = self._fit(config)
-        return self._settled[config]
+        """Return whether a valid configuration fits; a trial that has shown it overrules."""
+        if config not in self._fits:
+            self._fits[config] = self._fit(config)
+        return self._fits[config]
 
-    def recall(self, config: TrialConfig, fit: Fit) -> None:
-        """Take over what this forecaster's like found before, which saves predicting it again."""
-        self._settled.setdefault(config, fit)
+    def remember(self, config: TrialConfig, fit: Fit) -> None:
+        """Take over whether a configuration fits from a cache, which saves predicting it again."""
+        self._fits.setdefault(config, fit)
 
     def _fit(self, config: TrialConfig) -> Fit:
         known = self.evidence.fits(config, budget_bytes=self.budget_bytes)
@@ -203,11 +190,11 @@ class Forecaster:
     def _forbidden(
         self, config: TrialConfig, broken: Violation, memory: MemoryPrediction | None = None
     ) -> Forecast:
-        """What a rule forbids does not fit; where its memory can be predicted, that is said."""
+        """What a rule forbids does not fit; its memory is given where it can be predicted."""
         return Forecast(config, broken, memory, fit=Fit.NO, fits=False, speed=None)
 
     def _unknown(self, config: TrialConfig, error: Untraceable) -> Forecast:
-        """Without a prediction only a trial that settled it tells whether it fits."""
+        """Without a prediction only a trial tells whether it fits."""
         known = self.evidence.fits(config, budget_bytes=self.budget_bytes)
         speed, notes = self.speed(config)
         return Forecast(

@@ -1,6 +1,7 @@
-"""Owns a plan: everything that is said of one card, and of several side by side.
+"""Owns a plan: everything there is to know of one card, and of several side by side.
 
-Pure: space or configuration, forecaster and offers in, a plan out.
+Also how much training is asked about, and what it costs by offer. Pure: space or configuration,
+forecaster and offers in, a plan out. Billing itself is `sweep.predict.cost`.
 """
 
 from __future__ import annotations
@@ -11,26 +12,103 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, quote
 from search_spaces.gpus import GpuSpec
-from search_spaces.knobs import KNOBS
+from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
-from search_spaces.rules import violation
 from search_spaces.space import SearchSpace
-from sweep.planning.cost import AskedWork, bills
 from sweep.planning.evidence import Evidence
 from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
-from sweep.planning.narrowing import narrowed
 from sweep.planning.recommendation import nearest_capacity, preferred
+from sweep.planning.spaces import with_fixed
 from sweep.planning.survey import ClassKey, Survey, class_of
-from sweep.planning.table import LENGTHS, ShapeTable, shape_table
-from sweep.predict.cost import Bill, Comparison, Workload, compare
+from sweep.planning.table import ShapeTable, shape_table
+from sweep.predict.cost import Bill, Comparison, Workload, bill, compare
 
-GRID_BATCHES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+STEPS = 1000
+"""Optimizer steps where nothing else is asked."""
+AMOUNT_MAX = 1e15
+"""More steps, samples or tokens than this is a slip."""
+CHECKPOINT_BYTES = 2
+"""Bytes of a parameter as models are published: bf16."""
 
 SpaceKind = Literal["preset", "file", "standard"]
 """Where a space comes from: shipped under its name, written by the user, or made for a card."""
+
+
+@dataclass(frozen=True)
+class AskedWork:
+    """How much training is asked about, in one of four ways; 1,000 steps where in none.
+
+    Raises:
+        InputError: in more than one way, an amount out of range, or epochs of no dataset.
+    """
+
+    steps: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    dataset_samples: int | None = None
+    epochs: float | None = None
+
+    def __post_init__(self) -> None:
+        amounts = {
+            "--steps": self.steps,
+            "--samples": self.samples,
+            "--tokens": self.tokens,
+            "--dataset-samples": self.dataset_samples,
+        }
+        for option, value in {**amounts, "--epochs": self.epochs}.items():
+            if value is not None and not 0 < value <= AMOUNT_MAX:
+                raise InputError(
+                    f"{option} must be greater than 0 and at most {AMOUNT_MAX:g}, "
+                    f"got {quote(value)}"
+                )
+        given = [option for option, value in amounts.items() if value is not None]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} both say how much to train: keep one")
+        if self.epochs is not None and self.dataset_samples is None:
+            raise InputError("--epochs needs --dataset-samples: how many samples an epoch has")
+
+    def workload(self, config: TrialConfig, *, model: ModelSpec) -> Workload:
+        """Return the work for ``config``: the fewest whole steps of its effective batch."""
+        per_step, per_sample = config.samples_per_step, float(config.seq_len)
+        download = float((parameters(model) or 0) * CHECKPOINT_BYTES)
+        if self.samples is not None:
+            return Workload.of_samples(
+                self.samples,
+                samples_per_step=per_step,
+                tokens_per_sample=per_sample,
+                download_bytes=download,
+            )
+        if self.tokens is not None:
+            return Workload.of_tokens(
+                self.tokens,
+                samples_per_step=per_step,
+                tokens_per_sample=per_sample,
+                download_bytes=download,
+            )
+        if self.dataset_samples is not None:
+            return Workload.of_epochs(
+                1.0 if self.epochs is None else self.epochs,
+                dataset_samples=self.dataset_samples,
+                samples_per_step=per_step,
+                tokens_per_sample=per_sample,
+                download_bytes=download,
+            )
+        steps = STEPS if self.steps is None else self.steps
+        return Workload(steps, per_step, per_sample, download_bytes=download)
+
+
+def bill_offers(
+    forecast: Forecast, *, work: AskedWork, offers: Sequence[Offer], model: ModelSpec
+) -> tuple[Bill, ...]:
+    """Return the work's bills, the cheapest first; none where the speed is unknown."""
+    if forecast.step_seconds is None:
+        return ()
+    workload = work.workload(forecast.config, model=model)
+    bills = (bill(workload, step_seconds=forecast.step_seconds, offer=offer) for offer in offers)
+    return tuple(sorted(bills, key=lambda bill: bill.usd))
 
 
 @dataclass(frozen=True)
@@ -45,7 +123,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class CardPlan:
-    """What is said of one card."""
+    """The plan of one card."""
 
     gpu: GpuSpec
     budget_bytes: int
@@ -73,7 +151,7 @@ class CardPlan:
 
 
 def plan_space(
-    found: Survey,
+    survey: Survey,
     *,
     forecaster: Forecaster,
     work: AskedWork,
@@ -81,8 +159,8 @@ def plan_space(
     asked: Asked = Asked("file"),
 ) -> CardPlan:
     """Return the plan of a space that was looked over: what it holds, and what is recommended."""
-    plan = _card_plan(found.recommended, forecaster, table=found.table, work=work, offers=offers)
-    return replace(plan, survey=found, asked=asked)
+    plan = _card_plan(survey.recommended, forecaster, table=survey.table, work=work, offers=offers)
+    return replace(plan, survey=survey, asked=asked)
 
 
 def plan_configuration(
@@ -119,40 +197,9 @@ def _card_plan(
         shown=shown,
         table=table,
         survey=None,
-        bills=() if shown is None else bills(shown, work=work, offers=offers, model=model),
+        bills=() if shown is None else bill_offers(shown, work=work, offers=offers, model=model),
         evidence=forecaster.evidence,
     )
-
-
-def recipe_space(gpu: GpuSpec, model: ModelSpec) -> SearchSpace:
-    """Return the space of a card that is named without one: the recipe's knobs at rank 16.
-
-    Rank and target modules stay the standard recipe's, as they buy capacity and not speed.
-    """
-    positions = model.max_positions or LENGTHS[-1]
-    lengths = [length for length in LENGTHS if length <= positions] or [positions]
-    knobs = {
-        "micro_batch_size": GRID_BATCHES,
-        "seq_len": lengths,
-        **{key: knob.tried for key, knob in KNOBS.items() if knob.tried},
-    }
-    return SearchSpace.model_validate(
-        {
-            "name": gpu.name,
-            "gpu": gpu.name,
-            "model": model.name,
-            "dimensions": {key: {"choices": list(values)} for key, values in knobs.items()},
-            "fixed": {"compute_dtype": _best_dtype(gpu, model)},
-        }
-    )
-
-
-def _best_dtype(gpu: GpuSpec, model: ModelSpec) -> str:
-    """Return bf16, or fp16 on a card that is too old for it."""
-    broken = violation(
-        TrialConfig(), model=model, compute_capability=gpu.compute_capability, device="cuda"
-    )
-    return "fp16" if broken is not None and broken.rule == "bf16-needs-ampere" else "bf16"
 
 
 @dataclass(frozen=True)
@@ -197,20 +244,20 @@ def compare_cards(
     chosen = _rivals(able, look)
     if len(chosen) < 2:
         return None
-    every = [
-        one
+    bills = [
+        bill
         for plan in able
         if plan.gpu.name in chosen
-        for one in bills(
+        for bill in bill_offers(
             chosen[plan.gpu.name],
             work=work,
             offers=offers.get(plan.gpu.name, ()),
             model=plan.model,
         )
     ]
-    if not every:
+    if not bills:
         return None
-    return CardComparison(chosen, every[0].workload, compare(every))
+    return CardComparison(chosen, bills[0].workload, compare(bills))
 
 
 def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
@@ -218,20 +265,20 @@ def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
     surveys = [(plan, plan.survey) for plan in able if plan.survey is not None]
     if len(surveys) < len(able):
         return {plan.gpu.name: plan.shown for plan in able if plan.shown is not None}
-    shared = _shared_class([found for _, found in surveys])
+    shared = _shared_class([survey for _, survey in surveys])
     if shared is None:
         return {}
-    own = {plan.gpu.name: found.fastest_by_class[shared] for plan, found in surveys}
+    own = {plan.gpu.name: survey.fastest_by_class[shared] for plan, survey in surveys}
     for whole in _effective_batches([forecast.config for forecast in own.values()]):
         chosen = {
             plan.gpu.name: own[plan.gpu.name]
             if own[plan.gpu.name].config.samples_per_step == whole
-            else _accumulating(plan, found.space, own[plan.gpu.name].config, whole, look)
-            for plan, found in surveys
+            else _accumulating(plan, survey.space, own[plan.gpu.name].config, whole, look)
+            for plan, survey in surveys
         }
-        able_too = {name: one for name, one in chosen.items() if one is not None and one.fits}
-        if len(able_too) == len(chosen):
-            return able_too
+        fitting = {gpu: choice for gpu, choice in chosen.items() if choice and choice.fits}
+        if len(fitting) == len(chosen):
+            return fitting
     return {}
 
 
@@ -241,7 +288,7 @@ def _shared_class(surveys: Sequence[Survey]) -> ClassKey | None:
     """
     if not surveys:
         return None
-    common = set.intersection(*(set(one.fastest_by_class) for one in surveys))
+    common = set.intersection(*(set(survey.fastest_by_class) for survey in surveys))
     model = surveys[0].model
     capacity = nearest_capacity({key[0] for key in common}, model=model)
     fastest = surveys[0].fastest_by_class
@@ -267,6 +314,6 @@ def _accumulating(
     """
     held = {key: getattr(shared, key) for key in ("lora_rank", "target_modules", "seq_len")}
     try:
-        return look(plan, narrowed(space, {**held, "effective_batch_size": whole}))
+        return look(plan, with_fixed(space, {**held, "effective_batch_size": whole}))
     except InputError:
         return None

@@ -1,34 +1,46 @@
-"""Owns settling what a plan is asked about: each name that was typed becomes what it names.
+"""Owns what a plan is asked about: each name that was typed becomes what it names.
 
-Knows nothing of how options are spelled, nor of answers.
+Also the file of configurations that may be named, one JSON object a line. Knows nothing of how
+options are spelled, nor of answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from search_spaces.config import TrialConfig, parse_config
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.documents import read_text
+from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_names, match_product
 from search_spaces.loading import load_space, preset_name, shipped_presets
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import Offer, load_prices
 from search_spaces.space import SearchSpace
-from sweep.paths import own_price_file, runs_directory, storage_url
-from sweep.planning.cost import AskedWork
+from storage.definition import StudySnapshot
+from sweep.paths import own_price_file
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
-from sweep.planning.forecast import Forecaster, MemoryPredictor
-from sweep.planning.narrowing import narrowed
-from sweep.planning.plan import Asked, SpaceKind, recipe_space
+from sweep.planning.forecast import Forecaster
+from sweep.planning.plan import Asked, AskedWork, SpaceKind
+from sweep.planning.spaces import standard_space, with_fixed
+from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.running.device_info import Card
 
 DEFAULT_MODEL = "mistral-7b-v0.3"
+STDIN = "-"
+"""Name of standard input."""
 
 Predictor = Callable[[ModelSpec, GpuSpec], MemoryPredictor]
 """Makes what predicts the memory of a model on a card."""
+StudyReader = Callable[[str, str | None], StudySnapshot]
+"""Reads a study by its name and the storage that was typed.
+
+Handed in, as it needs Optuna, which takes longer to import than most plans take to make.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,7 @@ class Question:
     offers: Mapping[str, tuple[Offer, ...]]
     """By card."""
     predictor: Predictor
+    read_study: StudyReader
 
     def about(self, gpu: GpuSpec) -> SearchSpace | TrialConfig:
         """Return what is asked of a card: a space, or one configuration.
@@ -75,8 +88,8 @@ class Question:
         typed = self.request.configuration
         if self.request.is_exact:
             return parse_config(typed, where="options")
-        space = self.space or recipe_space(gpu, self.model)
-        return narrowed(space, typed) if typed else space
+        space = self.space or standard_space(gpu, self.model)
+        return with_fixed(space, typed) if typed else space
 
     def asked(self) -> Asked:
         """Return what was asked, for the answer to say."""
@@ -89,12 +102,22 @@ class Question:
             gpu=gpu,
             budget_bytes=_budget(self.space, gpu),
             memory=self.predictor(self.model, gpu),
-            evidence=_evidence(self.request, self.model, gpu),
+            evidence=self._evidence(gpu),
         )
 
+    def _evidence(self, gpu: GpuSpec) -> Evidence:
+        if self.request.study is None:
+            return NO_EVIDENCE
+        snapshot = self.read_study(self.request.study, self.request.storage)
+        return evidence_from(snapshot, model=self.model, gpu=gpu)
 
-def settle_question(
-    request: PlanRequest, *, predictor: Predictor, card: Callable[[], Card | None]
+
+def resolve_request(
+    request: PlanRequest,
+    *,
+    predictor: Predictor,
+    card: Callable[[], Card | None],
+    read_study: StudyReader,
 ) -> Question:
     """Look up every name that was typed.
 
@@ -102,6 +125,7 @@ def settle_question(
         request: what was typed.
         predictor: makes what predicts memory.
         card: reads the card in this machine, for where none is named.
+        read_study: reads the study whose trials calibrate, for where one is named.
 
     Raises:
         InputError: something that was typed or named is not right.
@@ -112,8 +136,8 @@ def settle_question(
     if named is not None and request.gpus:
         raise InputError(f"'{request.space}' is a card and --gpu names another: use --gpu alone")
     inner = named.name if named is not None else "auto" if space is None else space.gpu
-    found = [_gpu(name, card) for name in request.gpus or (inner,)]
-    gpus = tuple({gpu.name: gpu for gpu in found}.values())
+    named_gpus = [_gpu(name, card) for name in request.gpus or (inner,)]
+    gpus = tuple({gpu.name: gpu for gpu in named_gpus}.values())
     if request.from_file is not None and len(gpus) > 1:
         raise InputError(f"--from-file answers for one card, got {len(gpus)}: name one --gpu")
     model = load_model_spec(request.model or (space.model if space else DEFAULT_MODEL))
@@ -125,6 +149,7 @@ def settle_question(
         gpus=gpus,
         offers=load_prices(request.prices or own_price_file()),
         predictor=predictor,
+        read_study=read_study,
     )
 
 
@@ -190,12 +215,60 @@ def _budget(space: SearchSpace | None, gpu: GpuSpec) -> int:
     return min(gpu.budget_bytes, int(space.budget_gib * GIB))
 
 
-def _evidence(request: PlanRequest, model: ModelSpec, gpu: GpuSpec) -> Evidence:
-    if request.study is None:
-        return NO_EVIDENCE
-    # Only this needs Optuna, which takes longer to import than a plan takes to make.
-    from storage.reading import read_study
+def read_configurations(
+    name: str, *, stdin: BinaryIO | None = None
+) -> list[tuple[str, TrialConfig]]:
+    """Return each line's configuration, with where it stands for messages.
 
-    url = storage_url(request.storage)
-    snapshot = read_study(request.study, url=url, home=runs_directory())
-    return evidence_from(snapshot, model=model, gpu=gpu)
+    Blank lines are skipped, missing keys take the recipe's defaults.
+
+    Args:
+        name: a file, or ``-`` for standard input.
+        stdin: read for ``-``; the process's own by default.
+
+    Raises:
+        InputError: the file is missing or empty, or a line is no configuration; names file, line
+            and key.
+        EnvironmentFault: the file is there and cannot be read.
+    """
+    label, text = _text(name, stdin or sys.stdin.buffer)
+    configurations = [
+        (where, parse_config(_object(line, where=where), where=where))
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+        for where in [f"{label}: line {number}"]
+    ]
+    if not configurations:
+        raise InputError(f"{label}: no configuration in it; give one JSON object a line")
+    return configurations
+
+
+def _text(name: str, stdin: BinaryIO) -> tuple[str, str]:
+    if name != STDIN:
+        return name, read_text(Path(name), label=name)
+    try:
+        return "stdin", stdin.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"stdin: not UTF-8 text, byte {error.start} is wrong") from error
+
+
+def _object(line: str, *, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(line, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{where}: must be a JSON object, got {quote(values)}")
+    return values
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object whose keys are each given once."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"key '{key}' is given twice")
+        values[key] = value
+    return values

@@ -49,10 +49,10 @@ def speed_order(forecast: Forecast) -> tuple[float, int]:
     return forecast.tokens_per_second or 0.0, forecast.config.tokens_per_micro_batch
 
 
-def is_surely_faster(one: Forecast, other: Forecast) -> bool:
-    """Whether ``one`` is faster even if it is as slow, and ``other`` as fast, as may be."""
-    mine, theirs = one.tokens_per_second_range, other.tokens_per_second_range
-    return mine is not None and theirs is not None and mine[0] > theirs[1]
+def is_surely_faster(candidate: Forecast, other: Forecast) -> bool:
+    """Whether ``candidate`` is faster even if it is as slow, and ``other`` as fast, as may be."""
+    speeds, others = candidate.tokens_per_second_range, other.tokens_per_second_range
+    return speeds is not None and others is not None and speeds[0] > others[1]
 
 
 def preferred(candidates: Iterable[Forecast]) -> Forecast | None:
@@ -71,31 +71,31 @@ def preferred(candidates: Iterable[Forecast]) -> Forecast | None:
 def alternative(candidates: Iterable[Forecast], chosen: Forecast) -> Forecast | None:
     """Return what is worth naming beside the preferred forecast, if anything is.
 
-    Where a surer one was passed over, that is the surest; else it is the fastest of those that
-    are less sure, where it is predicted to be faster.
+    Where a surer one was passed over, that is the surest; else it is the fastest of those that are
+    less sure, where it is predicted to be faster.
     """
     best = _fastest_by_certainty(candidates)
     surest = max(best, default=Certainty.DOUBTFUL)
     if surest > certainty(chosen):
         return best[surest]
-    faster = [one for one in best.values() if speed_order(one)[0] > speed_order(chosen)[0]]
+    faster = [rival for rival in best.values() if speed_order(rival)[0] > speed_order(chosen)[0]]
     return max(faster, key=speed_order, default=None)
 
 
 def _fastest_by_certainty(candidates: Iterable[Forecast]) -> dict[Certainty, Forecast]:
     best: dict[Certainty, Forecast] = {}
-    for one in candidates:
-        level = certainty(one)
-        if level not in best or speed_order(one) > speed_order(best[level]):
-            best[level] = one
+    for candidate in candidates:
+        level = certainty(candidate)
+        if level not in best or speed_order(candidate) > speed_order(best[level]):
+            best[level] = candidate
     return best
 
 
 def nearest_capacity(classes: Iterable[CapacityClass], *, model: ModelSpec) -> CapacityClass | None:
     """Return the class nearest to the standard recipe's; None where there is no class.
 
-    The same target modules come first, then the number of trainable parameters (the rank, where
-    the architecture does not tell), then more of them.
+    The same target modules come first, then the number of trainable parameters (the rank, where the
+    architecture does not tell), then more of them.
     """
     standard = CapacityClass.of(STANDARD, model)
 
@@ -109,10 +109,10 @@ def nearest_capacity(classes: Iterable[CapacityClass], *, model: ModelSpec) -> C
 
 def _size(capacity: CapacityClass, standard: CapacityClass, model: ModelSpec) -> float:
     """Return the size of a class's adapters over that of the standard one's."""
-    mine, theirs = (
+    own, reference = (
         lora_parameters(TrialConfig(lora_rank=one.lora_rank, target_modules=one.modules), model)
         for one in (capacity, standard)
     )
-    if mine is None or theirs is None:
+    if own is None or reference is None:
         return capacity.lora_rank / standard.lora_rank
-    return mine / theirs
+    return own / reference

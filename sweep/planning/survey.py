@@ -1,30 +1,25 @@
 """Owns the view over a whole space: how much of it fits, what is fastest, how long a study takes.
 
-Pure. Memory only grows with the micro-batch and speed never falls with it, so each row (everything
-but the micro-batch) is settled by a few predictions instead of one for each configuration.
+Pure. Memory only grows with the micro-batch and speed never falls with it, so that a few
+predictions for each row (everything but the micro-batch) tell of all its configurations.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from search_spaces.config import TrialConfig
-from search_spaces.dimensions import Choices, Dimension, FloatRange
 from search_spaces.errors import InputError
-from search_spaces.knobs import KNOBS
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
 from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
-from sweep.planning.largest_fit import SettledRow, settle_row
 from sweep.planning.recommendation import (
     Certainty,
     alternative,
@@ -33,20 +28,12 @@ from sweep.planning.recommendation import (
     preferred,
     speed_order,
 )
-from sweep.planning.table import ShapeTable, Size, fastest_table
+from sweep.planning.spaces import VALUES_SHOWN, evenly_spaced, rows
+from sweep.planning.table import FitRow, ShapeTable, Size, fastest_table, fit_row
 from sweep.predict.memory.profiles import Untraceable
 
-ROWS_MAX = 6_000
-CONFIGURATIONS_MAX = 60_000
-"""Spaces with more of either, or with a continuous dimension, are judged by a sample of rows."""
-ROWS_SAMPLED = 1_500
-BATCHES_MAX = 256
-"""Micro-batches that are looked at in one row."""
 STEPS_SAMPLED = 64
 """Fitting configurations whose step times tell how long a study takes."""
-VALUES_SHOWN = 16
-"""Rows or columns that the table takes from one dimension."""
-
 START_SECONDS = 25.0
 """A worker's start: imports and the model's build."""
 TRIAL_SECONDS = 2.0
@@ -121,8 +108,8 @@ class Survey:
     @cached_property
     def fastest_by_class(self) -> Mapping[ClassKey, Forecast]:
         """The one to prefer of each class; classes of which nothing may fit are left out."""
-        chosen = {key: preferred(some) for key, some in self.candidates.items()}
-        return {key: one for key, one in chosen.items() if one is not None}
+        chosen = {key: preferred(candidates) for key, candidates in self.candidates.items()}
+        return {key: best for key, best in chosen.items() if best is not None}
 
     @cached_property
     def capacity(self) -> CapacityClass | None:
@@ -141,8 +128,8 @@ class Survey:
         return None if best is None else alternative(self._able(), best)
 
     def _able(self) -> list[Forecast]:
-        every = self.candidates.items()
-        return [one for (capacity, _), some in every if capacity == self.capacity for one in some]
+        classes = [key for key in self.candidates if key[0] == self.capacity]
+        return [candidate for key in classes for candidate in self.candidates[key]]
 
     @property
     def trials(self) -> int:
@@ -168,7 +155,7 @@ class Survey:
         high = STEPS_OVER_FEWEST * fewest * step * (1.0 + error)
         overhead = TRIAL_SECONDS + self.compiled_share * COMPILE_SECONDS
         limit = space.time_budget_seconds or math.inf
-        low, high = (START_SECONDS + self.trials * (overhead + one) for one in (low, high))
+        low, high = (START_SECONDS + self.trials * (overhead + steps) for steps in (low, high))
         return min(low, limit), min(high, limit)
 
 
@@ -207,10 +194,10 @@ def survey(space: SearchSpace, forecaster: Forecaster) -> Survey:
 
 def _table(space: SearchSpace, tally: _Tally, forecaster: Forecaster) -> ShapeTable:
     batches, lengths = (
-        thinned({size[axis] for size in tally.sizes}, most=VALUES_SHOWN) for axis in (0, 1)
+        evenly_spaced({size[axis] for size in tally.sizes}, most=VALUES_SHOWN) for axis in (0, 1)
     )
     return fastest_table(
-        forecaster, tally.settled, batches=batches, lengths=lengths, spare=tally.sizes
+        forecaster, tally.rows, batches=batches, lengths=lengths, spare=tally.sizes
     )
 
 
@@ -218,7 +205,7 @@ def _table(space: SearchSpace, tally: _Tally, forecaster: Forecaster) -> ShapeTa
 class _Tally:
     """What the rows so far hold."""
 
-    settled: list[SettledRow] = field(default_factory=list)
+    rows: list[FitRow] = field(default_factory=list)
     invalid: Counter[str] = field(default_factory=Counter)
     unpredicted: Counter[str] = field(default_factory=Counter)
     refused: InputError | None = None
@@ -235,15 +222,15 @@ class _Tally:
     @cached_property
     def sure(self) -> list[TrialConfig]:
         """What surely fits, once every row has been taken."""
-        return [config for row in self.settled for config in row.configurations[: row.sure]]
+        return [config for row in self.rows for config in row.configurations[: row.sure]]
 
     @property
     def uncertain(self) -> int:
-        return sum(row.possible - row.sure for row in self.settled)
+        return sum(row.possible - row.sure for row in self.rows)
 
     @property
     def too_large(self) -> int:
-        return sum(len(row.configurations) - row.possible for row in self.settled)
+        return sum(len(row.configurations) - row.possible for row in self.rows)
 
     def take(self, configurations: Sequence[TrialConfig], forecaster: Forecaster) -> None:
         """Count one row, the smallest micro-batch first."""
@@ -253,11 +240,11 @@ class _Tally:
         if not valid:
             return
         try:
-            row = settle_row(valid, forecaster=forecaster, near=self.near)
+            row = fit_row(valid, forecaster=forecaster, near=self.near)
         except InputError as error:
             self._refuse(len(valid), error)
             return
-        self.settled.append(row)
+        self.rows.append(row)
         self.near = max(1, row.possible)
         # The largest micro-batch is the fastest of its row: of the sure ones, and of the others.
         for count in {row.sure, row.possible} - {0}:
@@ -283,11 +270,11 @@ class _Tally:
     def _valid(self, row: Sequence[TrialConfig], forecaster: Forecaster) -> list[TrialConfig]:
         """Return the configurations that no rule forbids, and count the others."""
         broken = [forecaster.broken(config) for config in row]
-        self.invalid.update(one.rule for one in broken if one is not None)
-        return [config for config, one in zip(row, broken, strict=True) if one is None]
+        self.invalid.update(violation.rule for violation in broken if violation is not None)
+        return [config for config, rule in zip(row, broken, strict=True) if rule is None]
 
     def _keep(self, config: TrialConfig, forecaster: Forecaster) -> None:
-        # Settling the row found all that decides; a forecast in doubt replays the step once more.
+        # Counting the row asked for all that decides; a forecast in doubt would replay the step.
         is_measured = forecaster.evidence.trial(config) is not None
         level = certainty_of(
             forecaster.fit(config),
@@ -297,97 +284,6 @@ class _Tally:
         best = self.best[class_of(config, forecaster.model)]
         if level not in best or order > speed_order(best[level]):
             best[level] = forecaster.forecast(config)
-
-
-def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
-    """Yield configurations that differ in their micro-batch alone, the smallest first.
-
-    All of the space where that is little enough, else a sample that is the same every time.
-    """
-    others = {key: d for key, d in space.dimensions.items() if key != "micro_batch_size"}
-    batches = _batches(space)
-    for values in _row_values(others, batches=len(batches), seed=space.seed):
-        params = dict(zip(others, values, strict=True))
-        row = [{**params, **batch} for batch in batches]
-        yield [space.config(params) for params in row if space.holds_batches_of(params)]
-
-
-def _batches(space: SearchSpace) -> list[dict[str, Any]]:
-    dimension = space.dimensions.get("micro_batch_size")
-    if dimension is None:
-        return [{}]
-    batches = thinned(dimension.values() or (), most=BATCHES_MAX)
-    return [{"micro_batch_size": batch} for batch in batches]
-
-
-def thinned(values: Iterable[Any], *, most: int) -> list[Any]:
-    """Return at most ``most`` of the values in order, evenly spread, both ends among them."""
-    every = sorted(set(values))
-    if len(every) <= most:
-        return every
-    return [every[round(i * (len(every) - 1) / (most - 1))] for i in range(most)]
-
-
-def _row_values(
-    dimensions: Mapping[str, Dimension], *, batches: int, seed: int
-) -> Iterator[tuple[Any, ...]]:
-    columns = [dimension.values() for dimension in dimensions.values()]
-    known = [column for column in columns if column is not None]
-    most = min(ROWS_MAX, CONFIGURATIONS_MAX // batches)
-    if len(known) == len(columns) and math.prod(map(len, known)) <= most:
-        yield from itertools.product(*known)
-        return
-    drawn = {
-        key: _few(dimension) if key == "seq_len" else dimension
-        for key, dimension in dimensions.items()
-    }
-    lean = list(_leanest(drawn))
-    yield from lean
-    draw = random.Random(seed)
-    for _ in range(min(ROWS_SAMPLED, most) - len(lean)):
-        yield tuple(_drawn(dimension, draw) for dimension in drawn.values())
-
-
-def _few(dimension: Dimension) -> Dimension:
-    """Return so few lengths that each has many rows, and a place in the table."""
-    return Choices(choices=tuple(thinned(dimension.values() or (), most=VALUES_SHOWN)))
-
-
-def _leanest(dimensions: Mapping[str, Dimension]) -> Iterator[tuple[Any, ...]]:
-    """Yield the row that needs least memory at each length: a sample must not miss what fits."""
-    columns = {key: _ends(dimension) for key, dimension in dimensions.items()}
-    yield from itertools.product(
-        *(
-            values if key == "seq_len" else [min(values, key=lambda v: _weight(key, v))]
-            for key, values in columns.items()
-        )
-    )
-
-
-def _ends(dimension: Dimension) -> Sequence[Any]:
-    values = dimension.values()
-    if values is not None:
-        return values
-    assert isinstance(dimension, FloatRange)
-    return dimension.low, dimension.high
-
-
-def _weight(key: str, value: Any) -> float:
-    """Return a figure that grows with the memory that a value takes, as a rule."""
-    lean_first = KNOBS[key].lean_first
-    if lean_first:
-        return lean_first.index(value) if value in lean_first else len(lean_first)
-    if key == "checkpoint_fraction":
-        return -float(value)
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _drawn(dimension: Dimension, draw: random.Random) -> Any:
-    values = dimension.values()
-    if values is not None:
-        return draw.choice(values)
-    assert isinstance(dimension, FloatRange)
-    return draw.uniform(dimension.low, dimension.high)
 
 
 def _timed(config: TrialConfig) -> TrialConfig:
@@ -404,8 +300,7 @@ def _step_seconds(
     A median, as samplers are drawn to what is fast, and the few longest steps would make a mean.
     Of an accumulation a trial times the first micro-steps alone.
     """
-    some = random.Random(0).sample(sure, min(STEPS_SAMPLED, len(sure)))
-    timed = map(_timed, some)
+    timed = map(_timed, random.Random(0).sample(sure, min(STEPS_SAMPLED, len(sure))))
     predicted = [speed for config in timed for speed in [forecaster.speed(config)[0]] if speed]
     if not predicted:
         return None, 0.0

@@ -1,24 +1,90 @@
-"""Owns the table of batch by sequence length: what fits, how fast, the largest batch per length.
+"""Owns what fits by size: how many of ever larger batches, and the table of batch by length.
 
-It is either one structure at several sizes, or the fastest of many structures at each. Knows
-nothing of prices or terminals.
+Walking a step for its peak takes a fraction of what replaying it through the allocator does: what
+the peak alone rules out is never replayed. The table has either one structure at several sizes, or
+the fastest of many structures at each. Knows nothing of prices or terminals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
 from sweep.planning.forecast import Forecast, Forecaster
-from sweep.planning.largest_fit import SettledRow, settle
+from sweep.planning.spaces import LENGTHS
 from sweep.predict.memory.predictor import Fit
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-LENGTHS = (512, 1024, 2048, 4096)
-"""Rows and columns where nothing else is asked."""
+"""Rows where nothing else is asked."""
 BATCH_MAX = 65_536
 """No configuration has a larger micro-batch."""
+
+
+@dataclass(frozen=True)
+class FitRow:
+    """Valid configurations that differ in their micro-batch alone, and how many of them fit."""
+
+    configurations: Sequence[TrialConfig]
+    """The smallest micro-batch first."""
+    sure: int
+    """How many of the first ones fit surely."""
+    possible: int
+    """How many of the first ones fit surely or perhaps."""
+
+
+def fit_row(configurations: Sequence[TrialConfig], *, forecaster: Forecaster, near: int) -> FitRow:
+    """Return how much of a row fits; arguments as those of `count_fitting`."""
+    count, at = len(configurations), configurations.__getitem__
+    return FitRow(configurations, *count_fitting(count, at, forecaster=forecaster, near=near))
+
+
+def count_fitting(
+    count: int,
+    configuration: Callable[[int], TrialConfig],
+    *,
+    forecaster: Forecaster,
+    near: int = 1,
+) -> tuple[int, int]:
+    """Return how many of ``count`` valid configurations fit surely, and how many at least perhaps.
+
+    Args:
+        count: how many there are.
+        configuration: returns the one at an index; a later one never needs less memory.
+        forecaster: tells what fits.
+        near: a guess of how many fit at least perhaps; a good one saves predictions.
+    """
+    hopeful = boundary(count, lambda n: not forecaster.is_hopeless(configuration(n - 1)), near=near)
+
+    def fit(number: int) -> Fit:
+        return forecaster.fit(configuration(number - 1))
+
+    # Most of what the peak does not rule out fits.
+    possible = boundary(hopeful, lambda n: fit(n) is not Fit.NO, near=hopeful)
+    return boundary(possible, lambda n: fit(n) is Fit.YES, near=possible), possible
+
+
+def boundary(count: int, holds: Callable[[int], bool], *, near: int) -> int:
+    """Return the last of 1..``count`` up to which ``holds``; 0 where it does not hold for 1.
+
+    What holds for a number must hold for every smaller one. It is asked around ``near`` first, in
+    growing steps, so that a good guess costs two questions and a bad one a logarithmic number.
+    """
+    low, high = 0, count + 1
+    probe, step = near, 1
+    while low < probe < high:
+        if holds(probe):
+            low, probe = probe, probe + step
+        else:
+            high, probe = probe, probe - step
+        step *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @dataclass(frozen=True)
@@ -50,7 +116,7 @@ class ShapeTable:
 
 def fastest_table(
     forecaster: Forecaster,
-    rows: Sequence[SettledRow],
+    rows: Sequence[FitRow],
     *,
     batches: Sequence[int],
     lengths: Sequence[int],
@@ -78,11 +144,11 @@ def fastest_table(
     return ShapeTable(None, tuple(batches), tuple(lengths), cells, largest)
 
 
-def _length(row: SettledRow) -> int:
+def _length(row: FitRow) -> int:
     return row.configurations[0].seq_len
 
 
-def _largest_held(rows: Sequence[SettledRow], length: int) -> LargestBatch:
+def _largest_held(rows: Sequence[FitRow], length: int) -> LargestBatch:
     held = [row for row in rows if _length(row) == length]
     return LargestBatch(
         sure=max((_batch(row, row.sure) for row in held), default=0),
@@ -90,7 +156,7 @@ def _largest_held(rows: Sequence[SettledRow], length: int) -> LargestBatch:
     )
 
 
-def _batch(row: SettledRow, count: int) -> int:
+def _batch(row: FitRow, count: int) -> int:
     """Return the largest micro-batch of the first ``count`` configurations."""
     return row.configurations[count - 1].micro_batch_size if count else 0
 
@@ -101,13 +167,13 @@ class _Column:
     As speed never falls with the micro-batch, a row is done with once it is slower even there.
     """
 
-    def __init__(self, forecaster: Forecaster, rows: Sequence[SettledRow]) -> None:
+    def __init__(self, forecaster: Forecaster, rows: Sequence[FitRow]) -> None:
         self._forecaster = forecaster
         able = [(self._top(row), row) for row in rows if row.possible]
         self._able = sorted(able, key=lambda pair: pair[0], reverse=True)
         self._rows = rows
 
-    def _top(self, row: SettledRow) -> float:
+    def _top(self, row: FitRow) -> float:
         return self._forecaster.tokens_per_second(row.configurations[row.possible - 1]) or 0.0
 
     def at(self, batch: int) -> Forecast | None:
@@ -128,7 +194,7 @@ class _Column:
 
     def _fitting(self, batch: int, wanted: Fit) -> list[tuple[float, TrialConfig]]:
         """Return what may be the fastest of those that fit, with its speed."""
-        found: list[tuple[float, TrialConfig]] = []
+        fitting: list[tuple[float, TrialConfig]] = []
         fastest = -1.0
         for top, row in self._able:
             if top < fastest:
@@ -137,9 +203,9 @@ class _Column:
             config = _sized(row.configurations[:count], batch)
             if config is not None:
                 speed = self._forecaster.tokens_per_second(config) or 0.0
-                found.append((speed, config))
+                fitting.append((speed, config))
                 fastest = max(fastest, speed)
-        return found
+        return fitting
 
     def _nearest(self, batch: int) -> Forecast | None:
         """Return the structure that holds the largest micro-batch; of several, the smallest."""
@@ -150,14 +216,14 @@ class _Column:
         _, config = min(nearest, key=lambda pair: self._need(pair[0]), default=(None, None))
         return None if config is None else self._forecaster.forecast(config)
 
-    def _need(self, row: SettledRow) -> int:
-        """Return the peak of the first that does not fit, which settling the row predicted."""
+    def _need(self, row: FitRow) -> int:
+        """Return the peak of the first that does not fit, which counting the row predicted."""
         first = row.configurations[min(row.possible, len(row.configurations) - 1)]
         return self._forecaster.memory(first).peak_allocated_bytes
 
 
 def _sized(configurations: Sequence[TrialConfig], batch: int) -> TrialConfig | None:
-    return next((one for one in configurations if one.micro_batch_size == batch), None)
+    return next((c for c in configurations if c.micro_batch_size == batch), None)
 
 
 def shape_table(
@@ -169,8 +235,8 @@ def shape_table(
 ) -> ShapeTable:
     """Return ``base`` at every size; its own size is among them.
 
-    Lengths beyond the model's positions are left out, as are micro-batches that the effective
-    batch is no multiple of. Batches end with the first one that fits at no length.
+    Lengths beyond the model's positions are left out, as are micro-batches that the effective batch
+    is no multiple of. Batches end with the first one that fits at no length.
     """
     positions = forecaster.model.max_positions or max(base.seq_len, *lengths)
     columns = sorted({base.seq_len, *(length for length in lengths if length <= positions)})
@@ -213,5 +279,5 @@ def _largest_batch(forecaster: Forecaster, base: TrialConfig, length: int) -> La
     first = forecaster.forecast(sized(0))
     if first.broken is not None or first.memory is None:
         return LargestBatch(sure=0, possible=0)
-    counts = settle(len(allowed), sized, forecaster=forecaster)
+    counts = count_fitting(len(allowed), sized, forecaster=forecaster)
     return LargestBatch(*(allowed[count - 1] if count else 0 for count in counts))

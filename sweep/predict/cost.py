@@ -1,4 +1,4 @@
-"""Owns what a fine-tune costs under an offer, item by item, and which offer is the cheapest.
+"""Owns what a fine-tune costs under an offer, item by item, and which offer is the cheapest when.
 
 Pure: step times, amounts of work and offers in, bills out. Knows nothing of price files, clocks or
 GPUs.
@@ -13,7 +13,6 @@ from typing import Any, Literal, Self
 
 from search_spaces.errors import InputError
 from search_spaces.prices import Offer
-from sweep.predict.breakeven import CostLine, crossings
 
 ItemName = Literal["training", "boot", "download", "queue", "preemptions", "rounding", "minimum"]
 SECONDS_PER_HOUR = 3600.0
@@ -253,8 +252,8 @@ def compare(bills: Sequence[Bill]) -> Comparison:
     if not bills:
         raise ValueError("compare needs at least one bill")
     ranked = tuple(sorted(bills, key=lambda bill: bill.usd_per_sample))
-    found = [point for other in ranked[1:] for point in _break_evens(ranked[0], other)]
-    return Comparison(ranked, tuple(sorted(found, key=lambda point: point.samples)))
+    points = [point for other in ranked[1:] for point in _break_evens(ranked[0], other)]
+    return Comparison(ranked, tuple(sorted(points, key=lambda point: point.samples)))
 
 
 def _cost_line(bill: Bill) -> CostLine:
@@ -265,11 +264,65 @@ def _cost_line(bill: Bill) -> CostLine:
     return CostLine(fixed, per_work / bill.workload.samples, least)
 
 
-def _break_evens(one: Bill, other: Bill) -> list[BreakEven]:
+def _break_evens(cheapest: Bill, other: Bill) -> list[BreakEven]:
     points = []
-    for crossing in crossings(_cost_line(one), _cost_line(other)):
-        below, above = (one, other) if crossing.is_first_below else (other, one)
-        per_step = {one.workload.samples_per_step, other.workload.samples_per_step}
+    for crossing in crossings(_cost_line(cheapest), _cost_line(other)):
+        bills = (cheapest, other) if crossing.is_first_below else (other, cheapest)
+        per_step = {bill.workload.samples_per_step for bill in bills}
         steps = crossing.amount / per_step.pop() if len(per_step) == 1 else None
-        points.append(BreakEven(crossing.amount, steps, below.offer, above.offer))
+        points.append(BreakEven(crossing.amount, steps, *(bill.offer for bill in bills)))
     return points
+
+
+@dataclass(frozen=True)
+class CostLine:
+    """A cost over an amount of work: a fixed part, a part per unit, and a least charge."""
+
+    fixed: float
+    per_unit: float
+    least: float = 0.0
+
+    def at(self, amount: float) -> float:
+        """Return the cost of ``amount``."""
+        return max(self.least, self.fixed + self.per_unit * amount)
+
+    @property
+    def bend(self) -> float:
+        """Amount from which on the least charge is exceeded."""
+        return max(0.0, (self.least - self.fixed) / self.per_unit)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """An amount at which two costs change places."""
+
+    amount: float
+    is_first_below: bool
+    """Whether the first of the two is the cheaper one for smaller amounts."""
+
+
+def crossings(first: CostLine, second: CostLine) -> list[Crossing]:
+    """Return where two costs change places, by amount; as each bends once, there may be two."""
+    edges = sorted({0.0, first.bend, second.bend})
+    pieces = zip(edges, [*edges[1:], math.inf], strict=True)
+    roots = [root for piece in pieces if (root := _root(first, second, *piece)) is not None]
+    probes = [(low + high) / 2 for low, high in zip([0.0, *roots], roots, strict=False)]
+    probes.append(2 * roots[-1] if roots else 1.0)
+    gaps = [first.at(amount) - second.at(amount) for amount in probes]
+    return [
+        Crossing(root, is_first_below=gaps[index] < 0)
+        for index, root in enumerate(roots)
+        # Two costs may touch and part again without changing places.
+        if gaps[index] * gaps[index + 1] < 0
+    ]
+
+
+def _root(first: CostLine, second: CostLine, start: float, end: float) -> float | None:
+    """Return where both are equal between two bends, ``start`` excluded."""
+    probe = end if end < math.inf else start + 1.0
+    gap = first.at(start) - second.at(start)
+    slope = (first.at(probe) - second.at(probe) - gap) / (probe - start)
+    if slope == 0.0:
+        return None
+    root = start - gap / slope
+    return root if start < root <= end and root < math.inf else None

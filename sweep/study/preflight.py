@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Protocol
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError, SweepError
+from search_spaces.errors import InputError, SweepError
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
@@ -26,28 +26,13 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from sweep.predict.memory.predictor import Fit, MemoryPrediction
-from sweep.predict.memory.residuals import Residuals
-from sweep.predict.speed.predictor import Calibration, calibrate, predict_step
+from sweep.predict.memory.predictor import Fit, MemoryPrediction, MemoryPredictor, Residuals
+from sweep.predict.speed.calibration import Calibration, calibrate
+from sweep.predict.speed.predictor import predict_step
 from sweep.study.dominance import Footprint, base_alone, dominates, footprint
 
-DEATHS_TOLERATED = 2
-"""Predictions in a row that may fail by the machine's fault before no more are asked for."""
 TRIALS_TO_CALIBRATE = 5
 """Measured trials from which the card is known better than its data sheet."""
-
-
-class MemoryModel(Protocol):
-    """Predicts the peak memory of a configuration without running it."""
-
-    def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """Return the prediction for ``config``.
-
-        Raises:
-            InputError: this one cannot be predicted; another may be.
-            EnvironmentFault: the machine is at fault; it may answer when asked again.
-        """
-        ...
 
 
 class SpeedModel(Protocol):
@@ -148,7 +133,7 @@ class Preflight:
         model: ModelSpec,
         budget_bytes: int,
         violation: Callable[[TrialConfig], Violation | None],
-        predictor: MemoryModel | None = None,
+        predictor: MemoryPredictor | None = None,
         speed: SpeedModel | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -165,7 +150,6 @@ class Preflight:
         """What a configuration needs stays what it is, whatever a study learns; only how sure that
         is can change."""
         self._warned: set[str] = set()
-        self._deaths = 0
 
     @property
     def predicts_speed(self) -> bool:
@@ -227,26 +211,16 @@ class Preflight:
         if self._predictor is None:
             return None
         try:
-            prediction = self._predictor.predict(config)
-        except EnvironmentFault as error:
-            self._deaths += 1
-            if self._deaths > DEATHS_TOLERATED:
-                self._predictor = None
-                self._warn_once(f"memory is not predicted, so the device decides: {error}")
-            return None
+            return self._predictor.predict(config)
         except SweepError as error:
-            # Another structure may well be predicted.
-            self._warn_once(
+            # Another structure may well be predicted, so the next is asked for all the same.
+            message = (
                 f"memory of some configurations is not predicted, so the device decides: {error}"
             )
+            if message not in self._warned:
+                self._warned.add(message)
+                self._warn(message)
             return None
-        self._deaths = 0
-        return prediction
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            self._warn(message)
 
 
 class SpeedForecast:

@@ -27,7 +27,7 @@ from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
 from storage.study import NAME_BYTES_MAX, NAME_MAX, LeasedStudy, open_study
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
-from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
@@ -220,7 +220,7 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
     target, model, resolved = prepared.target, prepared.model, prepared.resolved
     is_on_card = target.device == "cuda"
     # What is predicted is a CUDA allocator's memory; a process on the CPU takes other amounts.
-    memory = MemoryPredictor(
+    memory = TracingPredictor(
         model,
         cache_dir=cache_directory() / "memory",
         compute_capability=resolved.host_capability,

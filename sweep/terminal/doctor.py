@@ -61,12 +61,12 @@ def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> Mac
     """Look at this machine; takes as long as importing torch in a child does."""
     runs = runs_directory()
     nearest = _nearest_existing(runs)
-    found = fingerprint(device="cpu")
+    environment = fingerprint(device="cpu")
     return Machine(
         card=read_card(),
         libraries=(ask_libraries or probe_libraries)(),
-        versions=found["versions"],
-        python=found["python"],
+        versions=environment["versions"],
+        python=environment["python"],
         runs=runs,
         is_writable=os.access(nearest, os.W_OK | os.X_OK),
         free_disk_bytes=shutil.disk_usage(nearest).free,

@@ -22,8 +22,8 @@ from search_spaces.loading import load_space
 from search_spaces.models import load_model_spec
 from sweep.paths import cache_directory
 from sweep.planning.forecast import Forecaster
-from sweep.planning.largest_fit import settle
-from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.planning.table import count_fitting
+from sweep.predict.memory.predictor import TracingPredictor
 
 DRAWS: dict[str, tuple[Any, ...]] = {
     "lora_rank": (16, 64),
@@ -47,7 +47,7 @@ def edge_candidates(forecaster: Forecaster, *, count: int, seed: int) -> list[Tr
         def sized(index: int, values: dict[str, Any] = values) -> TrialConfig:
             return parse_config({**values, "micro_batch_size": index + 1})
 
-        _, possible = settle(BATCH_MAX, sized, forecaster=forecaster)
+        _, possible = count_fitting(BATCH_MAX, sized, forecaster=forecaster)
         for index in (possible - 1, possible):
             if 0 <= index < BATCH_MAX:
                 found[sized(index)] = None
@@ -68,7 +68,7 @@ def main() -> None:
         gpu=gpu,
         budget_bytes=gpu.budget_bytes,
         # The card that tries them is not known here; an unknown one needs the most.
-        memory=MemoryPredictor(model, cache_dir=cache_directory() / "memory"),
+        memory=TracingPredictor(model, cache_dir=cache_directory() / "memory"),
     )
     configs = edge_candidates(forecaster, count=options.count, seed=options.seed)
     changes = [config.changes_from(TrialConfig()) for config in configs]

@@ -34,8 +34,8 @@ from search_spaces.models import ModelSpec
 from search_spaces.rules import WITHOUT_SDPA, violation
 from search_spaces.space import StepBudget
 from storage.records import Invalid, Measured
-from sweep.predict.memory.predictor import MemoryPredictor
-from sweep.predict.memory.tracing_process import TracingChild
+from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.profile_store import TracingChild
 from sweep.training.device import CpuDevice
 from sweep.training.meter import CardReader
 from sweep.training.model import build_base
@@ -207,11 +207,11 @@ def predictors() -> Iterator[Any]:
     """Give a predictor for a model; every prediction is traced anew."""
     child = TracingChild()
     with tempfile.TemporaryDirectory() as cache:
-        yield lambda spec: MemoryPredictor(spec, cache_dir=Path(cache), tracer=child)
+        yield lambda spec: TracingPredictor(spec, cache_dir=Path(cache), tracer=child)
     child.close()
 
 
-def tries(family: str, quantization: str, *, predictor: MemoryPredictor) -> Iterator[Try]:
+def tries(family: str, quantization: str, *, predictor: TracingPredictor) -> Iterator[Try]:
     """Ask every target set of a family."""
     spec = spec_of(family)
     for targets in TARGET_SETS:
@@ -226,7 +226,7 @@ def tries(family: str, quantization: str, *, predictor: MemoryPredictor) -> Iter
         yield Try(family, quantization, targets, "", predict(predictor, config), training, share)
 
 
-def predict(predictor: MemoryPredictor, config: TrialConfig) -> str:
+def predict(predictor: TracingPredictor, config: TrialConfig) -> str:
     """Return ``yes``, or why memory is not predicted."""
     try:
         predictor.predict(config)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from search_spaces.gpus import match_product
-from sweep.predict.memory.predictor import MemoryPredictor
-from sweep.predict.memory.tracing_process import TracingChild
+from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.profile_store import TracingChild
 from tests.gpu.rig import SMALL, Rig, small_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -36,11 +36,11 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def predictor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryPredictor]:
+def predictor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracingPredictor]:
     cache: Path = tmp_path_factory.mktemp("profiles")
     child = TracingChild()
     try:
-        yield MemoryPredictor(
+        yield TracingPredictor(
             SMALL,
             cache_dir=cache,
             compute_capability=torch.cuda.get_device_capability(0),
@@ -52,7 +52,7 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryPredic
 
 @pytest.mark.parametrize("knobs", CASES, ids=str)
 def test_peak_memory_is_within_the_stated_uncertainty(
-    rig: Rig, predictor: MemoryPredictor, knobs: dict[str, Any]
+    rig: Rig, predictor: TracingPredictor, knobs: dict[str, Any]
 ) -> None:
     config = small_config(**knobs)
     measured = rig.measure(config).peak_allocated_bytes

@@ -17,7 +17,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from storage.records import Invalid
 from sweep.cli import guarded, main
-from sweep.predict.memory.tracing_process import TracingChild
+from sweep.predict.memory.profile_store import TracingChild
 from sweep.study.session import default_study_name
 from sweep.terminal.commands import _progress
 from sweep.terminal.summary import why_invalid

@@ -1,9 +1,10 @@
-"""Owns a simulation of torch's caching allocator: what blocks really take, and what is reserved
-around them.
+"""Owns a simulation of torch's caching allocator: what blocks really take, and what is reserved.
 
 A block may be larger than what was asked for, by a remainder that the allocator does not split off,
-and that counts as allocated. Rules and sizes are those of torch's ``CUDACachingAllocator.cpp`` with
-its default settings. Knows nothing of tensors.
+and that counts as allocated. Rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp`` with
+its default settings (no expandable segments, no ``max_split_size_mb``), sizes those of
+``c10/core/AllocatorConfig.h``; their names are given beside ours. One stream is simulated, as a
+training uses one: blocks of different streams never mix. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -15,25 +16,34 @@ from dataclasses import dataclass, field
 MIB = 2**20
 
 GRAIN_BYTES = 512
-"""Every request is rounded up to this."""
+"""``kMinBlockSize``: every request is rounded up to a multiple of this."""
 SMALL_BYTES = MIB
-"""Requests up to this have a pool of their own; of a larger block, a remainder up to this is not
-split off.
+"""``kSmallSize``: requests up to this have a pool of their own.
+
+Of a block of the other pool, a remainder up to this is not split off: it could serve no large
+request, and small ones never look there.
 """
 SMALL_SEGMENT_BYTES = 2 * MIB
+"""``kSmallBuffer``: what the driver is asked for when the small pool has no room."""
 _MIDDLE_BYTES = 10 * MIB
+"""``kMinLargeAlloc``: a larger request gets a segment of its own size, a smaller one shares."""
 _MIDDLE_SEGMENT_BYTES = 20 * MIB
+"""``large_segment_size`` (``kLargeBuffer`` in older versions): the segment that those share."""
 _LARGE_GRAIN_BYTES = 2 * MIB
+"""``kRoundLarge``: a segment of a request's own size is rounded up to a multiple of this."""
 
 
 def rounded(size: int) -> int:
-    """Return the bytes of the smallest block for a request of so many."""
+    """Return the bytes of the smallest block for a request of so many (``round_size``)."""
     return -(-size // GRAIN_BYTES) * GRAIN_BYTES
 
 
 @dataclass
 class _Pool:
-    """Free blocks of one kind. Segments lie apart, so that blocks of two never touch."""
+    """Free blocks of one kind: by size, to serve a request, and by their ends, to merge.
+
+    Segments lie apart, so that blocks of two never touch: they could not be merged on a card.
+    """
 
     unsplit_bytes: int
     """A remainder up to this stays with its block."""
@@ -105,18 +115,21 @@ class CachingAllocator:
         Raises:
             OutOfSegments: it would pass the limit.
         """
-        size = -(-size // GRAIN_BYTES) * GRAIN_BYTES
+        size = rounded(size)
         pool = self._small if size <= SMALL_BYTES else self._large
+        # Best fit, of equal ones the lowest address: `get_free_block` takes the pool's lower bound,
+        # in the order of `BlockComparatorSize`.
         index = bisect_left(pool.by_size, (size, 0))
         if index < len(pool.by_size):
-            found, address = pool.by_size.pop(index)
-            del pool.sizes[address], pool.starts[address + found]
+            length, address = pool.by_size.pop(index)
+            del pool.sizes[address], pool.starts[address + length]
         else:
-            found, address = self._new_segment(size)
-        if found - size > pool.unsplit_bytes:
-            pool.put(address + size, found - size)
-            found = size
-        self._count(address, size, found)
+            length, address = self._new_segment(size)
+        # `should_split`: what stays with the block instead counts as allocated, in torch as here.
+        if length - size > pool.unsplit_bytes:
+            pool.put(address + size, length - size)
+            length = size
+        self._count(address, size, length)
         return address
 
     def free(self, address: int) -> None:
@@ -124,6 +137,7 @@ class CachingAllocator:
         size = self._used.pop(address)
         self.allocated_bytes -= size
         self.requested_bytes -= size - self._remainders.pop(address, 0)
+        # A small block is always cut to its request, so that the size in use tells the pool.
         pool = self._small if size <= SMALL_BYTES else self._large
         if address + size in pool.sizes:
             size += pool.forget(address + size)
@@ -139,6 +153,10 @@ class CachingAllocator:
             OutOfSegments: it would pass the limit, even with every free segment given back.
         """
         limit = self._limit_bytes
+        # The order of torch's `malloc`: ask the driver, give back every cached segment that nothing
+        # uses (`release_cached_blocks`), ask once more, and only then is it out of memory. So a
+        # training may reserve more where it has more, and the largest segments it would like to
+        # have say nothing of what it can run in.
         if limit is not None and self.reserved_bytes + length > limit:
             self.empty_cache()
             if self.reserved_bytes + length > limit:
@@ -147,7 +165,10 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def empty_cache(self) -> None:
-        """Give the segments in which nothing is in use back to the driver."""
+        """Give the segments in which nothing is in use back to the driver.
+
+        One block in use keeps the whole of a segment: that is what fragmentation costs.
+        """
         for pool in (self._small, self._large):
             for address, size in list(pool.sizes.items()):
                 if self._segments.get(address) == size:
@@ -157,18 +178,18 @@ class CachingAllocator:
         """Return the sizes of the free blocks that serve large requests."""
         return [size for size, _ in self._large.by_size]
 
-    def _count(self, address: int, size: int, found: int) -> None:
+    def _count(self, address: int, size: int, length: int) -> None:
         """Note a block in use, of which so much was asked for."""
-        self._used[address] = found
-        if found > size:
-            self._remainders[address] = found - size
-        self.allocated_bytes += found
+        self._used[address] = length
+        if length > size:
+            self._remainders[address] = length - size
+        self.allocated_bytes += length
         self.requested_bytes += size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
 
     def _new_segment(self, size: int) -> tuple[int, int]:
-        """Return the size and the address of a segment for a request."""
+        """Return the size and the address of a segment for a request (``get_allocation_size``)."""
         if size <= SMALL_BYTES:
             length = SMALL_SEGMENT_BYTES
         elif size < _MIDDLE_BYTES:
@@ -182,5 +203,6 @@ class CachingAllocator:
 
     def _place(self, length: int) -> int:
         address = self._next_address
+        # A gap behind each segment, so that no block ends where the next segment starts.
         self._next_address += length + GRAIN_BYTES
         return address

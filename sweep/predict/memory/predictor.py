@@ -1,28 +1,30 @@
 """Owns the memory prediction of one configuration: its structure's profile, scaled and walked.
 
-Knows nothing of Optuna, processes or files. Liger's kernels, bitsandbytes' and attention's are
-Triton and CUDA programs that cannot be traced: what they keep and take is modelled
-(`sweep.predict.memory.tracing.liger`, `.fourbit`, `.attention`).
+Also how sure it is, which finished trials may only lessen. Knows nothing of Optuna, processes or
+files. Liger's kernels, bitsandbytes' and attention's are Triton and CUDA programs that cannot be
+traced: what they keep and take is modelled (`sweep.predict.memory.tracing.liger`, `.fourbit`,
+`.attention`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
+from storage.records import TrialRecord
 from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.peak import find_peak
+from sweep.predict.memory.peaks import find_peak, reserved_bytes
 from sweep.predict.memory.polynomials import Values
-from sweep.predict.memory.profiles import Profile, ProfileStore, Structure, Tracer
-from sweep.predict.memory.reserved import reserved_bytes
+from sweep.predict.memory.profile_store import ProfileStore, Tracer, TracingChild
+from sweep.predict.memory.profiles import Profile, Structure
 from sweep.predict.memory.step import Step
-from sweep.predict.memory.tracing_process import TracingChild
 
 HOPPER = (9, 0)
 AMPERE = (8, 0)
@@ -37,8 +39,7 @@ _PADDED_LENGTH = 128
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """How far a truth may be from its prediction: within ``prediction x (1 - u)`` and
-    ``prediction x (1 + u)``.
+    """How far a truth may be from its prediction, relative to that.
 
     Each is the worst error of the rows that it is claimed for, widened by 3 / rows (of so many that
     stayed within it, that share may pass it, at 95 % confidence) and rounded up to half a percent.
@@ -56,15 +57,19 @@ EAGER = Uncertainty(allocated=0.015, reserved=0.10)
 COMPILED = Uncertainty(allocated=0.13, reserved=0.145)
 """Of four rows of one model: 7.4 % and 8.2 % at worst."""
 CAPPED = 0.015
-"""How far the least cap that a step runs under may be from the replay's, where its peak is known:
+"""How far the least cap that a step runs under may be from the replay's, where its peak is known.
+
 1.2 % at worst of the 29 configurations that were tried at the edge of a budget.
 """
 FRAGMENTATION = 1.4
-"""More than is ever reserved for a byte allocated: 1.29 was measured and 1.32 is replayed at most.
-What fits even so is not replayed.
+"""More than is ever reserved for a byte allocated; what fits even so is not replayed.
+
+1.29 was measured and 1.32 is replayed at most.
 """
 _NEED_GRAIN = 0.01
 """How closely the least cap is looked for."""
+RESIDUAL_MARGIN = 0.01
+"""Kept on top of the worst error of a study, where that is worse than what predictions state."""
 
 
 class Fit(StrEnum):
@@ -90,8 +95,7 @@ class MemoryPrediction:
     moment: str
     """When the peak is reached: ``forward``, ``loss``, ``backward`` or ``optimizer``."""
     uncertainty: float
-    """Relative: the truth is within ``peak x (1 - uncertainty)`` and ``peak x (1 + uncertainty)``.
-    """
+    """Relative: the truth is within the peak times 1 - this and times 1 + this."""
     reserved_uncertainty: float
     """The same of the reserved peak."""
     step: Step = field(repr=False)
@@ -104,8 +108,9 @@ class MemoryPrediction:
 
     @cached_property
     def peak_reserved_bytes(self) -> int:
-        """What `torch.cuda.max_memory_reserved` would read where nothing caps it; some
-        milliseconds, once.
+        """What `torch.cuda.max_memory_reserved` would read where nothing caps it.
+
+        Takes some milliseconds, once.
         """
         reserved = reserved_bytes(self.step)
         assert reserved is not None, "an allocator without a limit cannot pass it"
@@ -159,8 +164,9 @@ class MemoryPrediction:
 
     @property
     def _slack(self) -> float:
-        """How far the least cap may be from the replay's: its error and that of the peak, which
-        have nothing to do with each other.
+        """How far the least cap may be from the replay's.
+
+        Its own error and that of the peak have nothing to do with each other.
         """
         return math.hypot(self.uncertainty, CAPPED)
 
@@ -168,16 +174,30 @@ class MemoryPrediction:
         return reserved_bytes(self.step, limit_bytes=limit_bytes) is not None
 
 
-class MemoryPredictor:
-    """Predicts any configuration of one model.
+class MemoryPredictor(Protocol):
+    """Predicts the peak memory of any configuration of one model. Real: `TracingPredictor`."""
+
+    def predict(self, config: TrialConfig) -> MemoryPrediction:
+        """Return the prediction.
+
+        Raises:
+            Untraceable: the model's code cannot be walked; the message names the module and why.
+            InputError: the model's config contradicts itself, or has no such target modules.
+            EnvironmentFault: the tracing process has never answered.
+        """
+        ...
+
+
+class TracingPredictor:
+    """Predicts by the model's own code, traced once for each structure. See `MemoryPredictor`.
 
     Args:
         model: the model.
         cache_dir: where structures that were traced once are kept.
         compute_capability: of the card; None where it is not known, which is taken for the largest
-        need.
+            need.
         tracer: traces structures; by default a child process, started at the first one that is not
-        kept.
+            kept.
     """
 
     def __init__(
@@ -195,13 +215,7 @@ class MemoryPredictor:
         self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer or TracingChild())
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """Return the prediction.
-
-        Raises:
-            Untraceable: the model's code cannot be walked; the message names the module and why.
-            InputError: the model's config contradicts itself, or has no such target modules.
-            EnvironmentFault: the tracing process does not answer.
-        """
+        """See `MemoryPredictor.predict`."""
         step = self._step(config)
         peak = find_peak(step)
         stated = COMPILED if config.compile else EAGER
@@ -238,6 +252,35 @@ class MemoryPredictor:
         return self._profiles.get(replace(structure, is_long=is_long))
 
 
+class Residuals:
+    """How far a study's trials were off their predictions at worst.
+
+    It only ever widens what a prediction states: that is derived from more rows than a study has
+    trials. Compiled layers keep other tensors than eager ones, so each says nothing of the other.
+    """
+
+    def __init__(self, records: Iterable[TrialRecord] = ()) -> None:
+        self._worst = {False: 0.0, True: 0.0}
+        for record in records:
+            self.learn(record)
+
+    def learn(self, record: TrialRecord) -> None:
+        """Take in a finished trial; one that was not both predicted and measured says nothing."""
+        if record.prediction is None or record.measurement is None:
+            return
+        predicted = record.prediction.peak_allocated_bytes
+        error = abs(record.measurement.peak_allocated_bytes / predicted - 1.0)
+        is_compiled = record.config.compile
+        self._worst[is_compiled] = max(self._worst[is_compiled], error)
+
+    def widened(self, prediction: MemoryPrediction, config: TrialConfig) -> MemoryPrediction:
+        """Return the prediction of ``config``, no surer than the trials so far allow."""
+        worst = self._worst[config.compile]
+        if worst <= prediction.uncertainty:
+            return prediction
+        return prediction.widened(worst + RESIDUAL_MARGIN)
+
+
 def _workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """Return what cuBLAS takes from torch's allocator (torch's ``CublasHandlePool.cpp``)."""
     is_hopper = compute_capability >= HOPPER
@@ -256,8 +299,9 @@ def _values(config: TrialConfig, model: ModelSpec) -> Values:
 
 
 def _chunk_tokens(tokens: int, model: ModelSpec) -> int:
-    """Return the rows of a chunk of Liger's fused loss: as many logits as there are hidden
-    elements, at most.
+    """Return the rows of a chunk of Liger's fused loss, as its forward pass works them out.
+
+    So many that a chunk's logits are about as large as all hidden states are.
     """
     chunks = -(-model.vocab_size // model.hidden_size)
     rows = -(-tokens // chunks)

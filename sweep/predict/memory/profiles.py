@@ -1,36 +1,27 @@
-"""Owns what is known of a structure's memory, and where that comes from: disk or the tracing child.
+"""Owns what is known of a structure's memory: which tensors a training step has, and when.
 
 A structure is what of a configuration decides which tensors exist; batch, length, rank and number
-of steps only scale them. Knows nothing of predictions.
+of steps only scale them. Knows nothing of how profiles are made, kept or used.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 from search_spaces.config import TrialConfig, parse_config
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import InputError
 from search_spaces.knobs import KNOBS
-from search_spaces.models import ModelSpec
 from sweep.predict.memory.polynomials import Polynomial
 
 Account = dict[str, Polynomial]
-"""Polynomial by purpose; ``activations 2`` is added once for each layer that layer 2 stands for."""
+"""Polynomial by what the bytes are for: ``activations``, ``gradients`` or ``loss``.
 
-_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
-_ATTEMPTS = 2
-"""Times that a structure is traced whose tracing process dies; each time in a new process."""
-_BUILT_BY = ("model", "matrices", "adapters")
-_TRACED_BY = ("tracing/*.py", "trace.py", *(f"../../training/{n}.py" for n in _BUILT_BY))
+In the segments that happen once, ``activations 2`` is added once for each layer that the traced
+layer 2 stands for.
+"""
 
 
 class Untraceable(InputError):  # noqa: N818 - the name says what happened
@@ -100,7 +91,7 @@ class Segment:
 
     kept: Account
     """How much more is alive at its end than at its beginning."""
-    humps: tuple[Account, ...]
+    peaks: tuple[Account, ...]
     """How high it can rise above its beginning: its moments that are the highest at some size."""
     tape: tuple[Entry, ...]
     """Its births and deaths in order."""
@@ -115,7 +106,7 @@ class Segment:
         """Read what the tracing child writes."""
         return cls(
             kept=values["kept"],
-            humps=tuple(values["humps"]),
+            peaks=tuple(values["peaks"]),
             tape=tuple((what, key, value) for what, key, value in values["tape"]),
         )
 
@@ -163,115 +154,3 @@ class Profile:
             window=values["window"],
             quantized_share=values.get("quantized_share"),
         )
-
-
-class Tracer(Protocol):
-    """Traces structures of a model. Real: `sweep.predict.memory.tracing_process.TracingChild`."""
-
-    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
-        """Return the structure's profile as JSON values.
-
-        Raises:
-            Untraceable: the model's code cannot be walked.
-            InputError: the model's config cannot be built.
-            EnvironmentFault: the child does not answer.
-        """
-        ...
-
-
-class ProfileStore:
-    """Profiles of one model's structures, each traced at most once on this machine.
-
-    Args:
-        model: whose structures.
-        cache_dir: where profiles are kept, by model, structure and the versions of what was traced.
-        tracer: asked for what is not there.
-    """
-
-    def __init__(self, model: ModelSpec, *, cache_dir: Path, tracer: Tracer) -> None:
-        self._model = model
-        self._cache_dir = cache_dir
-        self._tracer = tracer
-        self._profiles: dict[Structure, Profile] = {}
-        self._refused: dict[Structure, InputError] = {}
-        self._has_answered = False
-
-    def get(self, structure: Structure) -> Profile:
-        """Return a structure's profile.
-
-        What cannot be traced is not tried again: it is refused at once, with the same reason.
-        Raises what `Tracer.trace` raises.
-        """
-        if structure in self._refused:
-            # A new exception each time, as one that is raised twice keeps the frames of both.
-            refused = self._refused[structure]
-            raise type(refused)(*refused.args)
-        if structure not in self._profiles:
-            self._profiles[structure] = Profile.from_json(self._read_or_trace(structure))
-        return self._profiles[structure]
-
-    def _read_or_trace(self, structure: Structure) -> dict[str, Any]:
-        path = self._cache_dir / f"{self._digest(structure)}.json"
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            values = self._trace(structure)
-        keep(path, values)
-        return values
-
-    def _trace(self, structure: Structure) -> dict[str, Any]:
-        """Trace a structure, and remember where that cannot work.
-
-        A process that dies of it once may have been the machine's fault, so it is tried again. One
-        that always does is the structure's: it has no profile from then on, so that others can go
-        on. Where no other was ever answered, the machine's fault is told first.
-        """
-        for _ in range(_ATTEMPTS):
-            try:
-                values = self._tracer.trace(self._model, structure)
-            except InputError as error:
-                self._has_answered = True
-                self._refused[structure] = error.with_traceback(None)
-                raise
-            except EnvironmentFault as error:
-                fault = error
-            else:
-                self._has_answered = True
-                return values
-        refused = Untraceable(f"model '{self._model.name}' cannot be traced: {fault}")
-        self._refused[structure] = refused
-        raise refused if self._has_answered else fault
-
-    def _digest(self, structure: Structure) -> str:
-        parts = [self._model.fingerprint, structure.to_json(), tracing_fingerprint()]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def keep(path: Path, values: dict[str, Any]) -> None:
-    """Write into a cache, whole or not at all; one that cannot be written costs time only."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(values), encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-
-
-@cache
-def tracing_fingerprint() -> str:
-    """Return a digest of the libraries' versions and of the code that traces them."""
-    digest = hashlib.sha256("".join(map(_version, _LIBRARIES)).encode())
-    here = Path(__file__).parent
-    for pattern in _TRACED_BY:
-        for path in sorted(here.glob(pattern)) if "*" in pattern else [here / pattern]:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _version(library: str) -> str:
-    try:
-        return f"{library} {version(library)};"
-    except PackageNotFoundError:
-        return f"{library};"

@@ -1,6 +1,7 @@
 """Owns one training step as memory sees it: what stays, and its segments in order, at real sizes.
 
-Knows nothing of how profiles are made, nor of the allocator.
+A profile has a few layers; here each of the model's layers gets the segments of the one that stands
+for it, recomputed or not. Knows nothing of how profiles are made, nor of the allocator.
 """
 
 from __future__ import annotations
@@ -11,12 +12,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from search_spaces.config import TrialConfig
-from sweep.predict.memory.optimizer_states import ADAPTER_BYTES, state_bytes
 from sweep.predict.memory.polynomials import Values, evaluate
 from sweep.predict.memory.profiles import Account, Profile, Segment
 
 Amounts = dict[str, int]
 """Bytes by part."""
+
+_FP32_BYTES = 4
+_ADAPTER_BYTES = {"fp32": _FP32_BYTES, "bf16": 2}
+"""Bytes of an element of an adapter, and of its gradient."""
+
+_MIN_8BIT_ELEMENTS = 4096
+"""bitsandbytes keeps the states of smaller tensors in fp32 (``min_8bit_size``)."""
+_MIN_PAGED_ELEMENTS = 100_000
+"""bitsandbytes keeps smaller states on the card; larger ones are in memory no counter sees."""
+_BLOCK_ELEMENTS = 256
+"""Elements that share a scale."""
 
 _MOMENTS = {"embed": "forward", "head": "loss", "head_backward": "loss"}
 
@@ -77,13 +88,15 @@ class Step:
         """Return the traced segment of a visit."""
         return self.profiles[visit.is_checkpointed].segments[visit.name]
 
-    def humps(self, visit: Visit) -> list[Amounts]:
+    def peaks(self, visit: Visit) -> list[Amounts]:
         """Return how high a segment can rise above where it begins."""
-        return [self._scaled(hump, visit.is_checkpointed) for hump in self.segment(visit).humps]
+        return [self._scaled(peak, visit.is_checkpointed) for peak in self.segment(visit).peaks]
 
     def kept(self, visit: Visit) -> Amounts:
         """Return what a segment leaves; negative where it frees more."""
         total = self._scaled(self.segment(visit).kept, visit.is_checkpointed)
+        # A profile has layers of one kind only. What a segment that happens once (embedding, head)
+        # lets go of for each layer of the other kind stands in the other kind's profile.
         for flag, profile in self.profiles.items():
             if flag != visit.is_checkpointed:
                 repeated = profile.segments[visit.name].repeated
@@ -94,7 +107,7 @@ class Step:
     @cached_property
     def adapters(self) -> list[int]:
         """Bytes of each trained tensor, in the order they are attached."""
-        size = ADAPTER_BYTES[self.config.adapter_dtype]
+        size = _ADAPTER_BYTES[self.config.adapter_dtype]
         return [elements * size for elements in self._trained]
 
     @cached_property
@@ -124,3 +137,18 @@ class Step:
     def _repeats(self) -> Counter[tuple[int, bool]]:
         """How many layers each traced one stands for."""
         return Counter(zip(self.profile.positions, self.flags, strict=True))
+
+
+def state_bytes(config: TrialConfig, elements: int) -> tuple[int, ...]:
+    """Return the bytes of each tensor that is kept on the card for a trained one."""
+    optimizer = config.optimizer
+    if optimizer == "adamw_torch_fused":
+        # Moments of the parameter's own type; the step count is on the card too, always in fp32.
+        moment = elements * _ADAPTER_BYTES[config.adapter_dtype]
+        return (_FP32_BYTES, moment, moment)
+    if elements < _MIN_8BIT_ELEMENTS:
+        return (elements * _FP32_BYTES,) * 2
+    scales = -(-elements // _BLOCK_ELEMENTS) * _FP32_BYTES
+    if optimizer == "paged_adamw_8bit" and elements >= _MIN_PAGED_ELEMENTS:
+        return (scales, scales)
+    return (elements, elements, scales, scales)

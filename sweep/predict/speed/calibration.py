@@ -1,7 +1,7 @@
 """Owns the fit of the speed model to trials that were measured on a card.
 
-Every factor multiplies a physical term and cannot be negative; few trials move it little from
-what the catalogue says. Knows nothing of studies, storage or processes.
+Every factor multiplies a physical term and cannot be negative; few trials move it little from what
+the catalogue says. Knows nothing of studies, storage or processes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Owns the prediction of a configuration's step time: how fast, held back by what, and how sure.
 
 The step is what the card must do (matrix products by shape, adapters, attention, 4-bit expansion,
-elementwise traffic, loss, optimizer) at the card's rates, against what the host must launch.
-Pure; knows nothing of torch, storage or files.
+elementwise traffic, loss, optimizer) at the card's rates, against what the host must launch. Pure;
+knows nothing of torch, storage or files.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Literal
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GpuSpec, SpeedUncertainty
 from search_spaces.models import ModelSpec
-from sweep.predict.speed.calibration import FACTORS, Calibration, Factor, calibrate, launch_share
+from sweep.predict.speed.calibration import FACTORS, Calibration, Factor, launch_share
 from sweep.predict.speed.phases import StepPhases, overlapped, step_phases
 from sweep.predict.speed.work import TERMS, Term
-
-__all__ = ["Calibration", "SpeedPrediction", "calibrate", "predict_step"]
 
 Bottleneck = Literal["compute", "bandwidth", "launch"]
 

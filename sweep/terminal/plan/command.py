@@ -1,4 +1,4 @@
-"""Owns what `sweep plan` does once its options are read: settle the question, answer it, print.
+"""Owns what `sweep plan` does once its options are read: resolve the question, answer it, print.
 
 Needs no GPU and no network. Knows nothing of how options are spelled.
 """
@@ -15,35 +15,43 @@ from typing import Any
 from rich.console import Console
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from sweep.paths import cache_directory
-from sweep.planning.cache import kept_survey
-from sweep.planning.cost import bills
+from sweep.planning.cache import cached_survey
 from sweep.planning.documents import card_document, comparison_document, forecast_document
-from sweep.planning.forecast import Forecast, Forecaster
-from sweep.planning.from_file import read_configurations
+from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
 from sweep.planning.plan import (
     CardPlan,
+    bill_offers,
     compare_cards,
     plan_configuration,
     plan_space,
 )
-from sweep.planning.question import PlanRequest, Predictor, Question, settle_question
+from sweep.planning.question import (
+    PlanRequest,
+    Predictor,
+    Question,
+    StudyReader,
+    read_configurations,
+    resolve_request,
+)
 from sweep.planning.survey import Survey
-from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import say
-from sweep.terminal.plan.view import configurations_view, plan_view, plans_view, rendered
+from sweep.terminal.plan.forecast import configurations_view
+from sweep.terminal.plan.view import plan_view, plans_view, rendered
 
 DONE, NOTHING_FITS = 0, 1
 
 
 def traced(model: ModelSpec, gpu: GpuSpec) -> MemoryPredictor:
     """Return the predictor that traces the model's own code, and keeps what it traced."""
-    return MemoryPredictor(
+    return TracingPredictor(
         model,
         cache_dir=cache_directory() / "memory",
         compute_capability=gpu.compute_capability,
@@ -53,6 +61,7 @@ def traced(model: ModelSpec, gpu: GpuSpec) -> MemoryPredictor:
 def plan(
     request: PlanRequest,
     *,
+    read_study: StudyReader,
     predictor: Predictor = traced,
     card: Callable[[], Card | None] = read_card,
 ) -> int:
@@ -60,6 +69,7 @@ def plan(
 
     Args:
         request: what was typed.
+        read_study: reads the study whose trials calibrate.
         predictor: makes what predicts memory.
         card: reads the card in this machine, for where none is named.
 
@@ -67,7 +77,7 @@ def plan(
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
     """
-    question = settle_question(request, predictor=predictor, card=card)
+    question = resolve_request(request, predictor=predictor, card=card, read_study=read_study)
     with _working(request):
         if request.from_file is not None:
             text, fits = _many(question, request.from_file)
@@ -92,7 +102,7 @@ def _cards(question: Question) -> tuple[str, bool]:
     work, offers = question.request.work, question.offers
     forecasters = {gpu.name: question.forecaster(gpu) for gpu in question.gpus}
     plans = [_card_plan(question, forecasters[gpu.name]) for gpu in question.gpus]
-    fits = any(one.fits for one in plans)
+    fits = any(plan.fits for plan in plans)
     if len(plans) == 1:
         (only,) = plans
         document, view = card_document(only), plan_view(only)
@@ -114,9 +124,12 @@ def _card_plan(question: Question, forecaster: Forecaster) -> CardPlan:
     refuse_impossible(about, model=question.model)
     if isinstance(about, TrialConfig):
         return plan_configuration(about, forecaster=forecaster, work=work, offers=offers)
-    found = _surveyed(about, forecaster)
     return plan_space(
-        found, forecaster=forecaster, work=work, offers=offers, asked=question.asked()
+        _surveyed(about, forecaster),
+        forecaster=forecaster,
+        work=work,
+        offers=offers,
+        asked=question.asked(),
     )
 
 
@@ -127,23 +140,42 @@ def _preferred(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> Fore
 
 
 def _surveyed(space: SearchSpace, forecaster: Forecaster) -> Survey:
-    return kept_survey(space, forecaster, directory=cache_directory() / "surveys")
+    return cached_survey(space, forecaster, directory=cache_directory() / "surveys")
 
 
 def _many(question: Question, name: str) -> tuple[str, bool]:
     """Return the answer for each configuration of a file, and whether any of them fits."""
     (gpu,) = question.gpus
     forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
-    forecasts = [forecaster.forecast(config) for _, config in read_configurations(name)]
-    every = [
-        bills(one, work=question.request.work, offers=offers, model=question.model)
-        for one in forecasts
+    forecasts = [
+        _forecast_line(where, config, forecaster) for where, config in read_configurations(name)
     ]
-    fits = any(one.fits for one in forecasts)
+    bills = [
+        bill_offers(forecast, work=question.request.work, offers=offers, model=question.model)
+        for forecast in forecasts
+    ]
+    fits = any(forecast.fits for forecast in forecasts)
     if question.request.as_json:
-        documents = zip(forecasts, every, strict=True)
+        documents = zip(forecasts, bills, strict=True)
         return "\n".join(_json(forecast_document(f, bills=b)) for f, b in documents), fits
-    return _text(configurations_view(forecasts, [b[0] if b else None for b in every])), fits
+    return _text(configurations_view(forecasts, [b[0] if b else None for b in bills])), fits
+
+
+def _forecast_line(where: str, config: TrialConfig, forecaster: Forecaster) -> Forecast:
+    """Return the forecast of a line of a file.
+
+    Raises:
+        InputError: it names modules that the model does not have, which is a mistake in the file
+            and no answer about memory.
+    """
+    try:
+        refuse_impossible(config, model=forecaster.model)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    forecast = forecaster.forecast(config)
+    if forecast.broken is not None and forecast.broken.rule == UNBUILDABLE:
+        raise InputError(f"{where}: {forecast.broken.reason}")
+    return forecast
 
 
 def _json(document: Mapping[str, Any]) -> str:

@@ -1,8 +1,9 @@
-"""Owns how one configuration's forecast looks: speed, memory as a bar, what it is bound by."""
+"""Owns how configurations look: speed, memory as a bar, what each is bound by, what it costs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,12 +11,17 @@ from rich.text import Text
 
 from reports import units
 from search_spaces.config import TrialConfig
-from sweep.planning.documents import PARTS
 from sweep.planning.forecast import Forecast
+from sweep.predict.cost import Bill, BillItem, BreakEven, Comparison
+from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit, MemoryPrediction
 from sweep.predict.speed.predictor import SpeedPrediction
+from sweep.terminal.console import table
 
 BAR_WIDTH = 60
+FORBIDDEN = "invalid"
+"""What a rule forbids is not a question of memory, and no table may call it too large."""
+_SHORT_WORDS = {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "?"}
 FIT_STYLES = {Fit.YES: "green", Fit.UNCERTAIN: "yellow", Fit.NO: "dim"}
 PART_MARKS = {
     "weights": ("█", "blue"),
@@ -41,6 +47,25 @@ TERM_WORDS = {
 TERMS_SHOWN = 3
 SIZE_KEYS = ("micro_batch_size", "seq_len")
 CLASS_KEYS = ("lora_rank", "target_modules")
+ITEM_WORDS = {
+    "training": "training",
+    "boot": "container boot",
+    "download": "model download",
+    "queue": "queueing",
+    "preemptions": "spot preemptions",
+    "rounding": "rounding up to the billing unit",
+    "minimum": "minimum charge",
+}
+_OFFER_HEADER = (
+    "offer",
+    "per hour",
+    "1,000 steps",
+    "1 M tokens",
+    "sample",
+    "in all",
+    "hours",
+    "mostly",
+)
 
 
 def describe(config: TrialConfig) -> str:
@@ -160,4 +185,113 @@ def _advice(speed: SpeedPrediction, config: TrialConfig) -> str:
             return "a card with more FLOP/s; what is not matrix products is little"
 
 
-__all__ = ["FIT_STYLES", "answer_view", "describe", "knobs", "memory_bar", "structure"]
+def usd(amount: float) -> str:
+    """Return dollars: ``$1.10``, and with three digits where they are few: ``$0.000114``."""
+    if amount >= 1 or amount <= 0:
+        return f"${amount:,.2f}"
+    return f"${amount:.{2 - math.floor(math.log10(amount))}f}"
+
+
+def bill_lines(bills: Sequence[Bill]) -> Iterator[str]:
+    """Yield the offers of one card, the cheapest first and item by item."""
+    yield from _offers(bills).split("\n")
+    cheapest = bills[0]
+    yield f"{cheapest.offer.label}, item by item:"
+    for item in cheapest.items:
+        if item.seconds > 0:
+            yield f"  {_item(item)}"
+    if cheapest.usd_per_epoch is not None:
+        size = cheapest.workload.dataset_samples
+        yield f"an epoch of {size:,} samples: {usd(cheapest.usd_per_epoch)}"
+
+
+def work_words(bill: Bill) -> str:
+    """Return an amount of work: ``1,000 steps (8,000 samples, 4.1 M tokens)``."""
+    work = bill.workload
+    return (
+        f"{units.plural(work.steps, 'step')} ({units.plural(work.samples, 'sample')}, "
+        f"{work.tokens / 1e6:,.1f} M tokens)"
+    )
+
+
+def _item(item: BillItem) -> str:
+    return f"{ITEM_WORDS[item.name]:<32}{units.duration(item.seconds):>14}  {usd(item.usd)}"
+
+
+def _offers(bills: Sequence[Bill]) -> str:
+    rows = [
+        (
+            bill.offer.label,
+            usd(bill.offer.usd_per_hour),
+            usd(bill.usd_per_1000_steps),
+            usd(bill.usd_per_million_tokens),
+            usd(bill.usd_per_sample),
+            usd(bill.usd),
+            f"{bill.wall_hours:.2f}",
+            f"{ITEM_WORDS[bill.dominant.name]} {units.percent(bill.dominant.usd / bill.usd)}",
+        )
+        for bill in bills
+    ]
+    return table(_OFFER_HEADER, rows)
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """Yield one training on several cards: every offer, the cheapest, the soonest, break-evens."""
+    yield from _offers(comparison.bills).split("\n")
+    cheapest, soonest = comparison.cheapest, comparison.soonest
+    yield f"cheapest: {cheapest.offer.label}, {usd(cheapest.usd)}"
+    yield f"soonest: {soonest.offer.label}, {soonest.wall_hours:.2f} h, {usd(soonest.usd)}"
+    for point in comparison.break_evens:
+        yield _break_even(point)
+    if not comparison.break_evens:
+        yield "no break-even: the cheapest is that for any amount of work"
+
+
+def _break_even(point: BreakEven) -> str:
+    steps = "" if point.steps is None else f" ({units.plural(round(point.steps), 'step')})"
+    return (
+        f"break-even at {round(point.samples):,} samples{steps}: {point.cheaper_below.label} is "
+        f"cheaper below, {point.cheaper_above.label} above"
+    )
+
+
+def configurations_view(
+    forecasts: Sequence[Forecast], cheapest: Sequence[Bill | None]
+) -> RenderableType:
+    """Return a table of many configurations in their order, each with its cheapest bill."""
+    numbers = ("peak", "tokens/s", "1,000 steps")
+    rows = empty_grid("", "fits", *numbers, "bound by", "configuration", right=numbers)
+    for number, (forecast, bill) in enumerate(zip(forecasts, cheapest, strict=True), start=1):
+        memory, speed = forecast.memory, forecast.speed
+        rows.add_row(
+            f"{number:,}",
+            Text(_short_word(forecast), FIT_STYLES[forecast.fit]),
+            units.gib(memory.peak_allocated_bytes if memory else None),
+            units.rate(forecast.tokens_per_second),
+            usd(bill.usd_per_1000_steps) if bill else units.DASH,
+            speed.bottleneck if speed else units.DASH,
+            ": ".join([describe(forecast.config), *_why_not(forecast)]),
+        )
+    return Group(rows, Text("'?' is too close to the budget to be sure", style="dim"))
+
+
+def _short_word(forecast: Forecast) -> str:
+    if forecast.broken is not None:
+        return FORBIDDEN
+    return units.DASH if forecast.fits is None else _SHORT_WORDS[forecast.fit]
+
+
+def _why_not(forecast: Forecast) -> Iterator[str]:
+    """Yield why there is no answer for a configuration, if there is none."""
+    if forecast.broken is not None:
+        yield forecast.broken.reason
+    elif forecast.memory is None:
+        yield forecast.notes[0]
+
+
+def empty_grid(*headers: str, right: Sequence[str] = ()) -> Table:
+    """Return a borderless table without rows, some of its columns to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for header in headers:
+        table.add_column(header, justify="right" if header in right else "left")
+    return table

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from reports import uncertainty, units
@@ -19,11 +18,20 @@ from sweep.planning.forecast import Forecast
 from sweep.planning.plan import CardComparison, CardPlan
 from sweep.planning.recommendation import STANDARD, certainty
 from sweep.planning.survey import Survey
-from sweep.planning.table import LargestBatch, ShapeTable
-from sweep.predict.cost import Bill
+from sweep.planning.table import ShapeTable
 from sweep.predict.memory.predictor import Fit
-from sweep.terminal.plan.bills import bill_lines, comparison_lines, usd, work_words
-from sweep.terminal.plan.forecast import FIT_STYLES, answer_view, describe, knobs, structure
+from sweep.terminal.plan.forecast import (
+    FIT_STYLES,
+    FORBIDDEN,
+    answer_view,
+    bill_lines,
+    comparison_lines,
+    describe,
+    empty_grid,
+    knobs,
+    structure,
+    work_words,
+)
 
 PLAIN_WIDTH = 140
 """Columns where the width is nobody's: a pipe or a file."""
@@ -61,7 +69,7 @@ def plans_view(plans: Sequence[CardPlan], comparison: CardComparison | None) -> 
     if comparison is not None:
         title = f"{title}: {_training(comparison)}"
         lines = [*_contestants(comparison), *comparison_lines(comparison.bills)]
-    views = [part for one in plans for part in (Text(""), plan_view(one))]
+    views = [part for plan in plans for part in (Text(""), plan_view(plan))]
     return Group(*views[1:], *_section(title, _lines(lines)))
 
 
@@ -126,13 +134,6 @@ def _lines(lines: Iterable[str]) -> RenderableType:
     return Group(*map(Text, lines))
 
 
-def _grid(*headers: str, right: Sequence[str] = ()) -> Table:
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for header in headers:
-        grid.add_column(header, justify="right" if header in right else "left")
-    return grid
-
-
 def _model_line(model: ModelSpec) -> str:
     count = parameters(model)
     size = "" if count is None else f"{_in_words(count)} parameters, "
@@ -145,22 +146,29 @@ def _in_words(count: int) -> str:
 
 def _table(table: ShapeTable, plan: CardPlan) -> RenderableType:
     lengths = [f"{length:,}" for length in table.lengths]
-    grid = _grid("micro-batch", *lengths, right=lengths)
+    grid = empty_grid("micro-batch", *lengths, right=lengths)
     shown = None if plan.shown is None else plan.shown.config
-    for batch in _told(table):
+    for batch in _shown_batches(table):
         cells = [table.cells[batch, length] for length in table.lengths]
         grid.add_row(f"{batch:,}", *(_cell(cell, shown) for cell in cells))
-    largest = (_largest(table.largest[length]) for length in table.lengths)
-    grid.add_row("largest", *largest, style="bold")
+    grid.add_row("largest", *(_largest(table, length) for length in table.lengths), style="bold")
     if table.base is None:
         is_sampled = plan.survey is not None and plan.survey.is_sampled
         legend = SPACE_LEGEND.format(whole="space's sample" if is_sampled else "space")
-        return Group(grid, Text(legend, style="dim"))
+        return Group(grid, *_legend_lines(legend, table))
     head = f"{structure(table.base)}, at other sizes: by micro-batch and sequence length"
-    return Group(Text(head, style="dim"), grid, Text(LEGEND, style="dim"))
+    return Group(Text(head, style="dim"), grid, *_legend_lines(LEGEND, table))
 
 
-def _told(table: ShapeTable) -> Iterator[int]:
+def _legend_lines(legend: str, table: ShapeTable) -> Iterator[RenderableType]:
+    yield Text(legend, style="dim")
+    rules = sorted({cell.broken.rule for cell in table.cells.values() if cell.broken is not None})
+    if rules:
+        words = f"'{FORBIDDEN}' is forbidden on this model and card: {', '.join(rules)}"
+        yield Text(words, style="dim")
+
+
+def _shown_batches(table: ShapeTable) -> Iterator[int]:
     """Yield the micro-batches up to the first from which on nothing fits at any length."""
     most = max((largest.possible for largest in table.largest.values()), default=0)
     for batch in table.batches:
@@ -173,7 +181,7 @@ def _cell(cell: Forecast, shown: TrialConfig | None) -> Text:
     is_shown = shown is not None and _shape(cell.config) == _shape(shown)
     style = FIT_STYLES[cell.fit] + (" reverse" if is_shown else "")
     if cell.fit is Fit.NO:
-        return Text("-", style=style)
+        return Text("-" if cell.broken is None else FORBIDDEN, style=style)
     known = "fits" if cell.tokens_per_second is None else units.rate(cell.tokens_per_second)
     return Text(f"{known}?" if cell.fit is Fit.UNCERTAIN else known, style=style)
 
@@ -182,7 +190,10 @@ def _shape(config: TrialConfig) -> tuple[int, int]:
     return config.micro_batch_size, config.seq_len
 
 
-def _largest(largest: LargestBatch) -> str:
+def _largest(table: ShapeTable, length: int) -> str:
+    if all(table.cells[batch, length].broken is not None for batch in table.batches):
+        return FORBIDDEN
+    largest = table.largest[length]
     perhaps = f" ({largest.possible:,}?)" if largest.possible > largest.sure else ""
     return f"{f'{largest.sure:,}' if largest.sure else '-'}{perhaps}"
 
@@ -204,13 +215,13 @@ def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
     config, capacity = best.config, survey.capacity
     assert capacity is not None, "what is recommended has a class"
     standard = uncertainty.capacity(STANDARD)
-    classes = {key[0] for key in survey.fastest_by_class}
-    if len(classes) == 1:
-        yield f"{uncertainty.capacity(config)} is the only capacity class here that fits"
+    fits = "fits" if best.fit is Fit.YES else "may fit"
+    if len({key[0] for key in survey.fastest_by_class}) == 1:
+        yield f"{uncertainty.capacity(config)} is the only capacity class here that {fits}"
     elif capacity == CapacityClass.of(STANDARD, survey.model):
         yield f"{standard} is the published recipe's capacity; others are for you to name"
     else:
-        yield f"{uncertainty.capacity(config)} is the nearest to {standard} here that fits"
+        yield f"{uncertainty.capacity(config)} is the nearest to {standard} here that {fits}"
     if len({length for one, length in survey.fastest_by_class if one == capacity}) > 1:
         yield f"{config.seq_len:,} is the length of most tokens/s: hold yours with --seq-len"
     other = survey.alternative
@@ -230,7 +241,7 @@ def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
 def _classes(survey: Survey, best: Forecast) -> RenderableType:
     """The fastest per rank and target modules, at the length of the fastest of all."""
     numbers = ("tokens/s", "peak")
-    grid = _grid("rank", "target modules", *numbers, "configuration", right=numbers)
+    grid = empty_grid("rank", "target modules", *numbers, "configuration", right=numbers)
     for forecast in survey.fastest_by_class.values():
         config = forecast.config
         if config.seq_len != best.config.seq_len or forecast.memory is None:
@@ -332,40 +343,3 @@ def _memory_record(plan: CardPlan) -> str:
     trials = units.plural(len(evidence.memory_errors), "trial")
     error = f"{100 * evidence.memory_error:.1f} %"
     return f"; off by {error} in the median over {trials} of study {evidence.study}"
-
-
-def configurations_view(
-    forecasts: Sequence[Forecast], cheapest: Sequence[Bill | None]
-) -> RenderableType:
-    """Return a table of many configurations in their order, each with its cheapest bill."""
-    numbers = ("peak", "tokens/s", "1,000 steps")
-    grid = _grid("", "fits", *numbers, "bound by", "configuration", right=numbers)
-    for number, (forecast, bill) in enumerate(zip(forecasts, cheapest, strict=True), start=1):
-        memory, speed = forecast.memory, forecast.speed
-        grid.add_row(
-            f"{number:,}",
-            Text(_short_word(forecast), FIT_STYLES[forecast.fit]),
-            units.gib(memory.peak_allocated_bytes if memory else None),
-            units.rate(forecast.tokens_per_second),
-            usd(bill.usd_per_1000_steps) if bill else units.DASH,
-            speed.bottleneck if speed else units.DASH,
-            ": ".join([describe(forecast.config), *_why_not(forecast)]),
-        )
-    return Group(grid, Text("'?' is too close to the budget to be sure", style="dim"))
-
-
-def _short_word(forecast: Forecast) -> str:
-    if forecast.broken is not None:
-        return "invalid"
-    return units.DASH if forecast.fits is None else _SHORT_WORDS[forecast.fit]
-
-
-def _why_not(forecast: Forecast) -> Iterator[str]:
-    """Yield why there is no answer for a configuration, if there is none."""
-    if forecast.broken is not None:
-        yield forecast.broken.reason
-    elif forecast.memory is None:
-        yield forecast.notes[0]
-
-
-_SHORT_WORDS = {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "?"}

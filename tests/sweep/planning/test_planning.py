@@ -26,22 +26,23 @@ from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace, StepBudget
 from storage.definition import StudySnapshot
 from storage.records import OutOfMemory, PredictionRecord
+from sweep.planning import spaces
 from sweep.planning import survey as surveys
-from sweep.planning.cost import AskedWork, bills
 from sweep.planning.documents import card_document, comparison_document, forecast_document
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
 from sweep.planning.forecast import Forecast, Forecaster
-from sweep.planning.largest_fit import boundary
 from sweep.planning.plan import (
+    AskedWork,
     CardComparison,
     CardPlan,
+    bill_offers,
     compare_cards,
     plan_configuration,
     plan_space,
-    recipe_space,
 )
+from sweep.planning.spaces import standard_space
 from sweep.planning.survey import survey
-from sweep.planning.table import shape_table
+from sweep.planning.table import boundary, shape_table
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.speed.predictor import predict_step
@@ -125,7 +126,7 @@ def test_what_a_rule_forbids_does_not_fit_and_costs_nothing() -> None:
     assert forecast.broken is not None
     assert forecast.broken.rule == "bf16-needs-ampere"
     assert (forecast.fits, forecast.fit, forecast.step_seconds) == (False, Fit.NO, None)
-    assert bills(forecast, work=AskedWork(), offers=[an_offer()], model=MISTRAL) == ()
+    assert bill_offers(forecast, work=AskedWork(), offers=[an_offer()], model=MISTRAL) == ()
 
 
 def test_what_a_rule_forbids_may_be_unpredictable() -> None:
@@ -627,12 +628,12 @@ def test_where_nothing_fits_the_smallest_need_is_told() -> None:
 def test_a_space_without_end_is_judged_by_a_sample(
     dimensions: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(surveys, "ROWS_SAMPLED", 150)
+    monkeypatch.setattr(spaces, "ROWS_SAMPLED", 150)
     space = a_space(dimensions=dimensions)
     found = survey(space, a_forecaster())
     again = survey(space, a_forecaster())
     assert found.is_sampled
-    assert found.counts.looked_at == 3 * surveys.ROWS_SAMPLED
+    assert found.counts.looked_at == 3 * spaces.ROWS_SAMPLED
     assert found.counts == again.counts
     assert found.recommended is not None
 
@@ -641,8 +642,8 @@ def test_a_fine_grid_of_micro_batches_is_thinned() -> None:
     space = a_space(dimensions={"micro_batch_size": {"low": 1, "high": 10_000}})
     found = survey(space, a_forecaster())
     assert found.is_sampled
-    assert found.counts.looked_at == surveys.BATCHES_MAX
-    assert surveys.thinned([5, 1, 2, 3, 4, 9, 7], most=3) == [1, 4, 9]
+    assert found.counts.looked_at == spaces.BATCHES_MAX
+    assert spaces.evenly_spaced([5, 1, 2, 3, 4, 9, 7], most=3) == [1, 4, 9]
 
 
 def test_without_a_speed_the_most_tokens_are_recommended() -> None:
@@ -754,7 +755,7 @@ def test_a_study_has_no_more_trials_than_configurations_that_may_fit() -> None:
 def test_a_card_alone_gives_a_space_of_recipe_knobs_that_is_valid_there(
     gpu: str, dtype: str
 ) -> None:
-    space = recipe_space(find_gpu(gpu), MISTRAL)
+    space = standard_space(find_gpu(gpu), MISTRAL)
     counts = survey(space, a_forecaster(gpu=gpu)).counts
     assert space.fixed["compute_dtype"] == dtype
     assert set(counts.invalid) == {"compile-breaks-on-liger"}
@@ -763,7 +764,7 @@ def test_a_card_alone_gives_a_space_of_recipe_knobs_that_is_valid_there(
 
 def test_a_short_model_gets_lengths_it_has_positions_for() -> None:
     short = replace(MISTRAL, config={**MISTRAL.config, "max_position_embeddings": 256})
-    assert recipe_space(find_gpu("a10"), short).dimensions["seq_len"].values() == (256,)
+    assert standard_space(find_gpu("a10"), short).dimensions["seq_len"].values() == (256,)
 
 
 def planned(space: SearchSpace, forecaster: Forecaster, **asked: Any) -> Any:
@@ -814,7 +815,7 @@ def test_work_that_cannot_be_is_refused(asked: Mapping[str, Any], message: str) 
 def test_bills_come_cheapest_first_and_count_the_models_download() -> None:
     forecast = a_forecaster().forecast(TrialConfig())
     offers = [an_offer(usd_per_hour=9, download_bytes_per_second=1e9), an_offer(usd_per_hour=1)]
-    cheap, dear = bills(forecast, work=AskedWork(), offers=offers, model=MISTRAL)
+    cheap, dear = bill_offers(forecast, work=AskedWork(), offers=offers, model=MISTRAL)
     assert cheap.usd < dear.usd
     assert dear.item("download").seconds == pytest.approx(2 * 7.248e9 / 1e9, rel=1e-3)
 
@@ -907,7 +908,7 @@ PARTS = {"weights", "adapters", "gradients", "optimizer", "activations", "loss"}
 
 def test_a_forecasts_document_has_the_promised_keys() -> None:
     forecast = a_forecaster().forecast(TrialConfig())
-    every_bill = bills(forecast, work=AskedWork(), offers=[an_offer()], model=MISTRAL)
+    every_bill = bill_offers(forecast, work=AskedWork(), offers=[an_offer()], model=MISTRAL)
     document = forecast_document(forecast, bills=every_bill)
     assert document.keys() >= INTERFACE_KEYS
     assert set(document["breakdown"]) == PARTS

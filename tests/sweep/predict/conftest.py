@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sweep.predict.memory.predictor import MemoryPrediction, MemoryPredictor
-from sweep.predict.memory.tracing_process import TracingChild
+from sweep.predict.memory.predictor import MemoryPrediction, TracingPredictor
+from sweep.predict.memory.profile_store import TracingChild
 from tests.sweep.predict.rows import Predict, Row, config_of, model_of
 
 
@@ -27,13 +27,13 @@ def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def predict_row(tracing_child: TracingChild, profile_cache: Path) -> Predict:
     """Predict the memory of a committed row, once for all tests."""
-    predictors: dict[str, MemoryPredictor] = {}
+    predictors: dict[str, TracingPredictor] = {}
     known: dict[tuple[str, str], MemoryPrediction] = {}
 
     def predicted(row: Row) -> MemoryPrediction:
         name, config = row["model"], config_of(row)
         if name not in predictors:
-            predictors[name] = MemoryPredictor(
+            predictors[name] = TracingPredictor(
                 model_of(row), cache_dir=profile_cache, tracer=tracing_child
             )
         if (name, config.key()) not in known:

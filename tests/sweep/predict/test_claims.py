@@ -16,8 +16,8 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.memory.predictor import Fit, MemoryPrediction, MemoryPredictor
-from sweep.predict.memory.tracing_process import TracingChild
+from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor
+from sweep.predict.memory.profile_store import TracingChild
 from sweep.predict.speed.predictor import predict_step
 
 MEASURED = Path(__file__).parents[2] / "data" / "measurements_h200.jsonl"
@@ -48,7 +48,7 @@ def predict(tracing_child: TracingChild, profile_cache: Path) -> Predict:
     """Predict a configuration of a model, by name, on a card of the catalogue."""
 
     def predicted(model: str, gpu: str, config: TrialConfig) -> MemoryPrediction:
-        predictor = MemoryPredictor(
+        predictor = TracingPredictor(
             twenty_billion() if model == "20b" else load_model_spec(model),
             cache_dir=profile_cache,
             compute_capability=find_gpu(gpu).compute_capability,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from search_spaces.errors import InputError
 from search_spaces.prices import Offer
-from sweep.predict.breakeven import CostLine, crossings
-from sweep.predict.cost import Bill, Workload, bill, compare
+from sweep.predict.cost import Bill, CostLine, Workload, bill, compare, crossings
 
 WORK = Workload(steps=1000, samples_per_step=16, tokens_per_sample=512.0)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import EnvironmentFault, InputError, SweepError
 from search_spaces.gpus import GIB
 from search_spaces.rules import Violation
 from storage.records import (
@@ -22,9 +22,8 @@ from storage.records import (
     PredictionRecord,
     TrialRecord,
 )
-from sweep.predict.memory.predictor import Fit, MemoryPrediction
+from sweep.predict.memory.predictor import Fit, MemoryPrediction, Residuals
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.memory.residuals import Residuals
 from sweep.study.preflight import Preflight
 from tests.sweep.imagined_memory import imagined
 from tests.sweep.simulated_device import MODEL, a_measurement, a_record
@@ -201,9 +200,9 @@ class Faulty(TenthOfAGibibyte):
         return prediction
 
 
-@pytest.mark.parametrize("kind", [InputError, Untraceable])
+@pytest.mark.parametrize("kind", [InputError, Untraceable, EnvironmentFault])
 def test_what_cannot_be_predicted_is_left_to_the_device_and_the_rest_is_predicted(
-    kind: type[InputError],
+    kind: type[SweepError],
 ) -> None:
     warnings: list[str] = []
     predictor = Faulty(liger=[kind("module 'mamba' cannot be walked")])
@@ -228,28 +227,6 @@ def test_each_reason_why_something_is_not_predicted_is_told_once() -> None:
         "no module 'w'",
         "data decides",
     ]
-
-
-def test_a_tracing_process_that_dies_now_and_then_costs_those_predictions_only() -> None:
-    warnings: list[str] = []
-    died = EnvironmentFault("the tracing process gave no answer")
-    predictor = Faulty(hf=[died, died], liger=[])
-    preflight = a_preflight(predictor=predictor, warn=warnings.append)
-    for size in range(300, 320):
-        assert preflight.expect(batch(size)).refusal is None
-        assert preflight.expect(batch(size, kernels="liger")).refusal is not None
-    assert warnings == []
-
-
-def test_a_tracing_process_that_dies_again_and_again_is_given_up_with_one_warning() -> None:
-    warnings: list[str] = []
-    predictor = Faulty(hf=[EnvironmentFault("the tracing process gave no answer")])
-    preflight = a_preflight(predictor=predictor, warn=warnings.append)
-    for size in range(300, 320):
-        assert preflight.expect(batch(size)).refusal is None
-    assert len(predictor.asked) == 3
-    assert len(warnings) == 1
-    assert "the tracing process gave no answer" in warnings[0]
 
 
 class Constant:

@@ -20,12 +20,16 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GIB, gpu_catalogue
 from search_spaces.knobs import KNOBS
 from search_spaces.loading import shipped_presets
+from storage.definition import StudySnapshot
 from storage.environment import fingerprint
+from storage.reading import read_study
 from storage.study import open_study
 from sweep.cli import main
-from sweep.planning.cost import AskedWork
-from sweep.planning.from_file import read_configurations
-from sweep.planning.question import PlanRequest, settle_question
+from sweep.paths import runs_directory, storage_url
+from sweep.planning.cache import SURVEYED_BY
+from sweep.planning.plan import AskedWork
+from sweep.planning.question import PlanRequest, read_configurations, resolve_request
+from sweep.predict.memory.profile_store import source_files
 from sweep.predict.memory.profiles import Untraceable
 from sweep.running.device_info import Card
 from sweep.sampling.samplers import make_sampler
@@ -53,12 +57,21 @@ def memory() -> ImaginedPredictor:
     return ImaginedPredictor()
 
 
+def stored_study(name: str, storage: str | None) -> StudySnapshot:
+    return read_study(name, url=storage_url(storage), home=runs_directory())
+
+
 @pytest.fixture
 def answer(memory: ImaginedPredictor) -> Plan:
     """Make a plan with imagined memory, on a machine without a card."""
 
     def made(*, card: Card | None = None, **typed: Any) -> int:
-        return plan(PlanRequest(**typed), predictor=lambda *_: memory, card=lambda: card)
+        return plan(
+            PlanRequest(**typed),
+            read_study=stored_study,
+            predictor=lambda *_: memory,
+            card=lambda: card,
+        )
 
     return made
 
@@ -173,8 +186,11 @@ def test_a_card_by_any_of_its_names_is_the_same_space() -> None:
     for gpu in gpu_catalogue().values():
         names = (gpu.name, gpu.name.upper(), *gpu.aliases, *map(str.upper, gpu.aliases))
         questions = [
-            settle_question(
-                PlanRequest(space=name), predictor=lambda *_: ImaginedPredictor(), card=lambda: None
+            resolve_request(
+                PlanRequest(space=name),
+                predictor=lambda *_: ImaginedPredictor(),
+                card=lambda: None,
+                read_study=stored_study,
             )
             for name in names
         ]
@@ -348,38 +364,63 @@ def test_standard_input_is_named_in_messages() -> None:
 
 
 class Picky(ImaginedPredictor):
-    """Cannot trace Liger's kernels, and has no module for the fused loss."""
+    """Cannot trace Liger's kernels, and has no module 'zz'."""
 
     def predict(self, config: TrialConfig) -> ImaginedMemory:
-        match config.kernels:
-            case "liger":
-                raise Untraceable("cannot be traced: data decides")
-            case "fused-loss":
-                raise InputError("no module 'zz'")
+        if config.kernels == "liger":
+            raise Untraceable("cannot be traced: data decides")
+        if "zz" in config.target_modules:
+            raise InputError("target_modules: the model has no linear layer 'zz'")
         return super().predict(config)
 
 
 def test_a_line_that_cannot_be_predicted_silences_no_other(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = a_file(home, "{}", '{"kernels": "liger"}', '{"kernels": "fused-loss"}', "{}")
+    forbidden = '{"seq_len": 100000}'
+    name = a_file(home, "{}", '{"kernels": "liger"}', forbidden, "{}")
     request = PlanRequest(space="a10", from_file=name)
     predictor = Picky()
-    assert plan(replace(request, as_json=True), predictor=lambda *_: predictor) == 0
-    good, untraceable, unbuildable, again = map(json.loads, capsys.readouterr().out.splitlines())
+    handed = {"read_study": stored_study, "predictor": lambda *_: predictor}
+    assert plan(replace(request, as_json=True), **handed) == 0
+    good, untraceable, invalid, again = map(json.loads, capsys.readouterr().out.splitlines())
     assert good == again
     assert good["fits"] is True
     assert (untraceable["fits"], untraceable["invalid"]) == (None, None)
     assert "data decides" in untraceable["notes"][0]
-    assert unbuildable["fits"] is False
-    assert unbuildable["invalid"]["reason"] == "no module 'zz'"
-    assert plan(request, predictor=lambda *_: predictor) == 0
+    assert invalid["fits"] is False
+    assert "100000" in invalid["invalid"]["reason"]
+    assert plan(request, **handed) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
     assert [row[1] for row in rows] == ["yes", "–", "invalid", "yes"]
     words = " ".join(out.split())
     assert "data decides" in words
-    assert "no module 'zz'" in words
+    assert "seq_len 100000 is beyond" in words
+
+
+@pytest.mark.parametrize("modules", ['["q_prj"]', '["q_proj", "zz"]'])
+def test_a_line_that_names_no_module_of_the_model_is_an_error_of_that_line(
+    home: Path, modules: str
+) -> None:
+    name = a_file(home, "{}", f'{{"target_modules": {modules}}}')
+    request = PlanRequest(space="a10", from_file=name)
+    wrong = "q_prj" if "prj" in modules else "zz"
+    with pytest.raises(InputError, match=rf"configs.jsonl: line 2: target_modules: .*'{wrong}'"):
+        plan(request, read_study=stored_study, predictor=lambda *_: Picky())
+
+
+def test_a_module_that_only_the_models_code_knows_to_be_missing_is_an_error_of_its_line(
+    home: Path,
+) -> None:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 99}
+    config = {"model_type": "falcon", **sizes}
+    (home / "model").mkdir()
+    (home / "model" / "config.json").write_text(json.dumps(config))
+    name = a_file(home, '{"target_modules": ["zz"], "quantization": "none"}')
+    request = PlanRequest(space="a10", model=str(home / "model"), from_file=name)
+    with pytest.raises(InputError, match=r"configs.jsonl: line 1: target_modules: .*'zz'"):
+        plan(request, read_study=stored_study, predictor=lambda *_: Picky())
 
 
 def test_people_get_a_file_as_a_table(
@@ -565,6 +606,33 @@ def test_a_study_calibrates_the_plan(
     assert "measured by trial 4 of study mine" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_length_that_a_rule_forbids_is_not_said_to_need_too_much_memory(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str], is_exact: bool
+) -> None:
+    """The model knows 2,048 positions; at 4,096 nothing is about memory."""
+    typed: dict[str, Any] = {"model": "tinyllama-1.1b"}
+    if is_exact:
+        asked = {"space": "a10", "is_exact": True, "configuration": {"seq_len": 4096}, **typed}
+    else:
+        dimensions = "  micro_batch_size: [1, 2, 64]\n  seq_len: [1024, 4096]\n"
+        asked = {"space": a_space_file(home, f"gpu: a10\ndimensions:\n{dimensions}"), **typed}
+    answer(**asked)
+    lines = capsys.readouterr().out.splitlines()
+    begin = next(number for number, line in enumerate(lines) if "micro-batch  " in line)
+    end = next(number for number, line in enumerate(lines) if line.startswith("  largest"))
+    assert {line.split()[-1] for line in lines[begin + 1 : end + 1]} == {"invalid"}
+    rule = "seq-len-beyond-positions"
+    assert f"  'invalid' is forbidden on this model and card: {rule}" in lines
+
+
+def test_a_table_of_what_no_rule_forbids_says_nothing_of_rules(
+    answer: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(space="a10", is_exact=True, configuration={})
+    assert "forbidden" not in capsys.readouterr().out
+
+
 # What is kept
 
 
@@ -593,6 +661,21 @@ def test_a_kept_answer_that_cannot_be_read_is_worked_out_anew(
     kept.write_text(content)
     answer(space=space)
     assert capsys.readouterr().out == first
+
+
+def test_a_kept_answer_is_of_no_use_once_any_code_that_predicts_changes() -> None:
+    """All of ours that is imported, but for `storage`, which only a study's evidence needs."""
+    program = (
+        "import json, sys, sweep.planning.cache as _; "
+        "print(json.dumps({name: getattr(m, '__file__', '') for name, m in sys.modules.items()}))"
+    )
+    done = subprocess.run(
+        (sys.executable, "-P", "-c", program), capture_output=True, text=True, check=True
+    )
+    files = json.loads(done.stdout)
+    ours = [name for name in files if name.startswith(("search_spaces", "sweep.", "reports"))]
+    assert len(ours) > 30
+    assert {Path(files[name]) for name in ours} <= set(source_files(*SURVEYED_BY))
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(

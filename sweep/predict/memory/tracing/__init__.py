@@ -1,3 +1,1 @@
-"""What runs in the tracing child alone: everything here may import torch, nothing here is imported
-by the parent.
-"""
+"""What runs in the tracing child alone: it may import torch, and the parent never imports it."""

@@ -1,7 +1,10 @@
 """Owns stand-ins of CUDA's attention kernels: what each keeps, and what it takes while it runs.
 
-Knows nothing of autocast or models. Read in torch's `sdp_utils.cpp` (which kernel), `attention.cu`
-and `attention_backward.cu` (what it allocates).
+On the meta device `scaled_dot_product_attention` writes its scores out, length by length, as no
+fused kernel is there to be chosen. Here the choice is CUDA's (torch's ``sdp_utils.cpp``), and each
+kernel allocates what the real one does (``attention.cu``, ``attention_backward.cu``). Nothing is
+computed: a tensor of the right size, born and let go of at the right moment, is all that a count of
+memory needs. Knows nothing of autocast or models.
 """
 
 from __future__ import annotations
@@ -13,11 +16,18 @@ import torch.nn.functional as functional
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_MAX = 256
+"""Larger heads than this have no flash kernel."""
 _HEAD_MULTIPLE = 8
+"""A head is padded to this; the padded copies of q, k and v are what is kept."""
 
 
 class FlashAttention(torch.autograd.Function):
-    """Keeps q, k, v, the output and an fp32 a row and head; sums dq in fp32 on the way back."""
+    """Keeps q, k, v, the output and an fp32 a row and head; sums dq in fp32 on the way back.
+
+    The scores are formed again going back, from q, k and each row's log-sum-exp, and so are never
+    kept. Many blocks of keys add to the same row of dq, which is why it is summed in fp32, over
+    rows that are padded to whole blocks.
+    """
 
     @staticmethod
     def forward(
@@ -43,8 +53,10 @@ class FlashAttention(torch.autograd.Function):
         dq_sum = q.new_empty(batch, heads, rows, size, dtype=torch.float32)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         if k.shape[1] != heads:
+            # Grouped heads: the kernel writes dk and dv for each query head, then sums each group.
             wide = [q.new_empty(batch, k.shape[2], heads, size) for _ in range(2)]
             del wide
+        # All of it is the kernel's own, and gone before autograd sees a gradient.
         del keep, row_sums, dq_sum
         return dq, dk, dv, None
 

@@ -1,8 +1,11 @@
 """Owns what the frozen base takes on the card: its build, replayed block by block.
 
 Follows `sweep.training.model`: one module after another, each linear layer wide for a moment and
-then packed, as bitsandbytes packs it; what the allocator wastes on the way counts. A base that is
-loaded instead has the same tensors and nearly the same waste. Knows nothing of adapters or steps.
+then packed, as bitsandbytes packs it. The sum of the tensors would be too little: where a packed
+weight is put into the block of a wide one that was freed, a remainder of up to a MiB stays with it
+for good, and the free blocks in between are where the step's activations will go first. A base that
+is loaded instead has the same tensors and nearly the same waste. Knows nothing of adapters or
+steps.
 """
 
 from __future__ import annotations
@@ -20,14 +23,16 @@ from sweep.training.model import DTYPES, decoder_layers
 
 _FP32_BYTES = 4
 
-_Placed = tuple[int, torch.nn.Module]
+_LayerModule = tuple[int, torch.nn.Module]
 """A layer of the whole model (-1 outside of them) and a module of the excerpt that is in it."""
 
 _Addresses = dict[tuple[int, int], int]
 """Where a tensor is, by layer and identity."""
 
 
-def built(base: torch.nn.Module, config: TrialConfig, positions: tuple[int, ...]) -> dict[str, Any]:
+def base_memory(
+    base: torch.nn.Module, config: TrialConfig, positions: tuple[int, ...]
+) -> dict[str, Any]:
     """Return what the whole base takes, as `profiles.Base.from_json` reads it.
 
     Args:
@@ -37,9 +42,10 @@ def built(base: torch.nn.Module, config: TrialConfig, positions: tuple[int, ...]
     """
     allocator = CachingAllocator()
     width = DTYPES[config.compute_dtype].itemsize
-    placed = list(_in_order(base, positions))
-    narrow = _build(allocator, placed, width)
-    _widen(allocator, placed, width, narrow)
+    modules = list(_in_order(base, positions))
+    narrow = _build(allocator, modules, width)
+    _widen(allocator, modules, width, narrow)
+    # The worker gives cached segments back after each trial (`Device.release`).
     allocator.empty_cache()
     return {
         "allocated_bytes": allocator.allocated_bytes,
@@ -48,11 +54,11 @@ def built(base: torch.nn.Module, config: TrialConfig, positions: tuple[int, ...]
     }
 
 
-def _build(allocator: CachingAllocator, placed: list[_Placed], width: int) -> _Addresses:
+def _build(allocator: CachingAllocator, modules: list[_LayerModule], width: int) -> _Addresses:
     """Put every module on the card, and return where its unpacked tensors are."""
     addresses: _Addresses = {}
     twice: list[int] = []
-    for layer, module in placed:
+    for layer, module in modules:
         if isinstance(module, Linear4bit):
             _pack(allocator, module, width)
         for tensor in _plain_tensors(module):
@@ -66,10 +72,10 @@ def _build(allocator: CachingAllocator, placed: list[_Placed], width: int) -> _A
 
 
 def _widen(
-    allocator: CachingAllocator, placed: list[_Placed], width: int, narrow: _Addresses
+    allocator: CachingAllocator, modules: list[_LayerModule], width: int, narrow: _Addresses
 ) -> None:
-    """Put what is wanted in fp32 there, one tensor after another."""
-    for layer, module in placed:
+    """Put what is wanted in fp32 there, one tensor after another, narrow and wide at once."""
+    for layer, module in modules:
         for tensor in _plain_tensors(module):
             if _built_width(tensor, width) < tensor.element_size():
                 address = narrow.pop((layer, id(tensor)), None)
@@ -78,7 +84,7 @@ def _widen(
                     allocator.free(address)
 
 
-def _in_order(base: torch.nn.Module, positions: tuple[int, ...]) -> Iterator[_Placed]:
+def _in_order(base: torch.nn.Module, positions: tuple[int, ...]) -> Iterator[_LayerModule]:
     """Yield the whole model's modules in the order in which they are built."""
     layers = decoder_layers(base)
     layer_of = {id(m): index for index, layer in enumerate(layers) for m in layer.modules()}
@@ -104,7 +110,10 @@ def _built_width(tensor: torch.Tensor, width: int) -> int:
 
 
 def _pack(allocator: CachingAllocator, layer: Linear4bit, width: int) -> None:
-    """Quantize one layer's random weights, as bitsandbytes does it on the card."""
+    """Quantize one layer's random weights, in the order in which bitsandbytes does it on the card.
+
+    The order counts: what is freed last leaves the hole that the next layer's weights go into.
+    """
     wide = allocator.allocate(layer.in_features * layer.out_features * width)
     scales = allocator.allocate(layer.scales * _FP32_BYTES)
     allocator.allocate(layer.weight.numel())

@@ -1,8 +1,10 @@
 """Owns what is decided by device: autocast's policy, the kernels of dropout, softmax and attention.
 
 The tensors are on torch's meta device, whose operators follow the same derivative formulas as
-CUDA's; what would differ is decided as on a card here, on the way from Python into torch. The
-policy is that of torch's `autocast_mode.h`. Knows nothing of models.
+CUDA's, so that autograd keeps the same tensors for the backward pass. What would differ is decided
+as on a card here, on the way from Python into torch. The meta device has no autocast, and a cast is
+a tensor to be kept like any other: its policy is applied here, by the lists of torch's
+``aten/src/ATen/autocast_mode.h``. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -101,6 +103,8 @@ class Cuda(TorchFunctionMode):
         finally:
             self._depth -= 1
             torch.set_autocast_enabled("cuda", before)
+            # torch clears its cache of casts where the nesting ends (``amp/autocast_mode.py``), and
+            # not before: a recomputation inside the backward pass has casts of its own.
             if not self._depth:
                 self._casts.clear()
 
@@ -143,6 +147,8 @@ class Cuda(TorchFunctionMode):
         if not _is_float(value) or value.dtype == self._dtype:
             return value
         assert self._dtype is not None
+        # `cached_cast`: only a leaf in fp32 that wants a gradient is cast once and kept. Frozen
+        # weights are cast anew each time, which is why those in fp32 cost a temporary at every use.
         is_weight = value.requires_grad and value.is_leaf and not value._is_view()
         if not is_weight or value.dtype != torch.float32:
             return value.to(self._dtype)

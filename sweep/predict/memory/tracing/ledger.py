@@ -2,8 +2,13 @@
 
 Knows nothing of models. What stands for the card is torch's meta device; tensors elsewhere are not
 counted. A storage is born when an operator returns it and dies when nothing refers to it any more,
-exactly as on a device; what a kernel takes and gives back inside one operator is not seen, but for
+exactly as on a device: torch counts references, so a tensor on a card is freed at the same moment
+as one without data. What a kernel takes and gives back inside one operator is not seen, but for
 what `_SCRATCH` lists.
+
+Storages are counted rather than tensors, as a view or an operator in place takes nothing. They are
+told apart by the address of their C++ object, which is free again once one dies: its watch removes
+it before another can be born there.
 """
 
 from __future__ import annotations
@@ -31,7 +36,10 @@ Softmax multiplies gradient and output before it sums (torch's ``SoftMax.cu``).
 
 _MOST_STORAGES = 10_000
 _MOST_STORAGES_OF_A_LAYER = 3_000
-"""A decoder layer makes some hundreds, forward, recomputed and backward."""
+"""More than these are taken for a loop over the tokens.
+
+A decoder layer makes some hundreds, forward, recomputed and backward.
+"""
 
 LOOPS = (
     " in plain PyTorch, which stands in for the kernels of flash-linear-attention, causal-conv1d "

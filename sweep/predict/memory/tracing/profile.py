@@ -15,9 +15,10 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, words_of
 from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from search_spaces.models import ModelSpec
+from sweep.predict.memory.polynomials import Symbols
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.predict.memory.tracing import fourbit, liger
-from sweep.predict.memory.tracing.building import built
+from sweep.predict.memory.tracing.building import base_memory
 from sweep.predict.memory.tracing.ledger import Ledger, PlainLoop
 from sweep.predict.memory.tracing.model import (
     Excerpt,
@@ -26,16 +27,15 @@ from sweep.predict.memory.tracing.model import (
     build_base,
     excerpt,
 )
-from sweep.predict.memory.tracing.segments import segments
-from sweep.predict.memory.tracing.symbols import Symbols
-from sweep.predict.memory.tracing.tapes import tapes
+from sweep.predict.memory.tracing.segments import accounts, tapes
 from sweep.predict.memory.tracing.walk import walk
 from sweep.training.model import BaseModel
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 _SHAPE_FAULTS = ("shape", "size of tensor", "invalid for input", "must match", "split")
 
-# The same question in another form; the ledger knows the answer to this one.
+# transformers asks whether a mask hides anything by a sum, which has no value without data; of
+# `torch.all` the ledger knows the answer.
 masking_utils.fast_all = torch.all
 
 
@@ -51,7 +51,7 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         symbols = _symbols(part, structure)
         base = build_base(config, part.spec)
         _check_quantized(base)
-        on_card = built(base.model, config, part.positions)
+        on_card = base_memory(base.model, config, part.positions)
     except InputError:
         raise
     except Exception as error:
@@ -66,12 +66,12 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         target = _attach(base, config, symbols)
         ledger = _walk(target, symbols, structure)
     sizes, tape_of = tapes(ledger, symbols)
-    accounts = segments(ledger, symbols, gradients=_gradients(target, ledger))
+    account_of = accounts(ledger, symbols, gradients=_gradients(target, ledger))
     return {
         "positions": part.positions,
         "base": on_card,
         "adapters": _adapters(target, symbols),
-        "segments": {name: {**accounts[name], "tape": tape} for name, tape in tape_of.items()},
+        "segments": {name: {**account_of[name], "tape": tape} for name, tape in tape_of.items()},
         "sizes": sizes,
         "window": part.window,
         "quantized_share": base.quantized_share,
@@ -125,12 +125,12 @@ def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Ledger:
 def _module_at_fault(error: BaseException, target: Traceable) -> str:
     """Return the name of the innermost module that was running."""
     names = {id(module): name for name, module in target.base.named_modules()}
-    found = f"model type '{target.base.config.model_type}'"
+    fault = f"model type '{target.base.config.model_type}'"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if names.get(id(module)):
-            found = f"module '{names[id(module)]}'"
-    return found
+            fault = f"module '{names[id(module)]}'"
+    return fault
 
 
 def _line(error: BaseException) -> str:

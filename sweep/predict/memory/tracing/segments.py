@@ -1,4 +1,15 @@
-"""Owns reducing a walk to a few polynomials a segment: what it keeps, and how high it can rise.
+"""Owns reducing a walk to what predictions need of each segment: its accounts and its tape.
+
+A segment is the stretch of a step between two marks: a layer's forward or backward pass, or one of
+the parts that happen once. A traced layer's segments stand for those of every layer of its kind, so
+neither accounts nor tapes may name one storage of the walk:
+
+- Accounts are sums (what a segment keeps, how high it can rise above where it begins), which are
+  the same for every such layer.
+- A tape has the order of births and deaths. A storage that dies in the segment it was born in is a
+  temporary. Any other is known by its path: the kinds of segment it is born and dies in, how many
+  layers lie between, and its rank among those of the same path. So a layer that was not traced
+  finds what its neighbours left.
 
 Knows nothing of models.
 """
@@ -6,25 +17,22 @@ Knows nothing of models.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
-from sweep.predict.memory.polynomials import Polynomial, add_to, is_covered
+from sweep.predict.memory.polynomials import Polynomial, Symbols, add_to, is_covered
+from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, FETCH_ALL, LEAVE, Account, Entry
 from sweep.predict.memory.tracing.ledger import Ledger
-from sweep.predict.memory.tracing.symbols import Symbols
-
-Account = dict[str, Polynomial]
-"""Polynomial by what the bytes are for: ``activations``, ``gradients`` or ``loss``.
-
-In the segments that happen once, ``activations 2`` is what each layer that the traced layer 2
-stands for adds.
-"""
 
 _ONCE = ("embed", "head", "head_backward")
 _LOSS = ("head", "head_backward")
+_LAYERED = ("forward", "backward")
+_NEVER = "end"
+"""Where a storage dies that outlives the walk: a gradient."""
 
 
-def segments(ledger: Ledger, symbols: Symbols, *, gradients: frozenset[int]) -> dict[str, Any]:
-    """Return each marked segment's ``kept`` account and its ``humps``, relative to where it begins.
+def accounts(ledger: Ledger, symbols: Symbols, *, gradients: frozenset[int]) -> dict[str, Any]:
+    """Return each marked segment's ``kept`` account and its ``peaks``, relative to where it begins.
 
     Args:
         ledger: what was counted; everything before the first mark is left out.
@@ -61,24 +69,24 @@ def _repeated(purpose: str, birth: str, name: str) -> str:
 
 def _segment(entries: list[tuple[str, Polynomial, bool]]) -> dict[str, Any]:
     running: Account = {}
-    humps: list[Account] = []
+    peaks: list[Account] = []
     for (key, size, is_birth), following in itertools.zip_longest(entries, entries[1:]):
         add_to(running.setdefault(key, {}), size, 1 if is_birth else -1)
         if is_birth and (following is None or not following[2]):
-            humps.append({purpose: dict(part) for purpose, part in running.items()})
-    return {"kept": running, "humps": _highest(humps)}
+            peaks.append({purpose: dict(part) for purpose, part in running.items()})
+    return {"kept": running, "peaks": _highest(peaks)}
 
 
-def _highest(humps: list[Account]) -> list[Account]:
-    """Return the humps that no other covers at every batch, length, rank and number of layers."""
-    totals = [_total(hump) for hump in humps]
+def _highest(peaks: list[Account]) -> list[Account]:
+    """Return the peaks that no other covers at every batch, length, rank and number of layers."""
+    totals = [_total(peak) for peak in peaks]
     kept: list[int] = []
     for index, total in enumerate(totals):
         if any(is_covered(total, totals[other]) for other in kept):
             continue
         kept = [other for other in kept if not is_covered(totals[other], total)]
         kept.append(index)
-    return [humps[index] for index in kept]
+    return [peaks[index] for index in kept]
 
 
 def _total(account: Account) -> Polynomial:
@@ -88,3 +96,49 @@ def _total(account: Account) -> Polynomial:
         layer = purpose.partition(" ")[2]
         add_to(total, {monomial + layer: coefficient for monomial, coefficient in part.items()})
     return total
+
+
+def tapes(ledger: Ledger, symbols: Symbols) -> tuple[list[Polynomial], dict[str, list[Entry]]]:
+    """Return the distinct sizes, and each segment's tape, whose births name them by index."""
+    paths = _paths(ledger)
+    indices: dict[int, int] = {}
+    result: dict[str, list[Entry]] = {}
+    for name, events in ledger.segments():
+        tape: list[Entry] = []
+        for storage, is_birth in events:
+            path, layers = paths.get(storage, (None, None))
+            if is_birth:
+                size = indices.setdefault(ledger.sizes[storage], len(indices))
+                tape.append((BIRTH, storage, size) if path is None else (LEAVE, path, size))
+            elif path is None:
+                tape.append((DEATH, storage, 0))
+            else:
+                tape.append((FETCH_ALL, path, 0) if layers is None else (FETCH, path, layers))
+        result[name] = tape
+    return [symbols.polynomial(size) for size in indices], result
+
+
+def _paths(ledger: Ledger) -> dict[int, tuple[str, int | None]]:
+    """Return the path of each storage that outlives its segment, and through how many layers."""
+    births: dict[int, str] = {}
+    deaths: dict[int, str] = {}
+    for name, events in ledger.segments():
+        for storage, is_birth in events:
+            (births if is_birth else deaths)[storage] = name
+    ranks: Counter[tuple[str, str]] = Counter()
+    paths = {}
+    for storage, birth in births.items():
+        death = deaths.get(storage, _NEVER)
+        if birth == death:
+            continue
+        layers = _layers_between(birth, death)
+        path = f"{birth.split()[0]}>{death.split()[0]}{'' if layers is None else layers}"
+        paths[storage] = (f"{path}#{ranks[birth, path]}", layers)
+        ranks[birth, path] += 1
+    return paths
+
+
+def _layers_between(birth: str, death: str) -> int | None:
+    """Return how many layers further a storage dies; None where it is not from layer to layer."""
+    (born, _, first), (dies, _, last) = birth.partition(" "), death.partition(" ")
+    return int(last) - int(first) if born in _LAYERED and dies in _LAYERED else None

@@ -1,6 +1,7 @@
 """Owns walking one training step of a model without data, and marking where its segments begin.
 
-Knows nothing of how the model was built or what the profile is used for.
+The optimizer is not walked: its states and its update are known by number of elements, without any
+code. Knows nothing of how the model was built or what the profile is used for.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 
+from sweep.predict.memory.polynomials import Symbols
 from sweep.predict.memory.tracing.cuda import Cuda
 from sweep.predict.memory.tracing.ledger import Ledger
 from sweep.predict.memory.tracing.model import Traceable
-from sweep.predict.memory.tracing.symbols import Symbols
 
 
 def walk(
@@ -103,9 +104,13 @@ def _leaving(ledger: Ledger, index: int, is_last: bool, is_done: list[bool]) -> 
         if is_done[0]:
             return
         tensor = output[0] if isinstance(output, tuple) else output
+        # The gradient of a layer's output arrives when its backward pass is about to begin.
         tensor.register_hook(lambda _grad: ledger.mark(f"backward {index}"))
         if is_last:
+            # Hooks run again where a layer is recomputed in the backward pass; from here on its
+            # gradients mark the boundaries.
             is_done[0] = True
+            # What the layer's frame still holds dies after this hook, and is the layer's.
             ledger.mark_next("head")
 
     return hook

@@ -46,12 +46,12 @@ class ImaginedTracer:
         mask = {"bss": 1} if structure.is_long else {}
         forward = {
             "kept": {"activations": {"bs": kept}},
-            "humps": [{"activations": {"bs": 10 * KIB}}],
+            "peaks": [{"activations": {"bs": 10 * KIB}}],
             "tape": [(BIRTH, 0, 1), (LEAVE, "forward>backward0#0", 0), (DEATH, 0, 0)],
         }
         backward = {
             "kept": {"activations": {"bs": -kept}, **gradient},
-            "humps": [{"activations": {"bs": 10 * KIB}}],
+            "peaks": [{"activations": {"bs": 10 * KIB}}],
             "tape": [(BIRTH, 0, 1), (FETCH, "forward>backward0#0", 0), (DEATH, 0, 0)],
         }
         loss = self._loss_bytes
@@ -62,16 +62,16 @@ class ImaginedTracer:
             "segments": {
                 "embed": {
                     "kept": {"activations": mask},
-                    "humps": [{"activations": mask}],
+                    "peaks": [{"activations": mask}],
                     "tape": [],
                 },
                 **{f"forward {i}": forward for i in range(3)},
                 "head": {
                     "kept": {"loss": {"bs": loss // 2}},
-                    "humps": [{"loss": {"bs": loss}}],
+                    "peaks": [{"loss": {"bs": loss}}],
                     "tape": [(BIRTH, 0, 2), (DEATH, 0, 0)],
                 },
-                "head_backward": {"kept": {"loss": {"bs": -loss // 2}}, "humps": [], "tape": []},
+                "head_backward": {"kept": {"loss": {"bs": -loss // 2}}, "peaks": [], "tape": []},
                 **{f"backward {i}": backward for i in range(3)},
             },
             "sizes": [{"bs": kept}, {"bs": 10 * KIB}, {"bs": loss}],

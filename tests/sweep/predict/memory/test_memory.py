@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import EnvironmentFault, InputError, SweepError
 from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.predictor import Fit, MemoryPrediction, MemoryPredictor
+from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor
+from sweep.predict.memory.profile_store import TracingChild
 from sweep.predict.memory.profiles import Structure, Untraceable
-from sweep.predict.memory.tracing_process import TracingChild
 from tests.sweep.predict.memory.imagined_profile import (
     ADAPTER_ELEMENTS,
     KIB,
@@ -32,9 +34,11 @@ WORKSPACES = 64 * MIB
 
 @pytest.fixture
 def predict(tmp_path: Path) -> Callable[..., MemoryPrediction]:
+    caches = itertools.count()
+
     def predicted(tracer: ImaginedTracer | None = None, **keys: Any) -> MemoryPrediction:
         tracer = tracer or ImaginedTracer()
-        predictor = MemoryPredictor(MODEL, cache_dir=tmp_path / str(id(tracer)), tracer=tracer)
+        predictor = TracingPredictor(MODEL, cache_dir=tmp_path / str(next(caches)), tracer=tracer)
         return predictor.predict(parse_config({"micro_batch_size": 2, "seq_len": 512, **keys}))
 
     return predicted
@@ -112,7 +116,7 @@ def test_a_huge_rank_peaks_at_the_update(predict: Callable[..., MemoryPrediction
 
 def test_an_older_card_has_smaller_workspaces(tmp_path: Path) -> None:
     def peak(capability: tuple[int, int] | None) -> int:
-        predictor = MemoryPredictor(
+        predictor = TracingPredictor(
             MODEL, cache_dir=tmp_path, compute_capability=capability, tracer=ImaginedTracer()
         )
         return predictor.predict(TrialConfig()).peak_allocated_bytes
@@ -124,7 +128,7 @@ def test_an_older_card_has_smaller_workspaces(tmp_path: Path) -> None:
 def test_a_card_before_ampere_has_no_flash_attention(tmp_path: Path) -> None:
     tracer = ImaginedTracer()
     for capability in ((7, 5), (8, 0)):
-        predictor = MemoryPredictor(
+        predictor = TracingPredictor(
             MODEL, cache_dir=tmp_path, compute_capability=capability, tracer=tracer
         )
         predictor.predict(TrialConfig())
@@ -134,24 +138,24 @@ def test_a_card_before_ampere_has_no_flash_attention(tmp_path: Path) -> None:
 def test_a_structure_is_traced_once_and_then_read_from_disk(tmp_path: Path) -> None:
     first, second = ImaginedTracer(), ImaginedTracer()
     for tracer in (first, second):
-        predictor = MemoryPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+        predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
         for batch in (1, 2, 3):
             predictor.predict(TrialConfig(micro_batch_size=batch, lora_rank=8 * batch))
     assert (len(first.asked), len(second.asked)) == (1, 0)
 
 
 def test_a_damaged_cache_is_traced_again(tmp_path: Path) -> None:
-    MemoryPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer()).predict(TrialConfig())
+    TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer()).predict(TrialConfig())
     for path in tmp_path.iterdir():
         path.write_text("{")
     tracer = ImaginedTracer()
-    MemoryPredictor(MODEL, cache_dir=tmp_path, tracer=tracer).predict(TrialConfig())
+    TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer).predict(TrialConfig())
     assert len(tracer.asked) == 1
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    predictor = MemoryPredictor(
+    predictor = TracingPredictor(
         MODEL, cache_dir=tmp_path / "file" / "cache", tracer=ImaginedTracer()
     )
     assert predictor.predict(TrialConfig()).peak_allocated_bytes > WEIGHTS
@@ -174,7 +178,7 @@ class FailingTracer(ImaginedTracer):
 QV = TrialConfig(target_modules="qv")
 
 
-def _asked_thrice(predictor: MemoryPredictor) -> list[type[Exception] | None]:
+def _asked_thrice(predictor: TracingPredictor) -> list[type[Exception] | None]:
     """How predicting a structure that fails ends each time; another is predicted in between."""
     ended: list[type[Exception] | None] = []
     for rank in (8, 16, 32):
@@ -192,36 +196,92 @@ def test_a_structure_that_cannot_be_traced_is_asked_for_once_and_others_are_trac
     tmp_path: Path, kind: type[InputError]
 ) -> None:
     tracer = FailingTracer(kind("no such modules"))
-    predictor = MemoryPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
     assert _asked_thrice(predictor) == [kind] * 3
     assert len(tracer.asked) == 2
 
 
 def test_a_tracing_process_that_died_once_is_asked_again(tmp_path: Path) -> None:
     tracer = FailingTracer(EnvironmentFault("gave no answer"))
-    predictor = MemoryPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
     assert _asked_thrice(predictor) == [None] * 3
 
 
 def test_a_structure_that_always_kills_the_tracing_process_is_given_up(tmp_path: Path) -> None:
     tracer = FailingTracer(*[EnvironmentFault("gave no answer")] * 9)
-    predictor = MemoryPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
     assert _asked_thrice(predictor) == [EnvironmentFault, Untraceable, Untraceable]
     assert len(tracer.asked) == 3
 
 
 def test_it_is_the_structures_fault_where_others_were_answered(tmp_path: Path) -> None:
     tracer = FailingTracer(*[EnvironmentFault("gave no answer")] * 9)
-    predictor = MemoryPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
     predictor.predict(TrialConfig())
     assert _asked_thrice(predictor) == [Untraceable] * 3
+
+
+class DeadTracer(ImaginedTracer):
+    """Dies of every structure while it is dead."""
+
+    is_dead = True
+
+    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
+        profile = super().trace(model, structure)
+        if self.is_dead:
+            raise EnvironmentFault("gave no answer")
+        return profile
+
+
+def _structures(count: int) -> Iterator[TrialConfig]:
+    """So many configurations of a structure each."""
+    knobs = itertools.product((True, False), ("hf", "fused-loss", "liger"), ("qv", "attention"))
+    for upcast, kernels, targets in itertools.islice(knobs, count):
+        yield TrialConfig(upcast_fp32=upcast, kernels=kernels, target_modules=targets)
+
+
+def test_a_tracing_process_that_dies_of_every_structure_is_not_started_again(
+    tmp_path: Path,
+) -> None:
+    tracer = DeadTracer()
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    reasons = set()
+    for config in _structures(10):
+        with pytest.raises((EnvironmentFault, Untraceable)) as caught:
+            predictor.predict(config)
+        reasons.add(str(caught.value))
+    assert len(tracer.asked) == 2 * 3
+    assert reasons == {"model 'imagined' cannot be traced: gave no answer"}
+    assert caught.type is Untraceable
+
+
+def test_what_is_kept_on_disk_is_predicted_when_the_tracing_process_is_given_up(
+    tmp_path: Path,
+) -> None:
+    kept = TrialConfig(target_modules="all-linear")
+    TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer()).predict(kept)
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=DeadTracer())
+    for config in _structures(3):
+        with pytest.raises((EnvironmentFault, Untraceable)):
+            predictor.predict(config)
+    assert predictor.predict(kept).peak_allocated_bytes > WEIGHTS
+
+
+def test_one_answer_in_between_and_a_tracing_process_may_die_again(tmp_path: Path) -> None:
+    tracer = DeadTracer()
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    for number, config in enumerate(_structures(8)):
+        tracer.is_dead = number % 3 != 2
+        with contextlib.suppress(EnvironmentFault, Untraceable):
+            predictor.predict(config)
+    assert len(tracer.asked) == 3 * 2 * 2 + 2
 
 
 def test_another_model_is_another_structure(tmp_path: Path) -> None:
     other = ModelSpec("other", "directory", {**MODEL.config, "hidden_size": 128})
     tracer = ImaginedTracer()
     for model in (MODEL, other):
-        MemoryPredictor(model, cache_dir=tmp_path, tracer=tracer).predict(TrialConfig())
+        TracingPredictor(model, cache_dir=tmp_path, tracer=tracer).predict(TrialConfig())
     assert len(tracer.asked) == 2
 
 
@@ -299,7 +359,7 @@ def test_the_table_covers_what_it_must() -> None:
 def test_a_structure_that_is_known_is_predicted_in_milliseconds(
     tracing_child: TracingChild, profile_cache: Path
 ) -> None:
-    predictor = MemoryPredictor(
+    predictor = TracingPredictor(
         load_model_spec("mistral-7b-v0.3"), cache_dir=profile_cache, tracer=tracing_child
     )
     configs = [TrialConfig(micro_batch_size=b, lora_rank=r) for b in range(1, 21) for r in (8, 64)]

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sweep.predict.memory.polynomials import add_to, evaluate, is_covered
-from sweep.predict.memory.tracing.symbols import Symbols
+from sweep.predict.memory.polynomials import Symbols, add_to, evaluate, is_covered
 
 MISTRAL = (32768, 4096, 14336, 32, 8, 128)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,9 +15,9 @@ import pytest
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.profile_store import TRACED_BY, TracingChild, source_files
 from sweep.predict.memory.profiles import Structure, Untraceable
-from sweep.predict.memory.tracing_process import TracingChild
 
 SMALL = {
     "hidden_size": 256,
@@ -51,8 +53,8 @@ def model(kind: str, **changes: Any) -> ModelSpec:
 
 @pytest.fixture
 def predictor(tracing_child: TracingChild, profile_cache: Path) -> Any:
-    def of(spec: ModelSpec) -> MemoryPredictor:
-        return MemoryPredictor(spec, cache_dir=profile_cache, tracer=tracing_child)
+    def of(spec: ModelSpec) -> TracingPredictor:
+        return TracingPredictor(spec, cache_dir=profile_cache, tracer=tracing_child)
 
     return of
 
@@ -159,7 +161,7 @@ def test_without_flash_attention_grouped_heads_cost_the_scores(
 ) -> None:
     config = TrialConfig(compute_dtype="fp16", seq_len=2048, checkpoint_fraction=0.0)
     peaks = [
-        MemoryPredictor(
+        TracingPredictor(
             model("llama"),
             cache_dir=profile_cache,
             compute_capability=capability,
@@ -288,11 +290,35 @@ def test_a_child_that_dies_is_the_environments_fault() -> None:
     child.close()
 
 
+_MODULES_OF_OURS = """
+import json, sys
+from sweep.predict.memory.tracing.__main__ import answer
+
+asked = json.loads(sys.argv[1])
+assert "profile" in answer(asked), answer(asked)
+rooms = ("search_spaces", "storage", "sweep", "reports")
+ours = (module for name, module in sys.modules.items() if name.partition(".")[0] in rooms)
+print(json.dumps([module.__file__ for module in ours]))
+"""
+
+
+def test_a_profile_is_of_no_use_once_any_code_that_traced_it_changes() -> None:
+    """Every module of ours that the child has imported when it answers is in the fingerprint."""
+    structure = Structure.of(TrialConfig(kernels="liger"), is_checkpointed=True)
+    asked = {"model": model("llama").to_json(), "structure": structure.to_json()}
+    command = (sys.executable, "-P", "-c", _MODULES_OF_OURS, json.dumps(asked))
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {Path(file) for file in json.loads(done.stdout)}
+    assert len(imported) > 10
+    outside = {path.name for path in imported - set(source_files(*TRACED_BY))}
+    assert outside <= {"__init__.py"}  # of packages around them, which hold a docstring
+
+
 def test_the_first_prediction_of_a_large_model_takes_seconds(tmp_path: Path) -> None:
     """From nothing, the child's imports included; the limit leaves room for a busy machine."""
     child = TracingChild()
     begun = time.perf_counter()
-    predictor = MemoryPredictor(
+    predictor = TracingPredictor(
         load_model_spec("mistral-7b-v0.3"), cache_dir=tmp_path, tracer=child
     )
     predictor.predict(TrialConfig())

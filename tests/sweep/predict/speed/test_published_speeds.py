@@ -22,9 +22,9 @@ import pytest
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.calibration import FACTORS, Calibration, launch_share
+from sweep.predict.speed.calibration import FACTORS, Calibration, calibrate, launch_share
 from sweep.predict.speed.phases import step_phases
-from sweep.predict.speed.predictor import calibrate, predict_step
+from sweep.predict.speed.predictor import predict_step
 
 DATA = Path(__file__).parents[3] / "data"
 H200 = find_gpu("h200")

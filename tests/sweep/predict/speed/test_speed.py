@@ -16,8 +16,8 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, find_gpu
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.calibration import FACTORS, Calibration, Factor
-from sweep.predict.speed.predictor import SpeedPrediction, calibrate, predict_step
+from sweep.predict.speed.calibration import FACTORS, Calibration, Factor, calibrate
+from sweep.predict.speed.predictor import SpeedPrediction, predict_step
 from tests.sweep.predict.rows import (
     HELD_OUT,
     STUDY_STEPS,

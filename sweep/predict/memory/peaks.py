@@ -1,6 +1,9 @@
-"""Owns the reserved memory of a step: its segments' tapes replayed through a simulated allocator.
+"""Owns the two peaks of a step: the most that is alive at once, and the most that is reserved.
 
-Knows nothing of where tapes come from, nor of what their tensors are for.
+What is alive is a sum, so that a few polynomials for each segment give its peak at once. What the
+allocator reserves, or wastes, depends on the order of all births and deaths: for that the segments'
+tapes are replayed through a simulated allocator, which takes milliseconds. Knows nothing of where
+accounts and tapes come from.
 """
 
 from __future__ import annotations
@@ -13,22 +16,107 @@ from sweep.predict.memory.allocator import (
     SMALL_SEGMENT_BYTES,
     CachingAllocator,
     OutOfSegments,
+    rounded,
 )
 from sweep.predict.memory.polynomials import evaluate
 from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, LEAVE, Entry
-from sweep.predict.memory.step import Step
+from sweep.predict.memory.step import Amounts, Step
 
+PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
+"""What a peak is made of, in the order it is shown."""
+
+_VARYING = ("gradients", "activations", "loss")
 _HEAVY_STATES = 0.05
 """Share of what is allocated, above which it matters where the optimizer's states lie."""
 
 
 @dataclass(frozen=True)
+class Peak:
+    """The most that is alive at once."""
+
+    moment: str
+    """``forward``, ``loss``, ``backward`` or ``optimizer``."""
+    parts: Amounts
+    """Every one of `PARTS`."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+def find_peak(step: Step) -> Peak:
+    """Return a step's peak."""
+    there = _there_throughout(step)
+    moment, alive = _highest(step)
+    if not all(step.flags):
+        # What layers keep is hundreds of blocks, each of which may hold up to a MiB too much. A
+        # recomputed layer keeps one, so that it is not worth a replay.
+        alive["activations"] += wasted_bytes(step)
+    passing = Peak(moment, {part: there[part] + alive.get(part, 0) for part in PARTS})
+    # The update needs every gradient, and next to nothing else.
+    update = Peak("optimizer", {**there, "gradients": there["adapters"]})
+    return max(passing, update, key=lambda peak: peak.total_bytes)
+
+
+def _there_throughout(step: Step) -> Amounts:
+    allocator = base_allocator(step)
+    base = allocator.allocated_bytes
+    adapters = _taken(allocator, step.adapters)
+    gradients = _taken(allocator, step.adapters) if step.accumulates else 0
+    return {
+        "weights": base - step.workspace_bytes,
+        "adapters": adapters,
+        "gradients": gradients,
+        "optimizer": _taken(allocator, step.states),
+        "activations": step.workspace_bytes,
+        "loss": 0,
+    }
+
+
+def _taken(allocator: CachingAllocator, sizes: list[int]) -> int:
+    """Return what blocks of these sizes take."""
+    before = allocator.allocated_bytes
+    for size in sizes:
+        if size > SMALL_BYTES:
+            allocator.allocate(size)
+    small = sum(rounded(size) for size in sizes if size <= SMALL_BYTES)
+    return allocator.allocated_bytes - before + small
+
+
+def _highest(step: Step) -> tuple[str, Amounts]:
+    """Return when the most comes and goes, and how much of it is alive then."""
+    alive = dict.fromkeys(_VARYING, 0)
+    moment, best, best_total = "forward", dict(alive), -1
+    known: dict[tuple[str, bool], tuple[Amounts, list[Amounts]]] = {}
+    for visit in step.visits():
+        key = (visit.name, visit.is_checkpointed)
+        if key not in known:
+            known[key] = (step.kept(visit), step.peaks(visit))
+        kept, peaks = known[key]
+        total = sum(alive.values())
+        for peak in peaks:
+            if total + sum(peak.values()) > best_total:
+                best_total = total + sum(peak.values())
+                best = {part: alive[part] + peak.get(part, 0) for part in _VARYING}
+                moment = visit.moment
+        for part in _VARYING:
+            if part != "gradients" or not step.accumulates:
+                alive[part] += kept.get(part, 0)
+    return moment, best
+
+
+@dataclass(frozen=True)
 class SizedTape:
-    """A tape at real sizes; small temporaries, in segments of their own, are only summed up."""
+    """A tape at real sizes; small requests, in segments of their own, are only summed up.
+
+    Each is a MiB at most, in a pool that large ones never touch, so that all they change is how far
+    that pool grows.
+    """
 
     entries: list[Entry]
     """With bytes for the index of a size; negative for what is small and outlives the tape."""
-    small_hump_bytes: int
+    small_peak_bytes: int
     """How high small requests rise above where the tape begins."""
 
 
@@ -36,7 +124,7 @@ def sized(tape: Sequence[Entry], sizes: Sequence[int]) -> SizedTape:
     """Return a tape at real sizes, given in bytes by the tape's index."""
     entries: list[Entry] = []
     small: dict[int | str, int] = {}
-    rise = hump = 0
+    rise = peak = 0
     for what, key, value in tape:
         is_birth = what in (BIRTH, LEAVE)
         size = sizes[value] if is_birth else 0
@@ -45,18 +133,22 @@ def sized(tape: Sequence[Entry], sizes: Sequence[int]) -> SizedTape:
         elif is_birth:
             small[key] = size
             rise += size
-            hump = max(hump, rise)
+            peak = max(peak, rise)
             if what == LEAVE:
                 entries.append((LEAVE, key, -size))
         elif what == DEATH and key in small:
             rise -= small.pop(key)
         else:
             entries.append((what, key, value))
-    return SizedTape(entries, hump)
+    return SizedTape(entries, peak)
 
 
 class Replay:
-    """Replays tapes one after another."""
+    """Replays tapes one after another, a layer's as often as there are such layers.
+
+    What outlives its segment is kept by its path and the layer that left it, as `tapes` names it:
+    a later segment finds it by how many layers lie between, whichever layers were traced.
+    """
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
@@ -71,7 +163,7 @@ class Replay:
 
     def play(self, tape: SizedTape, *, layer: int) -> None:
         """Replay a segment of a layer of the whole model, or of the step as a whole."""
-        self._make_small_room(tape.small_hump_bytes)
+        self._make_small_room(tape.small_peak_bytes)
         temporaries: dict[int | str, int] = {}
         for what, key, value in tape.entries:
             if what == BIRTH:
@@ -106,8 +198,8 @@ class Replay:
         else:
             self._small_bytes += address
 
-    def _make_small_room(self, hump_bytes: int) -> None:
-        missing = self._small_bytes + hump_bytes - self._small_room_bytes
+    def _make_small_room(self, peak_bytes: int) -> None:
+        missing = self._small_bytes + peak_bytes - self._small_room_bytes
         if missing > 0:
             length = -(-missing // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
             self._allocator.take_segment(length)
@@ -148,10 +240,12 @@ def replayed(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
     allocator = base_allocator(step, limit_bytes=limit_bytes)
     replay = Replay(allocator)
     replay.hold(step.adapters)
+    # A step that is not the first finds the states where the first one's end has put them. Where
+    # they are small it makes no difference to assume that they were there from the start.
     is_heavy = sum(step.states) > _HEAVY_STATES * allocator.allocated_bytes
     if is_heavy or limit_bytes is not None:
-        # They are made at the end of the first step, in what it has left free; and under a limit
-        # it is the second step that must do with blocks that the first one has cut.
+        # They are made at the end of the first step, in what it has left free; and under a limit it
+        # is the second step that must do with blocks that the first one has cut up.
         _play(step, replay)
     replay.hold(step.states)
     _play(step, replay)
@@ -168,7 +262,8 @@ def _play(step: Step, replay: Replay) -> None:
             sizes = [evaluate(size, step.values) for size in step.profiles[key[1]].sizes]
             tapes[key] = sized(step.segment(visit).tape, sizes)
         elif visit.moment == "backward" and sum(step.kept(visit).values()) <= 0:
-            # The same layer again, with less alive than before it: nothing new can come.
+            # The same layer again, with less alive than before it, and free blocks that served the
+            # last one: nothing new can come.
             break
         replay.play(tapes[key], layer=visit.layer)
     replay.end_step()

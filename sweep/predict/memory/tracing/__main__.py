@@ -1,6 +1,6 @@
 """Owns the tracing child's conversation: one question a line in, one answer a line out.
 
-Run as ``python -P -m sweep.predict.memory.trace``. Structures of several models may be asked for,
+Run as ``python -P -m sweep.predict.memory.tracing``. Structures of several models may be asked for,
 one after another. torch, transformers and PEFT are imported here, and bitsandbytes is stood in for.
 Knows nothing of predictions.
 """

@@ -1,0 +1,123 @@
+"""Owns the commands' options and arguments: how each is spelled, and what its help says.
+
+Imports nothing heavy: the terminal's help is built from it. Knows nothing of what a command does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from search_spaces.errors import InputError
+
+
+def _named(option: str) -> Callable[[str | None], str | None]:
+    """Return a check that an option, where it is given, names something."""
+
+    def check(typed: str | None) -> str | None:
+        if typed == "":
+            raise InputError(f"{option}: an empty text names nothing; leave the option out")
+        return typed
+
+    return check
+
+
+SpaceArgument = Annotated[str, typer.Argument(metavar="SPACE", help="A preset or a YAML file.")]
+SpaceOrCardArgument = Annotated[
+    str | None, typer.Argument(metavar="SPACE", help="A preset, a YAML file or a card.")
+]
+StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
+AnyStudyArgument = Annotated[
+    str | None, typer.Argument(metavar="[STUDY]", help="One study; all of them without.")
+]
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+]
+StorageOption = Annotated[
+    str | None,
+    typer.Option("--storage", help="Database URL; sqlite:///runs/sweep.db by default."),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Shipped architecture, directory or hub id.", callback=_named("--model")
+    ),
+]
+
+# Of a study that is started or resumed
+
+GpuOption = Annotated[
+    str | None,
+    typer.Option("--gpu", help="Card whose budget counts; auto is the one that is here."),
+]
+StudyNameOption = Annotated[
+    str | None, typer.Option("--study", help="Name; the space's by default.")
+]
+TrialsOption = Annotated[
+    int | None, typer.Option("--trials", help="Trials of the study in all, earlier runs included.")
+]
+TimeBudgetOption = Annotated[
+    str | None, typer.Option("--time-budget", help="Stop this run after 10m, 1h30m, 90s.")
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Of sampling, weights and tokens.")]
+SamplerOption = Annotated[str | None, typer.Option("--sampler", help="tpe, gp, random or grid.")]
+
+# Of a plan
+
+GpusOption = Annotated[
+    list[str] | None, typer.Option("--gpu", help="Card; name several to compare them.")
+]
+ExactOption = Annotated[
+    bool,
+    typer.Option("--exact", help="Ask about one configuration: the recipe, but for what is typed."),
+]
+FromFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from-file",
+        help="Configurations, one JSON object a line; - is stdin.",
+        callback=_named("--from-file"),
+    ),
+]
+PricesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prices",
+        help="Your prices; runs/prices.yaml where that is there.",
+        callback=_named("--prices"),
+    ),
+]
+CalibrateOption = Annotated[
+    str | None, typer.Option("--study", help="Calibrate by this study's trials.")
+]
+StepsOption = Annotated[int | None, typer.Option("--steps", help="Cost of so many steps; 1000.")]
+SamplesOption = Annotated[int | None, typer.Option("--samples", help="Cost of so many samples.")]
+TokensOption = Annotated[int | None, typer.Option("--tokens", help="Cost of so many tokens.")]
+DatasetOption = Annotated[
+    int | None, typer.Option("--dataset-samples", help="Samples of an epoch.")
+]
+EpochsOption = Annotated[float | None, typer.Option("--epochs", help="Epochs of that dataset; 1.")]
+
+# Of what is written
+
+FormatOption = Annotated[
+    str, typer.Option("--format", help="script, json, axolotl, llama-factory or trl.")
+]
+ReportOption = Annotated[
+    str | None,
+    typer.Option(
+        "-o", "--output", help="runs/STUDY/report.html; - is stdout.", callback=_named("--output")
+    ),
+]
+ExportOption = Annotated[
+    str | None,
+    typer.Option(
+        "-o", "--output", help="A file; - or nothing is stdout.", callback=_named("--output")
+    ),
+]
