@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sweep.planning.from_file import read_configurations
 
 from search_spaces.checkpoints import check_weights
 from search_spaces.documents import read_text
@@ -17,6 +16,7 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.loading import load_space
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import load_prices
+from sweep.planning.question import read_configurations
 
 pytestmark = pytest.mark.timeout(20)
 
