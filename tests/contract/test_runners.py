@@ -159,22 +159,20 @@ def test_an_observer_can_stop_a_trial_and_keeps_what_was_measured(
     assert outcome.measurement.tokens_per_second > 0
 
 
-def test_a_cancelled_trial_is_lost_and_the_next_one_runs(case: Case, runner: Runner) -> None:
+def test_a_cancel_ends_the_trial_under_way_or_else_the_next_one_and_no_other(
+    case: Case, runner: Runner
+) -> None:
+    seen: list[Progress] = []
+
     def cancel(progress: Progress) -> bool:
         runner.cancel()
         return False
-
-    assert isinstance(runner.run(case.fits, steps=STEPS, observe=cancel), Lost)
-    measured(runner.run(case.fits, steps=STEPS))
-
-
-def test_a_cancel_before_a_trial_ends_that_one_alone(case: Case, runner: Runner) -> None:
-    seen: list[Progress] = []
 
     def watch(progress: Progress) -> bool:
         seen.append(progress)
         return False
 
+    assert isinstance(runner.run(case.fits, steps=STEPS, observe=cancel), Lost)
     runner.cancel()
     assert isinstance(runner.run(case.fits, steps=STEPS, observe=watch), Lost)
     assert seen == []
