@@ -6,7 +6,6 @@ For the tuner's tests and development. Knows nothing of storage or Optuna.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Self
 
 from search_spaces.config import TrialConfig
@@ -93,12 +92,7 @@ class ReplayRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _is_lost(self) -> bool:

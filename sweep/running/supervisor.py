@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from search_spaces.config import TrialConfig
@@ -152,12 +151,7 @@ class SupervisedRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _ready_worker(self) -> WorkerProcess:
