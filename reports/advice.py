@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from reports import objectives, uncertainty, units
 from search_spaces.config import canonical
 from search_spaces.dimensions import Choices
-from search_spaces.knobs import KNOBS
+from search_spaces.knobs import KNOBS, SIZE_KEYS
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from storage.ranking import Ranking, measured_of, rank_study
@@ -24,8 +24,6 @@ from storage.records import (
     predicted_need,
 )
 
-SIZE_KEYS = ("micro_batch_size", "seq_len")
-"""Dimensions in which a larger value does more work per launch."""
 _NEAREST_SHOWN = 2
 _TIED_SHOWN = 5
 

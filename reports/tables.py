@@ -71,7 +71,7 @@ class VerdictRow:
 
 @dataclass(frozen=True)
 class FactRow:
-    """A name and what it is, for the environment and a configuration."""
+    """A name and what it is, for the environment."""
 
     name: str
     value: str
@@ -140,13 +140,6 @@ def verdict_rows(snapshot: StudySnapshot) -> tuple[VerdictRow, ...]:
         VerdictRow(verdict, VERDICT_LABELS[verdict], counts[verdict], VERDICT_MEANINGS[verdict])
         for verdict in Verdict
         if counts[verdict]
-    )
-
-
-def configuration_rows(config: TrialConfig) -> tuple[FactRow, ...]:
-    """Return every key of a configuration with its value, as a space file writes them."""
-    return tuple(
-        FactRow(key, _plain(value)) for key, value in config.model_dump(mode="json").items()
     )
 
 

@@ -75,7 +75,8 @@ def _decimals(gain: Gain) -> int:
 
 def capacity(config: TrialConfig) -> str:
     """Return the capacity class of a configuration: ``rank 16 on q,k,v,o``."""
-    return f"rank {config.lora_rank} on {targets_in_words(config.target_modules)}"
+    rank = units.phrase("lora_rank", config.lora_rank)
+    return f"{rank} on {targets_in_words(config.target_modules)}"
 
 
 def why_no_gain(comparison: Comparison, winner: TrialConfig) -> str:

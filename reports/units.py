@@ -10,7 +10,7 @@ from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from search_spaces.knobs import KNOBS
+from search_spaces.knobs import CAPACITY_KEYS, KNOBS, SIZE_KEYS
 
 DASH = "–"
 MIB = 2**20
@@ -97,7 +97,7 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-_SHAPE_FIRST = ("micro_batch_size", "seq_len", "lora_rank", "target_modules")
+_SHAPE_FIRST = (*SIZE_KEYS, *CAPACITY_KEYS)
 
 
 def phrase(key: str, value: Any) -> str:
@@ -111,9 +111,14 @@ def short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
+def size(config: TrialConfig) -> str:
+    """Return the micro-batch and length of a configuration: ``10 x 512``."""
+    return f"{config.micro_batch_size} x {config.seq_len}"
+
+
 def shape(config: TrialConfig) -> str:
-    """Return the size of a configuration: ``10 x 512, rank 16``."""
-    return f"{config.micro_batch_size} x {config.seq_len}, rank {config.lora_rank}"
+    """Return the size of a configuration with its rank: ``10 x 512, rank 16``."""
+    return f"{size(config)}, {phrase('lora_rank', config.lora_rank)}"
 
 
 def changes(config: TrialConfig, *, baseline: TrialConfig) -> str:

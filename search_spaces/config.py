@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from search_spaces.documents import Document
-from search_spaces.knobs import KNOBS, Knobs
+from search_spaces.knobs import CAPACITY_KEYS, KNOBS, Knobs
 from search_spaces.validation import validate
 
 
@@ -31,15 +31,24 @@ class TrialConfig(Knobs):
         """Tokens per optimizer step."""
         return self.samples_per_step * self.seq_len
 
+    def checkpointed_count(self, layers: int) -> int:
+        """Return how many of so many decoder layers are recomputed."""
+        return round(self.checkpoint_fraction * layers)
+
     def checkpointed_layers(self, layers: int) -> frozenset[int]:
         """Return which of so many decoder layers are recomputed: a share of them, evenly spread."""
-        count = round(self.checkpoint_fraction * layers)
+        count = self.checkpointed_count(layers)
         return frozenset(index * layers // count for index in range(count))
 
     def base(self) -> TrialConfig:
         """Return what of this configuration shapes the frozen base; equal ones share one base."""
-        shaping = {key: getattr(self, key) for key, knob in KNOBS.items() if knob.shapes_base}
+        resolved = canonical(self)
+        shaping = {key: getattr(resolved, key) for key, knob in KNOBS.items() if knob.shapes_base}
         return TrialConfig(**shaping)
+
+    def capacity(self) -> dict[str, Any]:
+        """Return what decides how much its adapters can learn, in plain JSON values."""
+        return self.model_dump(mode="json", include=set(CAPACITY_KEYS))
 
     def key(self) -> str:
         """Return the canonical JSON text; equal for equal configurations."""
@@ -71,13 +80,9 @@ def canonical(config: TrialConfig) -> TrialConfig:
     """Return the configuration that trains the same way, with every default written out.
 
     Two configurations with the same canonical form are one run: alpha left out is twice the rank,
-    an effective batch left out is one micro-batch, and without quantization there are no
-    quantization constants that ``double_quant`` could quantize.
+    for one.
     """
-    return config.model_copy(
-        update={
-            "lora_alpha": config.alpha,
-            "effective_batch_size": config.samples_per_step,
-            "double_quant": config.double_quant and config.quantization != "none",
-        }
-    )
+    return config.model_copy(update={key: value(config) for key, value in _RESOLVED.items()})
+
+
+_RESOLVED = {key: knob.resolved for key, knob in KNOBS.items() if knob.resolved is not None}

@@ -3,8 +3,9 @@
 A declaration holds what a knob's values are and mean, what people call them, its option on the
 command line, how memory depends on it, what has to be rebuilt when it changes, and how each trainer
 spells it. A new knob is a field here. Beside that it needs its implementation and its proof of
-effect in `sweep.training`, and, where it changes more than a traced training shows, its prediction
-in `sweep.predict`. Knows nothing of spaces, cards or studies.
+effect in `sweep.training`, its lines in the training script of `sweep.export`, where it changes
+more than a traced training shows its prediction in `sweep.predict`, and where it does not go with
+everything a rule in `rules`. Knows nothing of spaces, cards or studies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pydantic import (
 )
 
 from search_spaces import trainers
-from search_spaces.errors import quote
+from search_spaces.errors import listed, quote
 from search_spaces.trainers import TRAINERS, Trainer
 
 ComputeDtype = Literal["bf16", "fp16", "fp32"]
@@ -34,6 +35,13 @@ Kernels = Literal["hf", "fused-loss", "liger"]
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
 TARGET_SETS = ("qv", "attention", "all-linear")
+
+SIZE_KEYS = ("micro_batch_size", "seq_len")
+"""Knobs of which more is more work in one launch, and nothing else."""
+CAPACITY_KEYS = ("lora_rank", "target_modules")
+"""Knobs that decide how much an adapter can learn: speeds compare within one choice of them."""
+MICRO_BATCH_MAX = 65_536
+"""No configuration has a larger micro-batch."""
 
 
 def _same(value: Any) -> Any:
@@ -51,29 +59,36 @@ class Knob:
     """What people call it."""
     phrase: Callable[[Any], str]
     """A value in words that stand alone: ``rank 16``."""
-    help: str
-    """Of its option on the command line."""
+    help: str = ""
+    """Of its option on the command line; the words that it takes, where nothing else is said."""
     aliases: tuple[str, ...] = ()
     """Other spellings of its option, shown before the key's own."""
     typed: Callable[[Any], Any] = _same
     """What a value typed as its option means."""
     kind: Kind = str
     """What its values are when they are typed: numbers, truth values or words. It is derived."""
+    resolved: Callable[[Knobs], Any] | None = None
+    """What a configuration's value comes to; None where that is the value itself.
 
-    memory: Literal["grows", "untouched", "unknown"] = "unknown"
-    """Whether peak memory can only grow with it, has nothing to do with it, or may go either way.
+    Two configurations that come to the same in every knob train the same way.
+    """
 
-    ``grows`` is claimed only where it holds by construction, on every model and card: a
-    configuration may be refused by it. It is as long as all else is equal.
+    memory: Literal["grows", "shrinks", "untouched", "unknown"] = "unknown"
+    """Whether peak memory can only grow with it, only shrink with it, has nothing to do with it, or
+    may go either way, all else being equal.
+
+    The first two are claimed only where they hold by construction, on every model and card: a
+    configuration may be refused by them.
     """
     survives_compiler: bool = False
-    """Whether memory grows with it under ``compile`` too. A compiler decides for itself what each
-    graph keeps: only the shapes that go through it may differ.
+    """Whether that holds under ``compile`` too.
+
+    A compiler decides for itself what each graph keeps: only the shapes that go through may differ.
     """
     lean_first: tuple[Any, ...] = ()
     """Words and truth values that need less memory than those not listed, the least of all first.
 
-    For a knob whose memory ``grows`` that is certain; for another it is the rule.
+    For a knob whose ``memory`` grows that is certain; for another it is the rule.
     """
     shapes_base: bool = False
     """Whether the frozen base has to be built anew when it changes.
@@ -164,6 +179,7 @@ class Knobs(BaseModel):
             phrase=lambda value: "alpha 2 x rank" if value is None else f"alpha {value:g}",
             help="Scale of the adapters; twice the rank.",
             aliases=("--alpha",),
+            resolved=lambda config: config.alpha,
             memory="untouched",
             options=dict.fromkeys(TRAINERS, trainers.whole_alpha),
             lost=dict.fromkeys(TRAINERS, trainers.lost_alpha),
@@ -220,7 +236,7 @@ class Knobs(BaseModel):
                 "llama-factory": "per_device_train_batch_size",
             },
         ),
-    ] = Field(default=4, ge=1, le=65_536)
+    ] = Field(default=4, ge=1, le=MICRO_BATCH_MAX)
     """Sequences in one forward and backward pass."""
 
     seq_len: Annotated[
@@ -242,6 +258,7 @@ class Knobs(BaseModel):
             label="effective batch",
             phrase=lambda value: f"effective batch {value}" if value else "no accumulation",
             help="Sequences per optimizer step.",
+            resolved=lambda config: config.samples_per_step,
             # The gradients of one micro-batch live through the forward pass of the next.
             memory="grows",
             survives_compiler=True,
@@ -255,7 +272,6 @@ class Knobs(BaseModel):
         Knob(
             label="compute dtype",
             phrase=lambda value: f"{value} compute",
-            help="bf16, fp16 or fp32.",
             shapes_base=True,
             traced=_same,
             options={
@@ -273,7 +289,6 @@ class Knobs(BaseModel):
         Knob(
             label="quantization",
             phrase=lambda value: "16-bit base" if value == "none" else f"{value} base",
-            help="nf4, fp4 or none.",
             lean_first=("nf4", "fp4"),
             shapes_base=True,
             # The two 4-bit types differ in what sixteen values they tell apart, and in no tensor.
@@ -293,6 +308,8 @@ class Knobs(BaseModel):
             label="double quantization",
             phrase=lambda value: "double quantization" if value else "single quantization",
             help="Quantize the quantization constants too.",
+            # Without quantization there are none.
+            resolved=lambda config: config.double_quant and config.is_quantized,
             lean_first=(True,),
             shapes_base=True,
             traced=_same,
@@ -306,7 +323,6 @@ class Knobs(BaseModel):
         Knob(
             label="adapter dtype",
             phrase=lambda value: f"{value} adapters",
-            help="fp32 or bf16.",
             # Parameters, gradients and unquantized optimizer states are of this type.
             memory="grows",
             lean_first=("bf16",),
@@ -327,7 +343,7 @@ class Knobs(BaseModel):
             label="checkpointing",
             phrase=_checkpointing_in_words,
             help="Share of layers recomputed, 0 to 1.",
-            memory="grows",
+            memory="shrinks",
             tried=(0.0, 0.5, 1.0),
             options={
                 "trl": trainers.trl_recomputation,
@@ -371,11 +387,10 @@ class Knobs(BaseModel):
             phrase=lambda value: (
                 {"hf": "standard", "liger": "Liger"}.get(value, value) + " kernels"
             ),
-            help="hf, fused-loss or liger.",
             lean_first=("liger", "fused-loss"),
             shapes_base=True,
             traced=_same,
-            tried=("hf", "fused-loss", "liger"),
+            tried=get_args(Kernels),
             options={
                 "trl": trainers.trl_kernels,
                 "axolotl": trainers.axolotl_kernels,
@@ -395,7 +410,6 @@ class Knobs(BaseModel):
         Knob(
             label="attention",
             phrase=lambda value: f"{value} attention",
-            help="sdpa, flash_attention_2 or eager.",
             lean_first=("sdpa", "flash_attention_2"),
             shapes_base=True,
             traced=_same,
@@ -413,7 +427,6 @@ class Knobs(BaseModel):
         Knob(
             label="optimizer",
             phrase=str,
-            help="adamw_8bit, paged_adamw_8bit or adamw_torch_fused.",
             lean_first=("paged_adamw_8bit", "adamw_8bit"),
             options={"trl": "optim", "axolotl": "optimizer", "llama-factory": "optim"},
         ),
@@ -455,6 +468,16 @@ class Knobs(BaseModel):
         return self.effective_batch_size or self.micro_batch_size
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the frozen base is held in 4 bits."""
+        return self.quantization != "none"
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the optimizer's states are in memory that bitsandbytes pages."""
+        return self.optimizer.startswith("paged")
+
+    @property
     def accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
         return self.samples_per_step // self.micro_batch_size
@@ -463,7 +486,8 @@ class Knobs(BaseModel):
 def _declared() -> Iterator[tuple[str, Knob]]:
     for key, declared in Knobs.model_fields.items():
         (knob,) = (known for known in declared.metadata if isinstance(known, Knob))
-        yield key, replace(knob, kind=_kind(declared.annotation))
+        words = knob.help or f"{listed(get_args(declared.annotation))}."
+        yield key, replace(knob, kind=_kind(declared.annotation), help=words)
 
 
 def _kind(annotation: Any) -> Kind:

@@ -223,7 +223,7 @@ def _flash(config: TrialConfig, setting: Setting) -> str | None:
 
 
 def _paged(config: TrialConfig, setting: Setting) -> str | None:
-    if config.optimizer == "paged_adamw_8bit" and setting.device == "cpu":
+    if config.is_paged and setting.device == "cpu":
         return "a paged optimizer pages between CUDA and host memory: use adamw_8bit on a CPU"
     return None
 
@@ -270,7 +270,7 @@ def _targets(config: TrialConfig, setting: Setting) -> str | None:
 
 
 def _quantized(config: TrialConfig, setting: Setting) -> str | None:
-    if config.quantization == "none":
+    if not config.is_quantized:
         return None
     left = unquantized(setting.model)
     if left is None or (left.share is not None and left.share >= LEAST_QUANTIZED_SHARE):

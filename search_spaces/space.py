@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, StrictInt, field_validator, model_va
 from search_spaces.config import CONFIG_KEYS, TrialConfig, canonical, parse_config
 from search_spaces.dimensions import Choices, Dimension, FloatRange, Strict
 from search_spaces.errors import InputError, listed, quote
-from search_spaces.knobs import Number
+from search_spaces.knobs import KNOBS, Number
 from search_spaces.validation import ContradictionError, known_key
 
 MICRO_STEPS_TIMED = 2
@@ -26,6 +26,9 @@ MICRO_STEPS_TIMED = 2
 The second has the first one's gradients beside it, as every later one would: the peak is that of
 the whole accumulation, and so is the time of a micro-step.
 """
+
+DEFAULT_MODEL = "mistral-7b-v0.3"
+"""What is trained where nobody names a model."""
 
 Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters"]
 SamplerName = Literal["tpe", "gp", "random", "grid"]
@@ -78,7 +81,7 @@ class SearchSpace(Strict):
     """Names the study and its directory too, so it is letters, digits, ``.``, ``_`` and ``-``."""
     description: str = ""
     gpu: str = "auto"
-    model: str = "mistral-7b-v0.3"
+    model: str = DEFAULT_MODEL
     weights: Weights = "random"
     budget_gib: Number | None = Field(default=None, gt=0, le=100_000)
     """Budget of a device that the catalogue lacks (the CPU), or a tighter one than the card's."""
@@ -131,7 +134,7 @@ class SearchSpace(Strict):
         return self
 
     def _leave_out_batches(self) -> None:
-        micro, effective = (self._values_of(key) for key in BATCHES)
+        micro, effective = (self.values_of(key) for key in BATCHES)
         if not self.batches and micro and effective:
             got = " and ".join(listed(map(quote, values)) for values in (effective, micro))
             raise ContradictionError(
@@ -140,12 +143,12 @@ class SearchSpace(Strict):
                 "effective_batch_size",
             )
         for key, column in zip(BATCHES, zip(*self.batches, strict=True), strict=False):
-            values, possible = self._values_of(key), set(column)
+            values, possible = self.values_of(key), set(column)
             if key in self.dimensions and not set(values) <= possible:
                 kept = tuple(value for value in values if value in possible)
                 self.dimensions[key] = Choices(choices=kept)
 
-    def _values_of(self, key: str) -> tuple[Any, ...]:
+    def values_of(self, key: str) -> tuple[Any, ...]:
         """Return every value that ``key`` can take in this space."""
         if key in self.dimensions:
             return self.dimensions[key].values() or ()
@@ -154,7 +157,7 @@ class SearchSpace(Strict):
     @cached_property
     def batches(self) -> tuple[tuple[Any, Any], ...]:
         """Micro-batches and effective batches of the space, in pairs that go into each other."""
-        pairs = itertools.product(*map(self._values_of, BATCHES))
+        pairs = itertools.product(*map(self.values_of, BATCHES))
         return tuple(pair for pair in pairs if _is_whole(*pair))
 
     @cached_property
@@ -178,7 +181,7 @@ class SearchSpace(Strict):
 
     def holds_batches_of(self, params: Mapping[str, Any]) -> bool:
         """Return whether the micro-batch of ``params`` goes into their effective batch."""
-        micro, effective = (params.get(key, self._values_of(key)[0]) for key in BATCHES)
+        micro, effective = (params.get(key, self.values_of(key)[0]) for key in BATCHES)
         return _is_whole(micro, effective)
 
     def config(self, params: Mapping[str, Any]) -> TrialConfig:
@@ -256,8 +259,7 @@ def _is_whole(micro: Any, effective: Any) -> bool:
 def _candidates(key: str, dimension: Dimension, value: Any, resolved: Any) -> list[Any]:
     """Return the dimension's values that may stand for a configuration's, those as written first.
 
-    A value left out stands for what it resolves to: whether it really does depends on the other
-    keys, so only the whole configuration tells.
+    What a value comes to may depend on the other keys, so only the whole configuration tells.
     """
     declared = dimension.values()
     if declared is None:
@@ -266,12 +268,11 @@ def _candidates(key: str, dimension: Dimension, value: Any, resolved: Any) -> li
         is_inside = isinstance(number, int | float) and dimension.low <= number <= dimension.high
         return [number] if is_inside else []
     as_written = [known for known in declared if _same(known, value)]
-    # Without quantization either value of double_quant does nothing.
+    depends = KNOBS[key].resolved is not None
     others = [
         known
         for known in declared
-        if known not in as_written
-        and (known is None or key == "double_quant" or _same(known, resolved))
+        if known not in as_written and (depends or _same(known, resolved))
     ]
     return as_written + others
 

@@ -60,11 +60,6 @@ def _says(sentence: str, **values: Any) -> Lost:
     )
 
 
-def is_quantized(trained: Trained) -> bool:
-    """Whether the frozen base is in 4 bits."""
-    return trained.config.quantization != "none"
-
-
 # Adapters
 
 
@@ -104,7 +99,7 @@ def llama_factory_targets(trained: Trained) -> dict[str, Any]:
 
 def axolotl_adapter_dtype(trained: Trained) -> dict[str, Any]:
     """PEFT leaves the adapters of a 4-bit base in fp32, whatever it is asked."""
-    if trained.config.adapter_dtype == "fp32" or is_quantized(trained):
+    if trained.config.adapter_dtype == "fp32" or trained.config.is_quantized:
         return {}
     return {"peft_autocast_adapter_dtype": False}
 
@@ -112,9 +107,9 @@ def axolotl_adapter_dtype(trained: Trained) -> dict[str, Any]:
 def trl_lost_adapter_dtype(trained: Trained) -> str | None:
     """TRL casts the adapters of a 4-bit base to bf16; PEFT widens those of a 16-bit one."""
     match trained.config.adapter_dtype:
-        case "fp32" if is_quantized(trained):
+        case "fp32" if trained.config.is_quantized:
             return "Adapters: on a 4-bit base it keeps them in bf16; they were measured in fp32."
-        case "bf16" if not is_quantized(trained):
+        case "bf16" if not trained.config.is_quantized:
             return "Adapters: on a 16-bit base it keeps them in fp32; they were measured in bf16."
         case _:
             return None
@@ -122,7 +117,7 @@ def trl_lost_adapter_dtype(trained: Trained) -> str | None:
 
 def axolotl_lost_adapter_dtype(trained: Trained) -> str | None:
     """See `axolotl_adapter_dtype`."""
-    if trained.config.adapter_dtype == "fp32" or not is_quantized(trained):
+    if trained.config.adapter_dtype == "fp32" or not trained.config.is_quantized:
         return None
     return "adapter_dtype bf16: on a 4-bit base it keeps them in fp32: more memory than measured."
 
@@ -160,7 +155,7 @@ llama_factory_lost_precision = _says(
 
 def trl_quantization(trained: Trained) -> dict[str, Any]:
     """TRL hands its own names to bitsandbytes."""
-    if not is_quantized(trained):
+    if not trained.config.is_quantized:
         return {"load_in_4bit": False}
     return {
         "load_in_4bit": True,
@@ -171,7 +166,7 @@ def trl_quantization(trained: Trained) -> dict[str, Any]:
 
 def axolotl_quantization(trained: Trained) -> dict[str, Any]:
     """QLoRA is a kind of adapter, and what bitsandbytes is told a dictionary."""
-    if not is_quantized(trained):
+    if not trained.config.is_quantized:
         return {"adapter": "lora", "load_in_4bit": False}
     details = {
         "bnb_4bit_quant_type": trained.config.quantization,
@@ -182,7 +177,7 @@ def axolotl_quantization(trained: Trained) -> dict[str, Any]:
 
 def llama_factory_quantization(trained: Trained) -> dict[str, Any]:
     """An option that is left out means a 16-bit base."""
-    if not is_quantized(trained):
+    if not trained.config.is_quantized:
         return {}
     return {
         "quantization_method": "bnb",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from search_spaces.config import TrialConfig
 from storage.definition import StudySnapshot
 from storage.ranking import (
     Comparison,
@@ -103,7 +102,7 @@ def _baseline(ranking: Ranking) -> dict[str, Any] | None:
         "tokens_per_second": measured_of(base).tokens_per_second,
         **_certainty(base),
         "in_space": ranking.is_baseline_in_space,
-        "class": _class(base.config),
+        "class": base.config.capacity(),
         **_gain(comparison.gain),
         "no_gain": comparison.reason,
         "class_gain": _class_gain(comparison),
@@ -117,7 +116,7 @@ def _class_gain(comparison: Comparison) -> dict[str, Any] | None:
         return None
     return {
         "number": fastest.number,
-        "class": _class(fastest.config),
+        "class": fastest.config.capacity(),
         "tokens_per_second": measured_of(fastest).tokens_per_second,
         **_certainty(fastest),
         **_gain(comparison.class_gain),
@@ -128,8 +127,3 @@ def _gain(gain: Gain | None) -> dict[str, float | None]:
     if gain is None:
         return {"gain": None, "gain_low": None, "gain_high": None}
     return {"gain": gain.ratio, "gain_low": gain.low, "gain_high": gain.high}
-
-
-def _class(config: TrialConfig) -> dict[str, Any]:
-    values = config.model_dump(mode="json")
-    return {key: values[key] for key in ("lora_rank", "target_modules")}

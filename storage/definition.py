@@ -163,8 +163,3 @@ class StudySummary:
     wall_seconds: float
     holder: str | None
     """Who drives it now (``host:pid``)."""
-
-    @property
-    def best_tokens_per_second(self) -> float | None:
-        """Speed of the best trial; None where nothing fits yet."""
-        return None if self.best is None else self.best.tokens_per_second

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.linears import CapacityClass
@@ -196,12 +196,9 @@ class Ranking:
     @cached_property
     def _spellings(self) -> tuple[str | tuple[str, ...], ...]:
         """How the space spells the layers that it puts adapters on."""
-        space = self.definition.space
-        dimension = space.dimensions.get("target_modules")
-        fixed = space.fixed.get("target_modules", TrialConfig().target_modules)
-        declared: tuple[Any, ...] = (fixed,) if dimension is None else dimension.values() or ()
         return tuple(
-            value if isinstance(value, str) else tuple(sorted(set(value))) for value in declared
+            value if isinstance(value, str) else tuple(sorted(set(value)))
+            for value in self.definition.space.values_of("target_modules")
         )
 
 

@@ -70,7 +70,8 @@ def open_study(
     """
     if not _NAME.fullmatch(name) or len(name.encode()) > NAME_BYTES_MAX:
         raise InputError(
-            f"study name must be at most 100 letters, digits, '.', '_' and '-', got {quote(name)}"
+            f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
+            f"got {quote(name)}"
         )
     database = parse_url(url)
     with ExitStack() as undo:

@@ -21,7 +21,7 @@ import typer
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
 from sweep.paths import crash_log_directory, runs_directory, storage_url
 from sweep.terminal import options as opt
-from sweep.terminal.console import ReaderGoneError, note, prepare_streams
+from sweep.terminal.console import STDOUT, ReaderGoneError, note, prepare_streams
 from sweep.terminal.knob_options import add_knobs, takes_knobs
 
 if TYPE_CHECKING:
@@ -34,9 +34,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-STDOUT = "-"
-"""Name of standard output."""
 
 
 @app.callback(invoke_without_command=True)

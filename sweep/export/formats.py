@@ -9,11 +9,9 @@ from pathlib import Path
 from reports.page import write_whole
 from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
-from sweep.export.axolotl import axolotl
-from sweep.export.llama_factory import llama_factory
 from sweep.export.recipe import Recipe, recipe_of
 from sweep.export.script import script
-from sweep.export.trl import trl
+from sweep.export.trainer_files import axolotl, llama_factory, trl
 
 
 def _document(recipe: Recipe) -> str:

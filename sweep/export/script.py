@@ -23,9 +23,8 @@ from sweep.export.recipe import (
 def script(recipe: Recipe) -> str:
     """Return the training script of a recipe, ready to run."""
     config, names = recipe.config, recipe.target_modules
-    is_quantized = config.quantization != "none"
     imports = ["LoraConfig", "get_peft_model"]
-    if config.upcast_fp32 and is_quantized:
+    if config.upcast_fp32 and config.is_quantized:
         imports.append("prepare_model_for_kbit_training")
     return _template().render(
         header=comment(recipe.facts()),
@@ -36,7 +35,7 @@ def script(recipe: Recipe) -> str:
         target_modules="all-linear" if names is None else list(names),
         dtype=TORCH_DTYPES[config.compute_dtype],
         adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
-        is_quantized=is_quantized,
+        is_quantized=config.is_quantized,
         peft_imports=", ".join(imports),
         liger=liger_kernels(config),
         needs="" if config.kernels == "hf" else ", liger-kernel",

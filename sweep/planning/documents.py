@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from search_spaces.config import TrialConfig
 from search_spaces.linears import CapacityClass
 from sweep.planning.forecast import Forecast
 from sweep.planning.plan import CardComparison, CardPlan
@@ -162,7 +161,7 @@ def _survey(survey: Survey) -> dict[str, Any]:
         "capacity_class": _capacity(survey),
         "alternative": None if survey.alternative is None else _brief(survey.alternative),
         "fastest_by_class": [
-            {**_class(forecast.config), "seq_len": forecast.config.seq_len, **_brief(forecast)}
+            {**forecast.config.capacity(), "seq_len": forecast.config.seq_len, **_brief(forecast)}
             for forecast in survey.fastest_by_class.values()
         ],
         "trials": survey.trials,
@@ -183,12 +182,7 @@ def _capacity(survey: Survey) -> dict[str, Any] | None:
     if survey.recommended is None:
         return None
     standard = CapacityClass.of(STANDARD, survey.model)
-    return {**_class(survey.recommended.config), "is_standard": survey.capacity == standard}
-
-
-def _class(config: TrialConfig) -> dict[str, Any]:
-    values = config.model_dump(mode="json")
-    return {key: values[key] for key in ("lora_rank", "target_modules")}
+    return {**survey.recommended.config.capacity(), "is_standard": survey.capacity == standard}
 
 
 def _evidence(plan: CardPlan) -> dict[str, Any] | None:

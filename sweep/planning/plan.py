@@ -14,6 +14,7 @@ from typing import Any, Literal
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, quote
 from search_spaces.gpus import GpuSpec
+from search_spaces.knobs import CAPACITY_KEYS
 from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
@@ -24,7 +25,7 @@ from sweep.planning.recommendation import nearest_capacity, preferred
 from sweep.planning.spaces import with_fixed
 from sweep.planning.survey import ClassKey, Survey, class_of
 from sweep.planning.table import ShapeTable, shape_table
-from sweep.predict.cost import Bill, Comparison, Workload, bill, compare
+from sweep.predict.cost import Bill, OfferComparison, Workload, bill, compare_offers
 
 STEPS = 1000
 """Optimizer steps where nothing else is asked."""
@@ -210,7 +211,7 @@ class CardComparison:
     """The configuration of each card, by its name."""
     workload: Workload
     """What each of them does."""
-    bills: Comparison
+    bills: OfferComparison
 
     @property
     def effective_batch_size(self) -> int:
@@ -257,7 +258,7 @@ def compare_cards(
     ]
     if not bills:
         return None
-    return CardComparison(chosen, bills[0].workload, compare(bills))
+    return CardComparison(chosen, bills[0].workload, compare_offers(bills))
 
 
 def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
@@ -312,7 +313,7 @@ def _accumulating(
     """Return a card's preferred way to make an effective batch, in the class and at the length of
     ``shared``; None where it has none.
     """
-    held = {key: getattr(shared, key) for key in ("lora_rank", "target_modules", "seq_len")}
+    held = {key: getattr(shared, key) for key in (*CAPACITY_KEYS, "seq_len")}
     try:
         return look(plan, with_fixed(space, {**held, "effective_batch_size": whole}))
     except InputError:

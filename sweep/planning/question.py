@@ -1,7 +1,7 @@
 """Owns what a plan is asked about: each name that was typed becomes what it names.
 
 Also the file of configurations that may be named, one JSON object a line. Knows nothing of how
-options are spelled, nor of answers.
+options are read, nor of answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_names, match_product
 from search_spaces.loading import load_space, preset_name, shipped_presets
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import Offer, load_prices
-from search_spaces.space import SearchSpace
+from search_spaces.space import DEFAULT_MODEL, SearchSpace
 from storage.definition import StudySnapshot
 from sweep.paths import own_price_file
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
@@ -30,7 +30,6 @@ from sweep.planning.spaces import standard_space, with_fixed
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.running.device_info import Card
 
-DEFAULT_MODEL = "mistral-7b-v0.3"
 STDIN = "-"
 """Name of standard input."""
 

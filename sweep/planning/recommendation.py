@@ -110,8 +110,8 @@ def nearest_capacity(classes: Iterable[CapacityClass], *, model: ModelSpec) -> C
 def _size(capacity: CapacityClass, standard: CapacityClass, model: ModelSpec) -> float:
     """Return the size of a class's adapters over that of the standard one's."""
     own, reference = (
-        lora_parameters(TrialConfig(lora_rank=one.lora_rank, target_modules=one.modules), model)
-        for one in (capacity, standard)
+        lora_parameters(TrialConfig(lora_rank=known.lora_rank, target_modules=known.modules), model)
+        for known in (capacity, standard)
     )
     if own is None or reference is None:
         return capacity.lora_rank / standard.lora_rank

@@ -160,9 +160,9 @@ def _weight(key: str, value: Any) -> float:
     lean_first = KNOBS[key].lean_first
     if lean_first:
         return lean_first.index(value) if value in lean_first else len(lean_first)
-    if key == "checkpoint_fraction":
-        return -float(value)
-    return float(value) if isinstance(value, int | float) else 0.0
+    if not isinstance(value, int | float):
+        return 0.0
+    return -float(value) if KNOBS[key].memory == "shrinks" else float(value)
 
 
 def _drawn(dimension: Dimension, draw: random.Random) -> Any:

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
+from search_spaces.knobs import MICRO_BATCH_MAX
 from sweep.planning.forecast import Forecast, Forecaster
 from sweep.planning.spaces import LENGTHS
 from sweep.predict.memory.predictor import Fit
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Rows where nothing else is asked."""
-BATCH_MAX = 65_536
-"""No configuration has a larger micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +255,7 @@ def shape_table(
 
 def _allowed_batches(base: TrialConfig) -> Sequence[int]:
     """Return every micro-batch that the effective batch can be made of."""
-    every = range(1, BATCH_MAX + 1)
+    every = range(1, MICRO_BATCH_MAX + 1)
     whole = base.effective_batch_size
     return every if whole is None else [batch for batch in every[:whole] if whole % batch == 0]
 

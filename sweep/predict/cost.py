@@ -221,7 +221,7 @@ class BreakEven:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class OfferComparison:
     """Bills of the same work under several offers."""
 
     bills: tuple[Bill, ...]
@@ -240,7 +240,7 @@ class Comparison:
         return min(self.bills, key=lambda bill: bill.wall_hours / bill.workload.samples)
 
 
-def compare(bills: Sequence[Bill]) -> Comparison:
+def compare_offers(bills: Sequence[Bill]) -> OfferComparison:
     """Return the bills from cheap to dear, and where the cheapest one would no longer be that.
 
     Break-evens are of exact costs, minimum charges included; rounding up to billing units blurs
@@ -250,10 +250,10 @@ def compare(bills: Sequence[Bill]) -> Comparison:
         ValueError: there is no bill.
     """
     if not bills:
-        raise ValueError("compare needs at least one bill")
+        raise ValueError("comparing offers needs at least one bill")
     ranked = tuple(sorted(bills, key=lambda bill: bill.usd_per_sample))
     points = [point for other in ranked[1:] for point in _break_evens(ranked[0], other)]
-    return Comparison(ranked, tuple(sorted(points, key=lambda point: point.samples)))
+    return OfferComparison(ranked, tuple(sorted(points, key=lambda point: point.samples)))
 
 
 def _cost_line(bill: Bill) -> CostLine:

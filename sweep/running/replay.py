@@ -139,12 +139,9 @@ def _measuring(
 ) -> Iterator[Progress]:
     """Yield the beats of a measured trial; the interval of the median is there from the fewest
     steps on."""
-    memory = {
-        "allocated_bytes": measurement.peak_allocated_bytes,
-        "reserved_bytes": measurement.peak_reserved_bytes,
-    }
+    peak = measurement.peak_allocated_bytes
     for step in range(1, measurement.steps_warmup + 1):
-        yield Progress(phase="warmup", step=step, **memory)
+        yield Progress(phase="warmup", step=step, allocated_bytes=peak)
     interval = measurement.step_seconds_ci95
     fastest = None if interval is None else tokens_per_step / interval[0]
     for step in range(1, measurement.steps_measured + 1):
@@ -153,7 +150,7 @@ def _measuring(
             step=step,
             tokens_per_second=measurement.tokens_per_second,
             tokens_per_second_high=fastest if step >= fewest else None,
-            **memory,
+            allocated_bytes=peak,
         )
     yield Progress(phase="detach")
 

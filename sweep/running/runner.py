@@ -28,7 +28,6 @@ class Progress:
     """The most that the median step may still turn out to allow: by its 95 % interval, or by a
     generous guess before there is one; None where nothing can be said."""
     allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
 
 
 Observer = Callable[[Progress], bool]

@@ -193,7 +193,7 @@ class Worker:
 
     def _reason_to_retire(self, config: TrialConfig, before: int | None) -> str | None:
         """Return why this process is not fit for another trial; None where it is."""
-        if config.optimizer.startswith("paged"):
+        if config.is_paged:
             return "bitsandbytes never frees paged buffers"
         after = self._device.allocated_bytes()
         if before is not None and after is not None and after > before + _BASELINE_SLACK_BYTES:

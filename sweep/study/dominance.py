@@ -50,10 +50,13 @@ _SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
     "target_modules": lambda config, model: frozenset(resolve_targets(config, model)),
     "effective_batch_size": lambda config, _: config.accumulation_steps > 1,
     "checkpoint_fraction": lambda config, model: _Recomputed(
-        round(config.checkpoint_fraction * model.hidden_layers)
+        config.checkpointed_count(model.hidden_layers)
     ),
 }
-"""What memory grows with, of the knobs whose value is not itself that."""
+"""What memory grows with, of the knobs whose value is not itself that.
+
+What memory shrinks with is among them.
+"""
 
 
 def footprint(config: TrialConfig, *, model: ModelSpec) -> Footprint:
@@ -61,17 +64,18 @@ def footprint(config: TrialConfig, *, model: ModelSpec) -> Footprint:
     sizes: dict[str, Any] = {}
     kinds: dict[str, Any] = {}
     for key, knob in KNOBS.items():
-        grows = knob.memory == "grows"
-        if grows and (knob.survives_compiler or not config.compile):
+        is_ordered = knob.memory in ("grows", "shrinks")
+        if is_ordered and (knob.survives_compiler or not config.compile):
             sizes[key] = _size(key, config, model)
         elif knob.memory != "untouched":
-            kinds[key] = _size(key, config, model) if grows else getattr(config, key)
+            kinds[key] = _size(key, config, model) if is_ordered else getattr(config, key)
     return Footprint(sizes, kinds)
 
 
 def _size(key: str, config: TrialConfig, model: ModelSpec) -> Any:
     if key in _SIZES:
         return _SIZES[key](config, model)
+    assert KNOBS[key].memory == "grows", f"more of {key} needs less memory"
     value, lean_first = getattr(config, key), KNOBS[key].lean_first
     if not lean_first:
         return value

@@ -96,10 +96,6 @@ def _is_as_good(
             return known is not None and rival.peak_allocated_bytes <= known
         case "trainable_parameters":
             # A running trial does not report its count; equal adapters have equal counts.
-            mine, theirs = config, rival.config
-            return (mine.lora_rank, mine.target_modules) == (
-                theirs.lora_rank,
-                theirs.target_modules,
-            )
+            return config.capacity() == rival.config.capacity()
         case _:
             return True  # Speed, in which the rival is ahead already.

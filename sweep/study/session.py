@@ -83,7 +83,7 @@ def prepare(
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: the card, or the network for a hub id, is not to be had.
     """
-    space, changed = _settled_space(space_name, overrides)
+    space, changed = _resolved_space(space_name, overrides)
     name = default_study_name(space, changed) if study is None else study
     if name in RESERVED:
         raise InputError(
@@ -110,7 +110,7 @@ def prepare(
     return Prepared(name=name, definition=definition, model=model, resolved=resolved, card=here)
 
 
-def _settled_space(
+def _resolved_space(
     name: str, overrides: Mapping[str, Any]
 ) -> tuple[SearchSpace, Mapping[str, Any]]:
     """Return the space that was named, as it was overridden, and what that changed."""

@@ -92,9 +92,7 @@ def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
         return 2 * (experts + model.vocab_size * model.hidden_size)
     if shapes is None:
         return None
-    dimension = space.dimensions.get("quantization")
-    kinds = dimension.values() if dimension else (space.fixed.get("quantization", "nf4"),)
-    halves = 4 if set(kinds or ()) == {"none"} else 1
+    halves = 4 if set(space.values_of("quantization")) == {"none"} else 1
     linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
     tables = 1 if model.config.get("tie_word_embeddings") else 2
     return linears * halves // 2 + 2 * tables * model.vocab_size * model.hidden_size

@@ -38,7 +38,7 @@ from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.session import drive, prepare
 from sweep.study.tuner import trials_spent
-from sweep.terminal.console import note, say, table
+from sweep.terminal.console import STDOUT, note, say, table
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
 from sweep.terminal.live import watching
 from sweep.terminal.progress import Board
@@ -168,7 +168,7 @@ def best(study: str, *, storage: str | None, as_json: bool) -> int:
 def report(study: str, *, storage: str | None, output: Path | None) -> int:
     """Print a study's report, or write it and print where it is."""
     snapshot = _read(study, url=storage_url(storage))
-    if output is not None and str(output) == "-":
+    if output is not None and str(output) == STDOUT:
         say(render(snapshot))
         return DONE
     path = output or report_path(study)
@@ -181,7 +181,7 @@ def export(study: str, *, format: str, storage: str | None, output: Path | None)
     """Print a study's winner as a recipe, or write it and print where it is."""
     snapshot = _read(study, url=storage_url(storage))
     text = formats.export(snapshot, format=format)
-    if output is None or str(output) == "-":
+    if output is None or str(output) == STDOUT:
         say(text.removesuffix("\n"))
     else:
         formats.save(text, output)

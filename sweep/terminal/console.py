@@ -14,6 +14,9 @@ from typing import TextIO
 
 from search_spaces.errors import EnvironmentFault
 
+STDOUT = "-"
+"""Name of standard output, where a file is named."""
+
 
 class ReaderGoneError(Exception):
     """Whoever read stdout has stopped; there is nobody left to print for."""

@@ -12,9 +12,7 @@ from reports import units
 from search_spaces.config import TrialConfig
 from storage.definition import StudyDefinition
 from storage.ranking import Gain, Ranking, compare, rank
-from storage.records import (
-    TrialRecord,
-)
+from storage.records import TrialRecord
 from storage.recovery import next_number
 from sweep.running.runner import Progress
 from sweep.study.events import Event, StudyFinished, TrialFinished, TrialProgress, TrialStarted

@@ -42,15 +42,18 @@ def is_card_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the card's memory ran out, and not the host's."""
     if lacks_kernel_resources(error):
         return False
-    return any(_says_card_memory(one) for one in _causes(error))
+    return any(_says_card_memory(cause) for cause in _causes(error))
 
 
 def is_host_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the memory of the process ran out."""
     return any(
-        isinstance(one, torch.OutOfMemoryError | MemoryError)
-        or (isinstance(one, RuntimeError | OSError) and _HOST_MEMORY.search(str(one)) is not None)
-        for one in _causes(error)
+        isinstance(cause, torch.OutOfMemoryError | MemoryError)
+        or (
+            isinstance(cause, RuntimeError | OSError)
+            and _HOST_MEMORY.search(str(cause)) is not None
+        )
+        for cause in _causes(error)
     )
 
 
@@ -62,8 +65,8 @@ def lacks_kernel_resources(error: BaseException) -> bool:
     memory is free, so no larger configuration follows from it.
     """
     return any(
-        type(one).__name__ == "OutOfResources" or _KERNEL_RESOURCES.search(str(one)) is not None
-        for one in _causes(error)
+        type(cause).__name__ == "OutOfResources" or _KERNEL_RESOURCES.search(str(cause)) is not None
+        for cause in _causes(error)
     )
 
 
@@ -83,8 +86,8 @@ def knob_of_kernel(error: BaseException, config: TrialConfig) -> str:
 
 def requested_bytes(error: BaseException) -> int | None:
     """Return the size of the allocation that failed, where the message tells it."""
-    found = _REQUESTED.search(str(error))
-    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
+    match = _REQUESTED.search(str(error))
+    return None if match is None else int(float(match[1]) * _UNITS[match[2]])
 
 
 def _says_card_memory(error: BaseException) -> bool:
@@ -98,8 +101,8 @@ def _says_card_memory(error: BaseException) -> bool:
 
 def _sources(error: BaseException) -> Iterator[str]:
     """Yield the files that an exception went through, from where it was raised outwards."""
-    for one in _causes(error):
-        frames = [frame for frame, _ in traceback.walk_tb(one.__traceback__)]
+    for cause in _causes(error):
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
         yield from (frame.f_code.co_filename for frame in reversed(frames))
 
 

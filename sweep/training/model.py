@@ -81,7 +81,7 @@ def build_base(
         model.train()
         with _needing("kernels", is_own=config.kernels != "hf"):
             undo.enter_context(_kernels(model, config.kernels))
-        share = None if config.quantization == "none" else quantized_share(model)
+        share = quantized_share(model) if config.is_quantized else None
         return BaseModel(
             config=config.base(), spec=spec, model=model, undo=undo.pop_all(), quantized_share=share
         )
@@ -120,7 +120,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 def bnb_config(config: TrialConfig) -> BitsAndBytesConfig | None:
     """Return how transformers quantizes this base; None for a 16-bit one."""
-    if config.quantization == "none":
+    if not config.is_quantized:
         return None
     return BitsAndBytesConfig(
         load_in_4bit=True,

@@ -69,7 +69,7 @@ class KernelWatch(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class Evidence:
+class StepEvidence:
     """What the first steps of a configuration left behind."""
 
     attached: Attached
@@ -92,7 +92,7 @@ class Evidence:
         return ((p, state) for p, state in states if p.numel() >= from_elements)
 
 
-Proof = Callable[[TrialConfig, Evidence], str | None]
+Proof = Callable[[TrialConfig, StepEvidence], str | None]
 """Returns what contradicts a knob's value, or None."""
 
 PROOFS: dict[str, Proof] = {}
@@ -113,7 +113,7 @@ def ineffective(
     config: TrialConfig, *, attached: Attached, loop: TrainingLoop, watch: KernelWatch | None
 ) -> Ineffective | None:
     """Return the first knob that had no effect in the steps done so far; None where all had."""
-    evidence = Evidence(attached, loop, watch)
+    evidence = StepEvidence(attached, loop, watch)
     for knob, proof in PROOFS.items():
         detail = proof(config, evidence)
         if detail is not None:
@@ -121,15 +121,15 @@ def ineffective(
     return None
 
 
-def _four_bit_states(evidence: Evidence) -> list[Any]:
+def _four_bit_states(evidence: StepEvidence) -> list[Any]:
     modules = evidence.attached.model.modules()
     return [m.weight.quant_state for m in modules if isinstance(m, bnb.nn.Linear4bit)]
 
 
 @proves("quantization")
-def _quantization(config: TrialConfig, evidence: Evidence) -> str | None:
+def _quantization(config: TrialConfig, evidence: StepEvidence) -> str | None:
     states = _four_bit_states(evidence)
-    if config.quantization == "none":
+    if not config.is_quantized:
         return "4-bit layers are left" if states else None
     if not states:
         return "no layer is in 4 bits: use quantization none"
@@ -145,26 +145,26 @@ def _quantization(config: TrialConfig, evidence: Evidence) -> str | None:
 
 
 @proves("double_quant")
-def _double_quant(config: TrialConfig, evidence: Evidence) -> str | None:
+def _double_quant(config: TrialConfig, evidence: StepEvidence) -> str | None:
     if all(state.nested == config.double_quant for state in _four_bit_states(evidence)):
         return None
     return "the constants are stored otherwise"
 
 
 @proves("micro_batch_size")
-def _micro_batch(config: TrialConfig, evidence: Evidence) -> str | None:
+def _micro_batch(config: TrialConfig, evidence: StepEvidence) -> str | None:
     rows, _ = evidence.loop.batch_shape
     return None if rows == config.micro_batch_size else f"a micro-batch has {rows} rows"
 
 
 @proves("seq_len")
-def _length(config: TrialConfig, evidence: Evidence) -> str | None:
+def _length(config: TrialConfig, evidence: StepEvidence) -> str | None:
     _, tokens = evidence.loop.batch_shape
     return None if tokens == config.seq_len else f"a row has {tokens} tokens"
 
 
 @proves("effective_batch_size")
-def _accumulation(config: TrialConfig, evidence: Evidence) -> str | None:
+def _accumulation(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """Of a long accumulation the first micro-steps alone are run, and at least two of them."""
     loop = evidence.loop
     if (loop.micro_steps > 1) != (config.accumulation_steps > 1):
@@ -177,7 +177,7 @@ def _accumulation(config: TrialConfig, evidence: Evidence) -> str | None:
 
 
 @proves("checkpoint_fraction")
-def _checkpointing(config: TrialConfig, evidence: Evidence) -> str | None:
+def _checkpointing(config: TrialConfig, evidence: StepEvidence) -> str | None:
     attached = evidence.attached
     asked = config.checkpointed_layers(len(attached.layers))
     went_through = {index for index, calls in attached.checkpoint_calls.items() if calls}
@@ -187,7 +187,7 @@ def _checkpointing(config: TrialConfig, evidence: Evidence) -> str | None:
 
 
 @proves("kernels")
-def _kernels(config: TrialConfig, evidence: Evidence) -> str | None:
+def _kernels(config: TrialConfig, evidence: StepEvidence) -> str | None:
     base = evidence.attached.model.get_base_model()
     has_fused_loss = _is_from_liger(base.forward)
     if has_fused_loss != (config.kernels != "hf"):
@@ -205,7 +205,7 @@ def _is_from_liger(function: object) -> bool:
 
 
 @proves("optimizer")
-def _optimizer(config: TrialConfig, evidence: Evidence) -> str | None:
+def _optimizer(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """8-bit states are bytes, but for tensors under 4,096 elements, which stay in 32 bits."""
     states = [state for _, state in evidence.states(from_elements=4096)]
     is_8bit = any(getattr(s.get("state1"), "dtype", None) == torch.uint8 for s in states)
@@ -214,17 +214,17 @@ def _optimizer(config: TrialConfig, evidence: Evidence) -> str | None:
     return _paging(config, evidence)
 
 
-def _paging(config: TrialConfig, evidence: Evidence) -> str | None:
+def _paging(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """Paged states are in managed memory, but for tensors under 100,000 elements and on the CPU."""
     large = [state for p, state in evidence.states(from_elements=100_000) if p.is_cuda]
     is_paged = any(getattr(state.get("state1"), "is_paged", False) for state in large)
-    if large and is_paged != config.optimizer.startswith("paged"):
+    if large and is_paged != config.is_paged:
         return f"its state is {'' if is_paged else 'not '}paged"
     return None
 
 
 @proves("compile")
-def _compile(config: TrialConfig, _: Evidence) -> str | None:
+def _compile(config: TrialConfig, _: StepEvidence) -> str | None:
     if not config.compile:
         return None
     counters = torch._dynamo.utils.counters
@@ -246,7 +246,7 @@ def is_from_the_compiler(error: Exception) -> bool:
 
 
 @proves("upcast_fp32")
-def _upcast(config: TrialConfig, evidence: Evidence) -> str | None:
+def _upcast(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """The norms and the embeddings tell: they are fp32 with the upcast, and not all without."""
     if config.compute_dtype == "fp32":
         return None
@@ -270,13 +270,13 @@ def _is_close(got: float, asked: float) -> bool:
 
 
 @proves("lora_rank")
-def _rank(config: TrialConfig, evidence: Evidence) -> str | None:
+def _rank(config: TrialConfig, evidence: StepEvidence) -> str | None:
     ranks = {layer.r[_ADAPTER] for layer in evidence.adapters()} - {config.lora_rank}
     return f"an adapter has {ranks.pop()}, not {config.lora_rank}" if ranks else None
 
 
 @proves("lora_alpha")
-def _scale(config: TrialConfig, evidence: Evidence) -> str | None:
+def _scale(config: TrialConfig, evidence: StepEvidence) -> str | None:
     asked = config.alpha / config.lora_rank
     for layer in evidence.adapters():
         scale = layer.scaling[_ADAPTER]
@@ -286,7 +286,7 @@ def _scale(config: TrialConfig, evidence: Evidence) -> str | None:
 
 
 @proves("lora_dropout")
-def _dropout(config: TrialConfig, evidence: Evidence) -> str | None:
+def _dropout(config: TrialConfig, evidence: StepEvidence) -> str | None:
     asked = config.lora_dropout
     for layer in evidence.adapters():
         share = getattr(layer.lora_dropout[_ADAPTER], "p", 0.0)
@@ -299,7 +299,7 @@ def _dropout(config: TrialConfig, evidence: Evidence) -> str | None:
 
 
 @proves("adapter_dtype")
-def _adapter_dtype(config: TrialConfig, evidence: Evidence) -> str | None:
+def _adapter_dtype(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """The type of what is trained, and of the optimizer states that are not in 8 bits."""
     asked = DTYPES[config.adapter_dtype]
     for parameter in evidence.attached.trainable_parameters():
@@ -309,7 +309,7 @@ def _adapter_dtype(config: TrialConfig, evidence: Evidence) -> str | None:
 
 
 @proves("target_modules")
-def _targets(config: TrialConfig, evidence: Evidence) -> str | None:
+def _targets(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """For every target some adapter has moved: its second matrix was zero.
 
     Said of nothing that need not move: fp16 skips its first updates while the loss scale settles,
@@ -331,7 +331,7 @@ def _targets(config: TrialConfig, evidence: Evidence) -> str | None:
 
 
 @proves("compute_dtype")
-def _compute_dtype(config: TrialConfig, evidence: Evidence) -> str | None:
+def _compute_dtype(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """Most of the multiplying is in the compute type; rotary angles and the like are not."""
     if evidence.watch is None:
         return None
@@ -348,7 +348,7 @@ def _plain(dtype: torch.dtype) -> str:
 
 
 @proves("attention")
-def _attention(config: TrialConfig, evidence: Evidence) -> str | None:
+def _attention(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """Each implementation leaves its own operators.
 
     `sdpa` must reach a fused kernel: its fallback materializes the scores as `eager` does. In fp32

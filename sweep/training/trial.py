@@ -88,7 +88,7 @@ class Trial:
             self.device,
             self.card,
             self.budget_bytes,
-            has_paged_memory=self.config.optimizer.startswith("paged"),
+            has_paged_memory=self.config.is_paged,
         )
         self._meter = Meter(self.config, self.steps, self.device, neighbours)
 

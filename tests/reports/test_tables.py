@@ -110,14 +110,6 @@ def test_verdicts_that_did_not_occur_are_left_out() -> None:
     assert [(row.verdict, row.count) for row in rows] == [(Verdict.FITS, 1), (Verdict.OOM, 1)]
 
 
-def test_the_configuration_is_listed_key_by_key_as_a_space_file_writes_it() -> None:
-    rows = {row.name: row.value for row in tables.configuration_rows(FAST)}
-    assert list(rows) == list(TrialConfig.model_fields)
-    assert rows["checkpoint_fraction"] == "0.0"
-    assert rows["upcast_fp32"] == "true"
-    assert rows["lora_alpha"] == "–"
-
-
 def test_the_environment_names_target_host_and_every_stored_version() -> None:
     rows = {row.name: row.value for row in tables.environment_rows(snapshot())}
     assert rows["target GPU"] == "a10"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from search_spaces.config import TrialConfig, parse_config
+from search_spaces.config import TrialConfig, canonical, parse_config
 from search_spaces.errors import InputError
 from search_spaces.knobs import KNOBS
 from sweep.predict.memory.polynomials import Polynomial
@@ -51,11 +51,10 @@ class Structure:
         is_long: bool = False,
     ) -> Structure:
         """Return a configuration's structure, with all layers recomputed or none."""
+        resolved = canonical(config)
         shaping = {
-            key: knob.traced(getattr(config, key)) for key, knob in KNOBS.items() if knob.traced
+            key: knob.traced(getattr(resolved, key)) for key, knob in KNOBS.items() if knob.traced
         }
-        # Without quantization there are no constants to quantize.
-        shaping["double_quant"] &= config.quantization != "none"
         shaping["checkpoint_fraction"] = float(is_checkpointed)
         return cls(TrialConfig.model_construct(**shaping), has_flash, is_long)
 

@@ -95,7 +95,7 @@ class Layout:
     @cached_property
     def is_quantized(self) -> bool:
         """Whether the base is held in 4 bits."""
-        return self.config.quantization != "none"
+        return self.config.is_quantized
 
     @cached_property
     def fusion(self) -> Literal["eager", "liger", "compiled"]:

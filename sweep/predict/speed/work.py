@@ -69,7 +69,7 @@ def step_work(config: TrialConfig, model: ModelSpec) -> StepWork:
     """
     layout = Layout.of(config, model)
     layers = model.hidden_layers
-    recomputed = round(config.checkpoint_fraction * layers)
+    recomputed = config.checkpointed_count(layers)
     forward, backward = _layer(layout)
     work = _sum(
         [

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from reports import units
 from search_spaces.config import TrialConfig
+from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from sweep.planning.forecast import Forecast
-from sweep.predict.cost import Bill, BillItem, BreakEven, Comparison
+from sweep.predict.cost import Bill, BillItem, BreakEven, OfferComparison
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit, MemoryPrediction
 from sweep.predict.speed.predictor import SpeedPrediction
@@ -45,8 +46,6 @@ TERM_WORDS = {
     "overhead": "fixed work of the host",
 }
 TERMS_SHOWN = 3
-SIZE_KEYS = ("micro_batch_size", "seq_len")
-CLASS_KEYS = ("lora_rank", "target_modules")
 ITEM_WORDS = {
     "training": "training",
     "boot": "container boot",
@@ -70,27 +69,23 @@ _OFFER_HEADER = (
 
 def describe(config: TrialConfig) -> str:
     """Return a configuration in words: ``8 x 512, rank 16, adapters on q,k,v,o, ...``."""
-    return f"{_size(config)}, {structure(config)}"
+    return f"{units.size(config)}, {structure(config)}"
 
 
 def structure(config: TrialConfig) -> str:
     """Return all but micro-batch and length, as far as it is not the standard recipe's."""
-    capacity = [units.phrase(key, getattr(config, key)) for key in CLASS_KEYS]
+    capacity = [units.phrase(key, getattr(config, key)) for key in CAPACITY_KEYS]
     return ", ".join([*capacity, *_changed(config)])
 
 
 def knobs(config: TrialConfig) -> str:
     """Return all but the capacity class, as far as it is not the standard recipe's."""
-    return ", ".join([_size(config), *_changed(config)])
-
-
-def _size(config: TrialConfig) -> str:
-    return f"{config.micro_batch_size} x {config.seq_len}"
+    return ", ".join([units.size(config), *_changed(config)])
 
 
 def _changed(config: TrialConfig) -> Iterator[str]:
     for key, value in config.changes_from(TrialConfig()).items():
-        if key not in (*SIZE_KEYS, *CLASS_KEYS):
+        if key not in (*SIZE_KEYS, *CAPACITY_KEYS):
             yield units.phrase(key, value)
 
 
@@ -235,7 +230,7 @@ def _offers(bills: Sequence[Bill]) -> str:
     return table(_OFFER_HEADER, rows)
 
 
-def comparison_lines(comparison: Comparison) -> Iterator[str]:
+def comparison_lines(comparison: OfferComparison) -> Iterator[str]:
     """Yield one training on several cards: every offer, the cheapest, the soonest, break-evens."""
     yield from _offers(comparison.bills).split("\n")
     cheapest, soonest = comparison.cheapest, comparison.soonest

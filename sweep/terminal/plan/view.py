@@ -202,7 +202,7 @@ def _title(forecast: Forecast, survey: Survey | None) -> str:
     config = forecast.config
     if survey is None:
         verdict = "is not possible" if forecast.broken is not None else FIT_WORDS[forecast.fit]
-        return f"{config.micro_batch_size} x {config.seq_len} {verdict}"
+        return f"{units.size(config)} {verdict}"
     what = "largest" if forecast.tokens_per_second is None else "fastest"
     within = uncertainty.capacity(config)
     if forecast.fit is Fit.YES:
@@ -222,7 +222,7 @@ def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
         yield f"{standard} is the published recipe's capacity; others are for you to name"
     else:
         yield f"{uncertainty.capacity(config)} is the nearest to {standard} here that {fits}"
-    if len({length for one, length in survey.fastest_by_class if one == capacity}) > 1:
+    if len({length for known, length in survey.fastest_by_class if known == capacity}) > 1:
         yield f"{config.seq_len:,} is the length of most tokens/s: hold yours with --seq-len"
     other = survey.alternative
     if other is None:

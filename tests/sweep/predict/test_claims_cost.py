@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from search_spaces.prices import Offer
-from sweep.predict.cost import Bill, Workload, bill, compare
+from sweep.predict.cost import Bill, Workload, bill, compare_offers
 
 FIVE_THOUSAND_STEPS = Workload(steps=5000, samples_per_step=16, tokens_per_sample=2048.0)
 H100_STEP_SECONDS = 1.05
@@ -82,12 +82,12 @@ def test_the_h100_spot_costs_71_cents_per_thousand_and_1_02_with_its_queue_not_1
 
 
 def test_the_published_order_of_a100_and_h100_spot_turns_round_unless_the_queue_is_billed() -> None:
-    free = compare([a100(), h100_spot(is_queue_billed=False)])
+    free = compare_offers([a100(), h100_spot(is_queue_billed=False)])
     assert free.cheapest.offer.gpu == "h100-pcie"
     # Both download for 90 s; the H100's dearer second is paid back within seventeen steps.
     (point,) = free.break_evens
     assert point.steps == pytest.approx(16.06, abs=0.01)
-    billed = compare([a100(), h100_spot(is_queue_billed=True)])
+    billed = compare_offers([a100(), h100_spot(is_queue_billed=True)])
     assert billed.cheapest.offer.gpu == "a100-40gb"
     (point,) = billed.break_evens
     assert point.steps == pytest.approx(5178, abs=1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from search_spaces.errors import InputError
 from search_spaces.prices import Offer
-from sweep.predict.cost import Bill, CostLine, Workload, bill, compare, crossings
+from sweep.predict.cost import Bill, CostLine, Workload, bill, compare_offers, crossings
 
 WORK = Workload(steps=1000, samples_per_step=16, tokens_per_sample=512.0)
 
@@ -176,7 +176,7 @@ def _pair(slow_boot: float) -> tuple[Bill, Bill]:
 
 def test_the_break_even_is_where_a_fast_start_is_paid_back_by_fast_steps() -> None:
     slow, fast = _pair(300.0)
-    comparison = compare([slow, fast])
+    comparison = compare_offers([slow, fast])
     assert comparison.cheapest is fast
     assert comparison.soonest is fast
     (point,) = comparison.break_evens
@@ -187,8 +187,8 @@ def test_the_break_even_is_where_a_fast_start_is_paid_back_by_fast_steps() -> No
 
 def test_offers_that_never_swap_have_no_break_even() -> None:
     slow, fast = _pair(0.0)
-    assert compare([slow, fast]).break_evens == ()
-    assert compare([slow]).break_evens == ()
+    assert compare_offers([slow, fast]).break_evens == ()
+    assert compare_offers([slow]).break_evens == ()
 
 
 @pytest.mark.parametrize(
@@ -217,12 +217,12 @@ def test_costs_cross_where_they_are_equal_and_change_places(
 
 def test_the_order_of_the_bills_does_swap_at_the_break_even() -> None:
     slow, fast = _pair(300.0)
-    (point,) = compare([slow, fast]).break_evens
+    (point,) = compare_offers([slow, fast]).break_evens
     assert point.steps is not None
     for steps, winner in ((point.steps * 0.98, "a10"), (point.steps * 1.02, "a100-40gb")):
         work = replace(WORK, steps=round(steps))
         bills = [bill(work, step_seconds=b.step_seconds, offer=b.offer) for b in (slow, fast)]
-        assert compare(bills).cheapest.offer.gpu == winner
+        assert compare_offers(bills).cheapest.offer.gpu == winner
 
 
 def test_different_effective_batches_are_compared_by_the_sample() -> None:
@@ -232,7 +232,7 @@ def test_different_effective_batches_are_compared_by_the_sample() -> None:
         step_seconds=1.8,
         offer=make_offer(gpu="l4", boot_seconds=50.0),
     )
-    comparison = compare([small, large])
+    comparison = compare_offers([small, large])
     assert comparison.cheapest is large
     (point,) = comparison.break_evens
     assert point.steps is None
@@ -248,7 +248,7 @@ def test_break_evens_alternate_between_two_offers(
         bill(WORK, step_seconds=seconds, offer=offer)
         for seconds, offer in ((first_step, first), (second_step, second))
     ]
-    points = compare(bills).break_evens
+    points = compare_offers(bills).break_evens
     assert len(points) <= 2
     for before, after in pairwise(points):
         assert before.samples < after.samples
@@ -257,4 +257,4 @@ def test_break_evens_alternate_between_two_offers(
 
 def test_comparing_nothing_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="at least one bill"):
-        compare([])
+        compare_offers([])

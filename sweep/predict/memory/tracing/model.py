@@ -152,7 +152,7 @@ def build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
     if traced.upcast_fp32:
         upcast(model)
     model.requires_grad_(False)
-    share = None if traced.quantization == "none" else quantized_share(model)
+    share = quantized_share(model) if traced.is_quantized else None
     return BaseModel(
         config=traced,
         spec=spec,

@@ -1,0 +1,40 @@
+"""What is declared of each knob agrees with the values that it takes."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from search_spaces.config import TrialConfig, canonical
+from search_spaces.knobs import KNOBS, Knobs
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_every_value_that_a_declaration_names_is_one_of_the_knob(key: str) -> None:
+    knob = KNOBS[key]
+    for value in (*knob.lean_first, *knob.tried):
+        assert knob.phrase(getattr(TrialConfig.model_validate({key: value}), key))
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_the_help_of_a_choice_of_words_names_every_word(key: str) -> None:
+    words = [word for word in get_args(Knobs.model_fields[key].annotation) if type(word) is str]
+    assert all(word in KNOBS[key].help for word in words)
+    assert KNOBS[key].help.endswith(".")
+
+
+def test_what_a_value_comes_to_is_found_once() -> None:
+    config = TrialConfig(quantization="none")
+    resolved = canonical(config)
+    assert resolved.changes_from(config) == {
+        "lora_alpha": 32.0,
+        "effective_batch_size": 4,
+        "double_quant": False,
+    }
+    assert canonical(resolved) == resolved
+
+
+def test_a_base_without_quantization_is_one_whatever_is_asked_of_its_constants() -> None:
+    bases = {TrialConfig(quantization="none", double_quant=d).base() for d in (True, False)}
+    assert len(bases) == 1
