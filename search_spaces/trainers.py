@@ -8,10 +8,7 @@ loaders, and in LLaMA-Factory's argument classes and loaders. Knows nothing of f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
-
-if TYPE_CHECKING:
-    from search_spaces.knobs import Knobs
+from typing import Any, Literal, Protocol, get_args
 
 Trainer = Literal["trl", "axolotl", "llama-factory"]
 TRAINERS: tuple[Trainer, ...] = get_args(Trainer)
@@ -21,8 +18,8 @@ class Trained(Protocol):
     """A configuration on its model, as a trainer's file has to say it."""
 
     @property
-    def config(self) -> Knobs:
-        """What was measured."""
+    def config(self) -> Any:
+        """What was measured: a value for each knob, by its key."""
         ...
 
     @property
@@ -259,11 +256,11 @@ def trl_lost_layers(trained: Trained) -> str | None:
     return "every_n_layers: transformers 5.17 knows it; older releases may not."
 
 
-def liger_kernels(config: Knobs) -> dict[str, bool] | None:
+def liger_kernels(kernels: str) -> dict[str, bool] | None:
     """Return which of Liger's kernels were measured, by Liger's names; None where none were."""
-    if config.kernels == "hf":
+    if kernels == "hf":
         return None
-    everything = config.kernels == "liger"
+    everything = kernels == "liger"
     return {
         "fused_linear_cross_entropy": True,
         "cross_entropy": False,
@@ -275,7 +272,7 @@ def liger_kernels(config: Knobs) -> dict[str, bool] | None:
 
 def trl_kernels(trained: Trained) -> dict[str, Any]:
     """Liger's own names."""
-    measured = liger_kernels(trained.config)
+    measured = liger_kernels(trained.config.kernels)
     if measured is None:
         return {}
     return {"use_liger_kernel": True, "liger_kernel_config": measured}
@@ -291,7 +288,7 @@ _AXOLOTL_LIGER = {
 
 def axolotl_kernels(trained: Trained) -> dict[str, Any]:
     """A plugin with an option for each kernel."""
-    measured = liger_kernels(trained.config)
+    measured = liger_kernels(trained.config.kernels)
     if measured is None:
         return {}
     switches = {option: measured[name] for name, option in _AXOLOTL_LIGER.items()}

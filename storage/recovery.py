@@ -103,7 +103,7 @@ def _took_its_driver_along(record: TrialRecord) -> bool:
 
 
 def to_retry(records: Iterable[TrialRecord], *, since: int = 0) -> tuple[TrialConfig, ...]:
-    """Return what was lost, crashed or timed out fewer than three times and never settled.
+    """Return what was lost, crashed or timed out fewer than three times and never concluded.
 
     In the order in which they were first tried.
 
@@ -112,9 +112,11 @@ def to_retry(records: Iterable[TrialRecord], *, since: int = 0) -> tuple[TrialCo
         since: number of the first trial of this run: an earlier run's failures are tried anew.
     """
     known = tuple(records)
-    settled = {record.config.key() for record in known if record.verdict not in RETRYABLE}
+    concluded = {record.config.key() for record in known if record.verdict not in RETRYABLE}
     open_configs = {
-        record.config.key(): record.config for record in known if record.config.key() not in settled
+        record.config.key(): record.config
+        for record in known
+        if record.config.key() not in concluded
     }
     return tuple(
         config

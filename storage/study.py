@@ -184,7 +184,7 @@ class LeasedStudy:
         return tuple(self._records[number] for number in sorted(self._records))
 
     def recover(self) -> tuple[TrialConfig, ...]:
-        """Settle what an earlier driver left open, and return the configurations to try again.
+        """Close what an earlier driver left open, and return the configurations to try again.
 
         Call it before the first `ask`. A trial that ended but was not told is told from the spool.
         One that was running is recorded as lost: the lease says that nobody runs it any more. What

@@ -37,7 +37,7 @@ def script(recipe: Recipe) -> str:
         adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
         is_quantized=config.is_quantized,
         peft_imports=", ".join(imports),
-        liger=liger_kernels(config),
+        liger=liger_kernels(config.kernels),
         needs="" if config.kernels == "hf" else ", liger-kernel",
         learning_rate=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,

@@ -1,1 +1,1 @@
-"""A study's life: settled, driven trial by trial, pruned, stopped, and told to storage."""
+"""A study's life: resolved, driven trial by trial, pruned, stopped, and told to storage."""

@@ -52,7 +52,8 @@ class Expected:
     """What is known of one configuration before it runs, from the choice to the record.
 
     Each part is worked out when it is first read, and once: looking for the fastest of a thousand
-    configurations asks for the memory of none.
+    configurations asks for the memory of none. It is good until the pre-flight learns of a further
+    trial; the next `expect` then gives another.
     """
 
     config: TrialConfig

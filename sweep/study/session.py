@@ -1,4 +1,4 @@
-"""Owns one run of a study, from what was typed to the last trial: settle it, then drive it.
+"""Owns one run of a study, from what was typed to the last trial: resolve it, then drive it.
 
 Knows nothing of options' spelling and prints nothing; who listens is handed in.
 """
@@ -44,7 +44,7 @@ Watch = Callable[[LeasedStudy, Interruption], AbstractContextManager[Listener]]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A study that is settled and checked, and not yet opened."""
+    """A study that is resolved and checked, and not yet opened."""
 
     name: str
     definition: StudyDefinition
@@ -71,7 +71,7 @@ def prepare(
     study: str | None,
     card: Callable[[], Card | None],
 ) -> Prepared:
-    """Settle what a run is about, before anything is opened or started.
+    """Resolve what a run is about, before anything is opened or started.
 
     Args:
         space_name: a preset or a YAML file.
@@ -164,7 +164,7 @@ def drive(
     """Create or resume the study and run it until it stops.
 
     Args:
-        prepared: what `prepare` settled.
+        prepared: what `prepare` resolved.
         storage: URL of the database.
         watch: shows the study while it runs.
         warn: told of what works less well than it could.

@@ -48,14 +48,14 @@ def tune(
     `trials` of the study's space is the total over all runs; its time budget is for this run alone.
 
     Args:
-        study: opened and leased; what an earlier driver left open is settled first.
+        study: opened and leased; what an earlier driver left open is closed first.
         runner: runs a configuration.
         preflight: spares the device what cannot be valid or cannot fit.
         clock: seconds; only differences count.
         on_event: hears of everything that happens.
         should_stop: asked before each trial.
         interruptible: entered while a trial is chosen and checked, which may take long and be cut
-            short by an exception: no result is lost, and what was begun is settled by a resume.
+            short by an exception: no result is lost, and what was begun is closed by a resume.
 
     Raises:
         EnvironmentFault: the device or the database is not to be had, trial after trial fails in
@@ -91,8 +91,8 @@ def trials_spent(records: Iterable[TrialRecord], *, since: int = 0) -> int:
         since: number of the first trial of this run, which tries anew what failed in earlier ones.
     """
     known = tuple(records)
-    settled = {record.config for record in known if record.verdict not in RETRYABLE}
-    failed = {record.config for record in known} - settled
+    concluded = {record.config for record in known if record.verdict not in RETRYABLE}
+    failed = {record.config for record in known} - concluded
     final = sum(record.verdict not in RETRYABLE for record in known)
     return final + len(failed) - len(to_retry(known, since=since))
 
@@ -139,7 +139,7 @@ class _Driver:
         self._started_seconds = self._counted_seconds = self.clock()
 
     def recover(self) -> None:
-        """Settle what an earlier driver left open, and learn from what it found out."""
+        """Close what an earlier driver left open, and learn from what it found out."""
         self.study.recover()
         records = self.study.records()
         self._since = next_number(records)

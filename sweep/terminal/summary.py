@@ -47,7 +47,7 @@ def status_text(snapshot: StudySnapshot) -> str:
         lines.append(f"Driven by {snapshot.holder}.")
     for trial in snapshot.running:
         since = f" since {trial.started_at}" if trial.started_at else ""
-        what = "not yet settled" if trial.config is None else units.shape(trial.config)
+        what = "not yet chosen" if trial.config is None else units.shape(trial.config)
         state = "running" if snapshot.holder is not None else "left unfinished; resuming retries it"
         lines.append(f"Trial {trial.number} ({what}){since}: {state}.")
     return "\n".join([*lines, *_lines("", _winner(snapshot))])
