@@ -323,8 +323,8 @@ class Knobs(BaseModel):
         Knob(
             label="adapter dtype",
             phrase=lambda value: f"{value} adapters",
-            # Parameters, gradients and unquantized optimizer states are of this type.
-            memory="grows",
+            # Parameters, gradients and unquantized optimizer states are of this type. That decides
+            # nothing for sure: a bf16 adapter keeps a copy of its input where that is fp32.
             lean_first=("bf16",),
             traced=_same,
             options={"axolotl": trainers.axolotl_adapter_dtype},

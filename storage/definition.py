@@ -17,6 +17,7 @@ from search_spaces.space import Objective, SearchSpace
 from storage.records import Measurement, TrialRecord
 
 _ABSENT = "(absent)"
+_RECIPE = TrialConfig().model_dump(mode="json")
 
 
 class Target(BaseModel):
@@ -53,6 +54,24 @@ class StudyDefinition(BaseModel):
         old = stored["space"]["objectives"]
         asked = dict.fromkeys("tokens_per_second" if one == "cost" else one for one in old)
         return {**stored, "space": {**stored["space"], "objectives": list(asked)}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_inherited_batch(cls, stored: Any) -> Any:
+        """Write out the effective batch that an earlier version gave a baseline's micro-batch.
+
+        It was the multiple nearest to the inherited one; a space is refused for it by now.
+        """
+        space = stored.get("space") if isinstance(stored, dict) else None
+        if not isinstance(space, dict):
+            return stored
+        baseline, fixed = space.get("baseline") or {}, space.get("fixed") or {}
+        micro, effective = baseline.get("micro_batch_size"), fixed.get("effective_batch_size")
+        if "effective_batch_size" in baseline or not (micro and effective and effective % micro):
+            return stored
+        whole = max(1, (effective + micro // 2) // micro) * micro
+        resolved = {**baseline, "effective_batch_size": whole}
+        return {**stored, "space": {**space, "baseline": resolved}}
 
 
 def names_cost(stored: Any) -> bool:
@@ -93,7 +112,10 @@ def _model(definition: StudyDefinition) -> str:
 def _compared(definition: StudyDefinition) -> dict[str, Any]:
     space = definition.space.model_dump(mode="json")
     flat = {key: space[key] for key in ("weights", "objectives")}
-    nested = {key: space[key] for key in ("dimensions", "fixed")}
+    # What is neither searched nor fixed is the recipe's: a knob that a later version writes out
+    # changes nothing.
+    rest = {key: value for key, value in _RECIPE.items() if key not in definition.space.dimensions}
+    nested = {"dimensions": space["dimensions"], "fixed": rest | space["fixed"]}
     # Only what the baseline resolves to counts, not which of its defaults were spelled out.
     nested["baseline"] = definition.space.baseline_config().model_dump(mode="json")
     nested["target"] = definition.target.model_dump(mode="json")

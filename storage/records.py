@@ -295,6 +295,16 @@ def over_budget(
     )
 
 
+def held_to_budget(outcome: Outcome, *, budget_bytes: int) -> Outcome:
+    """Return the outcome of a trial, or out of memory where it was measured above the budget."""
+    match outcome:
+        case Measured(measurement=measured) | PrunedSlow(measurement=measured):
+            peak = measured.peak_allocated_bytes
+            return over_budget(peak, budget_bytes=budget_bytes, stage="optimizer") or outcome
+        case _:
+            return outcome
+
+
 @dataclass(frozen=True)
 class Need:
     """What a configuration that did not fit needs."""

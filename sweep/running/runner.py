@@ -45,7 +45,8 @@ class Runner(Protocol):
     A runner never raises for what a configuration does: out of memory, a crash, a hang and a loss
     that is not finite are outcomes. It raises `EnvironmentFault` where the device itself is not to
     be had. The budget is the runner's to keep, to the byte: a peak above it is `OutOfMemory` (by
-    `storage.records.over_budget`), however well the trial ran, and nobody checks again.
+    `storage.records.over_budget`), however well the trial ran. The loop of a study holds what it is
+    told to the same budget, so that no runner can make a study say that such a trial fits.
     """
 
     def run(

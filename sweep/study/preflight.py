@@ -31,6 +31,8 @@ from sweep.predict.speed.calibration import Calibration, calibrate
 from sweep.predict.speed.predictor import predict_step
 from sweep.study.dominance import Footprint, base_alone, dominates, footprint
 
+PREDICTIONS_KEPT = 4096
+"""Predictions of memory that are not made again; one takes some 30 KiB."""
 TRIALS_TO_CALIBRATE = 5
 """Measured trials from which the card is known better than its data sheet."""
 
@@ -45,6 +47,15 @@ class SpeedModel(Protocol):
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial."""
         ...
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a configuration needs, how sure that is by now, and whether it fits."""
+
+    predicted: MemoryPrediction
+    widened: MemoryPrediction
+    fit: Fit
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class Expected:
     @property
     def memory(self) -> MemoryPrediction | None:
         """What it would need, no surer than the study's trials allow; None for no prediction."""
-        return None if self._memory is None else self._memory[0]
+        return None if self._memory is None else self._memory.widened
 
     @cached_property
     def tokens_per_second(self) -> float | None:
@@ -106,12 +117,12 @@ class Expected:
         return self._preflight.ruled_out(self.config)
 
     @cached_property
-    def _memory(self) -> tuple[MemoryPrediction, Fit] | None:
+    def _memory(self) -> _Memory | None:
         return self._preflight.memory_of(self.config)
 
     @property
     def _fit(self) -> Fit | None:
-        return None if self._memory is None else self._memory[1]
+        return None if self._memory is None else self._memory.fit
 
 
 class Preflight:
@@ -147,7 +158,7 @@ class Preflight:
         self._ran_out: list[tuple[int, Footprint]] = []
         self._residuals = Residuals()
         self._expected: dict[TrialConfig, Expected] = {}
-        self._memory: dict[TrialConfig, tuple[MemoryPrediction, Fit]] = {}
+        self._memory: dict[TrialConfig, _Memory] = {}
         """What a configuration needs stays what it is, whatever a study learns; only how sure that
         is can change."""
         self._warned: set[str] = set()
@@ -196,16 +207,21 @@ class Preflight:
         """Return the expected tokens/s."""
         return None if self._speed is None else self._speed.predict(config)
 
-    def memory_of(self, config: TrialConfig) -> tuple[MemoryPrediction, Fit] | None:
+    def memory_of(self, config: TrialConfig) -> _Memory | None:
         """Return the prediction, no surer than the study's trials allow, and whether it fits."""
         known = self._memory.get(config)
-        prediction = self._asked(config) if known is None else known[0]
-        if prediction is None:
+        predicted = self._asked(config) if known is None else known.predicted
+        if predicted is None:
             return None
-        widened = self._residuals.widened(prediction, config)
-        if known is None or widened is not prediction:
-            self._memory[config] = (widened, widened.fits(self.budget_bytes))
-        return self._memory[config]
+        # Widened from what was predicted, and not again from what was widened before: the same
+        # trials say the same of every configuration, whenever it was first asked about.
+        widened = self._residuals.widened(predicted, config)
+        if known is None or known.widened.uncertainty != widened.uncertainty:
+            known = _Memory(predicted, widened, widened.fits(self.budget_bytes))
+            self._memory[config] = known
+        if len(self._memory) > PREDICTIONS_KEPT:
+            del self._memory[next(iter(self._memory))]
+        return known
 
     def _asked(self, config: TrialConfig) -> MemoryPrediction | None:
         """Return the predictor's answer, and None where it has none."""

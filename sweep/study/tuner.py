@@ -15,7 +15,13 @@ from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig
 from storage.ranking import rank
-from storage.records import RETRYABLE, Outcome, PredictionRecord, TrialRecord
+from storage.records import (
+    RETRYABLE,
+    Outcome,
+    PredictionRecord,
+    TrialRecord,
+    held_to_budget,
+)
 from storage.recovery import attempts, next_number, to_retry
 from storage.study import LeasedStudy
 from sweep.running.runner import Progress, Runner
@@ -196,7 +202,10 @@ class _Driver:
 
         started = self.clock()
         outcome = run_undisturbed(
-            lambda: self.runner.run(trial.config, steps=self._space.steps, observe=observe),
+            lambda: held_to_budget(
+                self.runner.run(trial.config, steps=self._space.steps, observe=observe),
+                budget_bytes=self.study.definition.target.budget_bytes,
+            ),
             should_stop=self.should_stop,
         )
         trial.device_seconds = self.clock() - started

@@ -160,6 +160,18 @@ def test_a_trial_off_its_prediction_makes_the_others_less_sure(share: float) -> 
     assert preflight.expect(batch(300)).refusal is not None
 
 
+def test_how_sure_a_prediction_is_does_not_depend_on_when_it_was_asked_for() -> None:
+    preflight = a_preflight(predictor=TenthOfAGibibyte())
+    early, late = batch(100), batch(101)
+    for share in (1.05, 1.0599):
+        preflight.expect(early).refusal  # noqa: B018 - asked for before the next trial is learned
+        preflight.learn(measured_at(share))
+    sure = [preflight.expect(config).memory for config in (early, late)]
+    assert sure[0] is not None
+    assert sure[1] is not None
+    assert sure[0].uncertainty == sure[1].uncertainty > 0.06
+
+
 def test_compiled_and_eager_trials_are_calibrated_apart() -> None:
     preflight = a_preflight(predictor=TenthOfAGibibyte())
     preflight.learn_all([measured_at(0.6, compile=True)] * 5)

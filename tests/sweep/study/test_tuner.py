@@ -473,7 +473,7 @@ def test_nothing_that_was_measured_above_the_budget_enters_a_study_as_fitting(
 ) -> None:
     over = Measured(measurement=a_measurement(BASELINE, peak_allocated_bytes=BUDGET + 1))
     with a_study(tmp_path, **ONE) as study:
-        run(study, runner=ReplayRunner(otherwise=lambda _: over, budget_bytes=BUDGET))
+        run(study, runner=ReplayRunner(otherwise=lambda _: over))
         outcome = study.records()[0].outcome
     assert isinstance(outcome, OutOfMemory)
     assert outcome.peak_allocated_bytes == BUDGET + 1
