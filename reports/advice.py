@@ -146,7 +146,7 @@ def _edges(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[str]:
     space, budget_bytes = snapshot.definition.space, snapshot.definition.target.budget_bytes
     for key in SIZE_KEYS:
         dimension = space.dimensions.get(key)
-        if dimension is None:
+        if dimension is None or (key == "micro_batch_size" and _is_whole_batch(space, winner)):
             continue
         largest = max(dimension.choices) if isinstance(dimension, Choices) else dimension.high
         if getattr(winner.config, key) >= largest and winner.measurement is not None:
@@ -156,6 +156,11 @@ def _edges(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[str]:
                 f"'{space.name}' offers ({largest:g}) and uses {share} of the budget. "
                 f"Offer larger values of {key}."
             )
+
+
+def _is_whole_batch(space: SearchSpace, winner: TrialRecord) -> bool:
+    """Whether no larger micro-batch goes into the effective batch that the space fixes."""
+    return space.fixed.get("effective_batch_size") == winner.config.micro_batch_size
 
 
 def _untried(ranking: Ranking) -> Iterator[str]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Mapping
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, parse_config
 from search_spaces.dimensions import read_dimension, read_value
 from search_spaces.documents import Document, exists, home_expanded, parse_yaml, read_text
 from search_spaces.errors import InputError, did_you_mean, quote
@@ -176,3 +177,19 @@ def parse_duration(text: object) -> float:
     if not seconds > 0 or seconds == float("inf"):
         raise InputError(f"a duration is written like 10m, 90s, 1h30m or 600, got {quote(text)}")
     return seconds
+
+
+def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | TrialConfig:
+    """Return ``space`` with the values in ``held`` fixed; one configuration where nothing is free.
+
+    Raises:
+        InputError: no configuration takes such a value, or no batch of the space goes with it.
+    """
+    options = Document("options")
+    values = {key: read_value(key, value, document=options) for key, value in held.items()}
+    fixed = {**space.fixed, **values}
+    free = {key: dimension for key, dimension in space.dimensions.items() if key not in values}
+    if not free:
+        return parse_config(fixed, where="options")
+    declared = space.model_dump() | {"dimensions": free, "fixed": fixed}
+    return validate(SearchSpace, declared, Document(f"space '{space.name}'"))

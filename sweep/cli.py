@@ -48,6 +48,7 @@ def front_door(version: opt.VersionOption = False) -> int:
 
 
 @app.command()
+@takes_knobs
 def run(
     space: opt.SpaceArgument,
     gpu: opt.GpuOption = None,
@@ -59,8 +60,13 @@ def run(
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
     as_json: opt.JsonOption = False,
+    *,
+    configuration: dict[str, Any],
 ) -> int:
-    """Start or resume a study."""
+    """Start or resume a study.
+
+    Options of a configuration are held fixed and the rest of the space is searched.
+    """
     from sweep.terminal import commands
 
     overrides = {
@@ -71,7 +77,14 @@ def run(
         "seed": seed,
         "sampler": sampler,
     }
-    return commands.run(space, overrides=overrides, study=study, storage=storage, as_json=as_json)
+    return commands.run(
+        space,
+        overrides=overrides,
+        held=configuration,
+        study=study,
+        storage=storage,
+        as_json=as_json,
+    )
 
 
 def _seconds(time_budget: str) -> float:
@@ -230,10 +243,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that was typed and return the exit code."""
     prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    if typed[:1] == ["plan"]:
-        from search_spaces.knobs import KNOBS
+    for command in (run, plan):
+        if typed[:1] == [command.__name__]:
+            from search_spaces.knobs import KNOBS
 
-        add_knobs(plan, KNOBS)
+            add_knobs(command, KNOBS)
     return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
 
 
@@ -250,6 +264,7 @@ def guarded(command: Callable[[], int | None]) -> int:
         note(f"error: {error.format_message()}")
         return InputError.exit_code
     except (KeyboardInterrupt, typer.Abort):
+        note("Interrupted.")
         return 130
     except OSError as error:
         note(f"error: {words_of(error)}{_cure(error)}")

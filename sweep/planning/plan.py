@@ -16,13 +16,13 @@ from search_spaces.errors import InputError, quote
 from search_spaces.gpus import GpuSpec
 from search_spaces.knobs import CAPACITY_KEYS
 from search_spaces.linears import parameters
+from search_spaces.loading import with_fixed
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace
 from sweep.planning.evidence import Evidence
 from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
 from sweep.planning.recommendation import nearest_capacity, preferred
-from sweep.planning.spaces import with_fixed
 from sweep.planning.survey import ClassKey, Survey, class_of
 from sweep.planning.table import ShapeTable, shape_table
 from sweep.predict.cost import Bill, OfferComparison, Workload, bill, compare_offers

@@ -17,7 +17,7 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import read_text
 from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_names, match_product
-from search_spaces.loading import load_space, preset_name, shipped_presets
+from search_spaces.loading import load_space, preset_name, shipped_presets, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import Offer, load_prices
 from search_spaces.space import DEFAULT_MODEL, SearchSpace
@@ -26,7 +26,7 @@ from sweep.paths import own_price_file
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
 from sweep.planning.forecast import Forecaster
 from sweep.planning.plan import Asked, AskedWork, SpaceKind
-from sweep.planning.spaces import standard_space, with_fixed
+from sweep.planning.spaces import standard_space
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.running.device_info import Card
 

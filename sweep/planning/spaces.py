@@ -12,15 +12,13 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.dimensions import Choices, Dimension, FloatRange, read_value
-from search_spaces.documents import Document
+from search_spaces.config import TrialConfig
+from search_spaces.dimensions import Choices, Dimension, FloatRange
 from search_spaces.gpus import GpuSpec
 from search_spaces.knobs import KNOBS
 from search_spaces.models import ModelSpec
 from search_spaces.rules import violation
 from search_spaces.space import SearchSpace
-from search_spaces.validation import validate
 
 LENGTHS = (512, 1024, 2048, 4096)
 """Sequence lengths where nothing else is asked."""
@@ -64,22 +62,6 @@ def _best_dtype(gpu: GpuSpec, model: ModelSpec) -> str:
         TrialConfig(), model=model, compute_capability=gpu.compute_capability, device="cuda"
     )
     return "fp16" if broken is not None and broken.rule == "bf16-needs-ampere" else "bf16"
-
-
-def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | TrialConfig:
-    """Return ``space`` with the values in ``held`` fixed; one configuration where nothing is free.
-
-    Raises:
-        InputError: no configuration takes such a value, or no batch of the space goes with it.
-    """
-    options = Document("options")
-    values = {key: read_value(key, value, document=options) for key, value in held.items()}
-    fixed = {**space.fixed, **values}
-    free = {key: dimension for key, dimension in space.dimensions.items() if key not in values}
-    if not free:
-        return parse_config(fixed, where="options")
-    declared = space.model_dump() | {"dimensions": free, "fixed": fixed}
-    return validate(SearchSpace, declared, Document(f"space '{space.name}'"))
 
 
 def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:

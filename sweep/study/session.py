@@ -14,11 +14,13 @@ from functools import partial
 from typing import Any
 
 from search_spaces.checkpoints import check_weights
+from search_spaces.config import TrialConfig
 from search_spaces.documents import Document
 from search_spaces.errors import InputError, quote
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import match_product
-from search_spaces.loading import load_space
+from search_spaces.knobs import KNOBS
+from search_spaces.loading import load_space, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import violation
 from search_spaces.space import SearchSpace
@@ -68,6 +70,7 @@ def prepare(
     space_name: str,
     *,
     overrides: Mapping[str, Any],
+    held: Mapping[str, Any] | None = None,
     study: str | None,
     card: Callable[[], Card | None],
 ) -> Prepared:
@@ -76,6 +79,7 @@ def prepare(
     Args:
         space_name: a preset or a YAML file.
         overrides: keys of the space with what was typed instead; None leaves the space's value.
+        held: knobs that were typed: fixed, while the rest of the space is searched.
         study: its name; None derives one from the space and the overrides.
         card: reads the card in this machine.
 
@@ -83,7 +87,7 @@ def prepare(
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: the card, or the network for a hub id, is not to be had.
     """
-    space, changed = _resolved_space(space_name, overrides)
+    space, changed = _resolved_space(space_name, overrides, held or {})
     name = default_study_name(space, changed) if study is None else study
     if name in RESERVED:
         raise InputError(
@@ -111,9 +115,13 @@ def prepare(
 
 
 def _resolved_space(
-    name: str, overrides: Mapping[str, Any]
+    name: str, overrides: Mapping[str, Any], held: Mapping[str, Any]
 ) -> tuple[SearchSpace, Mapping[str, Any]]:
-    """Return the space that was named, as it was overridden, and what that changed."""
+    """Return the space that was named, as it was overridden, and what that changed.
+
+    Raises:
+        InputError: a value that the space or a configuration does not take, or nothing left free.
+    """
     declared = load_space(name)
     changed = {
         key: value
@@ -121,17 +129,28 @@ def _resolved_space(
         if value is not None and value != getattr(declared, key)
     }
     values = {**declared.model_dump(), **changed}
-    return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
+    space = validate(SearchSpace, values, Document(f"space '{declared.name}'"))
+    if not held:
+        return space, changed
+    rest = with_fixed(space, held)
+    if isinstance(rest, TrialConfig):
+        raise InputError(
+            f"space '{space.name}': with {', '.join(held)} held nothing is left to search; "
+            "`sweep plan --exact` asks about one configuration"
+        )
+    fixed = {key: rest.fixed[key] for key in held if rest.fixed[key] != space.fixed.get(key)}
+    return rest, {**changed, **fixed}
 
 
 def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
-    """Return the space's name, with the card and the model where those were changed.
+    """Return the space's name, with the card, the model and the knobs that were changed.
 
     Raises:
         InputError: a letter of it cannot stand in a study's name, and without it two studies could
             be taken for one.
     """
     parts = [space.name, *(str(changed[key]) for key in ("gpu", "model") if key in changed)]
+    parts += [f"{key}-{_plain(changed[key])}" for key in KNOBS if key in changed]
     whole = unicodedata.normalize("NFC", "-".join(parts))
     name = re.sub(r"[^\w.-]+", "-", whole).strip("-._")[:NAME_MAX]
     lost = [c for c in re.findall(r"[^\w.-]", whole) if unicodedata.category(c)[0] in "LMN"]
@@ -140,6 +159,10 @@ def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
             f"space {quote(space.name)}: no study can be named after it: choose a name with --study"
         )
     return name
+
+
+def _plain(value: Any) -> str:
+    return "-".join(value) if isinstance(value, list | tuple) else str(value).lower()
 
 
 def supervised_runner(prepared: Prepared) -> Runner:

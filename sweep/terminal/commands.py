@@ -63,12 +63,13 @@ def run(
     space: str,
     *,
     overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
     study: str | None,
     storage: str | None,
     as_json: bool,
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
-    prepared = prepare(space, overrides=overrides, study=study, card=read_card)
+    prepared = prepare(space, overrides=overrides, held=held, study=study, card=read_card)
     url = storage_url(storage)
     reason = drive(prepared, storage=url, watch=_watch, warn=lambda text: note(f"warning: {text}"))
     if reason in _REASONS:

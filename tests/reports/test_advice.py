@@ -109,6 +109,13 @@ def test_a_winner_with_the_largest_micro_batch_of_the_space_asks_for_a_wider_one
     assert "A wider space" not in _said(fits(0, 8_000.0), fits(1, 16_000.0, FAST))
 
 
+def test_a_micro_batch_that_is_the_whole_effective_batch_asks_for_no_wider_space() -> None:
+    whole = TrialConfig(micro_batch_size=32, effective_batch_size=32)
+    fixed = {"lora_rank": 16, "target_modules": "attention", "effective_batch_size": 32}
+    about = definition(space={"fixed": fixed})
+    assert "A wider space" not in _said(fits(1, 16_000.0, whole), definition=about)
+
+
 def test_a_noisy_winner_is_not_passed_off_as_certain() -> None:
     said = _said(fits(0, 8_000.0), fits(1, 16_000.0, FAST, flags=("emulated", "throttled")))
     assert "winner's measurement is marked throttled" in said

@@ -246,7 +246,7 @@ def raising(error: BaseException) -> Any:
     [
         (InputError("not so"), 2, "error: not so\n"),
         (EnvironmentFault("no disk"), 3, "error: no disk\n"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "Interrupted.\n"),
         (ReaderGoneError(), 0, ""),
     ],
 )

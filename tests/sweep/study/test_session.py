@@ -26,8 +26,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def prepared(space: str = "cpu-demo", *, study: str | None = None, **overrides: Any) -> Prepared:
-    return prepare(space, overrides=overrides, study=study, card=lambda: a_card("h200"))
+def prepared(
+    space: str = "cpu-demo",
+    *,
+    study: str | None = None,
+    held: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> Prepared:
+    card = a_card("h200")
+    return prepare(space, overrides=overrides, held=held, study=study, card=lambda: card)
 
 
 def simulated(_: Prepared) -> Runner:
@@ -61,12 +68,37 @@ def test_what_was_typed_overrides_what_the_space_says() -> None:
         ({"model": "qwen3-8b"}, "a10-qwen3-8b"),
         ({"trials": 3}, "a10"),
         ({"study": "mine"}, "mine"),
+        ({"held": {"lora_rank": 8}}, "a10-lora_rank-8"),
+        ({"held": {"double_quant": True}}, "a10"),
+        ({"held": {"compile": True, "target_modules": "qv"}}, "a10-target_modules-qv-compile-true"),
     ],
 )
 def test_a_study_is_named_after_its_space_and_what_it_is_for(
     changes: dict[str, Any], name: str
 ) -> None:
     assert prepared("a10", **changes).name == name
+
+
+def test_knobs_that_are_typed_are_held_and_the_rest_is_searched() -> None:
+    free, what = prepared("a10").space, prepared("a10", held={"kernels": "liger", "seq_len": 512})
+    assert what.space.fixed["kernels"] == "liger"
+    assert what.space.fixed["seq_len"] == 512
+    assert what.space.dimensions.keys() == free.dimensions.keys() - {"kernels", "seq_len"}
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({"lora_rank": 0}, "lora_rank must be at least 1, got 0"),
+        ({"kernels": "ligr"}, "kernels must be one of"),
+        ("all", "nothing is left to search; `sweep plan --exact`"),
+    ],
+)
+def test_knobs_that_cannot_be_held_are_refused(held: Any, message: str) -> None:
+    if held == "all":
+        held = {key: d.first for key, d in prepared("a10").space.dimensions.items()}
+    with pytest.raises(InputError, match=message):
+        prepared("a10", held=held)
 
 
 def test_a_bigger_card_is_said_to_stand_in() -> None:
