@@ -198,7 +198,7 @@ def test_another_definition_is_refused_with_the_difference_key_by_key(url: str, 
         open_it(url, home, definition=other)
     lines = str(caught.value).splitlines()
     assert '  target.gpu: "a10" -> "l4"' in lines
-    assert "  fixed.lora_rank: (absent) -> 8" in lines
+    assert "  fixed.lora_rank: 16 -> 8" in lines
     assert any(line.startswith("  model: ") and "beef" in line for line in lines)
     assert any(line.startswith("  dimensions.micro_batch_size: ") for line in lines)
     assert len(lines) == 6
