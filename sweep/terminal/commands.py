@@ -40,8 +40,7 @@ from sweep.study.session import drive, prepare
 from sweep.study.tuner import trials_spent
 from sweep.terminal.console import STDOUT, note, say, table
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.live import watching
-from sweep.terminal.progress import Board
+from sweep.terminal.live import Board, watching
 from sweep.terminal.summary import (
     best_text,
     has_fit,

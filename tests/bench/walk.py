@@ -4,7 +4,8 @@
 
 Runs a real study of two trials on the CPU out of ``TREE`` (this checkout by default), and its
 report, and notes in every process each function of ours that is entered with the followed
-configuration in hand: as an argument, or inside one. Prints the rooms (modules) in the order they
+configuration in hand: as an argument, or inside one. What the configuration or its record tells of
+itself is no room that it enters. Prints the rooms (modules) in the order they
 are first entered, the distinct hops from one to the next, and how many of those climb back to a
 room that was entered before.
 """
@@ -54,6 +55,8 @@ def note(frame, event, _):
         return
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if type(frame.f_locals.get("self")).__name__ in ("TrialConfig", "TrialRecord"):
+        return
     if any(is_followed(frame.f_locals.get(name)) for name in names):
         entered.write(f"{time.monotonic_ns()} {code.co_filename[len(ROOT):]}\\n")
 

@@ -12,7 +12,7 @@ from storage.records import (
 )
 from sweep.running.runner import Progress
 from sweep.study.events import StopReason, StudyFinished, TrialFinished, TrialProgress, TrialStarted
-from sweep.terminal.progress import Board
+from sweep.terminal.live import Board
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 
 CONFIG = TrialConfig()
