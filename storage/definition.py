@@ -52,7 +52,7 @@ class StudyDefinition(BaseModel):
         if not names_cost(stored):
             return stored
         old = stored["space"]["objectives"]
-        asked = dict.fromkeys("tokens_per_second" if one == "cost" else one for one in old)
+        asked = dict.fromkeys("tokens_per_second" if name == "cost" else name for name in old)
         return {**stored, "space": {**stored["space"], "objectives": list(asked)}}
 
     @model_validator(mode="before")

@@ -52,7 +52,7 @@ def open_study(
     environment: Mapping[str, Any],
     home: Path,
     patience: Patience = PATIENCE,
-) -> LeasedStudy:
+) -> OpenStudy:
     """Create or resume a study and take its lease; close it, or use it in a ``with``.
 
     Args:
@@ -96,7 +96,7 @@ def open_study(
             note = partial(_note_run, study, definition, environment)
             identity = patiently(note, patience=patience)
             spool = Spool(home / name / "spool.jsonl", identity)
-            opened = LeasedStudy(
+            opened = OpenStudy(
                 study, definition, was_resumed, storage, database, lease, spool, patience
             )
         undo.pop_all()
@@ -149,7 +149,7 @@ def _note_run(
 
 
 @dataclass(eq=False)
-class LeasedStudy:
+class OpenStudy:
     """A study that this process alone drives.
 
     Every method may raise `EnvironmentFault`, for a database that stays away.

@@ -85,7 +85,7 @@ def read_card(*, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cud
     if visible is not None and visible.strip() in ("", "-1"):
         return None
     with first_visible_card(nvml) as card:
-        known = _UNKNOWN if card is None else _told_by_nvml(card)
+        known = _UNKNOWN if card is None else _as_nvml_says(card)
     if known.product and known.memory_bytes and known.compute_capability:
         return known
     cuda = ask_cuda() or _UNKNOWN
@@ -99,7 +99,7 @@ def read_card(*, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cud
     return whole if whole.memory_bytes else None
 
 
-def _told_by_nvml(card: NvmlCard) -> Card:
+def _as_nvml_says(card: NvmlCard) -> Card:
     memory = card.memory()
     return Card(
         product=card.product() or "",

@@ -27,7 +27,7 @@ from search_spaces.space import SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
-from storage.study import NAME_BYTES_MAX, NAME_MAX, LeasedStudy, open_study
+from storage.study import NAME_BYTES_MAX, NAME_MAX, OpenStudy, open_study
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.device_info import Card
@@ -40,7 +40,7 @@ from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
 
-Watch = Callable[[LeasedStudy, Interruption], AbstractContextManager[Listener]]
+Watch = Callable[[OpenStudy, Interruption], AbstractContextManager[Listener]]
 """Shows a study while it runs."""
 
 

@@ -23,7 +23,7 @@ from storage.records import (
     held_to_budget,
 )
 from storage.recovery import attempts, next_number, to_retry
-from storage.study import LeasedStudy
+from storage.study import OpenStudy
 from sweep.running.runner import Progress, Runner
 from sweep.sampling.encoding import Encoding, Frontier, identity
 from sweep.study.events import (
@@ -40,7 +40,7 @@ from sweep.study.pruning import is_hopeless, rivals_among
 
 
 def tune(
-    study: LeasedStudy,
+    study: OpenStudy,
     *,
     runner: Runner,
     preflight: Preflight,
@@ -54,7 +54,7 @@ def tune(
     `trials` of the study's space is the total over all runs; its time budget is for this run alone.
 
     Args:
-        study: opened and leased; what an earlier driver left open is closed first.
+        study: open, under its lease; what an earlier driver left open is closed first.
         runner: runs a configuration.
         preflight: spares the device what cannot be valid or cannot fit.
         clock: seconds; only differences count.
@@ -127,7 +127,7 @@ class _OpenTrial:
 class _Driver:
     """One run of a study."""
 
-    study: LeasedStudy
+    study: OpenStudy
     runner: Runner
     preflight: Preflight
     clock: Callable[[], float]

@@ -29,7 +29,7 @@ from storage.best import best_document
 from storage.definition import StudySnapshot
 from storage.reading import list_studies, read_study
 from storage.recovery import next_number
-from storage.study import LeasedStudy
+from storage.study import OpenStudy
 from storage.urls import redact
 from sweep.export import formats
 from sweep.paths import own_price_file, report_path, runs_directory, storage_url
@@ -118,7 +118,7 @@ def _write_report(
 
 
 @contextmanager
-def _watch(study: LeasedStudy, interruption: Interruption) -> Iterator[Listener]:
+def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
     """Say what begins or goes on, then show it on stderr."""
     definition, records = study.definition, study.records()
     total = definition.space.trials

@@ -13,7 +13,7 @@ from search_spaces.gpus import GIB
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
 from storage.records import Measured, Measurement, Outcome, TrialRecord
-from storage.study import LeasedStudy, open_study
+from storage.study import OpenStudy, open_study
 
 BATCHES = (1, 2, 4, 8)
 BUDGET = 20 * GIB
@@ -68,7 +68,7 @@ def a_record(
     )
 
 
-def open_it(url: str, home: Path, *, name: str = "study", **changes: Any) -> LeasedStudy:
+def open_it(url: str, home: Path, *, name: str = "study", **changes: Any) -> OpenStudy:
     values: dict[str, Any] = {
         "definition": a_definition(),
         "sampler": optuna.samplers.RandomSampler(seed=0),
@@ -78,7 +78,7 @@ def open_it(url: str, home: Path, *, name: str = "study", **changes: Any) -> Lea
 
 
 def run_one(
-    study: LeasedStudy, outcome: Outcome | None = None, *, batch: int | None = None, **changes: Any
+    study: OpenStudy, outcome: Outcome | None = None, *, batch: int | None = None, **changes: Any
 ) -> TrialRecord:
     """Ask, begin and tell one trial."""
     trial = study.ask(DISTRIBUTIONS, params=None if batch is None else {"micro_batch_size": batch})

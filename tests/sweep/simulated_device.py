@@ -16,7 +16,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
-from storage.study import LeasedStudy, open_study
+from storage.study import OpenStudy, open_study
 from sweep.sampling.samplers import Expectation, NothingExpected
 
 BUDGET = int(21.5 * GIB)
@@ -129,7 +129,7 @@ def best_speed(space: SearchSpace) -> float:
     return max((tokens_per_second(c) for c in configs if peak_bytes(c) <= BUDGET), default=math.nan)
 
 
-def a_study(home: Path, *, sampler: BaseSampler | None = None, **changes: Any) -> LeasedStudy:
+def a_study(home: Path, *, sampler: BaseSampler | None = None, **changes: Any) -> OpenStudy:
     """Open a study of the simulated space in a SQLite file under ``home``."""
     definition = StudyDefinition(
         space=a_space(**changes),

@@ -82,7 +82,7 @@ def plan(
         if request.from_file is not None:
             text, fits = _many(question, request.from_file)
         else:
-            text, fits = _cards(question)
+            text, fits = _of_each_card(question)
     say(text)
     return DONE if fits else NOTHING_FITS
 
@@ -97,7 +97,7 @@ def _working(request: PlanRequest) -> Iterator[None]:
         yield
 
 
-def _cards(question: Question) -> tuple[str, bool]:
+def _of_each_card(question: Question) -> tuple[str, bool]:
     """Return the plan of each card and their comparison, and whether anything fits."""
     work, offers = question.request.work, question.offers
     forecasters = {gpu.name: question.forecaster(gpu) for gpu in question.gpus}

@@ -9,7 +9,7 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.reading import read_study
-from storage.study import LeasedStudy
+from storage.study import OpenStudy
 from sweep.paths import runs_directory
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
@@ -42,7 +42,7 @@ def simulated(_: Prepared) -> Runner:
 
 
 @contextmanager
-def unwatched(_study: LeasedStudy, _interruption: Interruption) -> Iterator[Listener]:
+def unwatched(_study: OpenStudy, _interruption: Interruption) -> Iterator[Listener]:
     yield lambda _event: None
 
 
@@ -143,7 +143,7 @@ def test_a_study_is_driven_to_its_end_and_resumed(home: Path) -> None:
     seen: list[bool] = []
 
     @contextmanager
-    def watch(study: LeasedStudy, _: Interruption) -> Iterator[Listener]:
+    def watch(study: OpenStudy, _: Interruption) -> Iterator[Listener]:
         seen.append(study.was_resumed)
         yield lambda _event: None
 
@@ -154,7 +154,7 @@ def test_a_study_is_driven_to_its_end_and_resumed(home: Path) -> None:
 
 def test_a_listener_that_asks_to_stop_is_heard(home: Path) -> None:
     @contextmanager
-    def watch(_study: LeasedStudy, interruption: Interruption) -> Iterator[Listener]:
+    def watch(_study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
         def listen(_: Event) -> None:
             interruption.request()
 
@@ -168,7 +168,7 @@ def test_what_the_driver_says_of_the_card_stays_with_the_study(home: Path) -> No
     url = f"sqlite:///{home}/runs/sweep.db"
 
     @contextmanager
-    def stopping_at_once(_: LeasedStudy, interruption: Interruption) -> Iterator[Listener]:
+    def stopping_at_once(_: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
         interruption.request()
         yield lambda _event: None
 

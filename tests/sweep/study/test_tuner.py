@@ -24,7 +24,7 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from storage.study import LeasedStudy
+from storage.study import OpenStudy
 from sweep.predict.memory.predictor import MemoryPrediction
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
@@ -83,7 +83,7 @@ def a_preflight(**changes: Any) -> Preflight:
     return Preflight(**(values | changes))
 
 
-def run(study: LeasedStudy, **changes: Any) -> StopReason:
+def run(study: OpenStudy, **changes: Any) -> StopReason:
     values: dict[str, Any] = {
         "runner": ReplayRunner(otherwise=train),
         "preflight": a_preflight(),
