@@ -191,5 +191,18 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
     free = {key: dimension for key, dimension in space.dimensions.items() if key not in values}
     if not free:
         return parse_config(fixed, where="options")
-    declared = space.model_dump() | {"dimensions": free, "fixed": fixed}
+    baseline = _with_whole_batch(space.baseline, effective=values.get("effective_batch_size"))
+    declared = space.model_dump() | {"dimensions": free, "fixed": fixed, "baseline": baseline}
     return validate(SearchSpace, declared, Document(f"space '{space.name}'"))
+
+
+def _with_whole_batch(baseline: Mapping[str, Any], *, effective: int | None) -> dict[str, Any]:
+    """Return a baseline whose micro-batch goes into an effective batch that somebody typed.
+
+    The file that names the one knew nothing of the other: the largest that goes in takes its place.
+    """
+    micro = baseline.get("micro_batch_size")
+    if effective is None or micro is None or "effective_batch_size" in baseline:
+        return dict(baseline)
+    whole = next(size for size in range(micro, 0, -1) if effective % size == 0)
+    return {**baseline, "micro_batch_size": whole}

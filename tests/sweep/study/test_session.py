@@ -86,6 +86,14 @@ def test_knobs_that_are_typed_are_held_and_the_rest_is_searched() -> None:
     assert what.space.dimensions.keys() == free.dimensions.keys() - {"kernels", "seq_len"}
 
 
+@pytest.mark.parametrize(("effective", "micro"), [(16, 4), (6, 3), (1, 1)])
+def test_the_baselines_micro_batch_goes_into_an_effective_batch_that_is_typed(
+    effective: int, micro: int
+) -> None:
+    baseline = prepared(held={"effective_batch_size": effective}).space.baseline_config()
+    assert (baseline.micro_batch_size, baseline.effective_batch_size) == (micro, effective)
+
+
 @pytest.mark.parametrize(
     ("held", "message"),
     [
