@@ -21,7 +21,7 @@ from search_spaces.documents import Document, exists, home_expanded, parse_yaml,
 from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.models import located
-from search_spaces.space import ConfigKey, SearchSpace
+from search_spaces.space import ConfigKey, SearchSpace, largest_whole
 from search_spaces.validation import validate
 
 
@@ -204,5 +204,4 @@ def _with_whole_batch(baseline: Mapping[str, Any], *, effective: int | None) -> 
     micro = baseline.get("micro_batch_size")
     if effective is None or micro is None or "effective_batch_size" in baseline:
         return dict(baseline)
-    whole = next(size for size in range(micro, 0, -1) if effective % size == 0)
-    return {**baseline, "micro_batch_size": whole}
+    return {**baseline, "micro_batch_size": largest_whole(micro, effective)}

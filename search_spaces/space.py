@@ -203,7 +203,7 @@ class SearchSpace(Strict):
         if "micro_batch_size" not in self.baseline:
             micro = values.get("micro_batch_size", micro)
             if effective is not None:
-                micro = next(size for size in range(micro, 0, -1) if effective % size == 0)
+                micro = largest_whole(micro, effective)
         elif not _is_whole(micro, effective):
             raise InputError(
                 f"{where}: micro_batch_size {micro} does not go into effective_batch_size "
@@ -247,6 +247,11 @@ class SearchSpace(Strict):
             return canonical(self.config(params)) == wanted
         except InputError:
             return False
+
+
+def largest_whole(micro: int, effective: int) -> int:
+    """Return the largest micro-batch of ``micro`` or fewer that goes into an effective batch."""
+    return next(size for size in range(micro, 0, -1) if effective % size == 0)
 
 
 def _is_whole(micro: Any, effective: Any) -> bool:

@@ -62,9 +62,7 @@ class StudyDefinition(BaseModel):
 
         It was the multiple nearest to the inherited one; a space is refused for it by now.
         """
-        space = stored.get("space") if isinstance(stored, dict) else None
-        if not isinstance(space, dict):
-            return stored
+        space = _stored_space(stored)
         baseline, fixed = space.get("baseline") or {}, space.get("fixed") or {}
         micro, effective = baseline.get("micro_batch_size"), fixed.get("effective_batch_size")
         if "effective_batch_size" in baseline or not (micro and effective and effective % micro):
@@ -76,8 +74,13 @@ class StudyDefinition(BaseModel):
 
 def names_cost(stored: Any) -> bool:
     """Whether a stored definition names ``cost``, which earlier versions had as an objective."""
+    return "cost" in _stored_space(stored).get("objectives", ())
+
+
+def _stored_space(stored: Any) -> dict[str, Any]:
+    """Return the space of a stored definition as JSON values; nothing of any other value."""
     space = stored.get("space") if isinstance(stored, dict) else None
-    return isinstance(space, dict) and "cost" in space.get("objectives", ())
+    return space if isinstance(space, dict) else {}
 
 
 def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, ...]:
