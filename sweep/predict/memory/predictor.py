@@ -9,12 +9,12 @@ traced: what they keep and take is modelled (`sweep.predict.memory.tracing.liger
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -26,7 +26,13 @@ from storage.records import TrialRecord
 from sweep.predict.memory.allocator import MIB
 from sweep.predict.memory.peaks import Peaks, find_peaks
 from sweep.predict.memory.polynomials import Values
-from sweep.predict.memory.profile_store import ProfileStore, Tracer, TracingChild
+from sweep.predict.memory.profile_store import (
+    OnProgress,
+    ProfileStore,
+    Tracer,
+    TracingChildren,
+    tell_nobody,
+)
 from sweep.predict.memory.profiles import Profile, Structure
 from sweep.predict.memory.replay import reserved_bytes, wasted_bytes
 from sweep.predict.memory.step import Step
@@ -38,7 +44,7 @@ _WORKSPACES = 2
 """cuBLAS keeps one for the thread that runs forward, and one for autograd's."""
 _HOPPER_WORKSPACE_BYTES = 32 * MIB
 _OLDER_WORKSPACE_BYTES = 8 * MIB + 128 * 1024
-_SHAPING = tuple(key for key, knob in KNOBS.items() if knob.traced)
+_TRACED = tuple(key for key, knob in KNOBS.items() if knob.traced)
 _PADDED_LENGTH = 128
 """Rows that an attention kernel's backward pass works on at once."""
 
@@ -193,6 +199,21 @@ class MemoryPredictor(Protocol):
         """
         ...
 
+    def prepare(
+        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> None:
+        """Do once, and faster than one by one, what predicting these configurations takes first.
+
+        Args:
+            configs: of a whole space, say.
+            on_progress: told how much of it is done, of how much, before it begins and after each
+                part; of nothing where there is nothing to do.
+
+        Raises:
+            EnvironmentFault: the tracing process has never answered.
+        """
+        ...
+
 
 class TracingPredictor:
     """Predicts by the model's own code, traced once for each structure. See `MemoryPredictor`.
@@ -218,8 +239,36 @@ class TracingPredictor:
         capability = compute_capability or HOPPER
         self._workspace_bytes = _workspace_bytes(capability)
         self._has_flash = capability >= AMPERE
-        self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer or TracingChild())
+        tracer = tracer or TracingChildren()
+        self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer)
         self._known: dict[Hashable, Profile] = {}
+
+    def prepare(
+        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> None:
+        """Trace whatever structures are not kept yet, several at once.
+
+        See `MemoryPredictor.prepare`.
+        """
+        longest: dict[Structure, TrialConfig] = {}
+        for config in _of_each_kind(configs):
+            for structure in self._structures(config):
+                known = longest.setdefault(structure, config)
+                longest[structure] = max(known, config, key=_length)
+        self._profiles.fetch(longest, on_progress=on_progress)
+        # From which length on masks exist is known of what was traced.
+        long = [
+            replace(structure, is_long=True)
+            for structure, config in longest.items()
+            if (profile := self._profiles.find(structure)) and _is_long(config, profile)
+        ]
+        self._profiles.fetch(long, on_progress=on_progress)
+
+    def _structures(self, config: TrialConfig) -> Iterator[Structure]:
+        """Yield the structures of a configuration's layers, as those of short sequences."""
+        fraction = config.checkpoint_fraction
+        for is_checkpointed in {fraction > 0, fraction == 1}:
+            yield Structure.of(config, is_checkpointed=is_checkpointed, has_flash=self._has_flash)
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         """See `MemoryPredictor.predict`."""
@@ -258,17 +307,15 @@ class TracingPredictor:
 
     def _profile(self, config: TrialConfig, *, is_checkpointed: bool) -> Profile:
         profile = self._traced(config, is_checkpointed=is_checkpointed)
-        if profile.window is None or config.seq_len < profile.window:
+        if not _is_long(config, profile):
             return profile
-        # flash-attn's own kernel takes the window as a number; the others need a mask.
-        is_long = config.attention != "flash_attention_2"
-        return self._traced(config, is_checkpointed=is_checkpointed, is_long=is_long)
+        return self._traced(config, is_checkpointed=is_checkpointed, is_long=True)
 
     def _traced(
         self, config: TrialConfig, *, is_checkpointed: bool, is_long: bool = False
     ) -> Profile:
         """Return the profile of a configuration's structure; quick where it was asked before."""
-        shaping = (is_checkpointed, is_long, *(getattr(config, key) for key in _SHAPING))
+        shaping = (is_checkpointed, is_long, *(getattr(config, key) for key in _TRACED))
         if shaping not in self._known:
             structure = Structure.of(
                 config,
@@ -328,6 +375,27 @@ class Residuals:
         if worst <= prediction.uncertainty:
             return prediction
         return prediction.widened(worst + RESIDUAL_MARGIN)
+
+
+def _of_each_kind(configs: Iterable[TrialConfig]) -> Iterable[TrialConfig]:
+    """Return the longest of the configurations that have the same tensors, of each kind of them."""
+    longest: dict[tuple[Any, ...], TrialConfig] = {}
+    for config in configs:
+        fraction = config.checkpoint_fraction
+        key = (*(getattr(config, name) for name in _TRACED), fraction > 0, fraction < 1)
+        longest[key] = max(longest.get(key, config), config, key=_length)
+    return longest.values()
+
+
+def _length(config: TrialConfig) -> int:
+    return config.seq_len
+
+
+def _is_long(config: TrialConfig, profile: Profile) -> bool:
+    """Whether the attention window needs a mask; flash-attn's own kernel takes it as a number."""
+    if profile.window is None or config.attention == "flash_attention_2":
+        return False
+    return config.seq_len >= profile.window
 
 
 def _workspace_bytes(compute_capability: tuple[int, int]) -> int:
