@@ -59,6 +59,11 @@ class Peaks:
         passing[_ACTIVATIONS] += wasted_bytes
         return replace(self, passing=passing)
 
+    def at(self, row: int) -> Peaks:
+        """Return the peak of one step alone."""
+        one = slice(row, row + 1)
+        return Peaks(self.there[:, one], self.passing[:, one], self.passing_moments[one])
+
     @cached_property
     def parts(self) -> Bytes:
         """What each peak is made of."""
@@ -136,12 +141,11 @@ class _Resident:
 
 def _there_throughout(step: Step) -> list[int]:
     allocator = base_allocator(step)
-    base = allocator.allocated_bytes
     taken = _asked if step.config.expandable_segments else _taken
     adapters = taken(allocator, step.adapters)
     gradients = taken(allocator, step.adapters) if step.accumulates else 0
     there = {
-        "weights": base - step.workspace_bytes,
+        "weights": step.base_bytes,
         "adapters": adapters,
         "gradients": gradients,
         "optimizer": taken(allocator, step.states),

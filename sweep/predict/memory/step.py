@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from search_spaces.config import TrialConfig
+from sweep.predict.memory.allocator import SMALL_BYTES
 from sweep.predict.memory.polynomials import Values, evaluate
 from sweep.predict.memory.profiles import Profile, Segment
 
@@ -90,6 +91,13 @@ class Step:
         return sum(evaluate(polynomial, self.values) for polynomial in kept.values())
 
     @property
+    def base_bytes(self) -> int:
+        """What the frozen base takes."""
+        base = self.profile.base
+        expands = self.config.expandable_segments
+        return base.requested_bytes if expands else base.allocated_bytes
+
+    @property
     def may_waste(self) -> bool:
         """Whether unsplit remainders of blocks may be worth a replay.
 
@@ -97,6 +105,15 @@ class Step:
         recomputed layer keeps one. Expandable segments leave no remainder.
         """
         return not all(self.flags) and not self.config.expandable_segments
+
+    @property
+    def most_wasted_bytes(self) -> int:
+        """No more than this do unsplit remainders take: one for each block that may be alive."""
+        if not self.may_waste:
+            return 0
+        segments = [self.segment(visit) for visit in self.visits()]
+        left = sum(segment.leaves for segment in segments)
+        return SMALL_BYTES * (left + max(segment.births for segment in segments))
 
     @cached_property
     def adapters(self) -> list[int]:

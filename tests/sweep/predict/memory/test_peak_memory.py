@@ -13,7 +13,7 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
-from sweep.predict.memory.arrays import FITS, PeakMemory
+from sweep.predict.memory.arrays import FITS
 from sweep.predict.memory.peaks import find_peaks
 from sweep.predict.memory.polynomials import evaluate
 from sweep.predict.memory.predictor import Fit, TracingPredictor
@@ -70,7 +70,7 @@ def assert_as_walked(steps: list[Step]) -> None:
 
 
 def steps_of(predictor: TracingPredictor, configs: list[TrialConfig]) -> list[Step]:
-    return [step for step in predictor.steps(configs) if isinstance(step, Step)]
+    return list(predictor.predict_all(configs).steps.values())
 
 
 @pytest.mark.parametrize("tracer", [ImaginedTracer(), ImaginedTracer(loss_bytes=0, window=600)])
@@ -95,12 +95,11 @@ def test_the_most_alive_in_a_real_model_is_that_of_a_walk_number_by_number(
 def test_each_of_many_configurations_needs_what_it_needs_alone(tmp_path: Path) -> None:
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer(window=600))
     configs = mixed_configs(100, seed=1)
-    memory = PeakMemory(configs, predictor=predictor)
-    peaks, together = memory.peak_allocated_bytes, memory.predictions()
+    memory = predictor.predict_all(configs)
+    peaks = memory.peak_allocated_bytes
     for row, config in enumerate(configs):
         alone = predictor.predict(config)
-        prediction = together[row]
-        assert not isinstance(prediction, InputError)
+        prediction = memory.prediction(row)
         assert peaks[row] == prediction.peak_allocated_bytes == alone.peak_allocated_bytes
         assert prediction.breakdown == alone.breakdown
         assert prediction.moment == alone.moment
@@ -110,7 +109,7 @@ def test_each_of_many_configurations_needs_what_it_needs_alone(tmp_path: Path) -
 def test_each_of_many_configurations_fits_as_it_does_alone(tmp_path: Path) -> None:
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
     configs = mixed_configs(150, seed=2)
-    memory = PeakMemory(configs, predictor=predictor)
+    memory = predictor.predict_all(configs)
     found = set()
     for budget in np.quantile(memory.peak_allocated_bytes, (0.0, 0.3, 0.5, 0.7, 1.0)).astype(int):
         codes = memory.fits(int(budget))
@@ -124,7 +123,7 @@ def test_what_cannot_be_traced_has_no_peak_and_others_have(tmp_path: Path) -> No
     tracer = FailingTracer(InputError("no such modules"))
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
     configs = [TrialConfig(target_modules=modules) for modules in ("qv", "attention")]
-    memory = PeakMemory(configs, predictor=predictor)
+    memory = predictor.predict_all(configs)
     assert memory.peak_allocated_bytes.tolist() == [
         -1,
         predictor.predict(configs[1]).peak_allocated_bytes,
@@ -136,9 +135,8 @@ def test_what_cannot_be_traced_has_no_peak_and_others_have(tmp_path: Path) -> No
 def test_the_largest_sizes_that_can_be_typed_are_exact(tmp_path: Path) -> None:
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer(window=600))
     huge = TrialConfig(micro_batch_size=65_536, seq_len=10_000_000)
-    memory = PeakMemory([TrialConfig(), huge], predictor=predictor)
-    prediction = memory.predictions()[1]
-    assert not isinstance(prediction, InputError)
+    memory = predictor.predict_all([TrialConfig(), huge])
+    prediction = memory.prediction(1)
     assert prediction.breakdown["loss"] == 64 * KIB * 65_536 * 10_000_000
     assert prediction.breakdown["activations"] > 65_536 * 10_000_000**2
     assert_as_walked(steps_of(predictor, [huge]))
@@ -147,4 +145,4 @@ def test_the_largest_sizes_that_can_be_typed_are_exact(tmp_path: Path) -> None:
 
 def test_no_configuration_needs_nothing(tmp_path: Path) -> None:
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
-    assert PeakMemory([], predictor=predictor).peak_allocated_bytes.shape == (0,)
+    assert predictor.predict_all([]).peak_allocated_bytes.shape == (0,)

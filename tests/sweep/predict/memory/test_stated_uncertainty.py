@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from sweep.predict.memory import predictor as memory
+from sweep.predict.memory import prediction as memory
 from sweep.predict.memory.predictor import Fit, MemoryPrediction
 from sweep.predict.memory.replay import reserved_bytes
 from tests.sweep.predict.rows import (
