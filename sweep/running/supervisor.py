@@ -81,7 +81,7 @@ class SupervisedRunner:
         log_path: Path,
         seed: int = 0,
         deadlines: Deadlines | None = None,
-        module: str = "sweep.running.worker",
+        module: str = "sweep.running",
     ) -> None:
         self._settings = WorkerSettings(
             device=target.device,
