@@ -24,6 +24,17 @@ class StopReason(StrEnum):
 
 
 @dataclass(frozen=True)
+class SpaceTraced:
+    """Of the structures that a space's memory is predicted from, so many are traced.
+
+    Said before the first one and after each; never where all were kept from before.
+    """
+
+    done: int
+    of: int
+
+
+@dataclass(frozen=True)
 class TrialStarted:
     """A configuration is about to be checked and, if it passes, run."""
 
@@ -55,5 +66,5 @@ class StudyFinished:
     reason: StopReason
 
 
-Event = TrialStarted | TrialProgress | TrialFinished | StudyFinished
+Event = SpaceTraced | TrialStarted | TrialProgress | TrialFinished | StudyFinished
 Listener = Callable[[Event], None]

@@ -168,6 +168,23 @@ class Preflight:
         """Whether any speed is known."""
         return self._speed is not None
 
+    def prepare(
+        self, configs: Iterable[TrialConfig], *, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Do ahead what predicting the memory of these configurations takes.
+
+        Args:
+            configs: those that are not valid are left out.
+            on_progress: told how much of it is done, of how much; of nothing where it is there.
+        """
+        if self._predictor is None:
+            return
+        valid = (config for config in configs if self._violation(config) is None)
+        try:
+            self._predictor.prepare(valid, on_progress=on_progress)
+        except SweepError as error:
+            self._say_not_predicted(error)
+
     def expect(self, config: TrialConfig) -> Expected:
         """Return what is known of ``config``; the same value until a further trial is learned."""
         if config not in self._expected:
@@ -231,13 +248,14 @@ class Preflight:
             return self._predictor.predict(config)
         except SweepError as error:
             # Another structure may well be predicted, so the next is asked for all the same.
-            message = (
-                f"memory of some configurations is not predicted, so the device decides: {error}"
-            )
-            if message not in self._warned:
-                self._warned.add(message)
-                self._warn(message)
+            self._say_not_predicted(error)
             return None
+
+    def _say_not_predicted(self, error: SweepError) -> None:
+        message = f"memory of some configurations is not predicted, so the device decides: {error}"
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
 
 
 class SpeedForecast:

@@ -29,12 +29,13 @@ from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
 from storage.study import NAME_BYTES_MAX, NAME_MAX, OpenStudy, open_study
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
+from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
 from sweep.sampling.samplers import make_sampler, quiet_optuna
-from sweep.study.events import Listener, StopReason
+from sweep.study.events import Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
@@ -166,7 +167,7 @@ def _plain(value: Any) -> str:
 
 
 def supervised_runner(prepared: Prepared) -> Runner:
-    """Return the real runner; its child starts with the first trial."""
+    """Return the real runner; its child starts when it is told to, or with the first trial."""
     return SupervisedRunner(
         prepared.model,
         target=prepared.target,
@@ -212,6 +213,9 @@ def drive(
     interruption = Interruption(cancel=runner.cancel)
     try:
         with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
+            # Its imports take longer than all that is done here until the first trial.
+            runner.start()
+            _trace_space(space, preflight, interruption=interruption, listener=listener)
             return tune(
                 study,
                 runner=runner,
@@ -225,6 +229,24 @@ def drive(
         if not interruption.is_requested():
             raise
         return StopReason.INTERRUPTED
+
+
+def _trace_space(
+    space: SearchSpace, preflight: Preflight, *, interruption: Interruption, listener: Listener
+) -> None:
+    """Trace what the space's memory is predicted from.
+
+    Raises:
+        KeyboardInterrupt: somebody asked to stop; nothing has begun that could be lost.
+    """
+
+    def tell(done: int, of: int) -> None:
+        listener(SpaceTraced(done, of))
+        if interruption.is_requested():
+            raise KeyboardInterrupt
+
+    with interruption.interruptible():
+        preflight.prepare(one_of_each_kind(space), on_progress=tell)
 
 
 def _environment(prepared: Prepared) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from sweep.running.runner import Progress
 from sweep.study.events import (
     Event,
     Listener,
+    SpaceTraced,
     StudyFinished,
     TrialFinished,
     TrialProgress,
@@ -36,6 +37,7 @@ from sweep.study.events import (
 )
 from sweep.study.tuner import trials_spent
 from sweep.terminal.console import Unfailing, note
+from sweep.terminal.working import is_worth_a_line, tracing_words
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 40
@@ -56,6 +58,8 @@ class Board:
     clock: Callable[[], float]
     current: TrialStarted | None = None
     progress: Progress | None = None
+    tracing: SpaceTraced | None = None
+    """How far tracing the space is, while it is traced."""
     is_stopping: bool = False
     _started_seconds: float = field(init=False)
     _finished_here: int = field(default=0, init=False)
@@ -70,6 +74,8 @@ class Board:
     def take(self, event: Event) -> None:
         """Take in one event."""
         match event:
+            case SpaceTraced():
+                self.tracing = event if event.done < event.of else None
             case TrialStarted():
                 self.current, self.progress = event, None
             case TrialProgress(progress=progress):
@@ -148,6 +154,8 @@ def _plain(board: Board, *, is_stopping: Callable[[], bool]) -> Listener:
         if is_stopping() and not board.is_stopping:
             board.is_stopping = True
             note(STOPPING)
+        if isinstance(event, SpaceTraced) and is_worth_a_line(event.done, event.of):
+            note(f"{_time()} {tracing_words(event.done, event.of)}")
         if isinstance(event, TrialStarted) and board.is_first:
             note(f"{_time()} trial {event.number} starts the worker and builds the model")
         if isinstance(event, TrialFinished):
@@ -235,6 +243,8 @@ def _best(board: Board) -> str:
 
 
 def _now(board: Board) -> str:
+    if board.tracing is not None:
+        return tracing_words(board.tracing.done, board.tracing.of)
     if board.current is None:
         return "choosing the next configuration"
     number, config = board.current.number, board.current.config

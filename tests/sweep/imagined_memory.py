@@ -125,7 +125,7 @@ class ImaginedPredictor:
         self,
         configs: Iterable[TrialConfig],
         *,
-        on_progress: Callable[[int, int], None] = lambda done, of: None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.prepared += configs
 
