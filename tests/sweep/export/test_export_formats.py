@@ -272,6 +272,15 @@ def test_the_script_sets_the_allocator_before_it_imports_torch(is_expandable: bo
     assert 0 < text.index(line) < text.index("\nimport torch\n")
 
 
+@pytest.mark.parametrize("format", TRAINERS)
+def test_an_exported_step_waits_for_the_card_no_more_than_the_measured_one(format: str) -> None:
+    values = read(export(a_study(), format=format), format=format)
+    assert values["accelerator_config"] == {"non_blocking": True}
+    assert values["logging_steps"] > 1
+    # axolotl has no such option.
+    assert format == "axolotl" or values["logging_nan_inf_filter"] is False
+
+
 def test_a_trainer_that_has_every_knob_is_said_to_have_it() -> None:
     assert "nothing known" in said(export(a_study(BASE), format="llama-factory"))
 
