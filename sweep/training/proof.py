@@ -146,6 +146,21 @@ def _quantization(config: TrialConfig, evidence: StepEvidence) -> str | None:
     return None
 
 
+@proves("quantized_fraction")
+def _quantized_layers(config: TrialConfig, evidence: StepEvidence) -> str | None:
+    """Each layer that is to be in 4 bits has such a matrix, and none of the others has one."""
+    layers = evidence.attached.layers
+    quantized = {
+        index
+        for index, layer in enumerate(layers)
+        if any(isinstance(module, bnb.nn.Linear4bit) for module in layer.modules())
+    }
+    asked = config.quantized_layers(len(layers))
+    if quantized == asked:
+        return None
+    return f"{len(quantized)} layers are in 4 bits, not {len(asked)}, or others than those"
+
+
 @proves("double_quant")
 def _double_quant(config: TrialConfig, evidence: StepEvidence) -> str | None:
     if all(state.nested == config.double_quant for state in _four_bit_states(evidence)):

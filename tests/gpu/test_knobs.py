@@ -37,6 +37,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "compute_dtype": get_args(ComputeDtype),
     "quantization": get_args(Quantization),
     "double_quant": (True, False),
+    "quantized_fraction": (1.0, 0.5),
     "adapter_dtype": get_args(AdapterDtype),
     "checkpoint_fraction": (0.0, 0.5, 1.0),
     "upcast_fp32": (True, False),
@@ -65,6 +66,8 @@ CASES: list[dict[str, Any]] = [
     {"adapter_dtype": "bf16", **WITHOUT, **LEAN},
     {"adapter_dtype": "bf16", "compute_dtype": "fp32"},
     {"adapter_dtype": "bf16", "compile": True, "lora_dropout": 0.1},
+    {"quantized_fraction": 0.5, "upcast_fp32": False, "compile": True, "kernels": "fused-loss"},
+    {"quantized_fraction": 0.5, **LEAN, "checkpoint_fraction": 0.5},
 ]
 
 
@@ -117,6 +120,8 @@ def test_flash_attention_is_flash_attns_own_or_a_verdict_with_the_reason(rig: Ri
         ({"upcast_fp32": False}, {}, "upcast_fp32"),
         ({}, {"quantization": "fp4"}, "quantization"),
         ({}, {"double_quant": False}, "double_quant"),
+        ({}, {"quantized_fraction": 0.5}, "quantized_fraction"),
+        ({"quantized_fraction": 0.5}, {}, "quantized_fraction"),
         ({}, {"adapter_dtype": "bf16"}, "adapter_dtype"),
         ({"adapter_dtype": "bf16"}, {}, "adapter_dtype"),
         ({}, WITHOUT, "quantization"),

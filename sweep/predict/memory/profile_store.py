@@ -22,6 +22,7 @@ from typing import IO, Any, Protocol
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
+from sweep.predict.memory.mixing import mixed
 from sweep.predict.memory.profiles import Profile, Structure, Untraceable
 
 _ROOT = Path(__file__).parents[3]
@@ -81,8 +82,15 @@ class ProfileStore:
             refused = self._refused[structure]
             raise type(refused)(*refused.args)
         if structure not in self._profiles:
-            self._profiles[structure] = Profile.from_json(self._read_or_trace(structure))
+            self._profiles[structure] = self._put_together(structure)
         return self._profiles[structure]
+
+    def _put_together(self, structure: Structure) -> Profile:
+        if not structure.is_mixed:
+            return Profile.from_json(self._read_or_trace(structure))
+        packed, wide = map(self.get, structure.parts())
+        layers = len(packed.positions)
+        return mixed(packed, wide, quantized=structure.config.quantized_layers(layers))
 
     def _read_or_trace(self, structure: Structure) -> dict[str, Any]:
         path = self._cache_dir / f"{self._digest(structure)}.json"

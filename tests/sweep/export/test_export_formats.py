@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {
     "compute_dtype": "fp16",
     "quantization": "fp4",
     "double_quant": False,
+    "quantized_fraction": 0.5,
     "adapter_dtype": "bf16",
     "checkpoint_fraction": 0.3,
     "upcast_fp32": True,
@@ -236,6 +237,7 @@ def test_the_header_says_what_was_measured_and_on_what(
         ("axolotl", {"adapter_dtype": "bf16"}, "adapter_dtype bf16"),
         ("llama-factory", {"adapter_dtype": "bf16"}, "adapter_dtype bf16"),
         ("trl", {"checkpoint_fraction": 0.3}, "checkpoint_fraction 0.3"),
+        *((name, {"quantized_fraction": 0.5}, "quantized_fraction 0.5") for name in TRAINERS),
         ("trl", {"compile": True}, "it may not fit"),
     ],
 )

@@ -60,6 +60,9 @@ def verdicts(
         ({}, {"adapter_dtype": "bf16"}, "adapter_dtype"),
         ({"adapter_dtype": "bf16"}, {}, "adapter_dtype"),
         ({}, {"expandable_segments": True}, "expandable_segments"),
+        ({}, {"quantized_fraction": 0.5}, "quantized_fraction"),
+        ({"quantized_fraction": 0.5}, {}, "quantized_fraction"),
+        ({"quantized_fraction": 0.5}, {"quantized_fraction": 0.75}, "quantized_fraction"),
     ],
 )
 def test_each_knob_is_found_out_where_another_value_ran(

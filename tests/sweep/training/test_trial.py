@@ -45,6 +45,7 @@ def measured(config: TrialConfig) -> Measured:
         {"upcast_fp32": False},
         {"quantization": "fp4", "double_quant": False},
         {"quantization": "none", "double_quant": False},
+        {"quantized_fraction": 0.5},
         {"compute_dtype": "fp32"},
         {"attention": "eager"},
         {"optimizer": "adamw_torch_fused"},
