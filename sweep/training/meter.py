@@ -252,6 +252,7 @@ class Meter:
         trainable_parameters: int,
         flops_utilization: float | None,
         quantized_share: float | None,
+        compile_seconds: float | None,
         is_emulated: bool,
         is_extrapolated: bool,
     ) -> Measurement:
@@ -263,6 +264,7 @@ class Meter:
             flops_utilization: of `median_seconds`; None where unknown.
             quantized_share: of the weights that are meant to be in 4 bits, how many are; None for a
                 16-bit base.
+            compile_seconds: that compiling took; None where nothing was to be compiled.
             is_emulated: whether another card stands in for the target.
             is_extrapolated: whether a part of each accumulation was derived.
         """
@@ -290,6 +292,7 @@ class Meter:
             sm_clock_mhz=int(statistics.median(clocks)) if clocks else None,
             throttle_reasons=self._throttle_reasons(),
             quantized_share=quantized_share,
+            compile_seconds=compile_seconds,
         )
 
     @property

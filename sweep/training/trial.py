@@ -300,11 +300,13 @@ class Trial:
         )
 
     def _measurement(self, attachment: Attached, loss: float) -> Measurement:
+        compilation = attachment.compilation
         return self._meter.measurement(
             final_loss=loss,
             trainable_parameters=sum(p.numel() for p in attachment.trainable_parameters()),
             flops_utilization=self._utilization(attachment),
             quantized_share=self.base.quantized_share,
+            compile_seconds=None if compilation is None else compilation.seconds,
             is_emulated=self.is_emulated,
             is_extrapolated=self.config.accumulation_steps > self.micro_steps_max,
         )
