@@ -25,6 +25,7 @@ from typing import IO, Any, Protocol
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
+from sweep.predict.memory.mixing import mixed
 from sweep.predict.memory.profiles import Profile, Structure, Untraceable
 
 _ROOT = Path(__file__).parents[3]
@@ -107,6 +108,8 @@ class ProfileStore:
             # A new exception each time, as one that is raised twice keeps the frames of both.
             refused = self._refused[structure]
             raise type(refused)(*refused.args)
+        for part in structure.parts() if structure.is_mixed else ():
+            self.get(part)
         if (known := self.find(structure)) is not None:
             return known
         in_bf16 = structure.in_bf16()
@@ -117,14 +120,24 @@ class ProfileStore:
     def find(self, structure: Structure) -> Profile | None:
         """Return a structure's profile where nothing has to be traced for it, now or ever."""
         if structure not in self._profiles:
-            in_bf16 = structure.in_bf16()
-            shared = None if in_bf16 is None else self._read(in_bf16)
-            is_shared = shared is not None and shared.is_same_in_fp16
-            profile = shared if is_shared else self._read(structure)
+            profile = self._mixed(structure) if structure.is_mixed else self._shared(structure)
             if profile is None:
                 return None
             self._profiles[structure] = profile
         return self._profiles[structure]
+
+    def _mixed(self, structure: Structure) -> Profile | None:
+        packed, wide = map(self.find, structure.parts())
+        if packed is None or wide is None:
+            return None
+        quantized = structure.config.quantized_layers(len(packed.positions))
+        return mixed(packed, wide, quantized=quantized)
+
+    def _shared(self, structure: Structure) -> Profile | None:
+        in_bf16 = structure.in_bf16()
+        shared = None if in_bf16 is None else self._read(in_bf16)
+        is_shared = shared is not None and shared.is_same_in_fp16
+        return shared if is_shared else self._read(structure)
 
     def _read(self, structure: Structure) -> Profile | None:
         """Return what was traced of exactly this structure, by this process or another."""
@@ -148,7 +161,7 @@ class ProfileStore:
         Raises:
             EnvironmentFault: the tracing process has never answered.
         """
-        wanted = tuple(structures)
+        wanted = tuple(part for structure in structures for part in structure.parts())
         self._fetch([s.in_bf16() or s for s in wanted], on_progress)
         # What tells the two 16-bit types apart has to be traced in both.
         self._fetch(wanted, on_progress)
