@@ -10,12 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from search_spaces.config import TrialConfig
-from search_spaces.gpus import GpuSpec, SpeedUncertainty
+from search_spaces.errors import InputError
+from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
-from sweep.predict.speed.calibration import FACTORS, Calibration, Factor, launch_share
-from sweep.predict.speed.phases import StepPhases, overlapped, step_phases
-from sweep.predict.speed.work import TERMS, Term
+from sweep.predict.speed.arrays import StepTimes
+from sweep.predict.speed.calibration import Calibration, in_order
+from sweep.predict.speed.phases import OVERHEAD_SECONDS, StepPhases, overlapped, refusal
+from sweep.predict.speed.work import TERMS
 
 Bottleneck = Literal["compute", "bandwidth", "launch"]
 
@@ -62,58 +67,42 @@ def predict_step(
     Raises:
         InputError: the architecture is not known, or the card has no rate for the compute type.
     """
-    step = step_phases(config, model=model, gpu=gpu)
-    factors: dict[Factor, float] = dict.fromkeys(FACTORS, 1.0)
-    if calibration is not None:
-        factors = calibration.factors
-    terms = _terms(step, factors)
-    seconds = sum(terms.values())
+    reason = refusal(config, model=model, gpu=gpu)
+    if reason is not None:
+        raise InputError(reason)
+    times = StepTimes([config], model=model, gpu=gpu)
+    factors = in_order(None if calibration is None else calibration.factors)
+    seconds, step = float(times.seconds(calibration)[0]), times.phases
     return SpeedPrediction(
         step_seconds=seconds,
         tokens_per_second=config.tokens_per_step / seconds,
         bottleneck=_bottleneck(step, factors),
-        flops_utilization=step.model_flops / seconds / step.peak_flops,
-        terms=terms,
+        flops_utilization=float(step.model_flops[0] / seconds / step.peak_flops[0]),
+        terms=_terms(step, factors),
         basis="predicted" if calibration is None else "calibrated",
-        uncertainty=_uncertainty(step, factors, gpu.speed_uncertainty, calibration),
+        uncertainty=float(times.uncertainty(calibration)[0]),
         trials=0 if calibration is None else calibration.trials,
     )
 
 
-def _terms(step: StepPhases, factors: dict[Factor, float]) -> dict[str, float]:
-    terms: dict[str, float] = dict.fromkeys(TERMS, 0.0)
-    terms["launch"] = 0.0
-    for phase in step.phases:
-        by_term = {term: phase.device(term) * factors[term] for term in TERMS}
-        device = sum(by_term.values())
-        for term, seconds in by_term.items():
-            terms[term] += seconds
-        terms["launch"] += overlapped(device, phase.launch * factors["launch"]) - device
-    terms["overhead"] = step.overhead * factors["overhead"]
-    return terms
-
-
-def _uncertainty(
-    step: StepPhases,
-    factors: dict[Factor, float],
-    card: SpeedUncertainty,
-    calibration: Calibration | None,
-) -> float:
-    known = card if calibration is None else calibration.uncertainty(card)
-    launches = launch_share(step, factors)
-    return launches * known.launch + (1.0 - launches) * known.device
-
-
-def _bottleneck(step: StepPhases, factors: dict[Factor, float]) -> Bottleneck:
-    waits: dict[Bottleneck, float] = {
-        "compute": _total([phase.compute for phase in step.phases], factors),
-        "bandwidth": _total([phase.memory for phase in step.phases], factors),
+def _terms(step: StepPhases, factors: NDArray[np.float64]) -> dict[str, float]:
+    *of_card, launch, overhead = factors
+    by_term = step.device[0] * of_card
+    device = by_term.sum(axis=1)
+    waits = overlapped(device, step.launch[0] * launch) - device
+    return {
+        **dict(zip(TERMS, by_term.sum(axis=0).tolist(), strict=True)),
+        "launch": float(waits.sum()),
+        "overhead": OVERHEAD_SECONDS * float(overhead),
     }
-    launch = sum(phase.launch for phase in step.phases) * factors["launch"]
-    if launch > sum(waits.values()):
+
+
+def _bottleneck(step: StepPhases, factors: NDArray[np.float64]) -> Bottleneck:
+    *of_card, launch, _ = factors
+    waits: dict[Bottleneck, float] = {
+        "compute": float((step.compute[0] * of_card).sum()),
+        "bandwidth": float((step.memory[0] * of_card).sum()),
+    }
+    if step.launch[0].sum() * launch > sum(waits.values()):
         return "launch"
     return max(waits, key=lambda name: waits[name])
-
-
-def _total(stretches: list[dict[Term, float]], factors: dict[Factor, float]) -> float:
-    return sum(stretch[term] * factors[term] for stretch in stretches for term in TERMS)
