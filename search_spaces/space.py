@@ -31,7 +31,7 @@ DEFAULT_MODEL = "mistral-7b-v0.3"
 """What is trained where nobody names a model."""
 
 Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters"]
-SamplerName = Literal["tpe", "gp", "random", "grid"]
+SamplerName = Literal["guided", "tpe", "gp", "random", "grid"]
 Weights = Literal["random", "pretrained"]
 
 BATCHES = ("micro_batch_size", "effective_batch_size")
@@ -86,7 +86,7 @@ class SearchSpace(Strict):
     budget_gib: Number | None = Field(default=None, gt=0, le=100_000)
     """Budget of a device that the catalogue lacks (the CPU), or a tighter one than the card's."""
     objectives: tuple[Objective, ...] = Field(default=("tokens_per_second",), min_length=1)
-    sampler: SamplerName = "tpe"
+    sampler: SamplerName = "guided"
     trials: StrictInt = Field(default=40, ge=1, le=1_000_000)
     time_budget_seconds: Number | None = Field(default=None, gt=0)
     seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)

@@ -296,7 +296,7 @@ def _product_of(gpu: str) -> str:
 
 
 def _seconds(record: TrialRecord) -> float:
-    """Return the device's time; the whole trial's where an earlier version did not tell them apart."""
+    """Return the device's time; the whole trial's where it is not kept apart."""
     return max(record.device_seconds or record.wall_seconds, 1e-3)
 
 

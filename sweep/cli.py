@@ -191,6 +191,22 @@ def export(
     return commands.export(study, format=format, storage=storage, output=_output(output))
 
 
+@app.command()
+def replay(
+    surface: opt.SurfaceArgument,
+    samplers: opt.SamplersOption = None,
+    seeds: opt.SeedsOption = 20,
+    budget_gib: opt.BudgetOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Let samplers search recorded trials, and say how many each needs; needs no GPU."""
+    from sweep.terminal import replay as command
+
+    return command.replay(
+        surface, samplers=samplers, seeds=seeds, budget_gib=budget_gib, as_json=as_json
+    )
+
+
 def _output(typed: str | None) -> Path | None:
     """Return the file that an output goes to; None for the usual place.
 
