@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
@@ -53,6 +54,15 @@ class ImaginedPredictor:
         self.uncertainty = uncertainty
         self.fault = fault
         self.asked: list[TrialConfig] = []
+        self.prepared: list[TrialConfig] = []
+
+    def prepare(
+        self,
+        configs: Iterable[TrialConfig],
+        *,
+        on_progress: Callable[[int, int], None] = lambda done, of: None,
+    ) -> None:
+        self.prepared += configs
 
     def predict(self, config: TrialConfig) -> ImaginedMemory:
         self.asked.append(config)

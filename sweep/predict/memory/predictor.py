@@ -9,21 +9,32 @@ traced: what they keep and take is modelled (`sweep.predict.memory.tracing.liger
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
+
+import numpy as np
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.knobs import KNOBS
 from search_spaces.models import ModelSpec
 from storage.records import TrialRecord
 from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.peaks import find_peak, reserved_bytes
+from sweep.predict.memory.peaks import Peaks, find_peaks
 from sweep.predict.memory.polynomials import Values
-from sweep.predict.memory.profile_store import ProfileStore, Tracer, TracingChild
+from sweep.predict.memory.profile_store import (
+    OnProgress,
+    ProfileStore,
+    Tracer,
+    TracingChildren,
+    tell_nobody,
+)
 from sweep.predict.memory.profiles import Profile, Structure
+from sweep.predict.memory.replay import reserved_bytes, wasted_bytes
 from sweep.predict.memory.step import Step
 
 HOPPER = (9, 0)
@@ -33,6 +44,7 @@ _WORKSPACES = 2
 """cuBLAS keeps one for the thread that runs forward, and one for autograd's."""
 _HOPPER_WORKSPACE_BYTES = 32 * MIB
 _OLDER_WORKSPACE_BYTES = 8 * MIB + 128 * 1024
+_TRACED = tuple(key for key, knob in KNOBS.items() if knob.traced)
 _PADDED_LENGTH = 128
 """Rows that an attention kernel's backward pass works on at once."""
 
@@ -187,6 +199,21 @@ class MemoryPredictor(Protocol):
         """
         ...
 
+    def prepare(
+        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> None:
+        """Do once, and faster than one by one, what predicting these configurations takes first.
+
+        Args:
+            configs: of a whole space, say.
+            on_progress: told how much of it is done, of how much, before it begins and after each
+                part; of nothing where there is nothing to do.
+
+        Raises:
+            EnvironmentFault: the tracing process has never answered.
+        """
+        ...
+
 
 class TracingPredictor:
     """Predicts by the model's own code, traced once for each structure. See `MemoryPredictor`.
@@ -212,28 +239,64 @@ class TracingPredictor:
         capability = compute_capability or HOPPER
         self._workspace_bytes = _workspace_bytes(capability)
         self._has_flash = capability >= AMPERE
-        self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer or TracingChild())
+        tracer = tracer or TracingChildren()
+        self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer)
+        self._known: dict[Hashable, Profile] = {}
+
+    def prepare(
+        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> None:
+        """Trace whatever structures are not kept yet, several at once.
+
+        See `MemoryPredictor.prepare`.
+        """
+        longest: dict[Structure, TrialConfig] = {}
+        for config in _of_each_kind(configs):
+            for structure in self._structures(config):
+                known = longest.setdefault(structure, config)
+                longest[structure] = max(known, config, key=_length)
+        self._profiles.fetch(longest, on_progress=on_progress)
+        # From which length on masks exist is known of what was traced.
+        long = [
+            replace(structure, is_long=True)
+            for structure, config in longest.items()
+            if (profile := self._profiles.find(structure)) and _is_long(config, profile)
+        ]
+        self._profiles.fetch(long, on_progress=on_progress)
+
+    def _structures(self, config: TrialConfig) -> Iterator[Structure]:
+        """Yield the structures of a configuration's layers, as those of short sequences."""
+        fraction = config.checkpoint_fraction
+        for is_checkpointed in {fraction > 0, fraction == 1}:
+            yield Structure.of(config, is_checkpointed=is_checkpointed, has_flash=self._has_flash)
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         """See `MemoryPredictor.predict`."""
-        step = self._step(config)
-        peak = find_peak(step)
-        stated = COMPILED if config.compile else EAGER
-        return MemoryPrediction(
-            peak_allocated_bytes=peak.total_bytes,
-            breakdown=peak.parts,
-            moment=peak.moment,
-            uncertainty=stated.allocated,
-            reserved_uncertainty=stated.reserved,
-            step=step,
-        )
+        (step,) = self.steps([config])
+        if isinstance(step, InputError):
+            raise step
+        peaks = find_peaks([step])
+        if step.may_waste:
+            peaks = peaks.wasting(np.array([wasted_bytes(step)]))
+        return predicted(step, peaks, row=0)
+
+    def steps(self, configs: Sequence[TrialConfig]) -> list[Step | InputError]:
+        """Return each configuration's step, or why it has none; structures are traced as needed.
+
+        Raises:
+            EnvironmentFault: the tracing process has never answered.
+        """
+        steps: list[Step | InputError] = []
+        for config in configs:
+            try:
+                steps.append(self._step(config))
+            except InputError as error:
+                steps.append(error.with_traceback(None))
+        return steps
 
     def _step(self, config: TrialConfig) -> Step:
-        is_checkpointed = config.checkpoint_fraction > 0
-        profile = self._profile(config, is_checkpointed=is_checkpointed)
-        layers = len(profile.positions)
-        chosen = config.checkpointed_layers(layers)
-        flags = tuple(layer in chosen for layer in range(layers))
+        profile = self._profile(config, is_checkpointed=config.checkpoint_fraction > 0)
+        flags = _flags(config.checkpoint_fraction, len(profile.positions))
         return Step(
             config=config,
             profiles={f: self._profile(config, is_checkpointed=f) for f in set(flags)},
@@ -243,13 +306,46 @@ class TracingPredictor:
         )
 
     def _profile(self, config: TrialConfig, *, is_checkpointed: bool) -> Profile:
-        structure = Structure.of(config, is_checkpointed=is_checkpointed, has_flash=self._has_flash)
-        profile = self._profiles.get(structure)
-        if profile.window is None or config.seq_len < profile.window:
+        profile = self._traced(config, is_checkpointed=is_checkpointed)
+        if not _is_long(config, profile):
             return profile
-        # flash-attn's own kernel takes the window as a number; the others need a mask.
-        is_long = config.attention != "flash_attention_2"
-        return self._profiles.get(replace(structure, is_long=is_long))
+        return self._traced(config, is_checkpointed=is_checkpointed, is_long=True)
+
+    def _traced(
+        self, config: TrialConfig, *, is_checkpointed: bool, is_long: bool = False
+    ) -> Profile:
+        """Return the profile of a configuration's structure; quick where it was asked before."""
+        shaping = (is_checkpointed, is_long, *(getattr(config, key) for key in _TRACED))
+        if shaping not in self._known:
+            structure = Structure.of(
+                config,
+                is_checkpointed=is_checkpointed,
+                has_flash=self._has_flash,
+                is_long=is_long,
+            )
+            self._known[shaping] = self._profiles.get(structure)
+        return self._known[shaping]
+
+
+def predicted(step: Step, peaks: Peaks, *, row: int) -> MemoryPrediction:
+    """Return the prediction of a step whose peak is one of many."""
+    stated = COMPILED if step.config.compile else EAGER
+    return MemoryPrediction(
+        peak_allocated_bytes=int(peaks.total_bytes[row]),
+        breakdown=peaks.breakdown(row),
+        moment=peaks.moment(row),
+        uncertainty=stated.allocated,
+        reserved_uncertainty=stated.reserved,
+        step=step,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _flags(checkpoint_fraction: float, layers: int) -> tuple[bool, ...]:
+    """Return for each decoder layer whether it is recomputed."""
+    config = TrialConfig(checkpoint_fraction=checkpoint_fraction)
+    chosen = config.checkpointed_layers(layers)
+    return tuple(layer in chosen for layer in range(layers))
 
 
 class Residuals:
@@ -279,6 +375,27 @@ class Residuals:
         if worst <= prediction.uncertainty:
             return prediction
         return prediction.widened(worst + RESIDUAL_MARGIN)
+
+
+def _of_each_kind(configs: Iterable[TrialConfig]) -> Iterable[TrialConfig]:
+    """Return the longest of the configurations that have the same tensors, of each kind of them."""
+    longest: dict[tuple[Any, ...], TrialConfig] = {}
+    for config in configs:
+        fraction = config.checkpoint_fraction
+        key = (*(getattr(config, name) for name in _TRACED), fraction > 0, fraction < 1)
+        longest[key] = max(longest.get(key, config), config, key=_length)
+    return longest.values()
+
+
+def _length(config: TrialConfig) -> int:
+    return config.seq_len
+
+
+def _is_long(config: TrialConfig, profile: Profile) -> bool:
+    """Whether the attention window needs a mask; flash-attn's own kernel takes it as a number."""
+    if profile.window is None or config.attention == "flash_attention_2":
+        return False
+    return config.seq_len >= profile.window
 
 
 def _workspace_bytes(compute_capability: tuple[int, int]) -> int:

@@ -7,7 +7,7 @@ of steps only scale them. Knows nothing of how profiles are made, kept or used.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -57,6 +57,15 @@ class Structure:
         }
         shaping["checkpoint_fraction"] = float(is_checkpointed)
         return cls(TrialConfig.model_construct(**shaping), has_flash, is_long)
+
+    def in_bf16(self) -> Structure | None:
+        """Return the structure that has bf16 wherever this has fp16; None where it has none.
+
+        An adapter in bf16 is of the type of what goes through it in the one, and not in the other.
+        """
+        if self.config.compute_dtype != "fp16" or self.config.adapter_dtype != "fp32":
+            return None
+        return replace(self, config=self.config.model_copy(update={"compute_dtype": "bf16"}))
 
     @property
     def is_checkpointed(self) -> bool:
@@ -139,6 +148,8 @@ class Profile:
     """Length from which the structure is another one; None where there is none."""
     quantized_share: float | None = None
     """Of the weights that QLoRA means to hold in 4 bits, how many are; None for a 16-bit base."""
+    is_same_in_fp16: bool = False
+    """Whether it is known that fp16 in bf16's place comes to the same profile."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Profile:
@@ -152,4 +163,5 @@ class Profile:
             sizes=tuple(values["sizes"]),
             window=values["window"],
             quantized_share=values.get("quantized_share"),
+            is_same_in_fp16=values.get("is_same_in_fp16", False),
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
 from typing import Any
 
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
 from sweep.predict.memory.allocator import MIB
 from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, LEAVE, Structure
@@ -34,10 +36,26 @@ class ImaginedTracer:
     length of ``window`` on, masks of length x length bytes are there throughout.
     """
 
-    def __init__(self, *, loss_bytes: int = 64 * KIB, window: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        loss_bytes: int = 64 * KIB,
+        window: int | None = None,
+        is_same_in_fp16: bool = True,
+    ) -> None:
         self.asked: list[Structure] = []
         self._loss_bytes = loss_bytes
         self._window = window
+        self._is_same_in_fp16 = is_same_in_fp16
+
+    def trace_all(
+        self, model: ModelSpec, structures: Iterable[Structure]
+    ) -> Generator[tuple[Structure, dict[str, Any] | InputError | EnvironmentFault]]:
+        for structure in structures:
+            try:
+                yield structure, self.trace(model, structure)
+            except (InputError, EnvironmentFault) as error:
+                yield structure, error
 
     def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
         self.asked.append(structure)
@@ -76,4 +94,5 @@ class ImaginedTracer:
             },
             "sizes": [{"bs": kept}, {"bs": 10 * KIB}, {"bs": loss}],
             "window": self._window,
+            "is_same_in_fp16": self._is_same_in_fp16,
         }
