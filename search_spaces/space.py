@@ -88,7 +88,12 @@ class SearchSpace(Strict):
     objectives: tuple[Objective, ...] = Field(default=("tokens_per_second",), min_length=1)
     sampler: SamplerName = "guided"
     trials: StrictInt = Field(default=40, ge=1, le=1_000_000)
+    """At most so many; a guided search ends sooner where it knows."""
     time_budget_seconds: Number | None = Field(default=None, gt=0)
+    max_dollars: Number | None = Field(default=None, gt=0)
+    """What all runs of the study may cost, at the price of the card it is for."""
+    stop_below_gain: Number = Field(default=0.01, ge=0, lt=1)
+    """A guided search ends where no further trial is expected to gain this share; 0 goes on."""
     seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)
     steps: StepBudget = StepBudget()
     dimensions: dict[ConfigKey, Annotated[Dimension, Field(union_mode="left_to_right")]]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from search_spaces.config import TrialConfig, canonical, parse_config
 from search_spaces.documents import read_text
-from search_spaces.errors import InputError, quote
+from search_spaces.errors import InputError, NothingFits, quote
 from search_spaces.gpus import GpuSpec, find_gpu, match_product
 from search_spaces.models import ModelSpec, checked_config
 from storage.definition import StudySnapshot
@@ -273,9 +273,7 @@ def surface_text(snapshot: StudySnapshot) -> str:
         )
     rows = {canonical(r.config).key(): row for r in snapshot.records if (row := _row_of(r))}
     if not rows:
-        raise InputError(
-            f"{name}: no trial of it fits or ran out of memory, so there is no surface"
-        )
+        raise NothingFits(f"{name} has nothing to export: no trial of it fits or ran out of memory")
     header = {
         "surface": VERSION,
         "model": definition.model["name"],

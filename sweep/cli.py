@@ -57,6 +57,7 @@ def run(
     storage: opt.StorageOption = None,
     trials: opt.TrialsOption = None,
     time_budget: opt.TimeBudgetOption = None,
+    max_dollars: opt.MaxDollarsOption = None,
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
     as_json: opt.JsonOption = False,
@@ -74,6 +75,7 @@ def run(
         "model": model,
         "trials": trials,
         "time_budget_seconds": None if time_budget is None else _seconds(time_budget),
+        "max_dollars": max_dollars,
         "seed": seed,
         "sampler": sampler,
     }

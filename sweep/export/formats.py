@@ -45,8 +45,8 @@ SURFACE = "surface"
 
 
 def format_names() -> tuple[str, ...]:
-    """Return the names of all formats, the one that expresses everything first."""
-    return (*_FORMATS, SURFACE)
+    """Return the names of all formats of a winner, the one that expresses everything first."""
+    return tuple(_FORMATS)
 
 
 def export(snapshot: StudySnapshot, *, format: str) -> str:
@@ -63,7 +63,9 @@ def export(snapshot: StudySnapshot, *, format: str) -> str:
     if format == SURFACE:
         return surface_text(snapshot)
     if format not in _FORMATS:
-        raise InputError(f"unknown format {quote(format)}{did_you_mean(format, format_names())}")
+        raise InputError(
+            f"unknown format {quote(format)}{did_you_mean(format, (*_FORMATS, SURFACE))}"
+        )
     return _FORMATS[format](recipe_of(snapshot))
 
 

@@ -30,6 +30,7 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
+from sweep.predict.memory.arrays import PeakMemory
 from sweep.predict.memory.predictor import (
     COMPILED,
     EAGER,
@@ -37,6 +38,7 @@ from sweep.predict.memory.predictor import (
     MemoryPrediction,
     MemoryPredictor,
     Residuals,
+    TracingPredictor,
 )
 from sweep.predict.speed.calibration import Calibration, calibrate
 from sweep.predict.speed.log_factors import LogFactors
@@ -259,8 +261,12 @@ class Preflight:
         """Return the predicted peaks, not a number for what is not predicted; None for none."""
         if self._predictor is None:
             return None
-        asked = [self._asked(config) for config in configs]
-        peaks = np.array([np.nan if p is None else p.peak_allocated_bytes for p in asked])
+        if isinstance(self._predictor, TracingPredictor):
+            whole = PeakMemory(configs, predictor=self._predictor).peak_allocated_bytes
+            peaks = np.where(whole < 0, np.nan, whole.astype(float))
+        else:
+            asked = [self._asked(config) for config in configs]
+            peaks = np.array([np.nan if p is None else p.peak_allocated_bytes for p in asked])
         return None if np.isnan(peaks).all() else peaks
 
     def _asked(self, config: TrialConfig) -> MemoryPrediction | None:

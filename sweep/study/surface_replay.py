@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -27,9 +27,10 @@ from storage import mapping
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.surfaces import Surface, SurfaceRow
 from sweep.predict.memory.predictor import COMPILED, EAGER, MemoryPrediction
+from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.sampling.candidates import Candidate
 from sweep.sampling.encoding import Params, identity
-from sweep.sampling.guided import GuidedSampler
+from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import optunas_own, quiet_optuna
 from sweep.study.preflight import Preflight, SpeedForecast, SpeedModel
 
@@ -86,31 +87,51 @@ class Recorded:
 
 
 def search(recorded: Recorded, sampler: SamplerName, *, seed: int) -> Search:
-    """Let a sampler search a surface until it is near the best, and count what that takes.
+    """Let a sampler search a surface until it is near the best, and count what that takes."""
+    ooms, device_seconds, asks = 0, 0.0, []
+    for trial in trials_of(recorded, sampler, seed=seed):
+        asks.append(trial.ask_seconds)
+        device_seconds += trial.row.device_seconds or 0.0
+        ooms += not trial.row.fits(recorded.budget_bytes)
+        if recorded.is_found(trial.row):
+            break
+    return Search(len(asks), ooms, device_seconds, tuple(asks))
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One trial of a search, told."""
+
+    row: SurfaceRow
+    ask_seconds: float
+    outlook: Callable[[], Outlook | None]
+    """What is still to be gained after it; None from a sampler that cannot tell."""
+
+
+def trials_of(recorded: Recorded, sampler: SamplerName, *, seed: int) -> Iterator[Replayed]:
+    """Yield the trials that a sampler asks for, one after the other, until every row was tried.
 
     What the pre-flight refuses is asked for when nothing else is left, and then tried after all.
     """
     quiet_optuna()
     rows = _Rows.of(recorded.surface, seed=seed)
     preflight = _preflight(recorded)
-    study = optuna.create_study(
-        sampler=_sampler(sampler, rows, preflight, seed=seed), direction="maximize"
-    )
-    ooms, device_seconds, asks = 0, 0.0, []
+    chooser = _sampler(sampler, rows, preflight, seed=seed)
+    study = optuna.create_study(sampler=chooser, direction="maximize")
+
+    def outlook() -> Outlook | None:
+        return chooser.outlook(study) if isinstance(chooser, GuidedSampler) else None
+
     for _ in rows.candidates:
         started = time.perf_counter()
         trial = study.ask(dict(rows.distributions))
-        asks.append(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
         row = rows.row_of(trial.params)
         record = _record(trial.number, row, budget_bytes=recorded.budget_bytes)
         record = record.model_copy(update={"prediction": preflight.expect(row.config).record})
         _tell(study, trial, record, budget_bytes=recorded.budget_bytes)
         preflight.learn(record)
-        device_seconds += row.device_seconds or 0.0
-        ooms += isinstance(record.outcome, OutOfMemory)
-        if recorded.is_found(row):
-            break
-    return Search(len(asks), ooms, device_seconds, tuple(asks))
+        yield Replayed(row, seconds, outlook)
 
 
 def _sampler(name: SamplerName, rows: _Rows, preflight: Preflight, *, seed: int) -> BaseSampler:
@@ -160,6 +181,11 @@ class _RecordedPeaks:
 
     def __init__(self, peaks: Mapping[str, int]) -> None:
         self._peaks = peaks
+
+    def prepare(
+        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> None:
+        """Do nothing: all was predicted before."""
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         """See `MemoryPredictor.predict`."""

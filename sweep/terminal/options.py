@@ -60,10 +60,14 @@ StudyNameOption = Annotated[
     str | None, typer.Option("--study", help="Name; the space's by default.")
 ]
 TrialsOption = Annotated[
-    int | None, typer.Option("--trials", help="Trials of the study in all, earlier runs included.")
+    int | None, typer.Option("--trials", help="Trials of the study at most, earlier runs included.")
 ]
 TimeBudgetOption = Annotated[
     str | None, typer.Option("--time-budget", help="Stop this run after 10m, 1h30m, 90s.")
+]
+MaxDollarsOption = Annotated[
+    float | None,
+    typer.Option("--max-dollars", help="What the study may cost, at the price of its card."),
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Of sampling, weights and tokens.")]
 SamplerOption = Annotated[

@@ -12,18 +12,18 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, cast
 
 import numpy as np
 
 from reports import units
-from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, NothingFits, SweepError, did_you_mean, quote
 from search_spaces.gpus import GIB, find_gpu
 from storage.surfaces import Surface, read_surface
 from sweep.paths import cache_directory
+from sweep.predict.memory.arrays import PeakMemory
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.sampling.encoding import identity
 from sweep.study.surface_replay import SAMPLERS, Recorded, SamplerName, Search, search
@@ -113,31 +113,31 @@ def predicted_peaks(surface: Surface) -> dict[str, int]:
         cache_dir=cache_directory() / "memory",
         compute_capability=surface.card.compute_capability,
     )
-    peaks: dict[str, int] = {}
-    for row in _noting(surface.rows, "Predicting the memory of {} of {} configurations"):
-        peak = _peak(predictor, row.config)
-        if peak is not None:
-            peaks[identity(row.config)] = peak
-    if not peaks:
-        note("warning: memory is not predicted for this model, so every sampler goes without.")
-    return peaks
-
-
-def _peak(predictor: TracingPredictor, config: TrialConfig) -> int | None:
+    configs = [row.config for row in surface.rows]
     try:
-        return predictor.predict(config).peak_allocated_bytes
-    except SweepError:
-        return None
+        predictor.prepare(
+            configs, on_progress=_Progress(f"structures of {surface.model.name} traced")
+        )
+        peaks = PeakMemory(configs, predictor=predictor).peak_allocated_bytes
+    except SweepError as error:
+        note(f"warning: memory is not predicted, so every sampler goes without: {error}")
+        return {}
+    known = zip(configs, peaks.tolist(), strict=True)
+    return {identity(config): peak for config, peak in known if peak >= 0}
 
 
-def _noting(rows: Sequence[Any], words: str) -> Iterator[Any]:
-    """Yield each row; what takes long says how far it is."""
-    noted = time.monotonic()
-    for done, row in enumerate(rows):
-        if time.monotonic() - noted >= NOTE_SECONDS:
-            noted = time.monotonic()
-            note(f"{words.format(done, len(rows))} ...")
-        yield row
+class _Progress:
+    """Says how much is done of what takes long, once a second."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._said = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Take in how much is done."""
+        if time.monotonic() - self._said >= NOTE_SECONDS:
+            self._said = time.monotonic()
+            note(f"{done:,} of {total:,} {self._what} ...")
 
 
 def run_searches(
@@ -167,9 +167,10 @@ def _collect(
     results: Iterable[Search],
     found: dict[SamplerName, list[Search]],
 ) -> None:
-    words = "Searches done: {} of {}"
-    for (name, _), result in zip(_noting(tasks, words), results, strict=True):
+    progress = _Progress("searches done")
+    for done, ((name, _), result) in enumerate(zip(tasks, results, strict=True), start=1):
         found[name].append(result)
+        progress(done, len(tasks))
 
 
 def document_of(recorded: Recorded, searches: dict[SamplerName, list[Search]]) -> dict[str, Any]:

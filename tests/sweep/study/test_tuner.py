@@ -379,7 +379,7 @@ def test_a_sampler_that_knows_what_fits_finds_a_near_optimal_configuration(
     with a_study(tmp_path, sampler=sampler) as study:
         run(study, preflight=preflight)
         speeds = [r.measurement.tokens_per_second for r in study.records() if r.measurement]
-    assert max(speeds) >= {"tpe": 0.95, "random": 0.75}[name] * best_speed(space)
+    assert max(speeds) >= {"guided": 0.98, "tpe": 0.95, "random": 0.75}[name] * best_speed(space)
 
 
 def test_trials_spent_counts_what_is_not_tried_again() -> None:
