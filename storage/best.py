@@ -44,6 +44,7 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
             "device": sum(record.device_seconds for record in records),
         },
         "trials": {"total": len(records), **verdict_counts(records)},
+        "ended": snapshot.ended,
         "best": None if winner is None else _trial(winner),
         "cost": None if winner is None else _cost(snapshot, measured_of(winner)),
         "front": [_on_front(record, ranking) for record in ranking.front],

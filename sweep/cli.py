@@ -57,6 +57,7 @@ def run(
     storage: opt.StorageOption = None,
     trials: opt.TrialsOption = None,
     time_budget: opt.TimeBudgetOption = None,
+    max_dollars: opt.MaxDollarsOption = None,
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
     as_json: opt.JsonOption = False,
@@ -74,6 +75,7 @@ def run(
         "model": model,
         "trials": trials,
         "time_budget_seconds": None if time_budget is None else _seconds(time_budget),
+        "max_dollars": max_dollars,
         "seed": seed,
         "sampler": sampler,
     }
@@ -189,6 +191,22 @@ def export(
     from sweep.terminal import commands
 
     return commands.export(study, format=format, storage=storage, output=_output(output))
+
+
+@app.command()
+def replay(
+    surface: opt.SurfaceArgument,
+    samplers: opt.SamplersOption = None,
+    seeds: opt.SeedsOption = 20,
+    budget_gib: opt.BudgetOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Let samplers search recorded trials, and say how many each needs; needs no GPU."""
+    from sweep.terminal import replay as command
+
+    return command.replay(
+        surface, samplers=samplers, seeds=seeds, budget_gib=budget_gib, as_json=as_json
+    )
 
 
 def _output(typed: str | None) -> Path | None:

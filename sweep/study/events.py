@@ -19,7 +19,10 @@ class StopReason(StrEnum):
 
     TRIALS_SPENT = "trials_spent"
     TIME_SPENT = "time_spent"
+    DOLLARS_SPENT = "dollars_spent"
     EXHAUSTED = "exhausted"
+    GAIN_SPENT = "gain_spent"
+    """Nothing that is left is expected to gain enough."""
     INTERRUPTED = "interrupted"
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from optuna.samplers import BaseSampler
+
 from search_spaces.checkpoints import check_weights
 from search_spaces.config import TrialConfig
 from search_spaces.documents import Document
@@ -34,10 +36,12 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
+from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from sweep.study.events import Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
+from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
 
@@ -106,6 +110,7 @@ def prepare(
         compute_capability=resolved.compute_capability,
         device=resolved.target.device,
     )
+    price_of(space, gpu=resolved.target.gpu)
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
@@ -201,11 +206,12 @@ def drive(
     quiet_optuna()
     space = prepared.space
     preflight = _preflight(prepared, warn=warn)
+    sampler = make_sampler(space.sampler, space, seed=space.seed, preflight=preflight)
     study = open_study(
         prepared.name,
         url=storage,
         definition=prepared.definition,
-        sampler=make_sampler(space.sampler, space, seed=space.seed, preflight=preflight),
+        sampler=sampler,
         environment=_environment(prepared),
         home=runs_directory(),
     )
@@ -220,6 +226,11 @@ def drive(
                 study,
                 runner=runner,
                 preflight=preflight,
+                stopping=Stopping(
+                    space,
+                    usd_per_hour=price_of(space, gpu=prepared.target.gpu),
+                    outlook=lambda: _outlook(sampler, study),
+                ),
                 on_event=listener,
                 should_stop=interruption.is_requested,
                 interruptible=interruption.interruptible,
@@ -247,6 +258,11 @@ def _trace_space(
 
     with interruption.interruptible():
         preflight.prepare(one_of_each_kind(space), on_progress=tell)
+
+
+def _outlook(sampler: BaseSampler, study: OpenStudy) -> Outlook | None:
+    """Return what is still to be gained; None from a sampler that cannot tell."""
+    return sampler.outlook(study.study) if isinstance(sampler, GuidedSampler) else None
 
 
 def _environment(prepared: Prepared) -> dict[str, Any]:
