@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from search_spaces.config import TrialConfig
-from storage.records import TrialRecord
+from storage.records import SEARCH, Errand, TrialRecord
 from sweep.running.runner import Progress
 
 
@@ -31,6 +31,7 @@ class TrialStarted:
     config: TrialConfig
     is_baseline: bool
     attempt: int
+    errand: Errand = SEARCH
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,20 @@ class TrialFinished:
 
 
 @dataclass(frozen=True)
+class ConfirmationStarted:
+    """The search has ended, and what it found is about to be measured again."""
+
+    series: int
+    numbers: tuple[int, ...]
+    """Trials whose configurations are run in turns, the baseline last."""
+
+
+@dataclass(frozen=True)
 class StudyFinished:
     """The loop ended in an orderly way."""
 
     reason: StopReason
 
 
-Event = TrialStarted | TrialProgress | TrialFinished | StudyFinished
+Event = TrialStarted | TrialProgress | TrialFinished | ConfirmationStarted | StudyFinished
 Listener = Callable[[Event], None]

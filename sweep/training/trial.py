@@ -33,6 +33,7 @@ from sweep.training.exceptions import knob_of_kernel, lacks_kernel_resources, re
 from sweep.training.meter import NEIGHBOUR, CardReader, Meter, NeighbourWatch, fastest_median
 from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
+from sweep.training.soak import Interlude
 from sweep.training.step import TrainingLoop, flops_per_token
 
 _OBSERVED_STEPS = 2
@@ -63,6 +64,8 @@ class Trial:
         budget_bytes: a measured peak above it does not fit; None for no budget.
         micro_steps_max: most micro-steps of one optimizer step that are really run; the seconds of
             a longer accumulation are derived.
+        is_soak: whether it trains until its budget is spent, and does on the way what a training
+            does now and then.
         phase: where the trial is.
     """
 
@@ -76,12 +79,14 @@ class Trial:
     is_emulated: bool = False
     budget_bytes: int | None = None
     micro_steps_max: int = MICRO_STEPS_TIMED
+    is_soak: bool = False
     phase: Phase = "build"
     report: Callable[[Beat], bool] = lambda _: False
     started: float = field(default_factory=time.perf_counter)
     """When the trial began, its build included."""
     _meter: Meter = field(init=False)
     _loop: TrainingLoop | None = None
+    _interlude: Interlude | None = None
 
     def __post_init__(self) -> None:
         neighbours = NeighbourWatch(
@@ -90,7 +95,8 @@ class Trial:
             self.budget_bytes,
             has_paged_memory=self.config.is_paged,
         )
-        self._meter = Meter(self.config, self.steps, self.device, neighbours)
+        self._meter = Meter(self.config, self.steps, self.device, neighbours, self.is_soak)
+        self._interlude = Interlude(self.device) if self.is_soak else None
 
     def run(self) -> Outcome:
         """Return how it ended. On return the base is as it was before, whatever happened.
@@ -130,7 +136,7 @@ class Trial:
 
     def _verdict(self, error: Exception) -> Outcome | None:
         """Return what an exception means, in strings and numbers alone; None for the unknown."""
-        detail = words_of(error)[:_DETAIL_LENGTH]
+        detail = (self._doing() + words_of(error))[:_DETAIL_LENGTH]
         if lacks_kernel_resources(error):
             return Ineffective(knob=knob_of_kernel(error, self.config), detail=detail)
         if self.device.ran_out(error):
@@ -145,6 +151,11 @@ class Trial:
         if self.config.compile and is_from_the_compiler(error):
             return Ineffective(knob="compile", detail=detail)
         return None
+
+    def _doing(self) -> str:
+        """Return what else than a training step was being done, to begin a sentence with."""
+        doing = None if self._interlude is None else self._interlude.doing
+        return "" if doing is None else f"in {doing}: "
 
     def _stage(self) -> Stage:
         """Return the stage of a failure: the base is there, so it is not that of loading it."""
@@ -208,16 +219,32 @@ class Trial:
         self._enter("measure")
         loss, is_slow = 0.0, False
         begun = time.perf_counter()
-        while not is_slow and not self._meter.is_enough(time.perf_counter() - begun):
+        self._meter.energy.begin()
+        while not is_slow and not self._is_enough(time.perf_counter() - begun, loop):
             loss = self._step(loop)
             if not math.isfinite(loss):
                 return Diverged(step=self._meter.steps_done, detail=f"loss {loss}")
             is_slow = self._report_rate()
+        self._meter.energy.end()
         excess = self._excess()
         if excess is not None:
             return excess
-        measurement = self._measurement(attachment, loss)
+        measurement = self._measurement(attachment, loss, time.perf_counter() - begun)
         return PrunedSlow(measurement=measurement) if is_slow else Measured(measurement=measurement)
+
+    def _is_enough(self, elapsed_seconds: float, loop: TrainingLoop) -> bool:
+        """Whether no further step is needed; half-way through a soak its interlude is played."""
+        interlude = self._interlude
+        if interlude is None or interlude.is_over:
+            return self._meter.is_enough(elapsed_seconds)
+        if (
+            elapsed_seconds >= self.steps.seconds_max / 2
+            or len(self._meter.measured) >= self.steps.measured_max // 2
+        ):
+            self._meter.energy.end()
+            interlude.play(loop, beat=lambda: self.report(Beat("measure", self._meter.steps_done)))
+            self._meter.energy.begin()
+        return False
 
     def _step(self, loop: TrainingLoop) -> float:
         """Do one optimizer step, timed to when the device is done with it; return its loss."""
@@ -248,8 +275,10 @@ class Trial:
             )
         )
 
-    def _measurement(self, attachment: Attached, loss: float) -> Measurement:
-        return self._meter.measurement(
+    def _measurement(
+        self, attachment: Attached, loss: float, elapsed_seconds: float
+    ) -> Measurement:
+        measured = self._meter.measurement(
             final_loss=loss,
             trainable_parameters=sum(p.numel() for p in attachment.trainable_parameters()),
             flops_utilization=self._utilization(attachment),
@@ -257,6 +286,10 @@ class Trial:
             is_emulated=self.is_emulated,
             is_extrapolated=self.config.accumulation_steps > self.micro_steps_max,
         )
+        if self._interlude is None:
+            return measured
+        soak = self._interlude.report(steps=self._meter.steps_done, seconds=elapsed_seconds)
+        return measured.model_copy(update={"soak": soak})
 
     def _utilization(self, attachment: Attached) -> float | None:
         """Model FLOP/s over the peak; recomputation is not counted as work."""
