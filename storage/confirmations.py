@@ -87,12 +87,16 @@ class Confirmations:
         ]
         return max(stood, key=_soaked_seconds, default=None)
 
-    def seconds(self, *, series: int, with_soaks: bool) -> float:
-        """Return the device's seconds that a series took so far."""
+    def seconds(self, *, series: int) -> float:
+        """Return the device's seconds that a series took so far, soaks and start as well."""
+        return sum(record.device_seconds for record in self.records if record.series == series)
+
+    def repeat_seconds(self, *, series: int) -> float:
+        """Return what the runs of a series took so far; not its soaks, nor the worker's start."""
         return sum(
-            record.device_seconds
+            _run_seconds(record)
             for record in self.records
-            if record.series == series and (with_soaks or record.purpose == "confirm")
+            if record.series == series and record.purpose == "confirm"
         )
 
     def pooled(self, config: TrialConfig) -> Measurement | None:
@@ -208,6 +212,14 @@ def _logarithms(runs: Sequence[Measurement]) -> list[float]:
 
 def _most(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
+
+
+def _run_seconds(record: TrialRecord) -> float:
+    """Return the seconds of a run, by the worker's clock where it came to a measurement."""
+    measured = record.measurement
+    if measured is None:
+        return record.device_seconds
+    return measured.setup_seconds + measured.measured_seconds
 
 
 def _soaked_seconds(record: TrialRecord) -> float:

@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def _is_spent(self) -> bool:
-        spent = self.ranking.confirmations.seconds(series=self.series, with_soaks=False)
+        spent = self.ranking.confirmations.repeat_seconds(series=self.series)
         return spent >= self.budget.seconds
 
     def _of(self, purpose: Purpose) -> list[TrialRecord]:

@@ -20,6 +20,7 @@ class StopReason(StrEnum):
     TRIALS_SPENT = "trials_spent"
     TIME_SPENT = "time_spent"
     EXHAUSTED = "exhausted"
+    CONFIRMED = "confirmed"
     INTERRUPTED = "interrupted"
 
 

@@ -92,6 +92,28 @@ def tune(
     return reason
 
 
+def confirm_anew(
+    study: OpenStudy,
+    *,
+    runner: Runner,
+    preflight: Preflight,
+    clock: Callable[[], float] = time.monotonic,
+    on_event: Listener = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> StopReason:
+    """Measure a study's winner again, whatever was measured of it before, and search no further.
+
+    What was begun of that and not finished goes on. Arguments and errors are those of `tune`.
+    """
+    driver = _Driver(study, runner, preflight, clock, on_event, should_stop)
+    with interruptible():
+        driver.recover()
+    reason = StopReason.CONFIRMED if driver.confirm(is_anew=True) else StopReason.INTERRUPTED
+    on_event(StudyFinished(reason))
+    return reason
+
+
 def trials_spent(records: Iterable[TrialRecord], *, since: int = 0) -> int:
     """Return how many of a study's trials are spent: all but those that are tried again.
 
@@ -243,7 +265,7 @@ class _Driver:
         if trial.device_seconds is not None:
             self._failures.count(outcome)
 
-    def confirm(self) -> bool:
+    def confirm(self, *, is_anew: bool = False) -> bool:
         """Measure the winner again; return False where somebody asked to stop."""
         return confirm(
             self.study,
@@ -252,6 +274,7 @@ class _Driver:
             clock=self.clock,
             on_event=self.on_event,
             should_stop=self.should_stop,
+            is_anew=is_anew,
         )
 
     def _begin(self, config: TrialConfig | None) -> _OpenTrial:

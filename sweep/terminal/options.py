@@ -67,6 +67,12 @@ TimeBudgetOption = Annotated[
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Of sampling, weights and tokens.")]
 SamplerOption = Annotated[str | None, typer.Option("--sampler", help="tpe, gp, random or grid.")]
+NoConfirmOption = Annotated[
+    bool, typer.Option("--no-confirm", help="Do not measure the winner again after the search.")
+]
+SoakOption = Annotated[
+    str | None, typer.Option("--soak", help="Train the winner for 10m in one go; 15s by default.")
+]
 
 # Of a plan
 
