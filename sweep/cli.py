@@ -68,7 +68,7 @@ def run(
     *,
     configuration: dict[str, Any],
 ) -> int:
-    """Start or resume a study, and confirm its winner.
+    """Start or resume a study. Once the search has ended its winner is confirmed.
 
     Options of a configuration are held fixed and the rest of the space is searched.
     """
