@@ -26,7 +26,8 @@ def _document(recipe: Recipe) -> str:
             "emulated_on": recipe.target.emulated_on,
         },
         "config": recipe.config.model_dump(mode="json"),
-        "measurement": recipe.measurement.model_dump(mode="json"),
+        "measurement": recipe.measurement.model_dump(mode="json", exclude={"soak"}),
+        "confirmed": recipe.is_confirmed,
         "versions": recipe.environment.get("versions"),
     }
     return json.dumps(values, indent=2) + "\n"

@@ -101,13 +101,19 @@ class SupervisedRunner:
         self._is_cancelled = False
 
     def run(
-        self, config: TrialConfig, *, steps: StepBudget, observe: Observer = keep_going
+        self,
+        config: TrialConfig,
+        *,
+        steps: StepBudget,
+        observe: Observer = keep_going,
+        is_soak: bool = False,
     ) -> Outcome:
         """See `runner.Runner.run`."""
         self._phase = "start"
         try:
             worker = self._ready_worker()
-            worker.send(RunCommand(config=config, steps=steps).model_dump_json())
+            command = RunCommand(config=config, steps=steps, is_soak=is_soak)
+            worker.send(command.model_dump_json())
             self._phase = "attach"
             return self._follow(worker, observe)
         except WorkerSilent:
@@ -151,6 +157,10 @@ class SupervisedRunner:
         self._is_cancelled = True
         if self._worker is not None:
             self._worker.kill()
+
+    def renew(self) -> None:
+        """See `runner.Runner.renew`: the next `run` starts another worker."""
+        self._discard()
 
     def close(self) -> None:
         """See `runner.Runner.close`."""

@@ -113,6 +113,7 @@ class Worker:
             command.steps,
             started=started,
             budget_bytes=self._settings.budget_bytes,
+            is_soak=command.is_soak,
             report=lambda beat: self._report(beat, config),
         )
         outcome = trial.run()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from optuna.samplers import BaseSampler
 
@@ -25,7 +25,7 @@ from search_spaces.knobs import KNOBS
 from search_spaces.loading import load_space, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import violation
-from search_spaces.space import SearchSpace
+from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
@@ -47,6 +47,24 @@ from sweep.study.tuner import tune
 
 Watch = Callable[[OpenStudy, Interruption], AbstractContextManager[Listener]]
 """Shows a study while it runs."""
+
+
+class Work(Protocol):
+    """What `tune` and `confirm_anew` are."""
+
+    def __call__(
+        self,
+        study: OpenStudy,
+        *,
+        runner: Runner,
+        preflight: Preflight,
+        stopping: Stopping,
+        on_event: Listener,
+        should_stop: Callable[[], bool],
+        interruptible: Callable[[], AbstractContextManager[None]],
+    ) -> StopReason:
+        """Work on an open study and say why that stopped."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,6 +102,7 @@ def prepare(
     Args:
         space_name: a preset or a YAML file.
         overrides: keys of the space with what was typed instead; None leaves the space's value.
+            Under ``confirm`` false, or some keys of the section, which is switched on by them.
         held: knobs that were typed: fixed, while the rest of the space is searched.
         study: its name; None derives one from the space and the overrides.
         card: reads the card in this machine.
@@ -98,7 +117,42 @@ def prepare(
         raise InputError(
             f"study name '{name}' is that of a file of sweep's; choose another with --study"
         )
-    model = load_model_spec(space.model)
+    return _checked(name, space, load_model_spec(space.model), card)
+
+
+def prepare_again(
+    name: str,
+    stored: StudyDefinition,
+    *,
+    confirm: Mapping[str, Any],
+    card: Callable[[], Card | None],
+) -> Prepared:
+    """Resolve what measuring a stored study's winner again is about.
+
+    Args:
+        name: of the study.
+        stored: its definition.
+        confirm: keys of the space's section with what was typed instead.
+        card: reads the card in this machine.
+
+    Raises:
+        InputError: a value that the section does not take, or another card than the study's.
+        EnvironmentFault: the card is not to be had.
+    """
+    values = {**stored.space.model_dump(), "confirm": _with_confirm(stored.space, confirm)}
+    space = validate(SearchSpace, values, Document(f"study '{name}'"))
+    return _checked(name, space, ModelSpec.from_json(stored.model), card)
+
+
+def _with_confirm(space: SearchSpace, typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section of how the winner is measured again, switched on, with what was typed."""
+    return {**(space.confirm or ConfirmBudget()).model_dump(), **typed}
+
+
+def _checked(
+    name: str, space: SearchSpace, model: ModelSpec, card: Callable[[], Card | None]
+) -> Prepared:
+    """Return a study whose model, card and budget go together."""
     if space.weights == "pretrained":
         check_weights(model)
     here = card() if space.gpu != "cpu" else None
@@ -129,6 +183,9 @@ def _resolved_space(
         InputError: a value that the space or a configuration does not take, or nothing left free.
     """
     declared = load_space(name)
+    confirm = overrides.get("confirm")
+    if isinstance(confirm, Mapping):
+        overrides = {**overrides, "confirm": _with_confirm(declared, confirm)}
     changed = {
         key: value
         for key, value in overrides.items()
@@ -189,6 +246,7 @@ def drive(
     watch: Watch,
     warn: Callable[[str], None],
     new_runner: Callable[[Prepared], Runner] = supervised_runner,
+    work: Work = tune,
 ) -> StopReason:
     """Create or resume the study and run it until it stops.
 
@@ -198,6 +256,7 @@ def drive(
         watch: shows the study while it runs.
         warn: told of what works less well than it could.
         new_runner: what runs the trials.
+        work: what is done with the study once it is open: the search, or measuring again alone.
 
     Raises:
         InputError: the storage's study of that name is about something else.
@@ -222,7 +281,7 @@ def drive(
             # Its imports take longer than all that is done here until the first trial.
             runner.start()
             _trace_space(space, preflight, interruption=interruption, listener=listener)
-            return tune(
+            return work(
                 study,
                 runner=runner,
                 preflight=preflight,

@@ -18,6 +18,7 @@ from storage.ranking import rank
 from storage.records import (
     RETRYABLE,
     Outcome,
+    OutOfMemory,
     PredictionRecord,
     TrialRecord,
     held_to_budget,
@@ -26,6 +27,7 @@ from storage.recovery import attempts, next_number, to_retry
 from storage.study import OpenStudy
 from sweep.running.runner import Progress, Runner
 from sweep.sampling.encoding import Encoding, Frontier, identity
+from sweep.study.confirmation import confirm
 from sweep.study.events import (
     Listener,
     StopReason,
@@ -53,6 +55,7 @@ def tune(
 ) -> StopReason:
     """Run a study until its trials, time or money are spent, nothing is left, or somebody asks.
 
+    Then its winner is confirmed, unless somebody asked to stop; that is no part of the time budget.
     `trials` of the study's space is the total over all runs; its time budget is for this run alone.
 
     Args:
@@ -85,10 +88,36 @@ def tune(
             break
         driver.tell(trial, refused or driver.run(trial))
     driver.end(reason)
+    if reason is not StopReason.INTERRUPTED and not driver.confirm():
+        reason = StopReason.INTERRUPTED
     on_event(StudyFinished(reason))
     fault = nothing_concluded(study.records())
     if fault is not None and reason is not StopReason.INTERRUPTED:
         raise fault
+    return reason
+
+
+def confirm_anew(
+    study: OpenStudy,
+    *,
+    runner: Runner,
+    preflight: Preflight,
+    stopping: Stopping | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    on_event: Listener = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> StopReason:
+    """Measure a study's winner again, whatever was measured of it before, and search no further.
+
+    What was begun of that and not finished goes on. Arguments and errors are those of `tune`.
+    """
+    stopping = stopping or Stopping(study.definition.space)
+    driver = _Driver(study, runner, preflight, stopping, clock, on_event, should_stop)
+    with interruptible():
+        driver.recover()
+    reason = StopReason.CONFIRMED if driver.confirm(is_anew=True) else StopReason.INTERRUPTED
+    on_event(StudyFinished(reason))
     return reason
 
 
@@ -157,6 +186,8 @@ class _Driver:
         records = self.study.records()
         self._since = next_number(records)
         self.preflight.learn_all(records)
+        confirmed = self.study.confirmations()
+        self.preflight.learn_all(r for r in confirmed if isinstance(r.outcome, OutOfMemory))
 
     def reason_to_stop(self) -> StopReason | None:
         """Return why no further trial should start; None where one should."""
@@ -201,7 +232,8 @@ class _Driver:
 
     def run(self, trial: _OpenTrial) -> Outcome:
         """Run a trial on the device, and stop it early where it cannot matter any more."""
-        ranking = rank(self.study.records(), self.study.definition)
+        study = self.study
+        ranking = rank(study.records(), study.definition, study.confirmations())
         rivals = () if trial.is_baseline else rivals_among(ranking)
 
         def observe(progress: Progress) -> bool:
@@ -247,6 +279,18 @@ class _Driver:
         self.on_event(TrialFinished(record=record))
         if trial.device_seconds is not None:
             self._failures.count(outcome)
+
+    def confirm(self, *, is_anew: bool = False) -> bool:
+        """Measure the winner again; return False where somebody asked to stop."""
+        return confirm(
+            self.study,
+            runner=self.runner,
+            preflight=self.preflight,
+            clock=self.clock,
+            on_event=self.on_event,
+            should_stop=self.should_stop,
+            is_anew=is_anew,
+        )
 
     def _begin(self, config: TrialConfig | None) -> _OpenTrial:
         """Ask storage for a trial, of ``config`` or of the sampler's choice, and mark it begun."""

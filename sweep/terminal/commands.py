@@ -36,8 +36,8 @@ from sweep.paths import own_price_file, report_path, runs_directory, storage_url
 from sweep.running.device_info import read_card
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption
-from sweep.study.session import drive, prepare
-from sweep.study.tuner import trials_spent
+from sweep.study.session import Prepared, drive, prepare, prepare_again
+from sweep.study.tuner import confirm_anew, trials_spent
 from sweep.terminal.console import STDOUT, note, say, table
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
 from sweep.terminal.live import Board, watching
@@ -74,6 +74,27 @@ def run(
     prepared = prepare(space, overrides=overrides, held=held, study=study, card=read_card)
     url = storage_url(storage)
     reason = drive(prepared, storage=url, watch=_watch, warn=lambda text: note(f"warning: {text}"))
+    return _conclude(prepared, reason, storage=storage, as_json=as_json)
+
+
+def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_json: bool) -> int:
+    """Measure a study's winner again; then end as a run does."""
+    url = storage_url(storage)
+    stored = read_study(study, url=url, home=runs_directory()).definition
+    prepared = prepare_again(study, stored, confirm=typed, card=read_card)
+    reason = drive(
+        prepared,
+        storage=url,
+        watch=_watch,
+        warn=lambda text: note(f"warning: {text}"),
+        work=confirm_anew,
+    )
+    return _conclude(prepared, reason, storage=storage, as_json=as_json)
+
+
+def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as_json: bool) -> int:
+    """Write the study's report, print what came out, and return the exit code."""
+    url = storage_url(storage)
     if reason in _REASONS:
         note(_REASONS[reason])
     snapshot = _read(prepared.name, url=url)
@@ -139,6 +160,7 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
         name=study.study.study_name,
         definition=definition,
         records=list(records),
+        confirmations=list(study.confirmations()),
         clock=time.monotonic,
     )
     with watching(board, is_stopping=interruption.is_requested, stream=sys.stderr) as listener:

@@ -73,6 +73,12 @@ SeedOption = Annotated[int | None, typer.Option("--seed", help="Of sampling, wei
 SamplerOption = Annotated[
     str | None, typer.Option("--sampler", help="guided, tpe, gp, random or grid.")
 ]
+NoConfirmOption = Annotated[
+    bool, typer.Option("--no-confirm", help="Do not measure the winner again after the search.")
+]
+SoakOption = Annotated[
+    str | None, typer.Option("--soak", help="Train the winner for 10m in one go; 15s by default.")
+]
 
 # Of a plan
 

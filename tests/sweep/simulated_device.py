@@ -35,6 +35,7 @@ SPACE = {
     "model": MODEL.name,
     "gpu": "a10",
     "trials": 40,
+    "confirm": False,
     "dimensions": {
         "micro_batch_size": {"choices": [1, 2, 4, 8, 10, 12, 16, 24, 32]},
         "checkpoint_fraction": {"choices": [0.0, 0.25, 0.5, 0.75, 1.0]},
