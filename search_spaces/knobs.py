@@ -108,6 +108,9 @@ class Knob:
     """What each trainer calls it: the option that takes the value, or what to write instead."""
     lost: Mapping[Trainer, trainers.Lost] = field(default_factory=dict)
     """What a trainer cannot express of it, and what its file does instead; None where nothing."""
+    environment: Mapping[Trainer, trainers.Options] = field(default_factory=dict)
+    """Variables that a trainer has to be started with, for what is decided before its file is
+    read."""
 
 
 def _number(value: object) -> object:
@@ -446,6 +449,24 @@ class Knobs(BaseModel):
         ),
     ] = False
     """Whether each decoder layer is compiled with `torch.compile`, shapes static."""
+
+    expandable_segments: Annotated[
+        StrictBool,
+        Knob(
+            label="expandable segments",
+            phrase=lambda value: f"{'expandable' if value else 'fixed'} segments",
+            help="Let the allocator's segments grow, so that memory does not fragment.",
+            lean_first=(True,),
+            # Weights that lie in segments of the other kind would stay there.
+            shapes_base=True,
+            environment={
+                "trl": trainers.allocator_environment,
+                "axolotl": trainers.axolotl_allocator_environment,
+                "llama-factory": trainers.allocator_environment,
+            },
+        ),
+    ] = False
+    """Whether torch's allocator grows its segments (``expandable_segments``)."""
 
     @model_validator(mode="after")
     def _accumulation_is_whole(self) -> Self:

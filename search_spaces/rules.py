@@ -228,6 +228,12 @@ def _paged(config: TrialConfig, setting: Setting) -> str | None:
     return None
 
 
+def _segments(config: TrialConfig, setting: Setting) -> str | None:
+    if config.expandable_segments and setting.device == "cpu":
+        return "expandable_segments is of CUDA's allocator: use expandable_segments false on a CPU"
+    return None
+
+
 def _positions(config: TrialConfig, setting: Setting) -> str | None:
     positions = setting.model.max_positions
     if positions is not None and config.seq_len > positions:
@@ -324,6 +330,7 @@ RULES: dict[str, Rule] = {
     "compile-breaks-on-liger": _compiled_liger,
     "flash-attention-2": _flash,
     "paged-optimizer-needs-cuda": _paged,
+    "expandable-segments-need-cuda": _segments,
     "seq-len-beyond-positions": _positions,
     "seq-len-without-loss": _loss,
     "unknown-target-module": _targets,

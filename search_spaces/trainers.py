@@ -333,3 +333,22 @@ lost_compile = _says(
     "it may not fit. Format script compiles as measured.",
     compile=True,
 )
+
+
+# The process
+
+
+def allocator_settings(is_expandable: bool) -> dict[str, str]:
+    """Return the variables that torch reads its allocator's settings from, when it is imported."""
+    return {"PYTORCH_ALLOC_CONF": f"expandable_segments:{is_expandable}"}
+
+
+def allocator_environment(trained: Trained) -> dict[str, str]:
+    """Fixed segments are what torch has when nothing is said."""
+    is_expandable: bool = trained.config.expandable_segments
+    return allocator_settings(is_expandable) if is_expandable else {}
+
+
+def axolotl_allocator_environment(trained: Trained) -> dict[str, str]:
+    """It sets expandable segments itself where the variable is not there."""
+    return allocator_settings(trained.config.expandable_segments)

@@ -9,7 +9,7 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from search_spaces.trainers import TORCH_DTYPES, liger_kernels
+from search_spaces.trainers import TORCH_DTYPES, allocator_settings, liger_kernels
 from sweep.export.recipe import (
     LEARNING_RATE,
     MAX_GRAD_NORM,
@@ -38,6 +38,7 @@ def script(recipe: Recipe) -> str:
         is_quantized=config.is_quantized,
         peft_imports=", ".join(imports),
         liger=liger_kernels(config.kernels),
+        environment=allocator_settings(config.expandable_segments),
         needs="" if config.kernels == "hf" else ", liger-kernel",
         learning_rate=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,

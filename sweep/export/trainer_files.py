@@ -57,7 +57,7 @@ def trl(recipe: Recipe) -> str:
     return _file(
         recipe,
         trainer="TRL",
-        command="trl sft --config FILE",
+        command=_command(recipe, "trl sft --config FILE", trainer="trl"),
         edits=("datasets", "output_dir"),
         options=options,
         differences=_lost(recipe, trainer="trl"),
@@ -91,7 +91,7 @@ def axolotl(recipe: Recipe) -> str:
     return _file(
         recipe,
         trainer="axolotl",
-        command="axolotl train FILE",
+        command=_command(recipe, "axolotl train FILE", trainer="axolotl"),
         edits=("datasets", "output_dir"),
         options=options,
         differences=_axolotl_differences(recipe),
@@ -144,7 +144,7 @@ def llama_factory(recipe: Recipe) -> str:
     return _file(
         recipe,
         trainer="LLaMA-Factory",
-        command="llamafactory-cli train FILE",
+        command=_command(recipe, "llamafactory-cli train FILE", trainer="llama-factory"),
         edits=(
             f"dataset_dir, with your {_DATA_FILE} and a dataset_info.json of {_DATASET_INFO}",
             "output_dir",
@@ -209,6 +209,13 @@ def _spelled(recipe: Recipe, *, trainer: Trainer) -> dict[str, Any]:
             case spell:
                 options |= spell(recipe)
     return options
+
+
+def _command(recipe: Recipe, command: str, *, trainer: Trainer) -> str:
+    """Return how to start a trainer, with the variables that it has to find."""
+    spelled = [knob.environment[trainer] for knob in KNOBS.values() if trainer in knob.environment]
+    variables = {name: value for spell in spelled for name, value in spell(recipe).items()}
+    return " ".join([*(f"{name}={value}" for name, value in variables.items()), command])
 
 
 def _lost(recipe: Recipe, *, trainer: Trainer) -> Iterator[str]:

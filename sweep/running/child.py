@@ -33,8 +33,17 @@ _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONUNBUFFERED": "1",
 }
-_MEANT_FOR_OTHERS = ("ACCELERATE_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
-"""Starts of variables that tell accelerate how another training is to run, on which device too."""
+_MEANT_FOR_OTHERS = (
+    "ACCELERATE_",
+    "LOCAL_RANK",
+    "RANK",
+    "WORLD_SIZE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Starts of variables that tell accelerate how another training is to run, on which device too, and
+torch's allocator how to cut memory: that is part of the configuration.
+"""
 
 
 class WorkerEnded(Exception):  # noqa: N818 - an end is not always an error

@@ -155,7 +155,9 @@ class Worker:
         if self._base is not None:
             self._base.close()
             self._base = None
+        # What is still cached would serve the new base from segments of the old kind.
         self._device.release()
+        self._device.expand_segments(config.expandable_segments)
         self._device.reset_peak()
         failed = self._build(config)
         # Not before `_build` returned: a caught exception keeps the frames, and so the weights,

@@ -39,6 +39,10 @@ class Device(Protocol):
         """Refuse, for real, what would take the trainings of this process past the budget."""
         ...
 
+    def expand_segments(self, is_expandable: bool) -> None:
+        """Make the allocator's segments that are taken from now on grow, or keep their size."""
+        ...
+
     def warm_up(self) -> None:
         """Make the libraries take now what they take once, so that no trial is charged for it."""
         ...
@@ -125,6 +129,10 @@ class CudaDevice:
         # again, as it would on a card of that size; `allocator_retries` counts how often.
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / self._total_bytes))
         self._room_of_process = self._room_bytes()
+
+    def expand_segments(self, is_expandable: bool) -> None:
+        """See `Device.expand_segments`: what the cache holds by then stays of its kind."""
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_expandable}")
 
     def warm_up(self) -> None:
         """See `Device.warm_up`: the cuBLAS workspaces of the forward and of the backward thread."""
@@ -245,6 +253,9 @@ class CpuDevice:
     def cap(self, budget_bytes: int) -> None:
         """See `Device.cap`: in force from the next `reset_peak` on."""
         self._budget = budget_bytes
+
+    def expand_segments(self, is_expandable: bool) -> None:
+        """See `Device.expand_segments`: the heap has none."""
 
     def warm_up(self) -> None:
         """See `Device.warm_up`: threads and their stacks, kernels, the profiler."""

@@ -8,8 +8,10 @@ knob, and a knob without one is a mistake that a test finds.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,6 +238,45 @@ def _compile(config: TrialConfig, _: StepEvidence) -> str | None:
         reason = next(iter(counters["graph_break"])).splitlines()[0]
         return f"graph break: {reason}"
     return None
+
+
+@proves("expandable_segments")
+def _segments(config: TrialConfig, evidence: StepEvidence) -> str | None:
+    """The segments that the weights lie in tell.
+
+    A fixed segment that a library holds a part of may serve a growing base too, but not most of it.
+    """
+    parameters = [p for p in evidence.attached.model.parameters() if p.is_cuda]
+    segments = torch.cuda.memory_snapshot() if parameters else []
+    share = expandable_share(parameters, segments)
+    if config.expandable_segments and share <= 0.5:
+        return f"{share:.0%} of the weights are in expandable segments"
+    if not config.expandable_segments and share > 0:
+        return f"{share:.0%} of the weights are still in expandable segments"
+    return None
+
+
+def expandable_share(
+    tensors: Iterable[torch.Tensor], segments: Iterable[Mapping[str, Any]]
+) -> float:
+    """Return how much of the tensors' bytes lies in segments that can grow.
+
+    Args:
+        tensors: on the card.
+        segments: as `torch.cuda.memory_snapshot` tells them.
+    """
+    growing = sorted(
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in segments
+        if segment.get("is_expandable")
+    )
+    total = inside = 0
+    for tensor in tensors:
+        index = bisect_right(growing, (tensor.data_ptr(), math.inf)) - 1
+        total += tensor.nbytes
+        if index >= 0 and tensor.data_ptr() < growing[index][1]:
+            inside += tensor.nbytes
+    return inside / total if total else 0.0
 
 
 def is_from_the_compiler(error: Exception) -> bool:

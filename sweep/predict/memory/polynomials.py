@@ -23,9 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
+from typing import Any
 
 Polynomial = dict[str, int]
-Values = Mapping[str, int]
+Values = Mapping[str, Any]
+"""A whole number for each symbol, or an array with one for each configuration."""
 
 _BLOCK_BYTES = 512
 """The caching allocator's granularity; what depends on no symbol is rounded to it here."""
@@ -40,13 +42,17 @@ _ROW_BYTES = 16
 """Bytes a token, from which a tensor of a row is taken to be as long as the sequence."""
 
 
-def evaluate(polynomial: Polynomial, values: Values) -> int:
-    """Return the value of a polynomial; ``values`` has one for each symbol in it."""
-    total = 0
+def evaluate(polynomial: Polynomial, values: Values) -> Any:
+    """Return the value of a polynomial; ``values`` has one for each symbol in it.
+
+    A number where those are numbers, and an array where they are arrays.
+    """
+    total: Any = 0
     for monomial, coefficient in polynomial.items():
+        term: Any = coefficient
         for symbol in monomial:
-            coefficient *= values[symbol]
-        total += coefficient
+            term = term * values[symbol]
+        total = total + term
     return total
 
 

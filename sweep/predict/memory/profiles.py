@@ -109,6 +109,16 @@ class Segment:
         """The part of `kept` that each layer adds."""
         return {key: part for key, part in self.kept.items() if " " in key}
 
+    @cached_property
+    def births(self) -> int:
+        """How many tensors are born in it."""
+        return sum(what in (BIRTH, LEAVE) for what, _, _ in self.tape)
+
+    @cached_property
+    def leaves(self) -> int:
+        """How many of them outlive it."""
+        return sum(what == LEAVE for what, _, _ in self.tape)
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Segment:
         """Read what the tracing child writes."""
@@ -125,6 +135,8 @@ class Base:
 
     allocated_bytes: int
     """What its tensors take, remainders that the allocator does not split off included."""
+    requested_bytes: int
+    """What they take without those remainders, of which expandable segments leave none."""
     reserved_bytes: int
     """The segments that hold it."""
     holes: tuple[int, ...]
@@ -157,7 +169,7 @@ class Profile:
         base = values["base"]
         return cls(
             positions=tuple(values["positions"]),
-            base=Base(base["allocated_bytes"], base["reserved_bytes"], tuple(base["holes"])),
+            base=Base(**{**base, "holes": tuple(base["holes"])}),
             adapters=tuple(map(tuple, values["adapters"])),
             segments={n: Segment.from_json(part) for n, part in values["segments"].items()},
             sizes=tuple(values["sizes"]),

@@ -141,9 +141,11 @@ def _many(question: Question, name: str) -> tuple[str, bool]:
     """Return the answer for each configuration of a file, and whether any of them fits."""
     (gpu,) = question.gpus
     forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
-    forecasts = [
-        _forecast_line(where, config, forecaster) for where, config in read_configurations(name)
-    ]
+    lines = read_configurations(name)
+    for where, config in lines:
+        _refuse_impossible(where, config, forecaster)
+    forecaster.foresee([config for _, config in lines], one_by_one=True)
+    forecasts = [_forecast_line(where, config, forecaster) for where, config in lines]
     bills = [
         bill_offers(forecast, work=question.request.work, offers=offers, model=question.model)
         for forecast in forecasts
@@ -155,6 +157,13 @@ def _many(question: Question, name: str) -> tuple[str, bool]:
     return _text(configurations_view(forecasts, [b[0] if b else None for b in bills])), fits
 
 
+def _refuse_impossible(where: str, config: TrialConfig, forecaster: Forecaster) -> None:
+    try:
+        refuse_impossible(config, model=forecaster.model)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
 def _forecast_line(where: str, config: TrialConfig, forecaster: Forecaster) -> Forecast:
     """Return the forecast of a line of a file.
 
@@ -162,10 +171,6 @@ def _forecast_line(where: str, config: TrialConfig, forecaster: Forecaster) -> F
         InputError: it names modules that the model does not have, which is a mistake in the file
             and no answer about memory.
     """
-    try:
-        refuse_impossible(config, model=forecaster.model)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
     forecast = forecaster.forecast(config)
     if forecast.broken is not None and forecast.broken.rule == UNBUILDABLE:
         raise InputError(f"{where}: {forecast.broken.reason}")

@@ -37,6 +37,7 @@ OTHER: dict[str, Any] = {
     "attention": "flash_attention_2",
     "optimizer": "paged_adamw_8bit",
     "compile": True,
+    "expandable_segments": True,
 }
 CONFIGS = [
     TrialConfig(),
@@ -242,6 +243,33 @@ def test_what_a_trainer_cannot_express_is_named(
     format: str, change: dict[str, Any], named: str
 ) -> None:
     assert named in said(export(a_study(BASE.model_copy(update=change)), format=format))
+
+
+@pytest.mark.parametrize(
+    ("format", "is_expandable", "command"),
+    [
+        ("axolotl", True, "PYTORCH_ALLOC_CONF=expandable_segments:True axolotl train FILE"),
+        # Where nothing is said, it makes them expandable by itself.
+        ("axolotl", False, "PYTORCH_ALLOC_CONF=expandable_segments:False axolotl train FILE"),
+        ("trl", True, "PYTORCH_ALLOC_CONF=expandable_segments:True trl sft --config FILE"),
+        ("trl", False, "For TRL: trl sft --config FILE"),
+        ("llama-factory", True, "expandable_segments:True llamafactory-cli train FILE"),
+        ("llama-factory", False, "For LLaMA-Factory: llamafactory-cli train FILE"),
+    ],
+)
+def test_a_trainer_is_started_with_the_measured_allocator(
+    format: str, is_expandable: bool, command: str
+) -> None:
+    config = BASE.model_copy(update={"expandable_segments": is_expandable})
+    assert command in said(export(a_study(config), format=format))
+
+
+@pytest.mark.parametrize("is_expandable", [True, False])
+def test_the_script_sets_the_allocator_before_it_imports_torch(is_expandable: bool) -> None:
+    config = BASE.model_copy(update={"expandable_segments": is_expandable})
+    text = export(a_study(config), format="script")
+    line = f'os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:{is_expandable}"'
+    assert 0 < text.index(line) < text.index("\nimport torch\n")
 
 
 def test_a_trainer_that_has_every_knob_is_said_to_have_it() -> None:

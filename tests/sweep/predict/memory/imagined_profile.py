@@ -13,6 +13,8 @@ from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, LEAVE, Structure
 KIB = 1024
 LAYERS = 4
 WEIGHTS = 100 * MIB
+UNSPLIT = 3 * MIB
+"""Of the weights' blocks, what the allocator does not split off where segments do not expand."""
 ADAPTER_ELEMENTS = 1024
 """Elements for each unit of rank, of the one trained tensor in a layer."""
 
@@ -75,7 +77,12 @@ class ImaginedTracer:
         loss = self._loss_bytes
         return {
             "positions": [0, 1, 1, 2],
-            "base": {"allocated_bytes": WEIGHTS, "reserved_bytes": WEIGHTS + MIB, "holes": []},
+            "base": {
+                "allocated_bytes": WEIGHTS,
+                "requested_bytes": WEIGHTS - UNSPLIT,
+                "reserved_bytes": WEIGHTS + MIB,
+                "holes": [],
+            },
             "adapters": [[ADAPTER_ELEMENTS]] * 3,
             "segments": {
                 "embed": {
