@@ -157,6 +157,10 @@ def _checkpointing_in_words(value: float) -> str:
     return named.get(float(value), f"{100 * value:.0f} % checkpointed")
 
 
+def _quantized_in_words(value: float) -> str:
+    return "all layers quantized" if value == 1 else f"{100 * value:.0f} % of layers quantized"
+
+
 class Knobs(BaseModel):
     """Every knob with its default: the standard published QLoRA recipe."""
 
@@ -320,6 +324,22 @@ class Knobs(BaseModel):
         ),
     ] = True
     """Whether the quantization constants are quantized themselves."""
+
+    quantized_fraction: Annotated[
+        Number,
+        Knob(
+            label="quantized layers",
+            phrase=_quantized_in_words,
+            help="Share of layers held in 4 bits, 0 to 1.",
+            # Without quantization there are none.
+            resolved=lambda config: config.quantized_fraction if config.is_quantized else 1.0,
+            shapes_base=True,
+            # Its structures are put together from those of 4-bit layers and of 16-bit ones.
+            traced=_same,
+            lost=dict.fromkeys(TRAINERS, trainers.lost_quantized_layers),
+        ),
+    ] = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of decoder layers that are held in 4 bits; the others are in the compute dtype."""
 
     adapter_dtype: Annotated[
         AdapterDtype,

@@ -289,6 +289,15 @@ def _quantized(config: TrialConfig, setting: Setting) -> str | None:
     )
 
 
+def _no_layer(config: TrialConfig, setting: Setting) -> str | None:
+    if not config.is_quantized or config.quantized_count(setting.model.hidden_layers):
+        return None
+    return (
+        f"quantized_fraction {config.quantized_fraction:g} holds none of "
+        f"{setting.model.hidden_layers} layers in 4 bits: use quantization none"
+    )
+
+
 def _portion(left: Unquantized) -> str:
     if left.share is None:
         return "only a small part"
@@ -335,6 +344,7 @@ RULES: dict[str, Rule] = {
     "seq-len-without-loss": _loss,
     "unknown-target-module": _targets,
     "quantization-leaves-weights": _quantized,
+    "quantized-fraction-of-no-layer": _no_layer,
     "attention-not-in-model": _attention,
     "checkpointing-not-in-model": _checkpoints,
 }

@@ -184,6 +184,17 @@ def llama_factory_quantization(trained: Trained) -> dict[str, Any]:
     }
 
 
+def lost_quantized_layers(trained: Trained) -> str | None:
+    """bitsandbytes can be told of modules to leave alone; no trainer's file passes that on."""
+    config, layers = trained.config, trained.layers
+    if not config.is_quantized or config.quantized_count(layers) == layers:
+        return None
+    return (
+        f"quantized_fraction {config.quantized_fraction:g}: it quantizes every layer or none, so "
+        "every one here: less memory than measured, and slower. Format script does as measured."
+    )
+
+
 trl_lost_upcast = _says(
     "upcast_fp32 true: it has no such step, so norms, embeddings and head stay in the compute "
     "dtype: less memory than measured, and faster.",

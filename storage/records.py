@@ -91,6 +91,8 @@ class Measurement(_Frozen):
     """Of the weights that QLoRA means to hold in 4 bits, how many were; null for a 16-bit base."""
     training_seconds: float | None = None
     """Seconds inside training steps, warm-up included; what is left of the trial is overhead."""
+    compile_seconds: float | None = None
+    """Seconds that compiling took, or fetching what was compiled before; null where nothing was."""
 
     @model_validator(mode="before")
     @classmethod

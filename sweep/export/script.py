@@ -24,7 +24,8 @@ def script(recipe: Recipe) -> str:
     """Return the training script of a recipe, ready to run."""
     config, names = recipe.config, recipe.target_modules
     imports = ["LoraConfig", "get_peft_model"]
-    if config.upcast_fp32 and config.is_quantized:
+    is_whole = config.quantized_count(recipe.layers) == recipe.layers
+    if config.upcast_fp32 and is_whole:
         imports.append("prepare_model_for_kbit_training")
     return _template().render(
         header=comment(recipe.facts()),
@@ -36,6 +37,7 @@ def script(recipe: Recipe) -> str:
         dtype=TORCH_DTYPES[config.compute_dtype],
         adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
         is_quantized=config.is_quantized,
+        is_quantized_whole=is_whole,
         peft_imports=", ".join(imports),
         liger=liger_kernels(config.kernels),
         environment=allocator_settings(config.expandable_segments),

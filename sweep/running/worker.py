@@ -36,6 +36,7 @@ from sweep.running.wire import (
     WorkerSettings,
     command_adapter,
 )
+from sweep.training.compiling import forget_compiled, start_compiler_processes
 from sweep.training.device import Device, open_device
 from sweep.training.exceptions import requested_bytes
 from sweep.training.meter import NEIGHBOUR, CardReader, NeighbourWatch
@@ -155,6 +156,8 @@ class Worker:
         if self._base is not None:
             self._base.close()
             self._base = None
+            # What was compiled for that base refers to it, and serves no other.
+            forget_compiled()
         # What is still cached would serve the new base from segments of the old kind.
         self._device.release()
         self._device.expand_segments(config.expandable_segments)
@@ -194,10 +197,21 @@ class Worker:
         """Return why this process is not fit for another trial; None where it is."""
         if config.is_paged:
             return "bitsandbytes never frees paged buffers"
+        if config.compile and self._bytes_left(before):
+            # Graphs are kept for the next trial as long as they hold no memory of the last.
+            forget_compiled()
+            self._device.release()
+        left = self._bytes_left(before)
+        return (
+            f"memory did not come back: {left} bytes more than before the trial" if left else None
+        )
+
+    def _bytes_left(self, before: int | None) -> int:
+        """Return what a trial left allocated; 0 for what is no leak."""
         after = self._device.allocated_bytes()
-        if before is not None and after is not None and after > before + _BASELINE_SLACK_BYTES:
-            return f"memory did not come back: {after - before} bytes more than before the trial"
-        return None
+        if before is None or after is None or after <= before + _BASELINE_SLACK_BYTES:
+            return 0
+        return after - before
 
     def _rehearse(self) -> None:
         """Run one tiny training: lazy imports, threads and workspaces are then no trial's."""
@@ -283,6 +297,9 @@ def main() -> None:
         if settings.device == "cuda" and not torch.cuda.is_available():
             send(Unusable(reason="torch finds no CUDA device; `sweep doctor` says more"))
             return
+        if settings.device == "cuda":
+            # They need longer than what is prepared here.
+            start_compiler_processes()
         worker = Worker(settings, send=send)
         worker.prepare()
         name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from storage.records import Stage
 from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
+from sweep.training.marks import CpuMark, CudaMark, Mark
 
 _NEXT_TO_NOTHING_BYTES = 2**20
 _NET_BYTES = 64 * 2**20
@@ -47,8 +48,8 @@ class Device(Protocol):
         """Make the libraries take now what they take once, so that no trial is charged for it."""
         ...
 
-    def synchronize(self) -> None:
-        """Wait until everything queued is done."""
+    def mark(self) -> Mark:
+        """Return a mark behind everything that is queued by now."""
         ...
 
     def release(self) -> None:
@@ -141,11 +142,11 @@ class CudaDevice:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             weight = torch.zeros(64, 64, device=self.torch_device, dtype=dtype, requires_grad=True)
             (weight @ weight).sum().backward()
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        """See `Device.synchronize`."""
         torch.cuda.synchronize()
+
+    def mark(self) -> Mark:
+        """See `Device.mark`."""
+        return CudaMark()
 
     def release(self) -> None:
         """See `Device.release`."""
@@ -264,8 +265,9 @@ class CpuDevice:
             with self.observed():
                 (weight @ weight).sum().backward()
 
-    def synchronize(self) -> None:
-        """See `Device.synchronize`: the CPU is never behind."""
+    def mark(self) -> Mark:
+        """See `Device.mark`."""
+        return CpuMark()
 
     def release(self) -> None:
         """See `Device.release`."""

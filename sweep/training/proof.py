@@ -146,6 +146,21 @@ def _quantization(config: TrialConfig, evidence: StepEvidence) -> str | None:
     return None
 
 
+@proves("quantized_fraction")
+def _quantized_layers(config: TrialConfig, evidence: StepEvidence) -> str | None:
+    """Each layer that is to be in 4 bits has such a matrix, and none of the others has one."""
+    layers = evidence.attached.layers
+    quantized = {
+        index
+        for index, layer in enumerate(layers)
+        if any(isinstance(module, bnb.nn.Linear4bit) for module in layer.modules())
+    }
+    asked = config.quantized_layers(len(layers))
+    if quantized == asked:
+        return None
+    return f"{len(quantized)} layers are in 4 bits, not {len(asked)}, or others than those"
+
+
 @proves("double_quant")
 def _double_quant(config: TrialConfig, evidence: StepEvidence) -> str | None:
     if all(state.nested == config.double_quant for state in _four_bit_states(evidence)):
@@ -228,16 +243,16 @@ def _paging(config: TrialConfig, evidence: StepEvidence) -> str | None:
 
 
 @proves("compile")
-def _compile(config: TrialConfig, _: StepEvidence) -> str | None:
+def _compile(config: TrialConfig, evidence: StepEvidence) -> str | None:
+    """Each layer ran as one compiled graph in each micro-step, whenever that was compiled."""
+    compilation = evidence.attached.compilation
     if not config.compile:
+        return None if compilation is None else "layers are compiled"
+    asked = evidence.loop.micro_step * len(evidence.attached.layers)
+    calls = 0 if compilation is None else compilation.calls
+    if calls >= asked:
         return None
-    counters = torch._dynamo.utils.counters
-    if not counters["stats"].get("unique_graphs"):
-        return "nothing was compiled"
-    if counters["graph_break"]:
-        reason = next(iter(counters["graph_break"])).splitlines()[0]
-        return f"graph break: {reason}"
-    return None
+    return f"{calls} of {asked} calls of layers were compiled" if calls else "nothing was compiled"
 
 
 @proves("expandable_segments")

@@ -97,6 +97,13 @@ TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
             "8.0 (Ampere), this card has 7.5",
         ),
         (
+            {"quantized_fraction": 0.01},
+            MISTRAL,
+            AMPERE,
+            "quantized-fraction-of-no-layer",
+            "none of 32 layers in 4 bits: use quantization none",
+        ),
+        (
             {"expandable_segments": True},
             MISTRAL,
             None,

@@ -25,6 +25,7 @@ from typing import IO, Any, Protocol
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
+from sweep.predict.memory.mixing import mixed
 from sweep.predict.memory.profiles import Profile, Structure, Untraceable
 
 _ROOT = Path(__file__).parents[3]
@@ -109,6 +110,8 @@ class ProfileStore:
             raise type(refused)(*refused.args)
         if (known := self.find(structure)) is not None:
             return known
+        if structure.is_mixed:
+            return _put_together(structure, *map(self.get, structure.parts()))
         in_bf16 = structure.in_bf16()
         if in_bf16 is not None and (shared := self.get(in_bf16)).is_same_in_fp16:
             return shared
@@ -117,14 +120,20 @@ class ProfileStore:
     def find(self, structure: Structure) -> Profile | None:
         """Return a structure's profile where nothing has to be traced for it, now or ever."""
         if structure not in self._profiles:
-            in_bf16 = structure.in_bf16()
-            shared = None if in_bf16 is None else self._read(in_bf16)
-            is_shared = shared is not None and shared.is_same_in_fp16
-            profile = shared if is_shared else self._read(structure)
+            profile = self._find(structure)
             if profile is None:
                 return None
             self._profiles[structure] = profile
         return self._profiles[structure]
+
+    def _find(self, structure: Structure) -> Profile | None:
+        if structure.is_mixed:
+            parts = tuple(map(self.find, structure.parts()))
+            return None if None in parts else _put_together(structure, *filter(None, parts))
+        in_bf16 = structure.in_bf16()
+        shared = None if in_bf16 is None else self._read(in_bf16)
+        is_shared = shared is not None and shared.is_same_in_fp16
+        return shared if is_shared else self._read(structure)
 
     def _read(self, structure: Structure) -> Profile | None:
         """Return what was traced of exactly this structure, by this process or another."""
@@ -148,7 +157,7 @@ class ProfileStore:
         Raises:
             EnvironmentFault: the tracing process has never answered.
         """
-        wanted = tuple(structures)
+        wanted = [part for structure in structures for part in structure.parts()]
         self._fetch([s.in_bf16() or s for s in wanted], on_progress)
         # What tells the two 16-bit types apart has to be traced in both.
         self._fetch(wanted, on_progress)
@@ -237,6 +246,11 @@ class ProfileStore:
     def _digest(self, structure: Structure) -> str:
         parts = [self._model.fingerprint, structure.to_json(), tracing_fingerprint()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _put_together(structure: Structure, packed: Profile, wide: Profile) -> Profile:
+    layers = len(packed.positions)
+    return mixed(packed, wide, quantized=structure.config.quantized_layers(layers))
 
 
 def write_cache(path: Path, values: dict[str, Any]) -> None:

@@ -72,6 +72,20 @@ class Structure:
         """Whether all decoder layers are recomputed."""
         return self.config.checkpoint_fraction > 0
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it is put together from the profiles of `parts`, and not traced itself."""
+        return self.config.quantized_fraction < 1
+
+    def parts(self) -> tuple[Structure, ...]:
+        """Return the structures to trace for it: the same with all layers in 4 bits, and with none;
+        where it has layers of one kind only, itself."""
+        if not self.is_mixed:
+            return (self,)
+        alike = self.config.model_copy(update={"quantized_fraction": 1.0})
+        wide = alike.model_copy(update={"quantization": "none", "double_quant": False})
+        return replace(self, config=alike), replace(self, config=wide)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {**vars(self), "config": self.config.model_dump(mode="json")}

@@ -6,7 +6,7 @@ What configurations differ in is an array with one number for each of them. Know
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -158,6 +158,19 @@ class Layout:
     def is_quantized(self) -> Mask:
         """Whether the base is held in 4 bits."""
         return self.are(lambda config: config.is_quantized)
+
+    @cached_property
+    def packed_share(self) -> Sizes:
+        """Share of the decoder layers that are in 4 bits, where the base is."""
+        layers = self.model.hidden_layers
+        counts = self.sizes(lambda config: config.quantized_count(layers))
+        return np.where(self.is_quantized, counts / layers, 1.0)
+
+    def unquantized(self) -> Layout:
+        """Return the same configurations with 16-bit layers."""
+        return replace(
+            self, configs=[c.model_copy(update={"quantization": "none"}) for c in self.configs]
+        )
 
     @cached_property
     def is_doubly_quantized(self) -> Mask:

@@ -62,15 +62,11 @@ class StepWork:
 
 def step_work(layout: Layout) -> StepWork:
     """Return what one optimizer step asks of a card."""
-    layers = layout.model.hidden_layers
-    forward, backward = _layer(layout)
-    work = _sum(
-        [
-            _times(forward, layers),
-            _times(_recomputation(layout, forward), layout.recomputed),
-            _times(backward, layers),
-        ]
-    )
+    work, packed = _layers(layout), layout.packed_share
+    if (packed < 1).any():
+        # Which of them are recomputed has nothing to do with which are in 4 bits: both are spread.
+        wide = _layers(layout.unquantized())
+        work = _sum([_times(work, packed), _times(wide, 1 - packed)])
     pace = np.where(layout.is_compiled, COMPILED_LAUNCH, 1.0)
     work = {term: Amount(a.flops, a.bytes, a.launches * pace) for term, a in work.items()}
     return StepWork(
@@ -78,6 +74,19 @@ def step_work(layout: Layout) -> StepWork:
         update=_update(layout),
         model_flops=_model_flops(layout) * layout.micro_batches,
         stream_bytes=layout.tokens * layout.hidden * layout.stream,
+    )
+
+
+def _layers(layout: Layout) -> Work:
+    """Return what all decoder layers ask, as if all were alike."""
+    layers = layout.model.hidden_layers
+    forward, backward = _layer(layout)
+    return _sum(
+        [
+            _times(forward, layers),
+            _times(_recomputation(layout, forward), layout.recomputed),
+            _times(backward, layers),
+        ]
     )
 
 

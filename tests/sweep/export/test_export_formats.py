@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {
     "compute_dtype": "fp16",
     "quantization": "fp4",
     "double_quant": False,
+    "quantized_fraction": 0.5,
     "adapter_dtype": "bf16",
     "checkpoint_fraction": 0.3,
     "upcast_fp32": True,
@@ -236,6 +237,7 @@ def test_the_header_says_what_was_measured_and_on_what(
         ("axolotl", {"adapter_dtype": "bf16"}, "adapter_dtype bf16"),
         ("llama-factory", {"adapter_dtype": "bf16"}, "adapter_dtype bf16"),
         ("trl", {"checkpoint_fraction": 0.3}, "checkpoint_fraction 0.3"),
+        *((name, {"quantized_fraction": 0.5}, "quantized_fraction 0.5") for name in TRAINERS),
         ("trl", {"compile": True}, "it may not fit"),
     ],
 )
@@ -270,6 +272,15 @@ def test_the_script_sets_the_allocator_before_it_imports_torch(is_expandable: bo
     text = export(a_study(config), format="script")
     line = f'os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:{is_expandable}"'
     assert 0 < text.index(line) < text.index("\nimport torch\n")
+
+
+@pytest.mark.parametrize("format", TRAINERS)
+def test_an_exported_step_waits_for_the_card_no_more_than_the_measured_one(format: str) -> None:
+    values = read(export(a_study(), format=format), format=format)
+    assert values["accelerator_config"] == {"non_blocking": True}
+    assert values["logging_steps"] > 1
+    # axolotl has no such option.
+    assert format == "axolotl" or values["logging_nan_inf_filter"] is False
 
 
 def test_a_trainer_that_has_every_knob_is_said_to_have_it() -> None:

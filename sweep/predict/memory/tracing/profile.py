@@ -53,6 +53,8 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     """
     try:
         config, part = structure.config, excerpt(spec)
+        is_whole = len(set(part.positions)) == len(part.positions)
+        assert is_whole or not structure.is_mixed, "an excerpt's layers are of one kind"
         symbols = _symbols(part, structure)
         base = build_base(config, part.spec)
         _check_quantized(base)
