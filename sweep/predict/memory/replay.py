@@ -187,18 +187,21 @@ class _Tapes:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._sizes = {
-            flag: [evaluate(size, step.values) for size in profile.sizes]
-            for flag, profile in step.profiles.items()
-        }
+        self._sizes: dict[bool, list[int]] = {}
         self._known: dict[tuple[str, bool], SizedTape] = {}
 
     def of(self, visit: Visit) -> SizedTape:
         """Return the tape of a segment."""
         if visit.key not in self._known:
-            sizes = self._sizes[visit.is_checkpointed]
+            sizes = self._sizes_of(visit.is_checkpointed)
             self._known[visit.key] = sized(self._step.segment(visit).tape, sizes)
         return self._known[visit.key]
+
+    def _sizes_of(self, is_checkpointed: bool) -> list[int]:
+        if is_checkpointed not in self._sizes:
+            sizes = self._step.profiles[is_checkpointed].sizes
+            self._sizes[is_checkpointed] = [evaluate(size, self._step.values) for size in sizes]
+        return self._sizes[is_checkpointed]
 
 
 def _play(step: Step, tapes: _Tapes, replay: Replay) -> None:
