@@ -29,6 +29,7 @@ from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
+from storage.recovery import next_number
 from storage.study import NAME_BYTES_MAX, NAME_MAX, OpenStudy, open_study
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
@@ -43,7 +44,7 @@ from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
-from sweep.study.tuner import tune
+from sweep.study.tuner import trials_spent, tune
 
 Watch = Callable[[OpenStudy, Interruption], AbstractContextManager[Listener]]
 """Shows a study while it runs."""
@@ -278,9 +279,10 @@ def drive(
     interruption = Interruption(cancel=runner.cancel)
     try:
         with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
-            # Its imports take longer than all that is done here until the first trial.
-            runner.start()
-            _trace_space(space, preflight, interruption=interruption, listener=listener)
+            if _has_trials_left(study):
+                # Its imports take longer than all that is done here until the first trial.
+                runner.start()
+                _trace_space(space, preflight, interruption=interruption, listener=listener)
             return work(
                 study,
                 runner=runner,
@@ -299,6 +301,11 @@ def drive(
         if not interruption.is_requested():
             raise
         return StopReason.INTERRUPTED
+
+
+def _has_trials_left(study: OpenStudy) -> bool:
+    records = study.records()
+    return trials_spent(records, since=next_number(records)) < study.definition.space.trials
 
 
 def _trace_space(

@@ -38,7 +38,7 @@ from sweep.study.events import (
 )
 from sweep.study.tuner import trials_spent
 from sweep.terminal.console import Unfailing, note
-from sweep.terminal.working import is_worth_a_line, tracing_words
+from sweep.terminal.working import TRACED, is_worth_a_line, progress_words
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 40
@@ -165,7 +165,7 @@ def _plain(board: Board, *, is_stopping: Callable[[], bool]) -> Listener:
             board.is_stopping = True
             note(STOPPING)
         if isinstance(event, SpaceTraced) and is_worth_a_line(event.done, event.of):
-            note(f"{_time()} {tracing_words(event.done, event.of)}")
+            note(f"{_time()} {progress_words(TRACED, event.done, event.of)}")
         if isinstance(event, ConfirmationStarted):
             note(f"{_time()} {confirming_line(event)}")
         if isinstance(event, TrialStarted) and board.is_first and board.confirming is None:
@@ -276,7 +276,7 @@ def _best(board: Board) -> str:
 
 def _now(board: Board) -> str:
     if board.tracing is not None:
-        return tracing_words(board.tracing.done, board.tracing.of)
+        return progress_words(TRACED, board.tracing.done, board.tracing.of)
     if board.current is None:
         return "choosing the next configuration"
     number, config = board.current.number, board.current.config
