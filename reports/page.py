@@ -23,6 +23,7 @@ from plotly.offline import get_plotlyjs
 
 from reports import tables
 from reports.advice import advice_title, how_to_go_faster
+from reports.confirmation import confirmation_rows
 from reports.figures.pareto import pareto_figure
 from reports.figures.settings import settings_figure
 from reports.figures.sizes import sizes_figure
@@ -102,6 +103,7 @@ def render(snapshot: StudySnapshot) -> str:
         figures=figures,
         top=tables.top_configurations(snapshot),
         classes=tables.class_rows(snapshot),
+        confirmations=confirmation_rows(snapshot),
         front=tables.front_rows(snapshot),
         value_columns=tables.value_columns(snapshot),
         advice=how_to_go_faster(snapshot),

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reports import objectives, uncertainty, units
+from reports import confirmation, objectives, uncertainty, units
 from search_spaces.config import canonical
 from storage.definition import StudySnapshot, Target
 from storage.ranking import Ranking, compare, measured_of, rank_study
@@ -47,10 +47,13 @@ def summary_of(snapshot: StudySnapshot) -> Summary:
     if winner is None or winner.measurement is None:
         return Summary(_no_winner(snapshot, ranking), (_trials_tile(snapshot),), "", ())
     return Summary(
-        sentence=_winner_sentence(ranking, winner),
+        sentence=_winner_sentence(snapshot, ranking, winner),
         tiles=tuple(_tiles(snapshot, ranking, winner, winner.measurement)),
         configuration=json.dumps(winner.config.model_dump(mode="json"), indent=2),
-        commands=next_commands(snapshot.name),
+        commands=(
+            *(() if ranking.is_confirmed else (confirmation.measure_again(snapshot.name),)),
+            *next_commands(snapshot.name),
+        ),
     )
 
 
@@ -81,19 +84,28 @@ def emulation_note(target: Target) -> str | None:
     )
 
 
-def _winner_sentence(ranking: Ranking, winner: TrialRecord) -> str:
+def _winner_sentence(snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord) -> str:
     baseline = ranking.definition.space.baseline_config()
     ties = len(ranking.tied)
     what = objectives.names(ranking.objectives)
-    tie = f" {units.plural(ties, 'other')} cannot be told from it by {what}." if ties else ""
+    memory = "; it leaves the most memory" if ranking.is_measured_again(winner) else ""
+    tie = (
+        f" {units.plural(ties, 'other')} cannot be told from it by {what}{memory}." if ties else ""
+    )
     differing = (
         "It is the baseline itself."
         if canonical(winner.config) == canonical(baseline)
         else f"Against the baseline: {units.changes(winner.config, baseline=baseline)}."
     )
     front = f" {len(ranking.front)} are on the front." if len(ranking.front) > 1 else ""
+    sure = " ".join(confirmation.sentences(snapshot, ranking))
+    if ranking.is_unclear:
+        return (
+            f"{confirmation.no_clear_winner(snapshot, ranking)} {differing}{front} {sure}".strip()
+        )
     return (
-        f"{objectives.best(ranking.objectives)} is trial {winner.number}. {differing}{tie}{front}"
+        f"{objectives.best(ranking.objectives)} is trial {winner.number}. "
+        f"{differing}{tie}{front} {sure}"
     )
 
 
@@ -162,10 +174,11 @@ def _gain_tile(ranking: Ranking) -> Tile:
     if comparison.gain is None:
         why = uncertainty.why_no_gain(comparison, winner.config)
         return Tile(units.DASH, "gain over the baseline", f"{why}; {reference}")
+    sure = confirmation.status_words(ranking, study="")
     is_itself = comparison.gain.trial.number == baseline.number
     ends = "" if is_itself else f"interval {uncertainty.factor_interval(comparison.gain)}; "
     factor = uncertainty.factor(comparison.gain)
-    return Tile(factor, "the baseline's speed", f"{ends}{reference}")
+    return Tile(factor, "the baseline's speed", f"{sure}; {ends}{reference}")
 
 
 def _memory_tile(measured: Measurement, target: Target) -> Tile:

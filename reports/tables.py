@@ -36,6 +36,8 @@ class ConfigurationRow:
     """Peak allocated over the budget."""
     step_time: str
     trainable_parameters: str
+    energy: str
+    """Of a token."""
     flags: str
     is_baseline: bool
     is_tied: bool
@@ -88,6 +90,7 @@ def top_configurations(snapshot: StudySnapshot, *, limit: int = 10) -> tuple[Con
             rank=rank,
             is_tied=rank == 1 or record.number in tied,
             is_on_front=record.number in front,
+            is_of_one_process=not ranking.searched or ranking.is_measured_again(record),
         )
         for rank, record in enumerate(ranking.ranked[:limit], start=1)
     )
@@ -167,21 +170,25 @@ def _configuration_row(
     rank: int,
     is_tied: bool,
     is_on_front: bool,
+    is_of_one_process: bool,
 ) -> ConfigurationRow:
+    """Return a row, which says of a speed that it does not compare with those measured again."""
     space, budget_bytes = snapshot.definition.space, snapshot.definition.target.budget_bytes
     measured = record.measurement
     assert measured is not None, "only measured trials are ranked"
+    where = "" if is_of_one_process else " (in the search)"
     return ConfigurationRow(
         rank=rank,
         number=record.number,
         changes=units.changes(record.config, baseline=space.baseline_config()),
-        tokens_per_second=units.rate(measured.tokens_per_second),
+        tokens_per_second=units.rate(measured.tokens_per_second) + where,
         interval=uncertainty.interval(measured),
         peak_allocated=units.gib(measured.peak_allocated_bytes),
         peak_reserved=units.gib(measured.peak_reserved_bytes),
         budget_share=units.percent(measured.peak_allocated_bytes / budget_bytes),
         step_time=units.step_time(measured.step_seconds),
         trainable_parameters=units.count(measured.trainable_parameters),
+        energy=units.energy(measured.joules_per_token),
         flags=", ".join(measured.flags),
         is_baseline=record.is_baseline,
         is_tied=is_tied,

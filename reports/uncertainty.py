@@ -10,7 +10,7 @@ import math
 from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
-from storage.ranking import Comparison, Gain, NoGain
+from storage.ranking import Comparison, Gain, NoGain, measured_of
 from storage.records import Measurement, Need
 
 _DOUBTS = ("noisy", "neighbour", "throttled")
@@ -92,6 +92,10 @@ def why_no_gain(comparison: Comparison, winner: TrialConfig) -> str:
                 f"than the baseline ({capacity(comparison.baseline.config)}); "
                 f"{_within_the_class(comparison)}"
             )
+        case "not_confirmed":
+            return "no gain is stated: the winner is not confirmed"
+        case "baseline_not_confirmed":
+            return "no gain is stated: the baseline was not measured again beside the winner"
         case reason:
             return f"no gain is stated: {_WHO_IS_NOISY[reason]} noisy"
 
@@ -102,7 +106,9 @@ def _within_the_class(comparison: Comparison) -> str:
         return "nothing of the space was measured in the baseline's class"
     named = f"the fastest of the baseline's class is trial {fastest.number}"
     if gain is None:
-        return f"{named}, {speed(fastest.measurement)}, which is too noisy to compare"
+        noisy = fastest.measurement.is_noisy or measured_of(comparison.baseline).is_noisy
+        why = "too noisy to compare" if noisy else "not confirmed"
+        return f"{named}, {speed(fastest.measurement)}, which is {why}"
     return f"{named}, {factor(gain)} the baseline's speed ({factor_interval(gain)})"
 
 

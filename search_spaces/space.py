@@ -31,7 +31,7 @@ DEFAULT_MODEL = "mistral-7b-v0.3"
 """What is trained where nobody names a model."""
 
 Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters"]
-SamplerName = Literal["tpe", "gp", "random", "grid"]
+SamplerName = Literal["guided", "tpe", "gp", "random", "grid"]
 Weights = Literal["random", "pretrained"]
 
 BATCHES = ("micro_batch_size", "effective_batch_size")
@@ -74,6 +74,20 @@ class StepBudget(Strict):
         return self
 
 
+class ConfirmBudget(Strict):
+    """How far the winner of a search is measured again; none of it is one of the space's trials."""
+
+    seconds: Number = Field(default=20.0, gt=0)
+    """Of the device, for measuring again whatever cannot be told from the winner. The winner and
+    the baseline are measured twice whatever that takes: there is no gain without."""
+    repeats: StrictInt = Field(default=4, ge=2)
+    """Runs of a configuration after which a tie is a tie."""
+    soak_seconds: Number = Field(default=15.0, ge=0)
+    """How long the recommended one then trains in one go; 0 for no soak."""
+    soak_steps: StrictInt = Field(default=500, ge=10)
+    """Steps after which it has trained long enough, sooner than that."""
+
+
 class SearchSpace(Strict):
     """What may be tried, on which model and card, and how long to look."""
 
@@ -86,11 +100,18 @@ class SearchSpace(Strict):
     budget_gib: Number | None = Field(default=None, gt=0, le=100_000)
     """Budget of a device that the catalogue lacks (the CPU), or a tighter one than the card's."""
     objectives: tuple[Objective, ...] = Field(default=("tokens_per_second",), min_length=1)
-    sampler: SamplerName = "tpe"
+    sampler: SamplerName = "guided"
     trials: StrictInt = Field(default=40, ge=1, le=1_000_000)
+    """At most so many; a guided search ends sooner where it knows."""
     time_budget_seconds: Number | None = Field(default=None, gt=0)
+    max_dollars: Number | None = Field(default=None, gt=0)
+    """What all runs of the study may cost, at the price of the card it is for."""
+    stop_below_gain: Number = Field(default=0.01, ge=0, lt=1)
+    """A guided search ends where no further trial is expected to gain this share; 0 goes on."""
     seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)
     steps: StepBudget = StepBudget()
+    confirm: ConfirmBudget | None = ConfirmBudget()
+    """None where the winner is not to be measured again."""
     dimensions: dict[ConfigKey, Annotated[Dimension, Field(union_mode="left_to_right")]]
     """What is searched; batches that do not go into any other are left out."""
     fixed: dict[ConfigKey, Any] = Field(default={})
@@ -106,6 +127,14 @@ class SearchSpace(Strict):
         if not dimensions:
             raise ValueError("must name at least one key to search, with its values")
         return dimensions
+
+    @field_validator("confirm", mode="before")
+    @classmethod
+    def _on_or_off(cls, confirm: Any) -> Any:
+        """Read true and false, or 0, beside a section."""
+        if confirm is True:
+            return ConfirmBudget()
+        return None if confirm is False or confirm == 0 else confirm
 
     @field_validator("objectives", mode="before")
     @classmethod

@@ -41,25 +41,61 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
         "objectives": list(ranking.objectives),
         "seconds": {
             "wall": snapshot.wall_seconds,
-            "device": sum(record.device_seconds for record in records),
+            "device": sum(r.device_seconds for r in (*records, *snapshot.confirmations)),
         },
         "trials": {"total": len(records), **verdict_counts(records)},
+        "ended": snapshot.ended,
         "best": None if winner is None else _trial(winner),
         "cost": None if winner is None else _cost(snapshot, measured_of(winner)),
         "front": [_on_front(record, ranking) for record in ranking.front],
         "knee": winner.number if winner is not None and is_front else None,
         "baseline": _baseline(ranking),
         "tied": list(ranking.tied),
+        "confirmed": ranking.is_confirmed,
+        "confirmation": _confirmation(ranking),
         "fastest_by_class": [asdict(best) for best in ranking.fastest_by_class],
+    }
+
+
+def _confirmation(ranking: Ranking) -> dict[str, Any] | None:
+    """Return what measuring the winner again came to; None where it was not done."""
+    winner = ranking.winner
+    if winner is None or not ranking.is_measured_again(winner):
+        return None
+    known = ranking.confirmations
+    return {
+        "runs": ranking.runs,
+        "seconds": known.seconds(series=known.series),
+        "separated": not ranking.tied and not ranking.is_unclear,
+        "clear": not ranking.is_unclear,
+        "tied": list(ranking.tied),
+        "fallen": list(ranking.fallen),
+        "searched_tokens_per_second": ranking.searched[winner.number].tokens_per_second,
+        "soak": None if ranking.soak is None else _soak(measured_of(ranking.soak)),
+    }
+
+
+def _soak(measured: Measurement) -> dict[str, Any]:
+    report = {} if measured.soak is None else measured.soak.model_dump(mode="json")
+    return {
+        "steps": measured.steps_measured,
+        "seconds": measured.measured_seconds,
+        "allocator_retries": measured.allocator_retries,
+        "peak_allocated_bytes": measured.peak_allocated_bytes,
+        "peak_reserved_bytes": measured.peak_reserved_bytes,
+        "tokens_per_second": measured.tokens_per_second,
+        **report,
     }
 
 
 def _trial(record: TrialRecord) -> dict[str, Any]:
     values = record.to_json()
+    measurement = dict(values["outcome"]["measurement"])
+    del measurement["soak"]
     return {
         "number": record.number,
         "config": values["config"],
-        "measurement": values["outcome"]["measurement"],
+        "measurement": measurement,
         **_certainty(record),
     }
 

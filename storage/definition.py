@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from search_spaces.config import TrialConfig
 from search_spaces.prices import Offer
 from search_spaces.space import Objective, SearchSpace
-from storage.records import Measurement, TrialRecord
+from storage.records import Measurement, Purpose, TrialRecord
 
 _ABSENT = "(absent)"
 _RECIPE = TrialConfig().model_dump(mode="json")
@@ -138,6 +138,7 @@ class RunningTrial:
     number: int
     config: TrialConfig | None
     started_at: str | None
+    purpose: Purpose = "search"
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,9 @@ class StudySnapshot:
     environment: dict[str, Any]
     """Fingerprint of the newest run: GPU, driver, versions, commit."""
     records: tuple[TrialRecord, ...]
-    """Finished trials by number."""
+    """Finished trials of the search, by number."""
+    confirmations: tuple[TrialRecord, ...] = ()
+    """What measured its winners again, by number; none of it is a trial of the search."""
     running: tuple[RunningTrial, ...] = ()
     wall_seconds: float = 0.0
     """Driver time over all runs of the study."""
@@ -157,6 +160,8 @@ class StudySnapshot:
     """Who drives it now (``host:pid``); None where nobody does."""
     warnings: tuple[str, ...] = ()
     """Anything a reader should know, such as a library version that changed between runs."""
+    ended: dict[str, Any] | None = None
+    """Why the search ended last, and what it was not able to rule out; None where it has not."""
     offer: Offer | None = None
     """At what the target card can be rented; None where no price is known."""
 
@@ -188,3 +193,5 @@ class StudySummary:
     wall_seconds: float
     holder: str | None
     """Who drives it now (``host:pid``)."""
+    is_confirmed: bool = False
+    """Whether the best was measured again."""

@@ -6,6 +6,9 @@ the worst finite ones, because the Gaussian-process sampler learns from complete
     tokens_per_second     0
     peak_memory           what it needs, at least the budget (GiB)
     trainable_parameters  0
+
+A run that confirms a winner is told as failed and without parameters: samplers read neither, so
+that measuring again never disturbs the search. Its record says what really became of it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from search_spaces.gpus import GIB
 from search_spaces.space import Objective
 from storage.records import (
     RETRYABLE,
+    Errand,
     Measurement,
     OutOfMemory,
     TrialRecord,
@@ -33,6 +37,7 @@ Direction = Literal["maximize", "minimize"]
 CONSTRAINT = "fit"
 """Feasible at 0 and below: the share by which the peak is above the budget."""
 CONFIG, STARTED_AT, RECORD, VERDICT = "config", "started_at", "record", "verdict"
+PURPOSE = "purpose"
 """Keys of a trial's user attributes."""
 LEAST_VIOLATION = 0.01
 """Of a trial that ran out of memory by an unknown amount."""
@@ -73,7 +78,7 @@ def to_optuna(
         for objective in objectives
     )
     state, intermediate = TrialState.COMPLETE, None
-    if record.verdict in RETRYABLE:
+    if record.verdict in RETRYABLE or record.purpose != "search":
         state = TrialState.FAIL
     elif record.verdict is Verdict.PRUNED_SLOW and len(objectives) == 1 and measured is not None:
         # Optuna prunes in single-objective studies only, and keeps the last reported value.
@@ -120,6 +125,8 @@ def _worst(objective: Objective, record: TrialRecord, budget_bytes: int) -> floa
 def _attributes(record: TrialRecord, budget_bytes: int) -> dict[str, Any]:
     """Return the record, and beside it what a person looks for in Optuna's dashboard."""
     shown: dict[str, Any] = {RECORD: record.to_json(), VERDICT: str(record.verdict)}
+    if record.purpose != "search":
+        shown["confirms"] = record.confirms
     need = need_of(record, budget_bytes=budget_bytes)
     if record.measurement is not None:
         shown["tokens_per_second"] = round(record.measurement.tokens_per_second, 1)
@@ -137,6 +144,11 @@ def record_of(trial: FrozenTrial) -> TrialRecord | None:
     return (
         TrialRecord.from_json(values) if trial.state.is_finished() and values is not None else None
     )
+
+
+def errand_of(trial: FrozenTrial) -> Errand:
+    """Return why a trial that began was run."""
+    return Errand.model_validate(trial.user_attrs.get(PURPOSE) or {})
 
 
 def config_of(trial: FrozenTrial) -> TrialConfig | None:

@@ -13,14 +13,20 @@ nearest to the corner where all are 1 is the knee, and stands for the best. Wher
 the objective that was named first decides.
 
 Rank and target modules cost speed and buy capacity, so a gain over the baseline is stated within
-one capacity class, and only where both speeds are sure enough.
+one capacity class, and only where both were measured again and both speeds are sure enough.
+
+A configuration that was measured again is ranked by those runs (`confirmations`), and one that did
+not hold in them does not fit. Of those whose speeds cannot be told apart then, the one that never
+made the allocator give memory back, and next the one with the most memory left, is recommended: it
+is the winner. What was not measured again comes after them, unless it was the fastest of the
+search: speeds of two processes do not compare as those of one do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -28,8 +34,9 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
+from storage.confirmations import Confirmations
 from storage.definition import StudyDefinition, StudySnapshot
-from storage.records import Measurement, TrialRecord, Verdict
+from storage.records import Measured, Measurement, TrialRecord, Verdict
 
 _CONCLUSIVE = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED, Verdict.INEFFECTIVE})
 
@@ -47,7 +54,15 @@ class ClassBest:
     """Stopped early as slow, in a class where nothing was measured to the end."""
 
 
-NoGain = Literal["no_winner", "another_class", "noisy_winner", "noisy_baseline", "noisy_both"]
+NoGain = Literal[
+    "no_winner",
+    "not_confirmed",
+    "baseline_not_confirmed",
+    "another_class",
+    "noisy_winner",
+    "noisy_baseline",
+    "noisy_both",
+]
 """Why a gain is not stated."""
 
 
@@ -74,7 +89,7 @@ class Comparison:
     fastest_of_class: TrialRecord | None = None
     """The fastest trial of the space in the baseline's class, where the winner is in another."""
     class_gain: Gain | None = None
-    """That trial's; None where its speed or the baseline's is too unsure."""
+    """That trial's; None where its speed or the baseline's is too unsure, or not confirmed."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,14 @@ class Ranking:
 
     definition: StudyDefinition
     records: tuple[TrialRecord, ...]
-    """Every trial whose numbers can be ranked, the baseline included, by number."""
+    """Every trial whose numbers can be ranked, the baseline included, by number; what was measured
+    again with the speed of those runs, what did not hold in them with how it ended."""
+    confirmations: Confirmations = field(default_factory=Confirmations)
+    searched: Mapping[int, Measurement] = field(default_factory=dict)
+    """What the search measured of the trials that were measured again, by number."""
+    fallen: Mapping[int, TrialRecord] = field(default_factory=dict)
+    """Trials that fitted in the search and did not hold, by number, each with the run that says
+    so."""
 
     @property
     def objectives(self) -> tuple[Objective, ...]:
@@ -97,6 +119,17 @@ class Ranking:
 
     @cached_property
     def ranked(self) -> tuple[TrialRecord, ...]:
+        """The trials of the space that fit, each configuration once, the recommended one first."""
+        if not self._by_merit or not self.is_measured_again(self._by_merit[0]):
+            return self._by_merit
+        best = self._by_merit[0]
+        alike = (best, *(r for r in self._tied_with(best) if self.is_measured_again(r)))
+        recommended = min(alike, key=_wear)
+        others = (r for r in self._by_merit if r.number != recommended.number)
+        return (recommended, *others)
+
+    @cached_property
+    def _by_merit(self) -> tuple[TrialRecord, ...]:
         """The trials of the space that fit, each configuration once, best first.
 
         Of several objectives the front comes first, and in both parts what is nearest to the best
@@ -107,11 +140,36 @@ class Ranking:
         distance = _distance_to_the_corner(front, self.objectives)
         on_front = {record.number for record in front}
 
-        def order(record: TrialRecord) -> tuple[bool, float, tuple[float, ...]]:
+        outran = self._outran_the_confirmed(candidates)
+
+        def order(record: TrialRecord) -> tuple[int, bool, float, tuple[float, ...]]:
             merits = tuple(-merit for merit in _merits(record, self.objectives))
-            return record.number not in on_front, distance(record), merits
+            return outran(record), record.number not in on_front, distance(record), merits
 
         return tuple(sorted(candidates, key=order))
+
+    def _outran_the_confirmed(
+        self, candidates: Sequence[TrialRecord]
+    ) -> Callable[[TrialRecord], int]:
+        """Return what puts a trial before (0), among (1) or after (2) those measured again.
+
+        Within the search all speeds compare, and within a confirmation. Of several objectives speed
+        is only one, and all are taken as they are.
+        """
+        searched = [
+            self.searched[r.number].tokens_per_second
+            for r in candidates
+            if self.is_measured_again(r)
+        ]
+        if not searched or self.objectives != ("tokens_per_second",):
+            return lambda _: 1
+
+        def place(record: TrialRecord) -> int:
+            if self.is_measured_again(record):
+                return 1
+            return 0 if measured_of(record).tokens_per_second > max(searched) else 2
+
+        return place
 
     @cached_property
     def front(self) -> tuple[TrialRecord, ...]:
@@ -128,18 +186,60 @@ class Ranking:
 
     @cached_property
     def tied(self) -> tuple[int, ...]:
-        """Numbers of the other trials that cannot be told from the winner in what is ranked by.
+        """Numbers of the other trials that cannot be told from the best in what is ranked by.
 
         Speeds cannot be told apart where their 95 % intervals overlap, and those without an
         interval are not compared. Memory repeats to the byte: only equals are tied.
         """
         if self.winner is None:
             return ()
-        best = measured_of(self.winner)
+        alike = (self._by_merit[0], *self._tied_with(self._by_merit[0]))
+        known = {record.number for record in alike} - {self.winner.number}
+        return tuple(record.number for record in self.ranked if record.number in known)
+
+    def _tied_with(self, best: TrialRecord) -> tuple[TrialRecord, ...]:
+        mine = measured_of(best)
         return tuple(
-            record.number
-            for record in self.ranked[1:]
-            if all(_is_tied(o, best, measured_of(record)) for o in self.objectives)
+            record
+            for record in self._by_merit
+            if record.number != best.number
+            and all(_is_tied(o, mine, measured_of(record)) for o in self.objectives)
+        )
+
+    def is_measured_again(self, record: TrialRecord) -> bool:
+        """Whether a trial's speed is that of several runs which confirm it."""
+        return record.number in self.searched
+
+    @cached_property
+    def is_confirmed(self) -> bool:
+        """Whether the winner is one for sure: measured again, steadily, and soaked where asked."""
+        if self.winner is None or not self.is_measured_again(self.winner):
+            return False
+        budget = self.definition.space.confirm
+        is_soaked = (budget is not None and not budget.soak_seconds) or self.soak is not None
+        return is_soaked and not measured_of(self.winner).is_noisy
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether the winner was measured again, and the machine was too busy to tell its speed."""
+        winner = self.winner
+        is_again = winner is not None and self.is_measured_again(winner)
+        return is_again and winner is not None and measured_of(winner).is_noisy
+
+    @cached_property
+    def soak(self) -> TrialRecord | None:
+        """The soak that the winner stood; None where it stood none."""
+        if self.winner is None:
+            return None
+        known = self.confirmations
+        return known.soak(self.winner.config, series=known.series)
+
+    @property
+    def runs(self) -> int:
+        """How often the winner was measured again."""
+        known = self.confirmations
+        return (
+            0 if self.winner is None else len(known.runs(self.winner.config, series=known.series))
         )
 
     @cached_property
@@ -152,6 +252,18 @@ class Ranking:
     def is_baseline_in_space(self) -> bool:
         """Whether the space holds the measured baseline."""
         return self.baseline is not None and self._holds(self.baseline.config)
+
+    def is_in_baselines_class(self, record: TrialRecord) -> bool:
+        """Whether a trial's speed compares with that of the measured baseline."""
+        base = self.baseline
+        return base is not None and self.capacity_class(record.config) == self.capacity_class(
+            base.config
+        )
+
+    @cached_property
+    def fastest_of_baselines_class(self) -> TrialRecord | None:
+        """The fastest trial of the space whose speed compares with that of the baseline."""
+        return next(iter(fitting(filter(self.is_in_baselines_class, self.of_space))), None)
 
     @cached_property
     def fastest_by_class(self) -> tuple[ClassBest, ...]:
@@ -202,14 +314,39 @@ class Ranking:
         )
 
 
-def rank(records: Iterable[TrialRecord], definition: StudyDefinition) -> Ranking:
-    """Return the order of ``records`` by what the study's space asks for."""
-    return Ranking(definition, tuple(_by_number(rankable(records))))
+def rank(
+    records: Iterable[TrialRecord],
+    definition: StudyDefinition,
+    confirmations: Iterable[TrialRecord] = (),
+) -> Ranking:
+    """Return the order of ``records`` by what the study's space asks for.
+
+    Args:
+        records: trials of the search.
+        definition: the study's.
+        confirmations: what measured some of them again.
+    """
+    known = Confirmations(tuple(_by_number(rankable(confirmations))))
+    if not known.records:
+        return Ranking(definition, tuple(_by_number(rankable(records))))
+    effective: list[TrialRecord] = []
+    searched, fallen = {}, {}
+    for record in _by_number(rankable(records)):
+        fell, pooled = known.fallen.get(canonical(record.config)), known.pooled(record.config)
+        if record.verdict is not Verdict.FITS or (fell is None and pooled is None):
+            effective.append(record)
+        elif fell is not None:
+            fallen[record.number] = fell
+            effective.append(record.model_copy(update={"outcome": fell.outcome}))
+        elif pooled is not None:
+            searched[record.number] = measured_of(record)
+            effective.append(record.model_copy(update={"outcome": Measured(measurement=pooled)}))
+    return Ranking(definition, tuple(effective), known, searched, fallen)
 
 
 def rank_study(snapshot: StudySnapshot) -> Ranking:
     """Return the order of a study's trials as it stands."""
-    return rank(snapshot.records, snapshot.definition)
+    return rank(snapshot.records, snapshot.definition, snapshot.confirmations)
 
 
 def compare(ranking: Ranking) -> Comparison | None:
@@ -219,13 +356,12 @@ def compare(ranking: Ranking) -> Comparison | None:
         return None
     if winner is None:
         return Comparison(baseline, None, "no_winner")
-    own_class = ranking.capacity_class(baseline.config)
-    if ranking.capacity_class(winner.config) == own_class:
-        reason = _noise(winner, baseline)
-        return Comparison(baseline, _gain(winner, baseline), reason)
-    alike = (r for r in ranking.of_space if ranking.capacity_class(r.config) == own_class)
-    fastest = next(iter(fitting(alike)), None)
-    class_gain = None if fastest is None else _gain(fastest, baseline)
+    if ranking.is_in_baselines_class(winner):
+        reason = _doubt(ranking, winner, baseline)
+        return Comparison(baseline, None if reason else _gain(winner, baseline), reason)
+    fastest = ranking.fastest_of_baselines_class
+    is_sure = fastest is not None and all(map(ranking.is_measured_again, (fastest, baseline)))
+    class_gain = _gain(fastest, baseline) if is_sure and fastest is not None else None
     return Comparison(baseline, None, "another_class", fastest, class_gain)
 
 
@@ -323,7 +459,8 @@ def _is_tied(objective: Objective, best: Measurement, other: Measurement) -> boo
     best_ends, ends = best.speed_interval, other.speed_interval
     if best_ends is None or ends is None:
         return False
-    return best_ends[0] <= ends[1] and ends[0] <= best_ends[1]
+    # One that seems faster and comes after it was measured in another process, and never beside it.
+    return best_ends[0] <= ends[1]
 
 
 def _class_best(record: TrialRecord) -> ClassBest:
@@ -360,6 +497,24 @@ def measured_of(record: TrialRecord) -> Measurement:
     """Return the measurement of a trial that has one, as every ranked trial does."""
     assert record.measurement is not None, "only measured trials are ranked"
     return record.measurement
+
+
+def _wear(record: TrialRecord) -> tuple[bool, int]:
+    """Return what tells of two that are as fast which is to be recommended: the lesser."""
+    measured = measured_of(record)
+    return measured.allocator_retries > 0, measured.peak_allocated_bytes
+
+
+def _doubt(ranking: Ranking, winner: TrialRecord, baseline: TrialRecord) -> NoGain | None:
+    """Return why the winner's gain is not stated; None where it is."""
+    if not ranking.is_measured_again(winner):
+        return "not_confirmed"
+    noise = _noise(winner, baseline)
+    if noise is not None:
+        return noise
+    if not ranking.is_confirmed:
+        return "not_confirmed"
+    return None if ranking.is_measured_again(baseline) else "baseline_not_confirmed"
 
 
 def _noise(trial: TrialRecord, baseline: TrialRecord) -> NoGain | None:

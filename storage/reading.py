@@ -29,6 +29,7 @@ from storage.recovery import Spool
 from storage.urls import DatabaseUrl, parse_url
 
 DEFINITION, RUNS, WALL_SECONDS, IDENTITY = "definition", "runs", "wall_seconds", "identity"
+ENDED = "ended"
 """Keys of a study's user attributes."""
 
 
@@ -112,6 +113,7 @@ def _snapshot(
     with understood(name):
         definition = StudyDefinition.model_validate(attributes[DEFINITION])
         records = [record for trial in trials if (record := mapping.record_of(trial)) is not None]
+    records.sort(key=lambda record: record.number)
     running = [trial for trial in trials if trial.state is TrialState.RUNNING]
     runs = [run["environment"] for run in attributes.get(RUNS, ())]
     untold = (
@@ -123,9 +125,11 @@ def _snapshot(
         name=name,
         definition=definition,
         environment=runs[-1] if runs else {},
-        records=tuple(sorted(records, key=lambda record: record.number)),
+        records=tuple(record for record in records if record.purpose == "search"),
+        confirmations=tuple(record for record in records if record.purpose != "search"),
         running=tuple(map(_running, running)),
         wall_seconds=float(attributes.get(WALL_SECONDS, 0.0)),
+        ended=attributes.get(ENDED),
         holder=None if holder is None else holder.who,
         warnings=(*_former_objective(attributes), *_version_changes(runs), *untold),
     )
@@ -133,12 +137,16 @@ def _snapshot(
 
 def _running(trial: FrozenTrial) -> RunningTrial:
     return RunningTrial(
-        trial.number, mapping.config_of(trial), trial.user_attrs.get(mapping.STARTED_AT)
+        trial.number,
+        mapping.config_of(trial),
+        trial.user_attrs.get(mapping.STARTED_AT),
+        mapping.errand_of(trial).purpose,
     )
 
 
 def _summary(snapshot: StudySnapshot) -> StudySummary:
-    best = rank_study(snapshot).winner
+    ranking = rank_study(snapshot)
+    best = ranking.winner
     return StudySummary(
         name=snapshot.name,
         gpu=snapshot.definition.target.gpu,
@@ -149,6 +157,7 @@ def _summary(snapshot: StudySnapshot) -> StudySummary:
         best=None if best is None else best.measurement,
         wall_seconds=snapshot.wall_seconds,
         holder=snapshot.holder,
+        is_confirmed=ranking.is_confirmed,
     )
 
 

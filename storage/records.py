@@ -40,6 +40,9 @@ Stage = Literal["load", "forward", "backward", "optimizer"]
 Phase = Literal["start", "build", "attach", "warmup", "measure", "detach"]
 """Where a worker is; each phase has its own deadline."""
 
+Purpose = Literal["search", "confirm", "soak"]
+"""Why a configuration is run: to find the best, to measure it again, or to keep it running."""
+
 
 STEPS_FOR_INTERVAL = 6
 """The fewest samples whose order statistics bound their median at 95 %: 2 x 0.5**6 is 3 %."""
@@ -50,6 +53,20 @@ class _Frozen(BaseModel):
 
 
 _NOISY_FLAGS = frozenset({"noisy", "neighbour"})
+
+
+class SoakReport(_Frozen):
+    """What a soak did beside its training steps, as a training does now and then."""
+
+    steps: int
+    """Optimizer steps, warm-up included."""
+    seconds: float
+    """From the first measured step to the last, evaluation and checkpoint included."""
+    evaluation_loss: float
+    evaluation_seconds: float
+    checkpoint_bytes: int
+    """Of the adapter and the optimizer's state on disk."""
+    checkpoint_seconds: float
 
 
 class Measurement(_Frozen):
@@ -93,6 +110,10 @@ class Measurement(_Frozen):
     """Seconds inside training steps, warm-up included; what is left of the trial is overhead."""
     compile_seconds: float | None = None
     """Seconds that compiling took, or fetching what was compiled before; null where nothing was."""
+    joules_per_token: float | None = None
+    """Energy of the whole card over the measured steps, by NVML's counter; null where unknown."""
+    soak: SoakReport | None = None
+    """Of a soak alone."""
 
     @model_validator(mode="before")
     @classmethod
@@ -242,7 +263,21 @@ class PredictionRecord(_Frozen):
     tokens_per_second: float | None = None
 
 
-class TrialRecord(_Frozen):
+class Errand(_Frozen):
+    """Why a configuration is run."""
+
+    purpose: Purpose = "search"
+    """Only what a search asked for is one of the study's trials."""
+    series: int = 0
+    """Which confirmation of the study it belongs to, from 1; 0 for a trial of the search."""
+    confirms: int | None = None
+    """Number of the trial whose configuration is measured again."""
+
+
+SEARCH = Errand()
+
+
+class TrialRecord(Errand):
     """One trial as storage keeps it."""
 
     number: int

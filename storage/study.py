@@ -29,8 +29,8 @@ from storage import mapping
 from storage.database import PATIENCE, Patience, close, faults, open_for_writing, patiently
 from storage.definition import StudyDefinition, differences, names_cost
 from storage.lease import Lease, lease_for
-from storage.reading import DEFINITION, IDENTITY, RUNS, WALL_SECONDS, understood
-from storage.records import Lost, TrialRecord
+from storage.reading import DEFINITION, ENDED, IDENTITY, RUNS, WALL_SECONDS, understood
+from storage.records import SEARCH, Errand, Lost, TrialRecord
 from storage.recovery import Spool, attempts, to_retry
 from storage.urls import DatabaseUrl, parse_url
 
@@ -180,8 +180,20 @@ class OpenStudy:
         close(self._storage)
 
     def records(self) -> tuple[TrialRecord, ...]:
-        """Return every finished trial's record, by number, from memory: nobody else writes."""
-        return tuple(self._records[number] for number in sorted(self._records))
+        """Return every finished trial's record, by number, from memory: nobody else writes.
+
+        They are the search's; what measured its winners again are the `confirmations`.
+        """
+        return tuple(record for record in self._by_number() if record.purpose == "search")
+
+    def confirmations(self) -> tuple[TrialRecord, ...]:
+        """Return every finished run that measured a winner again, by number."""
+        return tuple(record for record in self._by_number() if record.purpose != "search")
+
+    def on_errand(self, errand: Errand) -> tuple[TrialRecord, ...]:
+        """Return the finished runs of one purpose and one confirmation, by number."""
+        wanted = errand.purpose, errand.series
+        return tuple(r for r in self._by_number() if (r.purpose, r.series) == wanted)
 
     def recover(self) -> tuple[TrialConfig, ...]:
         """Close what an earlier driver left open, and return the configurations to try again.
@@ -216,11 +228,24 @@ class OpenStudy:
         self._hold()
         return self._patiently(attempt, before_retry=self._drop_unbegun)
 
-    def begin(self, trial: Trial, config: TrialConfig, started_at: str) -> None:
+    def ask_again(self) -> Trial:
+        """Return a trial without parameters, which the sampler neither chose nor hears of."""
+        sampler = self.study.sampler
+        self.study.sampler = optuna.samplers.RandomSampler()
+        try:
+            return self.ask({}, params={})
+        finally:
+            self.study.sampler = sampler
+
+    def begin(
+        self, trial: Trial, config: TrialConfig, started_at: str, *, errand: Errand = SEARCH
+    ) -> None:
         """Store the configuration before it runs, so that a driver's death loses only the run."""
 
         def attempt() -> None:
             trial.set_user_attr(mapping.STARTED_AT, started_at)
+            if errand != SEARCH:
+                trial.set_user_attr(mapping.PURPOSE, errand.model_dump(mode="json"))
             trial.set_user_attr(mapping.CONFIG, config.model_dump(mode="json"))
 
         self._patiently(attempt)
@@ -253,11 +278,21 @@ class OpenStudy:
         """
         self._patiently(self._close_running)
 
+    def wall_seconds(self) -> float:
+        """Return the driver's time over all runs of the study so far."""
+        return float(self._patiently(lambda: self.study.user_attrs).get(WALL_SECONDS, 0.0))
+
+    def note_end(self, values: Mapping[str, Any]) -> None:
+        """Keep why the search ended, in plain JSON values; an earlier run's gives way."""
+        self._patiently(lambda: self.study.set_user_attr(ENDED, dict(values)))
+
     def add_wall_seconds(self, seconds: float) -> None:
         """Add to the driver's time over all runs of the study."""
-        stored = self._patiently(lambda: self.study.user_attrs)
-        total = float(stored.get(WALL_SECONDS, 0.0)) + seconds
+        total = self.wall_seconds() + seconds
         self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
+
+    def _by_number(self) -> list[TrialRecord]:
+        return [self._records[number] for number in sorted(self._records)]
 
     def _reload(self) -> None:
         records = map(mapping.record_of, self.study.get_trials(deepcopy=False))
@@ -291,12 +326,14 @@ class OpenStudy:
         config = mapping.config_of(frozen) or self._config_of_params(frozen.params)
         if config is None:
             return None
+        errand = mapping.errand_of(frozen)
         return TrialRecord(
             number=frozen.number,
             config=config,
             outcome=Lost(detail="the driver ended while the trial ran"),
-            attempt=attempts(self.records(), config) + 1,
+            attempt=attempts(self.on_errand(errand), config) + 1,
             started_at=frozen.user_attrs.get(mapping.STARTED_AT),
+            **errand.model_dump(),
         )
 
     def _config_of_params(self, params: Mapping[str, Any]) -> TrialConfig | None:

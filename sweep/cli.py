@@ -27,6 +27,9 @@ from sweep.terminal.knob_options import add_knobs, takes_knobs
 if TYPE_CHECKING:
     from storage.definition import StudySnapshot
 
+STEPS_WITHOUT_END = 1_000_000
+"""Where a time was typed, steps do not end it sooner."""
+
 app = typer.Typer(
     name="sweep",
     help="Name a GPU, get the fastest QLoRA configuration that fits it, and proof.",
@@ -57,23 +60,30 @@ def run(
     storage: opt.StorageOption = None,
     trials: opt.TrialsOption = None,
     time_budget: opt.TimeBudgetOption = None,
+    max_dollars: opt.MaxDollarsOption = None,
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
+    no_confirm: opt.NoConfirmOption = False,
+    soak: opt.SoakOption = None,
     as_json: opt.JsonOption = False,
     *,
     configuration: dict[str, Any],
 ) -> int:
-    """Start or resume a study.
+    """Start or resume a study. Once the search has ended its winner is confirmed.
 
     Options of a configuration are held fixed and the rest of the space is searched.
     """
     from sweep.terminal import commands
 
+    if no_confirm and soak is not None:
+        raise InputError("--no-confirm and --soak are both given: keep one")
     overrides = {
         "gpu": gpu,
         "model": model,
         "trials": trials,
-        "time_budget_seconds": None if time_budget is None else _seconds(time_budget),
+        "time_budget_seconds": _seconds("--time-budget", time_budget),
+        "max_dollars": max_dollars,
+        "confirm": False if no_confirm else _soak(soak),
         "seed": seed,
         "sampler": sampler,
     }
@@ -87,13 +97,20 @@ def run(
     )
 
 
-def _seconds(time_budget: str) -> float:
+def _seconds(option: str, typed: str | None) -> float | None:
+    """Return the seconds of a duration that was typed; None where none was."""
     from search_spaces.loading import parse_duration
 
     try:
-        return parse_duration(time_budget)
+        return None if typed is None else parse_duration(typed)
     except InputError as error:
-        raise InputError(f"--time-budget: {error}") from error
+        raise InputError(f"{option}: {error}") from error
+
+
+def _soak(typed: str | None) -> dict[str, float] | None:
+    """Return how long to soak, as long as that takes in steps; None where nothing was typed."""
+    seconds = _seconds("--soak", typed)
+    return None if seconds is None else {"soak_seconds": seconds, "soak_steps": STEPS_WITHOUT_END}
 
 
 @app.command()
@@ -157,6 +174,19 @@ def status(study: opt.AnyStudyArgument = None, storage: opt.StorageOption = None
 
 
 @app.command()
+def confirm(
+    study: opt.StudyArgument,
+    soak: opt.SoakOption = None,
+    storage: opt.StorageOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Measure a study's winner again, beside its rivals, and train it for a while in one go."""
+    from sweep.terminal import commands
+
+    return commands.confirm(study, typed=_soak(soak) or {}, storage=storage, as_json=as_json)
+
+
+@app.command()
 def best(
     study: opt.StudyArgument, storage: opt.StorageOption = None, as_json: opt.JsonOption = False
 ) -> int:
@@ -189,6 +219,22 @@ def export(
     from sweep.terminal import commands
 
     return commands.export(study, format=format, storage=storage, output=_output(output))
+
+
+@app.command()
+def replay(
+    surface: opt.SurfaceArgument,
+    samplers: opt.SamplersOption = None,
+    seeds: opt.SeedsOption = 20,
+    budget_gib: opt.BudgetOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Let samplers search recorded trials, and say how many each needs; needs no GPU."""
+    from sweep.terminal import replay as command
+
+    return command.replay(
+        surface, samplers=samplers, seeds=seeds, budget_gib=budget_gib, as_json=as_json
+    )
 
 
 def _output(typed: str | None) -> Path | None:

@@ -121,6 +121,11 @@ class NvmlCard:
         reasons = _ask(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons, self._handle) or 0
         return tuple(name for name, bit in _THROTTLE_BITS.items() if reasons & bit)
 
+    def energy_joules(self) -> float | None:
+        """Return the energy it has used since the driver was loaded, every process together."""
+        millijoules = _ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._handle)
+        return None if millijoules is None else float(millijoules) / 1000.0
+
     def driver_version(self) -> str | None:
         """Return the driver's version."""
         version = _ask(self._nvml.nvmlSystemGetDriverVersion)

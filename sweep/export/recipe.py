@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reports import objectives, uncertainty, units
+from reports.confirmation import status_words
 from reports.summary import emulation_note
 from search_spaces.config import TrialConfig
 from search_spaces.errors import NothingFits, quote
@@ -44,6 +45,10 @@ class Recipe:
     environment: dict[str, Any]
     objectives: tuple[Objective, ...] = ("tokens_per_second",)
     """What it is the best by."""
+    is_confirmed: bool = False
+    """Whether it was measured again after the search."""
+    certainty: str = ""
+    """That in words, and what to type where it was not."""
 
     @property
     def model_type(self) -> str:
@@ -80,7 +85,7 @@ class Recipe:
         """Return what was measured, of what and on what, a sentence or two each."""
         return (
             f"{objectives.best(self.objectives)}, of study {quote(self.study)}: "
-            f"trial {self.number}.",
+            f"trial {self.number}{f', {self.certainty}' if self.certainty else ''}.",
             _numbers(self.measurement),
             emulation_note(self.target) or f"Measured on {self._device()}.",
             f"Model: {self.model.name}. Libraries: {self._libraries()}.",
@@ -103,7 +108,8 @@ def recipe_of(snapshot: StudySnapshot) -> Recipe:
     Raises:
         NothingFits: nothing that was tried was measured to fit.
     """
-    best = rank_study(snapshot).winner
+    ranking = rank_study(snapshot)
+    best = ranking.winner
     if best is None or best.measurement is None:
         raise NothingFits(
             f"study {quote(snapshot.name)} has nothing to export: no trial of its space was "
@@ -118,6 +124,8 @@ def recipe_of(snapshot: StudySnapshot) -> Recipe:
         target=snapshot.definition.target,
         environment=snapshot.environment,
         objectives=snapshot.definition.space.objectives,
+        is_confirmed=ranking.is_confirmed,
+        certainty=status_words(ranking, study=snapshot.name),
     )
 
 

@@ -43,6 +43,7 @@ class ReplayRunner:
             ``not_recorded``.
         budget_bytes: what was recorded with a higher peak does not fit; None for no budget.
         pause: called before each beat, where a test or a demonstration wants time to pass.
+        soaking: answers a soak; by default it ends as any other run does.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ReplayRunner:
         otherwise: Callable[[TrialConfig], Outcome] = not_recorded,
         budget_bytes: int | None = None,
         pause: Callable[[], None] = lambda: None,
+        soaking: Callable[[TrialConfig], Outcome] | None = None,
     ) -> None:
         self._outcomes: dict[str, list[Outcome]] = {}
         for record in records:
@@ -59,19 +61,33 @@ class ReplayRunner:
         self._otherwise = otherwise
         self._budget_bytes = budget_bytes
         self._pause = pause
+        self._soaking = soaking
         self._is_cancelled = False
         self.ran: list[TrialConfig] = []
         """Every configuration that was run, in order."""
+        self.soaked: list[TrialConfig] = []
+        """Those of them that were soaks."""
+        self.renewals = 0
+        """How often a fresh process was asked for."""
 
     def run(
-        self, config: TrialConfig, *, steps: StepBudget, observe: Observer = keep_going
+        self,
+        config: TrialConfig,
+        *,
+        steps: StepBudget,
+        observe: Observer = keep_going,
+        is_soak: bool = False,
     ) -> Outcome:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
         one."""
         if self._is_lost():
             return _LOST
         self.ran.append(config)
-        outcome = self._within_budget(self._next_outcome(config))
+        if is_soak:
+            self.soaked.append(config)
+        soaking = self._soaking if is_soak else None
+        answer = self._next_outcome if soaking is None else soaking
+        outcome = self._within_budget(answer(config))
         for beat in _beats(outcome, tokens_per_step=config.tokens_per_step, steps=steps):
             self._pause()
             if self._is_lost():
@@ -82,9 +98,16 @@ class ReplayRunner:
                 )
         return outcome
 
+    def start(self) -> None:
+        """Do nothing: answers are there at once."""
+
     def cancel(self) -> None:
         """Make the running trial `Lost` at its next beat, or the next one before its first."""
         self._is_cancelled = True
+
+    def renew(self) -> None:
+        """Count: there is no process to replace."""
+        self.renewals += 1
 
     def close(self) -> None:
         """Do nothing: there is no device to free."""

@@ -50,9 +50,31 @@ class Runner(Protocol):
     """
 
     def run(
-        self, config: TrialConfig, *, steps: StepBudget, observe: Observer = keep_going
+        self,
+        config: TrialConfig,
+        *,
+        steps: StepBudget,
+        observe: Observer = keep_going,
+        is_soak: bool = False,
     ) -> Outcome:
-        """Train ``config`` for a few steps and say how that ended."""
+        """Train ``config`` for a few steps and say how that ended.
+
+        A soak trains on however steady its steps are, until the steps or the seconds are spent,
+        and on the way evaluates and saves a checkpoint as a training does; its measurement says
+        what that took.
+        """
+        ...
+
+    def renew(self) -> None:
+        """Let the next `run` begin in a fresh process, as nothing of this one's is left."""
+        ...
+
+    def start(self) -> None:
+        """Begin with what takes time before the first trial, and return at once.
+
+        The first `run` waits for it, and raises what is at fault. Idempotent; without it, `run`
+        begins.
+        """
         ...
 
     def cancel(self) -> None:

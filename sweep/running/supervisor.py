@@ -6,6 +6,7 @@ Satisfies `runner.Runner`. Knows nothing of torch, studies or samplers.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ class SupervisedRunner:
         log_path: Path,
         seed: int = 0,
         deadlines: Deadlines | None = None,
-        module: str = "sweep.running.worker",
+        module: str = "sweep.running",
     ) -> None:
         self._settings = WorkerSettings(
             device=target.device,
@@ -95,17 +96,24 @@ class SupervisedRunner:
         self._deadlines = deadlines or Deadlines()
         self._module = module
         self._worker: WorkerProcess | None = None
+        self._is_ready = False
         self._phase: Phase = "start"
         self._is_cancelled = False
 
     def run(
-        self, config: TrialConfig, *, steps: StepBudget, observe: Observer = keep_going
+        self,
+        config: TrialConfig,
+        *,
+        steps: StepBudget,
+        observe: Observer = keep_going,
+        is_soak: bool = False,
     ) -> Outcome:
         """See `runner.Runner.run`."""
         self._phase = "start"
         try:
             worker = self._ready_worker()
-            worker.send(RunCommand(config=config, steps=steps).model_dump_json())
+            command = RunCommand(config=config, steps=steps, is_soak=is_soak)
+            worker.send(command.model_dump_json())
             self._phase = "attach"
             return self._follow(worker, observe)
         except WorkerSilent:
@@ -137,12 +145,22 @@ class SupervisedRunner:
                 case Ready() | Unusable():
                     raise WorkerEnded
 
+    def start(self) -> None:
+        """See `runner.Runner.start`: the worker imports its libraries and takes the device."""
+        # What keeps it from being started does so at the first `run` too, which says it.
+        with contextlib.suppress(OSError, WorkerEnded):
+            self._started_worker()
+
     def cancel(self) -> None:
         """See `runner.Runner.cancel`."""
         # Before the kill, so that whoever sees the worker end knows why.
         self._is_cancelled = True
         if self._worker is not None:
             self._worker.kill()
+
+    def renew(self) -> None:
+        """See `runner.Runner.renew`: the next `run` starts another worker."""
+        self._discard()
 
     def close(self) -> None:
         """See `runner.Runner.close`."""
@@ -155,30 +173,40 @@ class SupervisedRunner:
         self.close()
 
     def _ready_worker(self) -> WorkerProcess:
-        """Return the resident worker, or start one and wait until it owns the device.
+        """Return the worker that owns the device: the resident one, or one that is waited for.
 
         Raises:
             EnvironmentFault: the device is not to be had.
         """
         if self._is_cancelled:
             raise WorkerEnded
-        if self._worker is not None:
-            return self._worker
-        self._worker = WorkerProcess(self._settings, log_path=self._log_path, module=self._module)
+        worker = self._started_worker()
+        if self._is_ready:
+            return worker
         if self._is_cancelled:
             # While it was being started, when there was no worker yet to kill.
-            self._worker.kill()
+            worker.kill()
             raise WorkerEnded
-        match self._worker.next_message(timeout=self._deadlines.start):
+        match worker.next_message(timeout=self._deadlines.start):
             case Ready():
-                return self._worker
+                self._is_ready = True
+                return worker
             case Unusable(reason=reason):
                 self._discard()
                 raise EnvironmentFault(f"the worker cannot use the device: {reason}")
             case _:
                 raise WorkerEnded
 
+    def _started_worker(self) -> WorkerProcess:
+        """Return the worker, which may not own the device yet."""
+        if self._worker is None:
+            self._worker = WorkerProcess(
+                self._settings, log_path=self._log_path, module=self._module
+            )
+        return self._worker
+
     def _discard(self, *, patience: float = 0.0) -> int:
+        self._is_ready = False
         worker, self._worker = self._worker, None
         return 0 if worker is None else worker.close(patience=patience)
 

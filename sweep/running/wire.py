@@ -40,6 +40,8 @@ class RunCommand(_Message):
     kind: Literal["run"] = "run"
     config: TrialConfig
     steps: StepBudget
+    is_soak: bool = False
+    """Train until the budget is spent, with an evaluation pass and a checkpoint on the way."""
 
 
 class StopCommand(_Message):

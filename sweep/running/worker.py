@@ -1,17 +1,15 @@
 """Owns the child process that owns the device: configurations in, signs of life and outcomes out.
 
-Run as ``python -P -m sweep.running.worker FD``, where FD is the pipe for its messages; commands
-come on stdin. Keeps the base model resident between trials. Knows nothing of studies, samplers or
+Started by ``python -P -m sweep.running FD``, where FD is the pipe for its messages; commands come
+on stdin. Keeps the base model resident between trials. Knows nothing of studies, samplers or
 storage.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -45,7 +43,6 @@ from sweep.training.meter import NEIGHBOUR, CardReader, NeighbourWatch
 from sweep.training.model import BaseModel, Unavailable, build_base
 from sweep.training.trial import Beat, Trial
 
-_PR_SET_PDEATHSIG = 1
 _DETAIL_LENGTH = 2000
 # What a base may leave behind without being called a leak: a library's late workspace.
 _BASELINE_SLACK_BYTES = 64 * 2**20
@@ -116,6 +113,7 @@ class Worker:
             command.steps,
             started=started,
             budget_bytes=self._settings.budget_bytes,
+            is_soak=command.is_soak,
             report=lambda beat: self._report(beat, config),
         )
         outcome = trial.run()
@@ -250,11 +248,6 @@ def _pci_bus_id() -> str:
     return f"{card.pci_domain_id:08x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when the tuner's dies, however it dies (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _read_commands(
     lines: IO[bytes], *, runs: queue.SimpleQueue[RunCommand | None], stop: Callable[[], None]
 ) -> None:
@@ -292,9 +285,6 @@ def _serve(worker: Worker, commands: IO[bytes], send: Callable[[WorkerMessage], 
 
 def main() -> None:
     """Read the settings, prepare the device, serve trials until told to stop or retired."""
-    _die_with_parent()
-    # Ctrl-C in the terminal is the tuner's to handle.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
     lock = threading.Lock()
 
@@ -323,7 +313,3 @@ def main() -> None:
     # Shutdown with a CUDA context and daemon threads can hang or abort; nothing is left to save.
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from search_spaces.config import TrialConfig
-from storage.records import TrialRecord
+from storage.records import SEARCH, Errand, TrialRecord
 from sweep.running.runner import Progress
 
 
@@ -19,8 +19,23 @@ class StopReason(StrEnum):
 
     TRIALS_SPENT = "trials_spent"
     TIME_SPENT = "time_spent"
+    DOLLARS_SPENT = "dollars_spent"
     EXHAUSTED = "exhausted"
+    GAIN_SPENT = "gain_spent"
+    """Nothing that is left is expected to gain enough."""
+    CONFIRMED = "confirmed"
     INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class SpaceTraced:
+    """Of the structures that a space's memory is predicted from, so many are traced.
+
+    Said before the first one and after each; never where all were kept from before.
+    """
+
+    done: int
+    of: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +46,7 @@ class TrialStarted:
     config: TrialConfig
     is_baseline: bool
     attempt: int
+    errand: Errand = SEARCH
 
 
 @dataclass(frozen=True)
@@ -49,11 +65,22 @@ class TrialFinished:
 
 
 @dataclass(frozen=True)
+class ConfirmationStarted:
+    """The search has ended, and what it found is about to be measured again."""
+
+    series: int
+    numbers: tuple[int, ...]
+    """Trials whose configurations are run in turns, the baseline last."""
+
+
+@dataclass(frozen=True)
 class StudyFinished:
     """The loop ended in an orderly way."""
 
     reason: StopReason
 
 
-Event = TrialStarted | TrialProgress | TrialFinished | StudyFinished
+Event = (
+    SpaceTraced | TrialStarted | TrialProgress | TrialFinished | ConfirmationStarted | StudyFinished
+)
 Listener = Callable[[Event], None]

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+
+from optuna.samplers import BaseSampler
 
 from search_spaces.checkpoints import check_weights
 from search_spaces.config import TrialConfig
@@ -23,25 +25,46 @@ from search_spaces.knobs import KNOBS
 from search_spaces.loading import load_space, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import violation
-from search_spaces.space import SearchSpace
+from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
 from storage.study import NAME_BYTES_MAX, NAME_MAX, OpenStudy, open_study
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
+from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
+from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
-from sweep.study.events import Listener, StopReason
+from sweep.study.events import Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
+from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
 
 Watch = Callable[[OpenStudy, Interruption], AbstractContextManager[Listener]]
 """Shows a study while it runs."""
+
+
+class Work(Protocol):
+    """What `tune` and `confirm_anew` are."""
+
+    def __call__(
+        self,
+        study: OpenStudy,
+        *,
+        runner: Runner,
+        preflight: Preflight,
+        stopping: Stopping,
+        on_event: Listener,
+        should_stop: Callable[[], bool],
+        interruptible: Callable[[], AbstractContextManager[None]],
+    ) -> StopReason:
+        """Work on an open study and say why that stopped."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -79,6 +102,7 @@ def prepare(
     Args:
         space_name: a preset or a YAML file.
         overrides: keys of the space with what was typed instead; None leaves the space's value.
+            Under ``confirm`` false, or some keys of the section, which is switched on by them.
         held: knobs that were typed: fixed, while the rest of the space is searched.
         study: its name; None derives one from the space and the overrides.
         card: reads the card in this machine.
@@ -93,7 +117,42 @@ def prepare(
         raise InputError(
             f"study name '{name}' is that of a file of sweep's; choose another with --study"
         )
-    model = load_model_spec(space.model)
+    return _checked(name, space, load_model_spec(space.model), card)
+
+
+def prepare_again(
+    name: str,
+    stored: StudyDefinition,
+    *,
+    confirm: Mapping[str, Any],
+    card: Callable[[], Card | None],
+) -> Prepared:
+    """Resolve what measuring a stored study's winner again is about.
+
+    Args:
+        name: of the study.
+        stored: its definition.
+        confirm: keys of the space's section with what was typed instead.
+        card: reads the card in this machine.
+
+    Raises:
+        InputError: a value that the section does not take, or another card than the study's.
+        EnvironmentFault: the card is not to be had.
+    """
+    values = {**stored.space.model_dump(), "confirm": _with_confirm(stored.space, confirm)}
+    space = validate(SearchSpace, values, Document(f"study '{name}'"))
+    return _checked(name, space, ModelSpec.from_json(stored.model), card)
+
+
+def _with_confirm(space: SearchSpace, typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section of how the winner is measured again, switched on, with what was typed."""
+    return {**(space.confirm or ConfirmBudget()).model_dump(), **typed}
+
+
+def _checked(
+    name: str, space: SearchSpace, model: ModelSpec, card: Callable[[], Card | None]
+) -> Prepared:
+    """Return a study whose model, card and budget go together."""
     if space.weights == "pretrained":
         check_weights(model)
     here = card() if space.gpu != "cpu" else None
@@ -105,6 +164,7 @@ def prepare(
         compute_capability=resolved.compute_capability,
         device=resolved.target.device,
     )
+    price_of(space, gpu=resolved.target.gpu)
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
@@ -123,6 +183,9 @@ def _resolved_space(
         InputError: a value that the space or a configuration does not take, or nothing left free.
     """
     declared = load_space(name)
+    confirm = overrides.get("confirm")
+    if isinstance(confirm, Mapping):
+        overrides = {**overrides, "confirm": _with_confirm(declared, confirm)}
     changed = {
         key: value
         for key, value in overrides.items()
@@ -166,7 +229,7 @@ def _plain(value: Any) -> str:
 
 
 def supervised_runner(prepared: Prepared) -> Runner:
-    """Return the real runner; its child starts with the first trial."""
+    """Return the real runner; its child starts when it is told to, or with the first trial."""
     return SupervisedRunner(
         prepared.model,
         target=prepared.target,
@@ -183,6 +246,7 @@ def drive(
     watch: Watch,
     warn: Callable[[str], None],
     new_runner: Callable[[Prepared], Runner] = supervised_runner,
+    work: Work = tune,
 ) -> StopReason:
     """Create or resume the study and run it until it stops.
 
@@ -192,6 +256,7 @@ def drive(
         watch: shows the study while it runs.
         warn: told of what works less well than it could.
         new_runner: what runs the trials.
+        work: what is done with the study once it is open: the search, or measuring again alone.
 
     Raises:
         InputError: the storage's study of that name is about something else.
@@ -200,11 +265,12 @@ def drive(
     quiet_optuna()
     space = prepared.space
     preflight = _preflight(prepared, warn=warn)
+    sampler = make_sampler(space.sampler, space, seed=space.seed, preflight=preflight)
     study = open_study(
         prepared.name,
         url=storage,
         definition=prepared.definition,
-        sampler=make_sampler(space.sampler, space, seed=space.seed, preflight=preflight),
+        sampler=sampler,
         environment=_environment(prepared),
         home=runs_directory(),
     )
@@ -212,10 +278,18 @@ def drive(
     interruption = Interruption(cancel=runner.cancel)
     try:
         with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
-            return tune(
+            # Its imports take longer than all that is done here until the first trial.
+            runner.start()
+            _trace_space(space, preflight, interruption=interruption, listener=listener)
+            return work(
                 study,
                 runner=runner,
                 preflight=preflight,
+                stopping=Stopping(
+                    space,
+                    usd_per_hour=price_of(space, gpu=prepared.target.gpu),
+                    outlook=lambda: _outlook(sampler, study),
+                ),
                 on_event=listener,
                 should_stop=interruption.is_requested,
                 interruptible=interruption.interruptible,
@@ -225,6 +299,29 @@ def drive(
         if not interruption.is_requested():
             raise
         return StopReason.INTERRUPTED
+
+
+def _trace_space(
+    space: SearchSpace, preflight: Preflight, *, interruption: Interruption, listener: Listener
+) -> None:
+    """Trace what the space's memory is predicted from.
+
+    Raises:
+        KeyboardInterrupt: somebody asked to stop; nothing has begun that could be lost.
+    """
+
+    def tell(done: int, of: int) -> None:
+        listener(SpaceTraced(done, of))
+        if interruption.is_requested():
+            raise KeyboardInterrupt
+
+    with interruption.interruptible():
+        preflight.prepare(one_of_each_kind(space), on_progress=tell)
+
+
+def _outlook(sampler: BaseSampler, study: OpenStudy) -> Outlook | None:
+    """Return what is still to be gained; None from a sampler that cannot tell."""
+    return sampler.outlook(study.study) if isinstance(sampler, GuidedSampler) else None
 
 
 def _environment(prepared: Prepared) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from storage.ranking import rank
 from storage.records import (
     RETRYABLE,
     Outcome,
+    OutOfMemory,
     PredictionRecord,
     TrialRecord,
     held_to_budget,
@@ -26,6 +27,7 @@ from storage.recovery import attempts, next_number, to_retry
 from storage.study import OpenStudy
 from sweep.running.runner import Progress, Runner
 from sweep.sampling.encoding import Encoding, Frontier, identity
+from sweep.study.confirmation import confirm
 from sweep.study.events import (
     Listener,
     StopReason,
@@ -37,6 +39,7 @@ from sweep.study.events import (
 from sweep.study.machine_faults import ConsecutiveFailures, nothing_concluded, run_undisturbed
 from sweep.study.preflight import Expected, Preflight
 from sweep.study.pruning import is_hopeless, rivals_among
+from sweep.study.stopping import Spent, Stopping, outlook_document
 
 
 def tune(
@@ -44,19 +47,22 @@ def tune(
     *,
     runner: Runner,
     preflight: Preflight,
+    stopping: Stopping | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_event: Listener = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StopReason:
-    """Run a study until its trials or its time are spent, nothing is left, or somebody asks.
+    """Run a study until its trials, time or money are spent, nothing is left, or somebody asks.
 
+    Then its winner is confirmed, unless somebody asked to stop; that is no part of the time budget.
     `trials` of the study's space is the total over all runs; its time budget is for this run alone.
 
     Args:
         study: open, under its lease; what an earlier driver left open is closed first.
         runner: runs a configuration.
         preflight: spares the device what cannot be valid or cannot fit.
+        stopping: says when the search ends; by default its trials and its time do.
         clock: seconds; only differences count.
         on_event: hears of everything that happens.
         should_stop: asked before each trial.
@@ -67,7 +73,8 @@ def tune(
         EnvironmentFault: the device or the database is not to be had, trial after trial fails in
             the same way, or no trial that ran came to anything else. What was measured is stored.
     """
-    driver = _Driver(study, runner, preflight, clock, on_event, should_stop)
+    stopping = stopping or Stopping(study.definition.space)
+    driver = _Driver(study, runner, preflight, stopping, clock, on_event, should_stop)
     with interruptible():
         driver.recover()
     while (reason := driver.reason_to_stop()) is None:
@@ -80,10 +87,37 @@ def tune(
             reason = StopReason.INTERRUPTED
             break
         driver.tell(trial, refused or driver.run(trial))
+    driver.end(reason)
+    if reason is not StopReason.INTERRUPTED and not driver.confirm():
+        reason = StopReason.INTERRUPTED
     on_event(StudyFinished(reason))
     fault = nothing_concluded(study.records())
     if fault is not None and reason is not StopReason.INTERRUPTED:
         raise fault
+    return reason
+
+
+def confirm_anew(
+    study: OpenStudy,
+    *,
+    runner: Runner,
+    preflight: Preflight,
+    stopping: Stopping | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    on_event: Listener = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> StopReason:
+    """Measure a study's winner again, whatever was measured of it before, and search no further.
+
+    What was begun of that and not finished goes on. Arguments and errors are those of `tune`.
+    """
+    stopping = stopping or Stopping(study.definition.space)
+    driver = _Driver(study, runner, preflight, stopping, clock, on_event, should_stop)
+    with interruptible():
+        driver.recover()
+    reason = StopReason.CONFIRMED if driver.confirm(is_anew=True) else StopReason.INTERRUPTED
+    on_event(StudyFinished(reason))
     return reason
 
 
@@ -130,6 +164,7 @@ class _Driver:
     study: OpenStudy
     runner: Runner
     preflight: Preflight
+    stopping: Stopping
     clock: Callable[[], float]
     on_event: Listener
     should_stop: Callable[[], bool]
@@ -143,6 +178,7 @@ class _Driver:
         self._encoding = Encoding(self._space)
         self._frontier = Frontier(self._encoding)
         self._started_seconds = self._counted_seconds = self.clock()
+        self._earlier_seconds = self.study.wall_seconds()
 
     def recover(self) -> None:
         """Close what an earlier driver left open, and learn from what it found out."""
@@ -150,20 +186,28 @@ class _Driver:
         records = self.study.records()
         self._since = next_number(records)
         self.preflight.learn_all(records)
+        confirmed = self.study.confirmations()
+        self.preflight.learn_all(r for r in confirmed if isinstance(r.outcome, OutOfMemory))
 
     def reason_to_stop(self) -> StopReason | None:
         """Return why no further trial should start; None where one should."""
-        limit = self._space.time_budget_seconds
         if self.should_stop():
             return StopReason.INTERRUPTED
-        if limit is not None and self.clock() - self._started_seconds >= limit:
-            return StopReason.TIME_SPENT
-        records = self.study.records()
-        if to_retry(records, since=self._since):
-            return None
-        if trials_spent(records, since=self._since) >= self._space.trials:
-            return StopReason.TRIALS_SPENT
-        return StopReason.EXHAUSTED if self._is_exhausted() else None
+        records, now = self.study.records(), self.clock()
+        spent = Spent(
+            trials=trials_spent(records, since=self._since),
+            seconds=now - self._started_seconds,
+            seconds_of_study=self._earlier_seconds + now - self._started_seconds,
+        )
+        reason = self.stopping.out_of_time(spent)
+        if reason is not None or to_retry(records, since=self._since):
+            return reason
+        return self.stopping.out_of_trials(spent, is_exhausted=self._is_exhausted, records=records)
+
+    def end(self, reason: StopReason) -> None:
+        """Store why the search ended, and what it was not able to rule out."""
+        if reason is not StopReason.INTERRUPTED:
+            self.study.note_end(outlook_document(reason, self.stopping.outlook()))
 
     def ask(self) -> _OpenTrial:
         """Begin the next trial: the baseline first, then what failed, then what the sampler asks.
@@ -188,7 +232,8 @@ class _Driver:
 
     def run(self, trial: _OpenTrial) -> Outcome:
         """Run a trial on the device, and stop it early where it cannot matter any more."""
-        ranking = rank(self.study.records(), self.study.definition)
+        study = self.study
+        ranking = rank(study.records(), study.definition, study.confirmations())
         rivals = () if trial.is_baseline else rivals_among(ranking)
 
         def observe(progress: Progress) -> bool:
@@ -234,6 +279,18 @@ class _Driver:
         self.on_event(TrialFinished(record=record))
         if trial.device_seconds is not None:
             self._failures.count(outcome)
+
+    def confirm(self, *, is_anew: bool = False) -> bool:
+        """Measure the winner again; return False where somebody asked to stop."""
+        return confirm(
+            self.study,
+            runner=self.runner,
+            preflight=self.preflight,
+            clock=self.clock,
+            on_event=self.on_event,
+            should_stop=self.should_stop,
+            is_anew=is_anew,
+        )
 
     def _begin(self, config: TrialConfig | None) -> _OpenTrial:
         """Ask storage for a trial, of ``config`` or of the sampler's choice, and mark it begun."""

@@ -36,14 +36,15 @@ from sweep.paths import own_price_file, report_path, runs_directory, storage_url
 from sweep.running.device_info import read_card
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption
-from sweep.study.session import drive, prepare
-from sweep.study.tuner import trials_spent
+from sweep.study.session import Prepared, drive, prepare, prepare_again
+from sweep.study.tuner import confirm_anew, trials_spent
 from sweep.terminal.console import STDOUT, note, say, table
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
 from sweep.terminal.live import Board, watching
 from sweep.terminal.summary import (
     best_text,
     has_fit,
+    not_ruled_out,
     status_text,
     studies_text,
     study_summary,
@@ -53,7 +54,9 @@ from sweep.terminal.summary import (
 DONE, NOTHING_FITS, ENVIRONMENT, INTERRUPTED = 0, 1, 3, 130
 _REASONS = {
     StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
+    StopReason.DOLLARS_SPENT: "The dollars of the study are spent.",
     StopReason.EXHAUSTED: "Every configuration of the space has been tried.",
+    StopReason.GAIN_SPENT: "No further trial is expected to gain enough to be worth it.",
     StopReason.INTERRUPTED: "Interrupted; the same command goes on where this one stopped.",
 }
 
@@ -71,9 +74,32 @@ def run(
     prepared = prepare(space, overrides=overrides, held=held, study=study, card=read_card)
     url = storage_url(storage)
     reason = drive(prepared, storage=url, watch=_watch, warn=lambda text: note(f"warning: {text}"))
+    return _conclude(prepared, reason, storage=storage, as_json=as_json)
+
+
+def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_json: bool) -> int:
+    """Measure a study's winner again; then end as a run does."""
+    url = storage_url(storage)
+    stored = read_study(study, url=url, home=runs_directory()).definition
+    prepared = prepare_again(study, stored, confirm=typed, card=read_card)
+    reason = drive(
+        prepared,
+        storage=url,
+        watch=_watch,
+        warn=lambda text: note(f"warning: {text}"),
+        work=confirm_anew,
+    )
+    return _conclude(prepared, reason, storage=storage, as_json=as_json)
+
+
+def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as_json: bool) -> int:
+    """Write the study's report, print what came out, and return the exit code."""
+    url = storage_url(storage)
     if reason in _REASONS:
         note(_REASONS[reason])
     snapshot = _read(prepared.name, url=url)
+    if reason is not StopReason.INTERRUPTED and (left := not_ruled_out(snapshot)) is not None:
+        note(left)
     report, fault = _write_report(snapshot, report_path(prepared.name))
     if as_json:
         say(json.dumps(best_document(snapshot)))
@@ -134,6 +160,7 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
         name=study.study.study_name,
         definition=definition,
         records=list(records),
+        confirmations=list(study.confirmations()),
         clock=time.monotonic,
     )
     with watching(board, is_stopping=interruption.is_requested, stream=sys.stderr) as listener:

@@ -27,8 +27,10 @@ from storage.records import TrialRecord
 from storage.recovery import next_number
 from sweep.running.runner import Progress
 from sweep.study.events import (
+    ConfirmationStarted,
     Event,
     Listener,
+    SpaceTraced,
     StudyFinished,
     TrialFinished,
     TrialProgress,
@@ -36,6 +38,7 @@ from sweep.study.events import (
 )
 from sweep.study.tuner import trials_spent
 from sweep.terminal.console import Unfailing, note
+from sweep.terminal.working import is_worth_a_line, tracing_words
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 40
@@ -52,11 +55,17 @@ class Board:
     name: str
     definition: StudyDefinition
     records: list[TrialRecord]
-    """Finished trials, those of earlier runs included."""
+    """Finished trials of the search, those of earlier runs included."""
     clock: Callable[[], float]
     current: TrialStarted | None = None
     progress: Progress | None = None
+    tracing: SpaceTraced | None = None
+    """How far tracing the space is, while it is traced."""
     is_stopping: bool = False
+    confirmations: list[TrialRecord] = field(default_factory=list)
+    """Finished runs that measure winners again."""
+    confirming: ConfirmationStarted | None = None
+    """What is measured again, once the search has ended."""
     _started_seconds: float = field(init=False)
     _finished_here: int = field(default=0, init=False)
     _since: int = field(init=False)
@@ -65,20 +74,25 @@ class Board:
     def __post_init__(self) -> None:
         self._since = next_number(self.records)
         self._started_seconds = self.clock()
-        self._ranking = rank(self.records, self.definition)
+        self._ranking = rank(self.records, self.definition, self.confirmations)
 
     def take(self, event: Event) -> None:
         """Take in one event."""
         match event:
+            case SpaceTraced():
+                self.tracing = event if event.done < event.of else None
             case TrialStarted():
                 self.current, self.progress = event, None
             case TrialProgress(progress=progress):
                 self.progress = progress
             case TrialFinished(record=record):
-                self.records.append(record)
-                self._ranking = rank(self.records, self.definition)
-                self._finished_here += 1
+                is_searched = record.purpose == "search"
+                (self.records if is_searched else self.confirmations).append(record)
+                self._ranking = rank(self.records, self.definition, self.confirmations)
+                self._finished_here += is_searched
                 self.current = self.progress = None
+            case ConfirmationStarted():
+                self.confirming = event
             case StudyFinished():
                 self.current = self.progress = None
 
@@ -111,6 +125,8 @@ class Board:
     @property
     def remaining_seconds(self) -> float | None:
         """Seconds left at the pace of this run, or of its time budget; None where unknown."""
+        if self.confirming is not None:
+            return None
         limit = self.definition.space.time_budget_seconds
         left = None if limit is None else max(0.0, limit - self.elapsed_seconds)
         if self.is_first:
@@ -148,7 +164,11 @@ def _plain(board: Board, *, is_stopping: Callable[[], bool]) -> Listener:
         if is_stopping() and not board.is_stopping:
             board.is_stopping = True
             note(STOPPING)
-        if isinstance(event, TrialStarted) and board.is_first:
+        if isinstance(event, SpaceTraced) and is_worth_a_line(event.done, event.of):
+            note(f"{_time()} {tracing_words(event.done, event.of)}")
+        if isinstance(event, ConfirmationStarted):
+            note(f"{_time()} {confirming_line(event)}")
+        if isinstance(event, TrialStarted) and board.is_first and board.confirming is None:
             note(f"{_time()} trial {event.number} starts the worker and builds the model")
         if isinstance(event, TrialFinished):
             note(f"{_time()} {trial_line(board, event)}")
@@ -160,13 +180,31 @@ def _time() -> str:
     return f"{datetime.now():%H:%M:%S}"
 
 
+def confirming_line(event: ConfirmationStarted) -> str:
+    """Return what is measured again, in one line."""
+    listed = ", ".join(map(str, event.numbers))
+    noun = "trials" if len(event.numbers) > 1 else "trial"
+    return f"the search has ended: measuring {noun} {listed} again, in turns in a fresh worker"
+
+
 def trial_line(board: Board, event: TrialFinished) -> str:
     """Return a finished trial in one line."""
     record = event.record
+    if record.purpose != "search":
+        return _again_line(board, record)
     again = f", attempt {record.attempt}" if record.attempt > 1 else ""
     ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
     count = units.out_of(board.trials_done, board.definition.space.trials)
     return f"trial {record.number}{again} ({count}): {ended}: {board.describe(record.config)}"
+
+
+def _again_line(board: Board, record: TrialRecord) -> str:
+    """Return a run that measured a trial again in one line."""
+    ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
+    soak = None if record.measurement is None else record.measurement.soak
+    what = "soak of trial" if record.purpose == "soak" else "again trial"
+    steps = f" ({soak.steps} steps in {units.duration(soak.seconds)})" if soak else ""
+    return f"{what} {record.confirms}{steps}: {ended}"
 
 
 @contextmanager
@@ -186,6 +224,8 @@ def _panel(board: Board, *, is_stopping: Callable[[], bool], stream: TextIO) -> 
 
         def listen(event: Event) -> None:
             board.take(event)
+            if isinstance(event, ConfirmationStarted):
+                console.print(Text(confirming_line(event)), soft_wrap=False, overflow="ellipsis")
             if isinstance(event, TrialFinished):
                 console.print(Text(trial_line(board, event)), soft_wrap=False, overflow="ellipsis")
 
@@ -235,12 +275,20 @@ def _best(board: Board) -> str:
 
 
 def _now(board: Board) -> str:
+    if board.tracing is not None:
+        return tracing_words(board.tracing.done, board.tracing.of)
     if board.current is None:
         return "choosing the next configuration"
     number, config = board.current.number, board.current.config
     phase = "checking" if board.progress is None else board.progress.phase
     step = f" step {board.progress.step}" if board.progress and board.progress.step else ""
-    return f"trial {number}, {phase}{step}: {board.describe(config)}"
+    errand = board.current.errand
+    again = {
+        "search": f"trial {number}",
+        "confirm": f"trial {errand.confirms} again",
+        "soak": f"trial {errand.confirms}, soak",
+    }[errand.purpose]
+    return f"{again}, {phase}{step}: {board.describe(config)}"
 
 
 def _memory(board: Board) -> RenderableType:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from reports import objectives, tables, uncertainty, units
 from reports.advice import advice_title, how_to_go_faster
+from reports.confirmation import confirmation_rows
 from reports.outcomes import verdict_words
 from reports.summary import emulation_note, summary_of
+from search_spaces.config import TrialConfig
 from storage.definition import StudySnapshot, StudySummary
 from storage.ranking import rank_study
 from storage.records import Invalid
@@ -32,6 +34,7 @@ def study_summary(
     """
     summary = summary_of(snapshot)
     sections = [_opening(snapshot), *_lines("", _winner(snapshot))]
+    sections += _section("Measured again", _measured_again(snapshot))
     sections += _front(snapshot) or _section("Runners-up", _runners_up(snapshot))
     sections += _section(advice_title(snapshot), _bullets(how_to_go_faster(snapshot)))
     commands = [f"  {command}{storage_option}" for command in summary.commands]
@@ -49,14 +52,17 @@ def status_text(snapshot: StudySnapshot) -> str:
         since = f" since {trial.started_at}" if trial.started_at else ""
         what = "not yet chosen" if trial.config is None else units.shape(trial.config)
         state = "running" if snapshot.holder is not None else "left unfinished; resuming retries it"
-        lines.append(f"Trial {trial.number} ({what}){since}: {state}.")
+        doing = {"search": "", "confirm": ", measured again", "soak": ", a soak"}[trial.purpose]
+        lines.append(f"Trial {trial.number} ({what}{doing}){since}: {state}.")
     return "\n".join([*lines, *_lines("", _winner(snapshot))])
 
 
 def best_text(snapshot: StudySnapshot) -> str:
     """Return the winner, the front, its whole configuration, and the fastest of each class."""
     summary = summary_of(snapshot)
-    lines = [_opening(snapshot), *_lines("", _winner(snapshot)), *_front(snapshot)]
+    lines = [_opening(snapshot), *_lines("", _winner(snapshot))]
+    lines += _section("Measured again", _measured_again(snapshot))
+    lines += _front(snapshot)
     if summary.configuration:
         lines += _section("Configuration", [summary.configuration])
     classes = [
@@ -93,6 +99,26 @@ def has_fit(snapshot: StudySnapshot) -> bool:
     return rank_study(snapshot).winner is not None
 
 
+def not_ruled_out(snapshot: StudySnapshot) -> str | None:
+    """Return what the search could not rule out; None where that is nothing, or is not known."""
+    promising = (snapshot.ended or {}).get("most_promising")
+    if snapshot.ended is None or promising is None:
+        return None
+    config, gain = TrialConfig.model_validate(promising["config"]), promising["gain"]
+    count = snapshot.ended["open"]
+    opening = (
+        f"Not ruled out: {units.plural(count, 'configuration')} with a chance of one in twenty or "
+        "more of being better"
+        if count
+        else "Nothing that is left has a chance of one in twenty of being better"
+    )
+    expected = "" if gain is None else f", and is expected to gain {gain:.1%}"
+    return (
+        f"{opening}; the most promising, {units.shape(config)}, has a chance of "
+        f"{promising['chance']:.0%}{expected}."
+    )
+
+
 def _best_of(summary: StudySummary) -> str:
     """Return the best trial's speed and, where it is ranked by more or else, that as well."""
     if summary.best is None:
@@ -103,6 +129,7 @@ def _best_of(summary: StudySummary) -> str:
         parts.append(units.gib(summary.best.peak_allocated_bytes))
     if "trainable_parameters" in asked:
         parts.append(f"{units.count(summary.best.trainable_parameters)} trainable")
+    parts.append("confirmed" if summary.is_confirmed else "not confirmed")
     return ", ".join(parts)
 
 
@@ -134,6 +161,22 @@ def _winner(snapshot: StudySnapshot) -> Iterator[str]:
     if summary.configuration:
         for tile in summary.tiles:
             yield f"  {tile.value} {tile.label} ({tile.detail})"
+
+
+def _measured_again(snapshot: StudySnapshot) -> list[str]:
+    rows = [
+        (
+            f"  {row.number}",
+            row.runs,
+            row.tokens_per_second,
+            row.interval,
+            row.peak_allocated,
+            row.result,
+        )
+        for row in confirmation_rows(snapshot)
+    ]
+    header = ("  trial", "tokens/s of each run", "tokens/s", "95 % interval", "peak", "result")
+    return [table(header, rows)] if rows else []
 
 
 def _runners_up(snapshot: StudySnapshot) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +28,8 @@ NEIGHBOUR_BYTES_MEASURING = 256 * 2**20
 NEIGHBOUR = "neighbour"
 """Flag of what another process had a hand in."""
 _STEPS_TO_JUDGE = 3
+_ENERGY_SECONDS_MIN = 1.0
+"""The card's counter moves some ten times a second: what is shorter is not told to a tenth."""
 _LENIENCY = 0.7
 """Share of the fastest of a few steps that the median is surely above, also on a busy machine."""
 
@@ -142,6 +145,10 @@ class CardReader:
             has_neighbour=bool(self._processes() - self._known - {os.getpid()}),
         )
 
+    def energy_joules(self) -> float | None:
+        """Return the energy that the card has used so far; None where nobody counts it."""
+        return None if self._card is None else self._card.energy_joules()
+
     def _processes(self) -> frozenset[int]:
         if self._card is None:
             return frozenset()
@@ -198,13 +205,49 @@ class NeighbourWatch:
 
 
 @dataclass
+class EnergyCount:
+    """The card's energy over the stretches of time that count, and how long those were."""
+
+    card: CardReader
+    joules: float | None = 0.0
+    """None once the card did not tell."""
+    seconds: float = 0.0
+    _begun: tuple[float, float | None] | None = None
+
+    def begin(self) -> None:
+        """Let what the card uses count from now on."""
+        self._begun = time.perf_counter(), self.card.energy_joules()
+
+    def end(self) -> None:
+        """Let it not count any more."""
+        assert self._begun is not None, "what ends has begun"
+        (started, before), now = self._begun, self.card.energy_joules()
+        self.seconds += time.perf_counter() - started
+        if self.joules is None or before is None or now is None:
+            self.joules = None
+        else:
+            self.joules += now - before
+
+    def per_token(self, tokens: int) -> float | None:
+        """Return the joules of a token; None where they are not known, or not well enough."""
+        if self.joules is None or self.seconds < _ENERGY_SECONDS_MIN or not tokens:
+            return None
+        return self.joules / tokens
+
+
+@dataclass
 class Meter:
-    """The steps of one trial: what each took, whether there are enough, what they come to."""
+    """The steps of one trial: what each took, whether there are enough, what they come to.
+
+    Attributes:
+        is_soak: whether it goes on, however precise the steps are, until their budget is spent.
+    """
 
     config: TrialConfig
     steps: StepBudget
     device: Device
     neighbours: NeighbourWatch
+    is_soak: bool = False
     warmup: list[float] = field(default_factory=list)
     """Seconds of each warm-up step."""
     measured: list[float] = field(default_factory=list)
@@ -212,8 +255,14 @@ class Meter:
     _warmup_spent: float = 0.0
     _measured_spent: float = 0.0
     """Seconds really spent in steps, where the step's own are derived."""
+    _tokens: int = 0
+    """Really trained in measured steps."""
     _readings: list[CardReading] = field(default_factory=list)
     _is_crowded: bool = False
+    energy: EnergyCount = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.energy = EnergyCount(self.neighbours.card)
 
     def add(self, ended: Sequence[float], *, is_warmup: bool) -> None:
         """Take in a step: the seconds from its beginning to the end of each of its micro-steps."""
@@ -224,6 +273,7 @@ class Meter:
         else:
             self.measured.append(seconds)
             self._measured_spent += ended[-1]
+            self._tokens += len(ended) * self.config.tokens_per_micro_batch
             self._readings.append(self.neighbours.card.read())
             self._is_crowded = self._is_crowded or self.neighbours.have_taken_memory()
 
@@ -242,7 +292,10 @@ class Meter:
         return (
             done >= self.steps.measured_max
             or elapsed_seconds >= self.steps.seconds_max
-            or is_precise(self.measured, relative=self.steps.relative_interval)
+            or (
+                not self.is_soak
+                and is_precise(self.measured, relative=self.steps.relative_interval)
+            )
         )
 
     def measurement(
@@ -293,6 +346,7 @@ class Meter:
             throttle_reasons=self._throttle_reasons(),
             quantized_share=quantized_share,
             compile_seconds=compile_seconds,
+            joules_per_token=self.energy.per_token(self._tokens),
         )
 
     @property

@@ -9,6 +9,7 @@ device and batches come from pinned memory, as with Trainer's ``logging_nan_inf_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import bitsandbytes as bnb
 import torch
@@ -99,6 +100,34 @@ class TrainingLoop:
             total = total + self._micro_step()
             on_micro_step()
         return (total / self.micro_steps).to("cpu", non_blocking=True)
+
+    def evaluate(self, *, batches: int) -> float:
+        """Return the mean loss of a pass without gradients over some micro-batches.
+
+        As Trainer evaluates: in evaluation mode, under the same precision, the loss alone kept.
+        """
+        self._enter("forward")
+        for module in self._model.modules():
+            if isinstance(module, bnb.nn.Linear4bit):
+                # On a CPU with AVX512-BF16 bitsandbytes repacks the weights at their first use in
+                # evaluation mode, for good, and there is no backward through what it packs.
+                module.support_avx512bf16_for_cpu = False
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                losses = [float(self._model(**next(self._batches)).loss) for _ in range(batches)]
+        finally:
+            self._model.train()
+        return sum(losses) / batches
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint as Trainer does: the adapter, the optimizer's and the schedule's
+        state.
+        """
+        # PEFT would otherwise ask the hub whether the vocabulary is still the base's.
+        self._model.save_pretrained(directory, save_embedding_layers=False)
+        torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
+        torch.save(self._schedule.state_dict(), directory / "scheduler.pt")
 
     def _enter(self, stage: Stage) -> None:
         self.stage = stage

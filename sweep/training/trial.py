@@ -37,6 +37,7 @@ from sweep.training.marks import Mark
 from sweep.training.meter import NEIGHBOUR, CardReader, Meter, NeighbourWatch, fastest_median
 from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
+from sweep.training.soak import Interlude
 from sweep.training.step import TrainingLoop, flops_per_token
 
 _OBSERVED_STEPS = 2
@@ -82,6 +83,8 @@ class Trial:
         budget_bytes: a measured peak above it does not fit; None for no budget.
         micro_steps_max: most micro-steps of one optimizer step that are really run; the seconds of
             a longer accumulation are derived.
+        is_soak: whether it trains until its budget is spent, and does on the way what a training
+            does now and then.
         phase: where the trial is.
     """
 
@@ -95,6 +98,7 @@ class Trial:
     is_emulated: bool = False
     budget_bytes: int | None = None
     micro_steps_max: int = MICRO_STEPS_TIMED
+    is_soak: bool = False
     phase: Phase = "build"
     report: Callable[[Beat], bool] = lambda _: False
     started: float = field(default_factory=time.perf_counter)
@@ -105,6 +109,7 @@ class Trial:
     _loss: float = 0.0
     """Of the newest step that is done."""
     _is_slow: bool = False
+    _interlude: Interlude | None = None
 
     def __post_init__(self) -> None:
         neighbours = NeighbourWatch(
@@ -113,7 +118,8 @@ class Trial:
             self.budget_bytes,
             has_paged_memory=self.config.is_paged,
         )
-        self._meter = Meter(self.config, self.steps, self.device, neighbours)
+        self._meter = Meter(self.config, self.steps, self.device, neighbours, self.is_soak)
+        self._interlude = Interlude(self.device) if self.is_soak else None
 
     def run(self) -> Outcome:
         """Return how it ended. On return the base is as it was before, whatever happened.
@@ -154,7 +160,7 @@ class Trial:
 
     def _verdict(self, error: Exception) -> Outcome | None:
         """Return what an exception means, in strings and numbers alone; None for the unknown."""
-        detail = words_of(error)[:_DETAIL_LENGTH]
+        detail = (self._doing() + words_of(error))[:_DETAIL_LENGTH]
         if lacks_kernel_resources(error):
             return Ineffective(knob=knob_of_kernel(error, self.config), detail=detail)
         if self.device.ran_out(error):
@@ -169,6 +175,11 @@ class Trial:
         if self.config.compile and is_from_the_compiler(error):
             return Ineffective(knob="compile", detail=detail)
         return None
+
+    def _doing(self) -> str:
+        """Return what else than a training step was being done, to begin a sentence with."""
+        doing = None if self._interlude is None else self._interlude.doing
+        return "" if doing is None else f"in {doing}: "
 
     def _stage(self) -> Stage:
         """Return the stage of a failure: the base is there, so it is not that of loading it."""
@@ -233,21 +244,47 @@ class Trial:
         self._enter("measure")
         fault: Outcome | None = None
         begun = time.perf_counter()
+        self._meter.energy.begin()
         while fault is None and not self._is_over(begun):
-            fault = self._advance(loop)
+            fault = self._pause(loop, begun) or self._advance(loop)
         # Of what is queued by now the device does every step, whether anybody asks or not.
-        while fault is None and self._queued:
-            fault = self._take_in()
+        fault = fault or self._drain()
+        self._meter.energy.end()
         fault = fault or self._excess()
         if fault is not None:
             return fault
-        measurement = self._measurement(attachment, self._loss)
+        measurement = self._measurement(attachment, time.perf_counter() - begun)
         if self._is_slow:
             return PrunedSlow(measurement=measurement)
         return Measured(measurement=measurement)
 
     def _is_over(self, begun: float) -> bool:
-        return self._is_slow or self._meter.is_enough(time.perf_counter() - begun)
+        """Whether no further step is needed; a soak goes on until its interlude was played."""
+        if self._is_slow or (self._interlude is not None and not self._interlude.is_over):
+            return self._is_slow
+        return self._meter.is_enough(time.perf_counter() - begun)
+
+    def _pause(self, loop: TrainingLoop, begun: float) -> Outcome | None:
+        """Play a soak's interlude half-way through it, with nothing queued in the meantime."""
+        interlude, done = self._interlude, len(self._meter.measured)
+        if interlude is None or interlude.is_over:
+            return None
+        is_late = time.perf_counter() - begun >= self.steps.seconds_max / 2
+        if not is_late and done < self.steps.measured_max // 2:
+            return None
+        fault = self._drain()
+        if fault is None:
+            self._meter.energy.end()
+            interlude.play(loop, beat=lambda: self.report(Beat("measure", done)))
+            self._meter.energy.begin()
+        return fault
+
+    def _drain(self) -> Outcome | None:
+        """Take in all that is queued; return an outcome only where it ends the trial."""
+        fault: Outcome | None = None
+        while fault is None and self._queued:
+            fault = self._take_in()
+        return fault
 
     def _advance(self, loop: TrainingLoop) -> Outcome | None:
         """Queue a step and take in those before it, so that the device is never without work;
@@ -299,10 +336,10 @@ class Trial:
             )
         )
 
-    def _measurement(self, attachment: Attached, loss: float) -> Measurement:
+    def _measurement(self, attachment: Attached, elapsed_seconds: float) -> Measurement:
         compilation = attachment.compilation
-        return self._meter.measurement(
-            final_loss=loss,
+        measured = self._meter.measurement(
+            final_loss=self._loss,
             trainable_parameters=sum(p.numel() for p in attachment.trainable_parameters()),
             flops_utilization=self._utilization(attachment),
             quantized_share=self.base.quantized_share,
@@ -310,6 +347,10 @@ class Trial:
             is_emulated=self.is_emulated,
             is_extrapolated=self.config.accumulation_steps > self.micro_steps_max,
         )
+        if self._interlude is None:
+            return measured
+        soak = self._interlude.report(steps=self._meter.steps_done, seconds=elapsed_seconds)
+        return measured.model_copy(update={"soak": soak})
 
     def _utilization(self, attachment: Attached) -> float | None:
         """Model FLOP/s over the peak; recomputation is not counted as work."""

@@ -5,6 +5,7 @@ A new runner is one more entry of `CASES`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,11 @@ from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow
+from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow, SoakReport
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Progress, Runner
 from sweep.running.supervisor import SupervisedRunner
-from tests.sweep.simulated_device import BUDGET, train
+from tests.sweep.simulated_device import BUDGET, a_measurement, train
 
 STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)
 SMALL = TrialConfig(micro_batch_size=2, seq_len=64, lora_rank=4, compute_dtype="fp32")
@@ -39,7 +40,18 @@ class Case:
 
 
 def start_replay(_: Path, budget_bytes: int) -> Runner:
-    return ReplayRunner(otherwise=train, budget_bytes=budget_bytes)
+    def soaking(config: TrialConfig) -> Outcome:
+        report = SoakReport(
+            steps=20,
+            seconds=2.0,
+            evaluation_loss=2.0,
+            evaluation_seconds=0.1,
+            checkpoint_bytes=1000,
+            checkpoint_seconds=0.1,
+        )
+        return Measured(measurement=a_measurement(config, soak=report))
+
+    return ReplayRunner(otherwise=train, budget_bytes=budget_bytes, soaking=soaking)
 
 
 def start_worker_on_cpu(directory: Path, budget_bytes: int) -> Runner:
@@ -177,6 +189,61 @@ def test_a_cancel_ends_the_trial_under_way_or_else_the_next_one_and_no_other(
     assert isinstance(runner.run(case.fits, steps=STEPS, observe=watch), Lost)
     assert seen == []
     measured(runner.run(case.fits, steps=STEPS))
+
+
+def test_a_start_ahead_returns_at_once_and_the_first_trial_is_as_any(
+    case: Case, tmp_path: Path
+) -> None:
+    with case.start(tmp_path, case.budget_bytes) as runner:
+        began = time.monotonic()
+        runner.start()
+        runner.start()
+        assert time.monotonic() - began < 0.5
+        measured(runner.run(case.fits, steps=STEPS))
+        runner.start()
+        measured(runner.run(case.fits, steps=STEPS))
+
+
+def test_a_runner_that_was_started_and_never_run_closes_at_once(case: Case, tmp_path: Path) -> None:
+    runner = case.start(tmp_path, case.budget_bytes)
+    runner.start()
+    began = time.monotonic()
+    runner.close()
+    assert time.monotonic() - began < 0.5
+
+
+def test_a_cancel_before_the_first_trial_ends_that_one_and_no_other(
+    case: Case, tmp_path: Path
+) -> None:
+    with case.start(tmp_path, case.budget_bytes) as runner:
+        runner.start()
+        runner.cancel()
+        assert isinstance(runner.run(case.fits, steps=STEPS), Lost)
+        measured(runner.run(case.fits, steps=STEPS))
+
+
+def test_a_soak_evaluates_and_saves_and_says_so_and_a_run_does_not(
+    case: Case, runner: Runner
+) -> None:
+    steps = STEPS.model_copy(update={"measured_max": 20, "seconds_max": 2.0})
+    soaked = measured(runner.run(case.fits, steps=steps, is_soak=True)).measurement.soak
+    assert soaked is not None
+    assert soaked.steps >= 20 or soaked.seconds >= 2.0
+    assert soaked.evaluation_seconds > 0
+    assert soaked.checkpoint_bytes > 0
+    assert measured(runner.run(case.fits, steps=STEPS)).measurement.soak is None
+
+
+def test_a_soak_over_the_budget_is_out_of_memory(case: Case, runner: Runner) -> None:
+    assert isinstance(runner.run(case.too_large, steps=STEPS, is_soak=True), OutOfMemory)
+
+
+def test_after_a_renewal_the_next_run_is_as_any_other(case: Case, runner: Runner) -> None:
+    before = measured(runner.run(case.fits, steps=STEPS)).measurement
+    runner.renew()
+    runner.renew()
+    after = measured(runner.run(case.fits, steps=STEPS)).measurement
+    assert after.peak_allocated_bytes == before.peak_allocated_bytes
 
 
 def test_closing_twice_is_closing_once(case: Case, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -24,15 +25,21 @@ from storage.records import (
     Crashed,
     Diverged,
     DominatedOutOfMemory,
+    Errand,
     Ineffective,
     Invalid,
+    Outcome,
     OutOfMemory,
     PredictedOutOfMemory,
     PrunedSlow,
+    SoakReport,
     TimedOut,
+    TrialRecord,
     Verdict,
 )
+from storage.study import OpenStudy
 from storage.urls import parse_url
+from sweep.sampling.samplers import make_sampler
 from tests.storage import driver, postgres
 from tests.storage.builders import (
     BATCHES,
@@ -163,6 +170,93 @@ def test_a_trial_that_runs_shows_in_the_snapshot_with_its_configuration(
     assert running.config == TrialConfig(micro_batch_size=8)
     assert running.started_at == "2025-01-01T00:00:00+00:00"
     assert snapshot.records == ()
+
+
+AGAIN = Errand(purpose="confirm", series=2, confirms=0)
+
+
+def run_again(study: OpenStudy, outcome: Outcome | None = None, **changes: Any) -> TrialRecord:
+    """Ask, begin and tell a run that measures trial 0 again."""
+    trial = study.ask_again()
+    record = a_record(trial.number, outcome, **(AGAIN.model_dump() | changes))
+    study.begin(trial, record.config, "2025-01-01T00:00:00+00:00", errand=AGAIN)
+    study.tell(trial, record)
+    return record
+
+
+def test_runs_that_measure_again_come_back_as_told_and_are_no_trials(url: str, home: Path) -> None:
+    report = SoakReport(
+        steps=50,
+        seconds=15.0,
+        evaluation_loss=2.0,
+        evaluation_seconds=0.5,
+        checkpoint_bytes=1000,
+        checkpoint_seconds=0.1,
+    )
+    with open_it(url, home) as study:
+        searched = run_one(study)
+        told = (
+            run_again(study, fits(900.0, joules_per_token=0.04)),
+            run_again(study, fits(800.0, soak=report), purpose="soak"),
+            run_again(study, OutOfMemory(stage="forward", detail="in an evaluation pass: full")),
+        )
+        assert study.records() == (searched,)
+        assert study.confirmations() == told
+        assert study.study.best_trial.number == searched.number
+    snapshot = read_study("study", url=url, home=home)
+    assert (snapshot.records, snapshot.confirmations) == ((searched,), told)
+    with open_it(url, home) as study:
+        assert study.records() == (searched,)
+        assert study.confirmations() == told
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "gp", "random"])
+def test_no_sampler_learns_of_runs_that_measure_again(url: str, home: Path, sampler: str) -> None:
+    def asked(name: str, *, again: int) -> list[object]:
+        chosen = make_sampler(sampler, a_definition().space, seed=0)
+        with open_it(url, home, name=name, sampler=chosen) as study:
+            for batch in BATCHES[:3]:
+                run_one(study, fits(100.0 * batch), batch=batch)
+            for _ in range(again):
+                run_again(study, fits(9e9))
+            return [study.ask(DISTRIBUTIONS).params for _ in range(3)]
+
+    assert asked("again", again=15) == asked("not", again=0)
+
+
+def test_a_run_that_measures_again_and_was_cut_off_is_lost_as_such(url: str, home: Path) -> None:
+    with open_it(url, home) as study:
+        run_one(study)
+        trial = study.ask_again()
+        study.begin(trial, TrialConfig(), "2025-01-01T00:00:00+00:00", errand=AGAIN)
+        (running,) = read_study("study", url=url, home=home).running
+        assert running.purpose == "confirm"
+    with open_it(url, home) as study:
+        assert study.recover() == ()
+        (lost,) = study.confirmations()
+        assert lost.verdict is Verdict.LOST
+        assert (lost.purpose, lost.series, lost.confirms, lost.attempt) == ("confirm", 2, 0, 1)
+        assert len(study.records()) == 1
+
+
+def test_a_result_that_was_spooled_and_not_told_is_told_as_what_it_is(url: str, home: Path) -> None:
+    with open_it(url, home) as study:
+        run_one(study)
+        trial = study.ask_again()
+        record = a_record(trial.number, fits(900.0), **AGAIN.model_dump())
+        study.begin(trial, record.config, "2025-01-01T00:00:00+00:00", errand=AGAIN)
+        study._spool.append(record)
+    with open_it(url, home) as study:
+        study.recover()
+        assert study.confirmations() == (record,)
+        assert len(study.records()) == 1
+
+
+def test_how_far_to_measure_again_may_change_from_run_to_run(url: str, home: Path) -> None:
+    open_it(url, home).close()
+    longer = a_definition(confirm={"soak_seconds": 600})
+    with open_it(url, home, definition=longer) as study:
+        assert study.was_resumed
 
 
 def test_wall_seconds_add_up_over_runs(url: str, home: Path) -> None:

@@ -13,6 +13,7 @@ from search_spaces.gpus import GIB
 from storage.ranking import Gain
 from storage.records import Need
 from tests.reports.synthetic import BUDGET_BYTES, definition, fits, measurement, snapshot
+from tests.storage.builders import confirmed
 
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
 RANKS = {
@@ -90,22 +91,29 @@ def test_a_need_says_whether_it_is_a_bound_or_a_prediction(
 
 
 def _tiles(*trials: Any, **space: Any) -> dict[str, tuple[str, str]]:
-    said = summary_of(snapshot(trials, definition=definition(space=space)))
+    study = snapshot(trials, definition=definition(space=space), confirmations=confirmed(*trials))
+    said = summary_of(study)
     return {tile.label: (tile.value, tile.detail) for tile in said.tiles}
 
 
 def test_the_gain_stands_with_its_interval() -> None:
     value, detail = _tiles(fits(0, 8_000.0), fits(1, 16_800.0, FAST))["the baseline's speed"]
     assert value == "2.1x"
-    assert detail.startswith("interval 2.06–2.14x; baseline: 8,000 tokens/s (8 x 512, rank 16)")
+    assert detail.startswith(
+        "confirmed (2 runs); interval 2.07–2.13x; baseline: 8,000 tokens/s (8 x 512, rank 16)"
+    )
 
 
 @pytest.mark.parametrize(
     ("baseline", "winner", "said"),
     [
-        ({}, {"flags": ("noisy",)}, "the winner's measurement is noisy"),
-        ({"flags": ("noisy",)}, {}, "the baseline's measurement is noisy"),
-        ({"steps_measured": 3}, {"flags": ("noisy",)}, "the winner and of the baseline are noisy"),
+        ({}, {"flags": ("neighbour",)}, "the winner's measurement is noisy"),
+        ({"flags": ("neighbour",)}, {}, "the baseline's measurement is noisy"),
+        (
+            {"step_seconds_ci95": (0.4, 0.9)},
+            {"flags": ("neighbour",)},
+            "the winner and of the baseline are noisy",
+        ),
     ],
 )
 def test_a_noisy_winner_or_baseline_has_no_gain_and_both_speeds_are_shown_for_what_they_are(

@@ -69,8 +69,13 @@ def _says_a_default(lines: list[str]) -> bool:
         "lora_alpha": None,
         "steps": {k: f.default for k, f in steps_fields().items()},
         **{k: f.default for k, f in steps_fields().items()},
+        "confirm": {k: f.default for k, f in confirm_fields().items()},
     }
     return all(defaults.get(key, object()) == value for key, value in values.items())
+
+
+def confirm_fields() -> dict[str, FieldInfo]:
+    return type(SearchSpace.model_fields["confirm"].default).model_fields
 
 
 def steps_fields() -> dict[str, FieldInfo]:
@@ -96,6 +101,7 @@ def test_all_that_a_space_may_hold_is_in_every_preset(path: Path) -> None:
         *SearchSpace.model_fields,
         "time_budget",
         *steps_fields(),
+        *confirm_fields(),
         *CONFIG_KEYS,
         *ranges,
         *allowed_values(),

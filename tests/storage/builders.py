@@ -68,6 +68,26 @@ def a_record(
     )
 
 
+def confirmed(*records: TrialRecord, soak: bool = True) -> tuple[TrialRecord, ...]:
+    """Return two runs that measured each fitting trial again, just as before, and its soak."""
+    runs = [
+        record.model_copy(
+            update={
+                "purpose": purpose,
+                "series": 1,
+                "confirms": record.number,
+                "is_baseline": False,
+            }
+        )
+        for record in records
+        if record.verdict == "fits"
+        for purpose in ("confirm", "confirm", *(("soak",) if soak else ()))
+    ]
+    return tuple(
+        run.model_copy(update={"number": 1000 + number}) for number, run in enumerate(runs)
+    )
+
+
 def open_it(url: str, home: Path, *, name: str = "study", **changes: Any) -> OpenStudy:
     values: dict[str, Any] = {
         "definition": a_definition(),

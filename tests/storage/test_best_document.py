@@ -13,14 +13,22 @@ from search_spaces.prices import Offer, load_prices
 from storage.best import best_document
 from storage.definition import StudySnapshot
 from storage.records import OutOfMemory, PredictedOutOfMemory, TrialRecord, Verdict
-from tests.storage.builders import a_definition, a_record, fits
+from tests.storage.builders import a_definition, a_record, confirmed, fits
 
 OOM = OutOfMemory(stage="backward")
 
 
-def document(*records: TrialRecord, offer: Offer | None = None, **space: Any) -> dict[str, Any]:
+def document(
+    *records: TrialRecord, offer: Offer | None = None, is_confirmed: bool = False, **space: Any
+) -> dict[str, Any]:
     snapshot = StudySnapshot(
-        "study", a_definition(**space), {}, records, wall_seconds=12.5, offer=offer
+        "study",
+        a_definition(**space),
+        {},
+        records,
+        confirmations=confirmed(*records) if is_confirmed else (),
+        wall_seconds=12.5,
+        offer=offer,
     )
     found = best_document(snapshot)
     assert json.loads(json.dumps(found)) == found
@@ -49,12 +57,48 @@ def test_it_is_the_promised_one() -> None:
     assert found["best"]["tokens_per_second_ci95"] == pytest.approx([207.9, 212.1], abs=0.1)
     assert found["best"]["noisy"] is False
     assert found["tied"] == [2]
+    assert (found["confirmed"], found["confirmation"]) == (False, None)
     base = found["baseline"]
-    assert (base["number"], base["tokens_per_second"], base["gain"]) == (0, 100.0, 2.1)
-    assert base["gain_low"] < 2.1 < base["gain_high"]
-    assert (base["no_gain"], base["class_gain"], base["in_space"]) == (None, None, True)
+    assert (base["number"], base["tokens_per_second"], base["gain"]) == (0, 100.0, None)
+    assert (base["no_gain"], base["class_gain"], base["in_space"]) == ("not_confirmed", None, True)
     (fastest,) = found["fastest_by_class"]
     assert (fastest["number"], fastest["lora_rank"], fastest["seq_len"]) == (1, 16, 512)
+
+
+def test_a_confirmed_best_says_of_how_many_runs_and_has_its_gain() -> None:
+    found = document(
+        a_record(0, fits(100.0, spread=0.01), is_baseline=True, device_seconds=2.0),
+        a_record(1, fits(210.0, spread=0.01), batch=2, device_seconds=3.0),
+        a_record(2, fits(209.0, spread=0.01), batch=1),
+        a_record(3, OOM, batch=8, device_seconds=0.5),
+        is_confirmed=True,
+    )
+    assert found["trials"]["total"] == 4
+    assert found["seconds"]["device"] == pytest.approx(5.5 + 3 * 5.0)
+    assert found["confirmed"] is True
+    assert found["confirmation"] == {
+        "runs": 2,
+        "seconds": 15.0,
+        "separated": False,
+        "clear": True,
+        "tied": [2],
+        "fallen": [],
+        "searched_tokens_per_second": 210.0,
+        "soak": {
+            "steps": 6,
+            "seconds": 3.0,
+            "allocator_retries": 0,
+            "peak_allocated_bytes": 10 * GIB,
+            "peak_reserved_bytes": None,
+            "tokens_per_second": 210.0,
+        },
+    }
+    base = found["baseline"]
+    assert base["gain"] == pytest.approx(2.1)
+    assert base["gain_low"] < 2.1 < base["gain_high"]
+    assert base["no_gain"] is None
+    assert found["best"]["measurement"]["joules_per_token"] is None
+    assert "soak" not in found["best"]["measurement"]
 
 
 def test_of_a_study_where_nothing_fits_there_is_no_best() -> None:
@@ -67,12 +111,14 @@ def test_of_a_study_where_nothing_fits_there_is_no_best() -> None:
 def test_a_noisy_best_has_its_interval_and_no_gain() -> None:
     found = document(
         a_record(0, fits(100.0, spread=0.01), is_baseline=True),
-        a_record(1, fits(1382.0, spread=0.3, flags=("noisy",)), batch=2),
+        a_record(1, fits(1382.0, spread=0.4, flags=("noisy",)), batch=2),
+        is_confirmed=True,
     )
     assert found["best"]["noisy"] is True
+    assert (found["confirmed"], found["confirmation"]["clear"]) == (False, False)
     low, high = found["best"]["tokens_per_second_ci95"]
     assert low < 1100
-    assert high > 1900
+    assert high > 1700
     base = found["baseline"]
     assert (base["gain"], base["gain_low"], base["gain_high"]) == (None, None, None)
     assert base["no_gain"] == "noisy_winner"
@@ -91,12 +137,14 @@ def test_a_winner_of_another_class_has_no_gain_and_the_fastest_of_the_baselines_
         a_record(0, fits(100.0), is_baseline=True),
         TrialRecord(number=1, config=TrialConfig(lora_rank=64), outcome=fits(400.0)),
         TrialRecord(number=2, config=TrialConfig(seq_len=64), outcome=fits(150.0)),
+        is_confirmed=True,
         **space,
     )
     base = found["baseline"]
     assert (base["gain"], base["no_gain"]) == (None, "another_class")
     assert base["class"] == {"lora_rank": 16, "target_modules": "attention"}
-    assert (base["class_gain"]["number"], base["class_gain"]["gain"]) == (2, 1.5)
+    assert base["class_gain"]["number"] == 2
+    assert base["class_gain"]["gain"] == pytest.approx(1.5)
 
 
 def test_one_objective_is_named_and_ranked_by() -> None:

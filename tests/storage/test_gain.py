@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from search_spaces.config import TrialConfig
 from storage.ranking import Comparison, compare, rank
 from storage.records import Measured, Outcome, OutOfMemory, TrialRecord
-from tests.storage.builders import a_definition, fits
+from tests.storage.builders import a_definition, confirmed, fits
 
 SPACE: dict[str, Any] = {
     "dimensions": {
@@ -20,7 +21,7 @@ SPACE: dict[str, Any] = {
 
 
 def compared(*trials: tuple[Outcome, dict[str, Any]], **space: Any) -> Comparison | None:
-    """Compare trials of a study, of which the first is the baseline."""
+    """Compare trials of a study, of which the first is the baseline, all of them confirmed."""
     records = [
         TrialRecord(
             number=number,
@@ -30,11 +31,11 @@ def compared(*trials: tuple[Outcome, dict[str, Any]], **space: Any) -> Compariso
         )
         for number, (outcome, config) in enumerate(trials)
     ]
-    return compare(rank(records, a_definition(**(SPACE | space))))
+    return compare(rank(records, a_definition(**(SPACE | space)), confirmed(*records)))
 
 
 def noisy(speed: float, *flags: str, **changes: Any) -> Measured:
-    return fits(speed, spread=0.2, flags=flags or ("noisy",), **changes)
+    return fits(speed, spread=0.3, flags=flags or ("noisy",), **changes)
 
 
 def test_a_gain_has_the_ends_of_both_intervals() -> None:
@@ -43,9 +44,11 @@ def test_a_gain_has_the_ends_of_both_intervals() -> None:
     )
     assert found is not None
     assert found.gain is not None
-    assert found.gain.ratio == 2.5
-    assert found.gain.low == pytest.approx(2.5 / 1.02 * 0.99)
-    assert found.gain.high == pytest.approx(2.5 / 0.98 * 1.01)
+    assert found.gain.ratio == pytest.approx(2.5)
+    # Of two runs that agree each interval is narrower by the root of two, as a share.
+    share = (math.log(1 / 0.99) + math.log(1 / 0.98)) / math.sqrt(2)
+    assert found.gain.low == pytest.approx(2.5 * math.exp(-share))
+    assert found.gain.high == pytest.approx(2.5 * math.exp(share))
     assert found.reason is None
 
 
@@ -63,13 +66,40 @@ def test_a_winner_that_is_the_baseline_gained_nothing_for_sure() -> None:
         (noisy(100.0), fits(250.0), "noisy_baseline"),
         (noisy(100.0), noisy(250.0), "noisy_both"),
         (fits(100.0), noisy(250.0, "neighbour"), "noisy_winner"),
-        (fits(100.0), fits(250.0, steps_measured=5), "noisy_winner"),
     ],
 )
 def test_a_noisy_speed_has_no_gain(baseline: Outcome, winner: Outcome, reason: str) -> None:
     found = compared((baseline, {}), (winner, {"micro_batch_size": 2}))
     assert found is not None
     assert (found.gain, found.reason) == (None, reason)
+
+
+def test_what_was_not_confirmed_has_no_gain_however_sure_its_speed_seems() -> None:
+    records = [
+        TrialRecord(
+            number=number,
+            config=TrialConfig(micro_batch_size=2 + 2 * number),
+            outcome=fits(100.0 * (1 + number)),
+            is_baseline=number == 0,
+        )
+        for number in range(2)
+    ]
+    found = compare(rank(records, a_definition(**SPACE)))
+    assert found is not None
+    assert (found.gain, found.reason) == (None, "not_confirmed")
+    found = compare(rank(records, a_definition(**SPACE), confirmed(*records, soak=False)))
+    assert found is not None
+    assert (found.gain, found.reason) == (None, "not_confirmed")
+    found = compare(rank(records, a_definition(**SPACE), confirmed(records[1])))
+    assert found is not None
+    assert (found.gain, found.reason) == (None, "baseline_not_confirmed")
+
+
+def test_runs_of_a_few_steps_have_a_gain_where_they_agree() -> None:
+    found = compared((fits(100.0), {}), (fits(250.0, steps_measured=5), {"micro_batch_size": 2}))
+    assert found is not None
+    assert found.gain is not None
+    assert found.gain.ratio == pytest.approx(2.5)
 
 
 def test_a_card_that_its_power_limit_slows_down_steadily_has_a_gain() -> None:
@@ -91,7 +121,7 @@ def test_across_capacity_classes_the_gain_is_that_of_the_baselines_own_class() -
     assert found.fastest_of_class is not None
     assert found.fastest_of_class.number == 2
     assert found.class_gain is not None
-    assert found.class_gain.ratio == 1.5
+    assert found.class_gain.ratio == pytest.approx(1.5)
 
 
 def test_a_noisy_fastest_of_the_class_has_no_gain_either() -> None:

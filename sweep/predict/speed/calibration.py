@@ -128,9 +128,14 @@ def _fitted(steps: StepPhases, measured: NDArray[np.float64]) -> NDArray[np.floa
     return factors
 
 
-def _prior() -> NDArray[np.float64]:
-    """Return what weighs factors against the catalogue's rates, a row for each direction."""
+def factor_covariance() -> NDArray[np.float64]:
+    """Return how far the factors may be from the catalogue's rates, together: a covariance in the
+    order of `FACTORS`."""
     on_card = np.array([float(factor in TERMS) for factor in FACTORS])
     spreads = np.array([FACTOR_SPREAD[factor] for factor in FACTORS])
-    covariance = np.diag(spreads**2) + CARD_SPREAD**2 * np.outer(on_card, on_card)
-    return np.asarray(np.linalg.cholesky(np.linalg.inv(covariance)).T)
+    return np.asarray(np.diag(spreads**2) + CARD_SPREAD**2 * np.outer(on_card, on_card))
+
+
+def _prior() -> NDArray[np.float64]:
+    """Return what weighs factors against the catalogue's rates, a row for each direction."""
+    return np.asarray(np.linalg.cholesky(np.linalg.inv(factor_covariance())).T)

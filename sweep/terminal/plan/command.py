@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
-
-from rich.console import Console
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -41,20 +39,23 @@ from sweep.planning.question import (
 )
 from sweep.planning.survey import Survey
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
+from sweep.predict.memory.profile_store import OnProgress
 from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import say
 from sweep.terminal.plan.forecast import configurations_view
 from sweep.terminal.plan.view import plan_view, plans_view, rendered
+from sweep.terminal.working import working
 
 DONE, NOTHING_FITS = 0, 1
 
 
-def traced(model: ModelSpec, gpu: GpuSpec) -> MemoryPredictor:
+def traced(model: ModelSpec, gpu: GpuSpec, *, on_progress: OnProgress) -> MemoryPredictor:
     """Return the predictor that traces the model's own code, and keeps what it traced."""
     return TracingPredictor(
         model,
         cache_dir=cache_directory() / "memory",
         compute_capability=gpu.compute_capability,
+        on_progress=on_progress,
     )
 
 
@@ -62,7 +63,7 @@ def plan(
     request: PlanRequest,
     *,
     read_study: StudyReader,
-    predictor: Predictor = traced,
+    predictor: Predictor | None = None,
     card: Callable[[], Card | None] = read_card,
 ) -> int:
     """Answer and print; return 0, or 1 where nothing fits.
@@ -70,31 +71,24 @@ def plan(
     Args:
         request: what was typed.
         read_study: reads the study whose trials calibrate.
-        predictor: makes what predicts memory.
+        predictor: makes what predicts memory; None traces.
         card: reads the card in this machine, for where none is named.
 
     Raises:
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
     """
-    question = resolve_request(request, predictor=predictor, card=card, read_study=read_study)
-    with _working(request):
+    with working("predicting") as on_progress:
+        tracing = partial(traced, on_progress=on_progress)
+        question = resolve_request(
+            request, predictor=predictor or tracing, card=card, read_study=read_study
+        )
         if request.from_file is not None:
             text, fits = _many(question, request.from_file)
         else:
             text, fits = _of_each_card(question)
     say(text)
     return DONE if fits else NOTHING_FITS
-
-
-@contextmanager
-def _working(request: PlanRequest) -> Iterator[None]:
-    """Show on a terminal's stderr that a plan is being made: a new model takes seconds to trace."""
-    if not sys.stderr.isatty() or request.as_json:
-        yield
-        return
-    with Console(stderr=True).status("predicting; a model that is new here takes longer"):
-        yield
 
 
 def _of_each_card(question: Question) -> tuple[str, bool]:

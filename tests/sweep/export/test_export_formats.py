@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits
 from search_spaces.models import ModelSpec
 from sweep.export.formats import export, format_names, save
+from tests.storage.builders import confirmed
 from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study
 
 TRAINERS = ("axolotl", "llama-factory", "trl")
@@ -216,6 +218,16 @@ def test_the_header_says_what_was_measured_and_on_what(
     header = said(export(a_study(emulated_on=emulated_on), format=format))
     for fact in ("16,800 tokens/s", "20.00 GiB", "13,631,488", "trial 17", "torch 2.13.0", device):
         assert fact in header
+    assert "trial 17, not confirmed: sweep confirm a10-mistral." in header
+
+
+@pytest.mark.parametrize("format", ["script", *TRAINERS])
+def test_the_header_says_that_a_winner_is_confirmed(format: str) -> None:
+    study = a_study()
+    again = replace(study, confirmations=confirmed(*study.records))
+    assert "trial 17, confirmed (2 runs)." in said(export(again, format=format))
+    assert json.loads(export(again, format="json"))["confirmed"] is True
+    assert json.loads(export(study, format="json"))["confirmed"] is False
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,18 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.reading import read_study
+from storage.records import Measured
 from storage.study import OpenStudy
 from sweep.paths import runs_directory
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
-from sweep.study.events import Event, Listener, StopReason
+from sweep.study import session
+from sweep.study.events import Event, Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
-from sweep.study.session import Prepared, drive, prepare
-from tests.sweep.simulated_device import train
+from sweep.study.session import Prepared, drive, prepare, prepare_again
+from sweep.study.tuner import confirm_anew
+from tests.sweep.imagined_memory import ImaginedPredictor
+from tests.sweep.simulated_device import a_measurement, train
 from tests.sweep.study.test_targets import a_card
 
 
@@ -39,6 +43,15 @@ def prepared(
 
 def simulated(_: Prepared) -> Runner:
     return ReplayRunner(otherwise=train)
+
+
+def small(_: Prepared) -> Runner:
+    """A card on which everything fits the demo's budget."""
+    return ReplayRunner(
+        otherwise=lambda config: Measured(
+            measurement=a_measurement(config, peak_allocated_bytes=2**20)
+        )
+    )
 
 
 @contextmanager
@@ -133,6 +146,49 @@ def test_what_cannot_be_is_refused_naming_key_and_value(
     assert list(home.iterdir()) == []
 
 
+def test_how_the_winner_is_confirmed_can_be_typed() -> None:
+    declared = prepared("a10").space.confirm
+    assert declared is not None
+    assert prepared("a10", confirm=False).space.confirm is None
+    longer = prepared("a10", confirm={"soak_seconds": 600.0}).space.confirm
+    assert longer == declared.model_copy(update={"soak_seconds": 600.0})
+    assert prepared("a10", confirm={"soak_seconds": 600.0}).name == "a10"
+    with pytest.raises(InputError, match="soak_seconds"):
+        prepared("a10", confirm={"soak_seconds": -1.0})
+
+
+def test_a_stored_study_is_measured_again_on_its_own_terms(home: Path) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+    run(prepared(trials=3, seed=7, confirm=False), url, new_runner=small)
+    stored = read_study("cpu-demo", url=url, home=runs_directory())
+    assert stored.confirmations == ()
+    what = prepare_again(
+        "cpu-demo", stored.definition, confirm={"soak_seconds": 1.0}, card=lambda: None
+    )
+    assert (what.name, what.space.seed, what.space.trials) == ("cpu-demo", 7, 3)
+    assert run(what, url, work=confirm_anew, new_runner=small) is StopReason.CONFIRMED
+    again = read_study("cpu-demo", url=url, home=runs_directory())
+    assert len(again.records) == 3
+    assert {run.purpose for run in again.confirmations} == {"confirm", "soak"}
+    assert again.definition.space.confirm is not None
+    assert again.definition.space.confirm.soak_seconds == 1.0
+
+
+def test_on_another_card_than_the_studys_nothing_is_measured_again(home: Path) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+    h200, a10 = prepared("a10", gpu="auto"), a_card("a10")
+    what = prepare_again(h200.name, h200.definition, confirm={}, card=lambda: a10)
+    run(h200, url, watch=stopping_at_once)
+    with pytest.raises(InputError, match="another definition"):
+        run(what, url, work=confirm_anew)
+
+
+@contextmanager
+def stopping_at_once(_: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
+    interruption.request()
+    yield lambda _event: None
+
+
 def test_a_space_for_the_cpu_does_not_look_for_a_card() -> None:
     def read() -> None:
         raise AssertionError("the card was read")
@@ -172,14 +228,101 @@ def test_a_listener_that_asks_to_stop_is_heard(home: Path) -> None:
     assert run(prepared(trials=3), url, watch=watch) is StopReason.INTERRUPTED
 
 
-def test_what_the_driver_says_of_the_card_stays_with_the_study(home: Path) -> None:
-    url = f"sqlite:///{home}/runs/sweep.db"
+class EagerRunner(ReplayRunner):
+    """Notes what was done to it, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(otherwise=train)
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        self.calls.append("run")
+        return super().run(*arguments, **options)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_the_runner_is_started_before_the_space_is_traced_and_closed_in_the_end(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, told = EagerRunner(), []
+
+    class Tracing(ImaginedPredictor):
+        def prepare(self, configs: Any, *, on_progress: Any = None) -> None:
+            on_progress(0, 2)
+            runner.calls.append("trace")
+            super().prepare(configs)
+            on_progress(2, 2)
+
+    predictor = Tracing()
+    monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: predictor)
 
     @contextmanager
-    def stopping_at_once(_: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
-        interruption.request()
-        yield lambda _event: None
+    def watch(_study: OpenStudy, _interruption: Interruption) -> Iterator[Listener]:
+        yield told.append
 
+    url = f"sqlite:///{home}/runs/sweep.db"
+    run(prepared("a10", trials=1), url, watch=watch, new_runner=lambda _: runner)
+    assert runner.calls == ["start", "trace", "run", "close"]
+    assert told[:2] == [SpaceTraced(0, 2), SpaceTraced(2, 2)]
+    assert {c.kernels for c in predictor.prepared} == {"hf", "fused-loss", "liger"}
+
+
+def test_a_request_to_stop_while_the_space_is_traced_stops_before_the_first_trial(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tracing(ImaginedPredictor):
+        def prepare(self, configs: Any, *, on_progress: Any = None) -> None:
+            for done in range(3):
+                on_progress(done, 2)
+            raise AssertionError("it went on")
+
+    runner = EagerRunner()
+    monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: Tracing())
+
+    @contextmanager
+    def watch(_study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
+        yield lambda _event: interruption.request()
+
+    url = f"sqlite:///{home}/runs/sweep.db"
+    reason = run(prepared("a10"), url, watch=watch, new_runner=lambda _: runner)
+    assert reason is StopReason.INTERRUPTED
+    assert runner.calls == ["start", "close"]
+    monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: ImaginedPredictor())
+    assert run(prepared("a10", trials=1), url) is StopReason.TRIALS_SPENT
+
+
+def test_what_cannot_be_traced_is_warned_of_and_the_study_goes_on(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Faulty(ImaginedPredictor):
+        def prepare(self, configs: Any, *, on_progress: Any = None) -> None:
+            raise EnvironmentFault("the tracing process gave no answer")
+
+    monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: Faulty())
+    warnings: list[str] = []
+    url = f"sqlite:///{home}/runs/sweep.db"
+    reason = run(prepared("a10", trials=1), url, warn=warnings.append)
+    assert reason is StopReason.TRIALS_SPENT
+    assert [text for text in warnings if "gave no answer" in text]
+
+
+def test_a_study_with_nothing_left_to_run_leaves_no_runner_behind(home: Path) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+    run(prepared(trials=1), url)
+    runner = EagerRunner()
+    reason = run(prepared(trials=1), url, new_runner=lambda _: runner)
+    assert reason is StopReason.TRIALS_SPENT
+    assert runner.calls[-1] == "close"
+    assert "run" not in runner.calls
+
+
+def test_what_the_driver_says_of_the_card_stays_with_the_study(home: Path) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
     run(prepared("a10"), url, watch=stopping_at_once)
     environment = read_study("a10", url=url, home=runs_directory()).environment
     told = [environment[key] for key in ("device", "gpu", "driver", "cuda_driver")]

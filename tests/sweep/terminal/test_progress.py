@@ -11,8 +11,16 @@ from storage.records import (
     TrialRecord,
 )
 from sweep.running.runner import Progress
-from sweep.study.events import StopReason, StudyFinished, TrialFinished, TrialProgress, TrialStarted
+from sweep.study.events import (
+    ConfirmationStarted,
+    StopReason,
+    StudyFinished,
+    TrialFinished,
+    TrialProgress,
+    TrialStarted,
+)
 from sweep.terminal.live import Board
+from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 
 CONFIG = TrialConfig()
@@ -26,14 +34,22 @@ class Clock:
         return self.seconds
 
 
-def a_board(*, clock: Clock | None = None, records: Any = (), **changes: Any) -> Board:
+def a_board(
+    *, clock: Clock | None = None, records: Any = (), confirmations: Any = (), **changes: Any
+) -> Board:
     definition = StudyDefinition(
         space=a_space(**changes),
         model=MODEL.to_json(),
         model_fingerprint="f00d",
         target=Target(gpu="a10", device="cuda", budget_bytes=BUDGET),
     )
-    return Board(name="night", definition=definition, records=list(records), clock=clock or Clock())
+    return Board(
+        name="night",
+        definition=definition,
+        records=list(records),
+        confirmations=list(confirmations),
+        clock=clock or Clock(),
+    )
 
 
 def finished(number: int, batch: int = 4, **changes: Any) -> TrialFinished:
@@ -73,11 +89,34 @@ def test_the_best_so_far_is_by_what_was_asked_for_and_of_the_space() -> None:
 
 
 def test_a_noisy_speed_is_shown_without_a_gain() -> None:
-    noisy = Measured(measurement=a_measurement(CONFIG, spread=0.2, flags=("noisy",)))
-    board = a_board(records=[finished(0, batch=8, is_baseline=True).record])
-    assert board.gain is not None
-    board = a_board(records=[finished(0, batch=8, is_baseline=True, outcome=noisy).record])
-    assert board.gain is None
+    noisy = Measured(measurement=a_measurement(CONFIG, spread=0.3, flags=("noisy",)))
+    steady = finished(0, batch=8, is_baseline=True).record
+    assert a_board(records=[steady], confirmations=confirmed(steady)).gain is not None
+    busy = finished(0, batch=8, is_baseline=True, outcome=noisy).record
+    assert a_board(records=[busy], confirmations=confirmed(busy)).gain is None
+
+
+def test_a_winner_that_is_not_confirmed_is_shown_without_a_gain() -> None:
+    assert a_board(records=[finished(0, batch=8, is_baseline=True).record]).gain is None
+
+
+def test_runs_that_measure_again_are_no_trials_and_change_the_best() -> None:
+    board = a_board(trials=9)
+    fast, small = finished(1, batch=8), finished(2, batch=4)
+    for event in (small, fast, ConfirmationStarted(series=1, numbers=(1, 2))):
+        board.take(event)
+    assert board.best is not None
+    assert board.best.number == 1
+    for run in (*confirmed(fast.record), *confirmed(small.record)):
+        faster = run.confirms == 2
+        changes = {"tokens_per_second": 1e6, "step_seconds": 1e-3, "step_seconds_ci95": None}
+        measured = a_measurement(run.config, **(changes if faster else {}))
+        board.take(
+            TrialFinished(record=run.model_copy(update={"outcome": Measured(measurement=measured)}))
+        )
+    assert board.trials_done == 2
+    assert board.remaining_seconds is None
+    assert board.best.number == 2
 
 
 def test_what_is_left_follows_the_pace_of_this_run() -> None:

@@ -18,6 +18,7 @@ from storage.definition import (
 from storage.records import OutOfMemory, TrialRecord
 from sweep.export.recipe import recipe_of
 from sweep.terminal.summary import best_text, has_fit, status_text, studies_text, study_summary
+from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 
 
@@ -58,6 +59,28 @@ def test_a_run_ends_with_winner_runners_up_advice_and_commands() -> None:
     assert "report: runs/night/report.html" in text
 
 
+def test_a_winner_is_said_to_be_confirmed_or_how_to_have_it_so() -> None:
+    alone, again = a_snapshot(*trials()), a_snapshot(*trials())
+    again = replace(again, confirmations=confirmed(*trials()))
+    for text in (study_summary(alone), status_text(alone), best_text(alone)):
+        assert "It is not confirmed: sweep confirm night." in text
+        assert "no gain is stated: the winner is not confirmed" in text
+        assert "the baseline's speed" not in text
+    assert "Measured again" not in study_summary(alone)
+    for text in (study_summary(again), status_text(again), best_text(again)):
+        assert "It is confirmed (2 runs), and stood a soak of 12 steps" in text
+        assert "x the baseline's speed (confirmed (2 runs); interval" in text
+    assert re.search(r"^  1 +[\d,]+, [\d,]+ +.* recommended$", best_text(again), re.MULTILINE)
+    assert "sweep confirm" not in study_summary(again)
+
+
+def test_what_is_not_confirmed_is_the_first_thing_to_do_next() -> None:
+    text = study_summary(a_snapshot(*trials()), storage_option=" --storage sqlite:///other.db")
+    assert text.partition("Next:\n")[2].startswith(
+        "  sweep confirm night --storage sqlite:///other.db\n"
+    )
+
+
 def test_every_output_says_that_the_speed_is_the_host_cards() -> None:
     snapshot = a_snapshot(*trials())
     for text in (study_summary(snapshot), status_text(snapshot), best_text(snapshot)):
@@ -78,6 +101,21 @@ def test_where_nothing_fits_that_is_what_is_said() -> None:
     assert "Nothing that was tried" in study_summary(snapshot)
     assert "Runners-up" not in study_summary(snapshot)
     assert "Configuration:" not in best_text(snapshot)
+
+
+def test_the_status_says_what_is_measured_again() -> None:
+    driven = replace(
+        a_snapshot(*trials()),
+        running=(
+            RunningTrial(3, TrialConfig(), None, "confirm"),
+            RunningTrial(4, TrialConfig(), None, "soak"),
+        ),
+        holder="host:12",
+    )
+    text = status_text(driven)
+    assert "Trial 3 (4 x 512, rank 16, measured again): running." in text
+    assert "Trial 4 (4 x 512, rank 16, a soak): running." in text
+    assert "It is not confirmed yet." in text
 
 
 def test_the_status_says_what_is_running_and_what_was_left_behind() -> None:
@@ -120,13 +158,13 @@ def test_the_list_of_studies_says_what_each_is_ranked_by_and_how_sure_its_best_i
     text = studies_text(
         [
             StudySummary("fast", "a10", "m", 3, ("tokens_per_second",), 1, noisy, 9.0, None),
-            StudySummary("small", "a10", "m", 3, ("peak_memory",), 1, noisy, 9.0, None),
+            StudySummary("small", "a10", "m", 3, ("peak_memory",), 1, noisy, 9.0, None, True),
             StudySummary("none", "a10", "m", 3, ("peak_memory",), None, None, 9.0, None),
         ]
     )
     fast, small, none = text.splitlines()[1:]
-    assert re.search(r"7,006 tokens/s \(5,838–8,757, noisy\) +speed", fast)
-    assert "noisy), 6.65 GiB" in small
+    assert re.search(r"7,006 tokens/s \(5,838–8,757, noisy\), not confirmed +speed", fast)
+    assert re.search(r"noisy\), 6.65 GiB, confirmed +peak memory", small)
     assert "peak memory" in small
     assert "–  " in none
 

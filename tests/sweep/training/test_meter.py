@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sweep.nvml import card_at
-from sweep.training.meter import CardReader, is_precise, is_steady, median_interval
+from sweep.training.meter import (
+    CardReader,
+    EnergyCount,
+    is_precise,
+    is_steady,
+    median_interval,
+)
 from tests.sweep.pretend_nvml import PretendNvml, memory, processes
 
 seconds = st.lists(st.floats(0.01, 10.0), min_size=6, max_size=40)
@@ -91,3 +97,31 @@ def test_a_driver_that_shows_no_processes_shows_no_neighbours() -> None:
     assert not reading.has_neighbour
     assert reading.used_bytes == 4
     assert reading.sm_clock_mhz is None
+
+
+def test_the_energy_of_a_token_is_what_the_card_used_while_it_counted() -> None:
+    nvml = PretendNvml(nvmlDeviceGetTotalEnergyConsumption=5_000)
+    count = EnergyCount(CardReader(card_at("0", nvml)))
+    for begun, ended in ((5_000, 305_000), (900_000, 1_000_000)):
+        nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = begun
+        count.begin()
+        nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = ended
+        count.end()
+    count.seconds = 2.0
+    assert count.joules == pytest.approx(400.0)
+    assert count.per_token(1_000) == pytest.approx(0.4)
+
+
+def test_energy_is_unknown_where_the_card_does_not_tell_or_the_time_is_short() -> None:
+    silent = EnergyCount(CardReader(card_at("0", PretendNvml())))
+    silent.begin()
+    silent.end()
+    silent.seconds = 9.0
+    assert silent.per_token(1_000) is None
+    nvml = PretendNvml(nvmlDeviceGetTotalEnergyConsumption=5_000)
+    brief = EnergyCount(CardReader(card_at("0", nvml)))
+    brief.begin()
+    nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = 9_000
+    brief.end()
+    assert brief.joules == pytest.approx(4.0)
+    assert brief.per_token(1_000) is None

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from sweep.predict.memory import predictor as memory
-from sweep.predict.memory.peaks import reserved_bytes
+from sweep.predict.memory import prediction as memory
 from sweep.predict.memory.predictor import Fit, MemoryPrediction
+from sweep.predict.memory.replay import reserved_bytes
 from tests.sweep.predict.rows import (
     EDGES,
     HELD_OUT,

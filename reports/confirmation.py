@@ -1,0 +1,142 @@
+"""Owns how the confirmation of a winner is put into words: whether it was measured again, and what
+that came to.
+
+Pure: a ranking in, finished text out. Knows nothing of where the words go.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from reports import uncertainty, units
+from storage.confirmations import fell_in_words
+from storage.definition import StudySnapshot
+from storage.ranking import Ranking, measured_of, rank_study
+from storage.records import TrialRecord
+
+
+@dataclass(frozen=True)
+class ConfirmationRow:
+    """One configuration that was measured again, as text."""
+
+    number: int
+    changes: str
+    runs: str
+    """Tokens/s of each run, in order."""
+    tokens_per_second: str
+    interval: str
+    """Between the runs."""
+    peak_allocated: str
+    result: str
+
+
+def measure_again(study: str) -> str:
+    """Return the command that measures a study's winner again, quoted for a shell."""
+    return f"sweep confirm {shlex.quote(study)}"
+
+
+def status_words(ranking: Ranking, *, study: str, is_driven: bool = False) -> str:
+    """Return how sure the winner is, and what to type where it is not.
+
+    ``confirmed (3 runs)``, ``not confirmed: sweep confirm a10``.
+
+    Args:
+        ranking: has a winner.
+        study: its name.
+        is_driven: whether it is running, so that it may be about to be confirmed.
+    """
+    if ranking.is_confirmed:
+        return f"confirmed ({units.plural(ranking.runs, 'run')})"
+    if is_driven:
+        return "not confirmed yet"
+    return f"not confirmed: {measure_again(study)}"
+
+
+def sentences(snapshot: StudySnapshot, ranking: Ranking) -> Iterator[str]:
+    """Yield what is to be said of the winner's confirmation, a sentence each."""
+    known = status_words(ranking, study=snapshot.name, is_driven=snapshot.holder is not None)
+    if not ranking.is_unclear:
+        yield f"It is {known}{_soak_words(ranking)}."
+    for number, run in ranking.fallen.items():
+        yield f"Trial {number} fitted in the search and {fell_in_words(run)}, so it lost."
+
+
+def no_clear_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
+    """Return the answer where the machine was too busy to tell."""
+    assert ranking.winner is not None, "what is unclear is which of several wins"
+    ties, number = len(ranking.tied), ranking.winner.number
+    others = units.plural(ties, "other")
+    what = (
+        f"trial {number} and {others} cannot be told apart, as their speeds differ"
+        if ties
+        else f"the speed of trial {number} differs"
+    )
+    return (
+        f"No clear winner: {what} too much from run to run. The machine is too busy to tell; "
+        f"`{measure_again(snapshot.name)}` measures again."
+    )
+
+
+def _soak_words(ranking: Ranking) -> str:
+    """Return what the soak was, as the end of a sentence; nothing without one."""
+    record = ranking.soak
+    if record is None or record.measurement is None:
+        return ""
+    measured, soak = record.measurement, record.measurement.soak
+    steps = measured.steps_measured if soak is None else soak.steps
+    seconds = measured.measured_seconds if soak is None else soak.seconds
+    retries = measured.allocator_retries
+    strain = (
+        f", in which the allocator gave memory back {units.plural(retries, 'time')}"
+        if retries
+        else ""
+    )
+    return (
+        f", and stood a soak of {units.plural(steps, 'step')} in {units.duration(seconds)} with an "
+        f"evaluation and a checkpoint, at {units.gib(measured.peak_allocated_bytes)}{strain}"
+    )
+
+
+def confirmation_rows(snapshot: StudySnapshot) -> tuple[ConfirmationRow, ...]:
+    """Return what was measured again, in the order of the answer; the baseline among it."""
+    ranking = rank_study(snapshot)
+    listed = [r for r in ranking.ranked if ranking.is_measured_again(r)]
+    references = [ranking.baseline] if ranking.baseline is not None else []
+    others = [
+        r for r in references if ranking.is_measured_again(r) and r.number not in _numbers(listed)
+    ]
+    fallen = [r for r in snapshot.records if r.number in ranking.fallen]
+    return tuple(_row(r, ranking) for r in (*listed, *others, *fallen))
+
+
+def _numbers(records: list[TrialRecord]) -> set[int]:
+    return {record.number for record in records}
+
+
+def _row(record: TrialRecord, ranking: Ranking) -> ConfirmationRow:
+    known, measured = ranking.confirmations, measured_of(record)
+    runs = known.runs(record.config, series=known.series)
+    baseline = ranking.definition.space.baseline_config()
+    has_fallen = record.number in ranking.fallen
+    return ConfirmationRow(
+        number=record.number,
+        changes=units.changes(record.config, baseline=baseline),
+        runs=", ".join(units.rate(run.tokens_per_second) for run in runs) or units.DASH,
+        tokens_per_second=units.DASH if has_fallen else units.rate(measured.tokens_per_second),
+        interval=units.DASH if has_fallen else uncertainty.interval(measured),
+        peak_allocated=units.gib(measured.peak_allocated_bytes),
+        result=_result(record, ranking),
+    )
+
+
+def _result(record: TrialRecord, ranking: Ranking) -> str:
+    fell = ranking.fallen.get(record.number)
+    if fell is not None:
+        return fell_in_words(fell)
+    if ranking.winner is not None and record.number == ranking.winner.number:
+        return "recommended"
+    if record.number in ranking.tied:
+        return "tied"
+    return "baseline" if record.is_baseline else "slower"

@@ -1,0 +1,244 @@
+"""Owns what measuring a winner again comes to: its runs pooled into one speed, its soak. Pure.
+
+The speed that made a trial the winner is the luckiest of many, so it does not count any more once
+the configuration was run again: only the runs that confirm it are pooled, and they are those of one
+series, interleaved in one fresh process.
+
+The median steps of several runs differ by more than the interval of each says: clocks, memory
+layout and neighbours stay as they are within a run and change from one to the next (Georges et al.,
+"Statistically rigorous Java performance evaluation", OOPSLA 2007; Kalibera and Jones, "Rigorous
+benchmarking in reasonable time", ISMM 2013). So the interval is Student's, over the runs' medians,
+in logarithms, as what disturbs a step takes a share of it. A configuration has few runs, and two
+say next to nothing of how far runs spread; all of a series were run alike, so their spreads are
+pooled as in a one-way layout (Box, Hunter and Hunter, "Statistics for experimenters", ch. 4). A
+configuration that spread more than that keeps its own spread, and no interval is narrower than what
+is left of the runs' own.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from search_spaces.config import TrialConfig, canonical
+from storage.records import (
+    RETRYABLE,
+    Measured,
+    Measurement,
+    OutOfMemory,
+    TrialRecord,
+    Verdict,
+)
+
+RUNS_TO_CONFIRM = 2
+"""The fewest runs between which there is a spread."""
+UNSURE_FROM = 0.10
+"""A pooled speed whose interval reaches this far is too unsure to be set against another."""
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's t, 97.5 %, of 1 to 10 degrees of freedom; with more the last is a little too wide."""
+
+
+@dataclass(frozen=True)
+class Confirmations:
+    """Every run of a study that measured a winner again."""
+
+    records: tuple[TrialRecord, ...] = ()
+    """By number."""
+
+    @cached_property
+    def newest(self) -> int:
+        """The newest series; 0 where there is none."""
+        return max((record.series for record in self.records), default=0)
+
+    @cached_property
+    def series(self) -> int:
+        """The series that speeds are read from: the newest in which anything ran often enough.
+
+        0 where there is none. A series that was only begun takes nothing from the one before.
+        """
+        enough = (s for (s, _), runs in self._runs.items() if len(runs) >= RUNS_TO_CONFIRM)
+        return max(enough, default=0)
+
+    @cached_property
+    def fallen(self) -> Mapping[TrialConfig, TrialRecord]:
+        """What did not hold, by canonical configuration, with the run in which it did not.
+
+        A run of a few steps that fits does not take back that a longer one ran out of memory.
+        """
+        lost = (r for r in self.records if r.verdict not in RETRYABLE | {Verdict.FITS})
+        return {canonical(record.config): record for record in lost}
+
+    def runs(self, config: TrialConfig, *, series: int) -> Sequence[Measurement]:
+        """Return what was measured of a configuration in one series, in order."""
+        return self._runs.get((series, canonical(config)), ())
+
+    def soak(self, config: TrialConfig, *, series: int) -> TrialRecord | None:
+        """Return the longest soak of a configuration that it stood, in one series."""
+        stood = [
+            record
+            for record in self.records
+            if record.series == series
+            and record.purpose == "soak"
+            and record.verdict is Verdict.FITS
+            and canonical(record.config) == canonical(config)
+        ]
+        return max(stood, key=_soaked_seconds, default=None)
+
+    def seconds(self, *, series: int) -> float:
+        """Return the device's seconds that a series took so far, soaks and start as well."""
+        return sum(record.device_seconds for record in self.records if record.series == series)
+
+    def repeat_seconds(self, *, series: int) -> float:
+        """Return what the runs of a series took so far; not its soaks, nor the worker's start."""
+        return sum(
+            _run_seconds(record)
+            for record in self.records
+            if record.series == series and record.purpose == "confirm"
+        )
+
+    def pooled(self, config: TrialConfig) -> Measurement | None:
+        """Return the runs of a configuration as one measurement; None where there are too few."""
+        runs = self.runs(config, series=self.series)
+        if len(runs) < RUNS_TO_CONFIRM:
+            return None
+        soak = self.soak(config, series=self.series)
+        return pool(runs, spread=self._spread, soak=None if soak is None else soak.measurement)
+
+    @cached_property
+    def _spread(self) -> Spread:
+        return Spread.of(runs for (series, _), runs in self._runs.items() if series == self.series)
+
+    @cached_property
+    def _runs(self) -> Mapping[tuple[int, TrialConfig], Sequence[Measurement]]:
+        """What was measured, by series and canonical configuration."""
+        known: dict[tuple[int, TrialConfig], list[Measurement]] = {}
+        for record in self.records:
+            if record.purpose == "confirm" and isinstance(record.outcome, Measured):
+                key = record.series, canonical(record.config)
+                known.setdefault(key, []).append(record.outcome.measurement)
+        return known
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far the runs of one series spread, each about the middle of its configuration."""
+
+    deviation: float
+    """Standard deviation of the logarithm of a run's median step."""
+    degrees: int
+    """Degrees of freedom: runs less configurations."""
+
+    @classmethod
+    def of(cls, groups: Iterable[Sequence[Measurement]]) -> Spread:
+        """Return the spread that the runs of several configurations have in common."""
+        squares, degrees = 0.0, 0
+        for runs in groups:
+            if len(runs) > 1:
+                squares += statistics.variance(_logarithms(runs)) * (len(runs) - 1)
+                degrees += len(runs) - 1
+        return cls(math.sqrt(squares / degrees) if degrees else math.inf, degrees)
+
+
+def pool(
+    runs: Sequence[Measurement], *, spread: Spread, soak: Measurement | None = None
+) -> Measurement:
+    """Return several runs of one configuration as one measurement.
+
+    Its step is the geometric mean of their median steps; memory is the most that any took.
+
+    Args:
+        runs: at least two.
+        spread: of all runs of their series.
+        soak: of the same configuration; what its allocator did counts as well.
+    """
+    last, logarithms = runs[-1], _logarithms(runs)
+    center, half = statistics.fmean(logarithms), _half_width(runs, spread)
+    step = math.exp(center)
+    faster = last.step_seconds / step
+    retries = max(m.allocator_retries for m in (*runs, *(() if soak is None else (soak,))))
+    energies = [m.joules_per_token for m in runs if m.joules_per_token is not None]
+    used = last.flops_utilization
+    return last.model_copy(
+        update={
+            "tokens_per_second": last.tokens_per_second * faster,
+            "samples_per_second": last.samples_per_second * faster,
+            "step_seconds": step,
+            "step_seconds_ci95": (math.exp(center - half), math.exp(center + half)),
+            "steps_measured": sum(m.steps_measured for m in runs),
+            "steps_warmup": sum(m.steps_warmup for m in runs),
+            "peak_allocated_bytes": max(m.peak_allocated_bytes for m in runs),
+            "peak_reserved_bytes": _most(m.peak_reserved_bytes for m in runs),
+            "peak_device_bytes": _most(m.peak_device_bytes for m in runs),
+            "flops_utilization": None if used is None else used * faster,
+            "measured_seconds": sum(m.measured_seconds for m in runs),
+            "allocator_retries": retries,
+            "joules_per_token": statistics.fmean(energies) if energies else None,
+            "flags": _flags(runs, is_noisy=half > math.log1p(UNSURE_FROM), retries=retries),
+        }
+    )
+
+
+def _half_width(runs: Sequence[Measurement], spread: Spread) -> float:
+    """Return half the 95 % interval of the runs' middle, in logarithms."""
+    own = statistics.stdev(_logarithms(runs))
+    t = _T_975[min(spread.degrees, len(_T_975)) - 1]
+    between = t * max(spread.deviation, own) / math.sqrt(len(runs))
+    within = math.sqrt(sum(_own_half_width(run) ** 2 for run in runs)) / len(runs)
+    return max(between, within)
+
+
+def _own_half_width(run: Measurement) -> float:
+    """Return half the interval of one run's median, in logarithms; 0 where it has none."""
+    if run.step_seconds_ci95 is None:
+        return 0.0
+    low, high = run.step_seconds_ci95
+    return math.log(max(high / run.step_seconds, run.step_seconds / low))
+
+
+def _flags(runs: Sequence[Measurement], *, is_noisy: bool, retries: int) -> tuple[str, ...]:
+    """Return what any run was marked with; that the steps of one were uneven is in the spread."""
+    seen = dict.fromkeys(flag for run in runs for flag in run.flags if flag != "noisy")
+    if retries:
+        seen["allocator_retries"] = None
+    return (*seen, *(("noisy",) if is_noisy else ()))
+
+
+def _logarithms(runs: Sequence[Measurement]) -> list[float]:
+    return [math.log(run.step_seconds) for run in runs]
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _run_seconds(record: TrialRecord) -> float:
+    """Return the seconds of a run, by the worker's clock where it came to a measurement."""
+    measured = record.measurement
+    if measured is None:
+        return record.device_seconds
+    return measured.setup_seconds + measured.measured_seconds
+
+
+def _soaked_seconds(record: TrialRecord) -> float:
+    measured = record.measurement
+    if measured is None:
+        return 0.0
+    return measured.measured_seconds if measured.soak is None else measured.soak.seconds
+
+
+def soaked_long_enough(record: TrialRecord, *, seconds: float, steps: int) -> bool:
+    """Whether a soak that ended lasted as long as is asked for now, in seconds or in steps."""
+    measured = record.measurement
+    if measured is None or measured.soak is None:
+        return measured is not None
+    return measured.soak.seconds >= seconds or measured.soak.steps >= steps
+
+
+def fell_in_words(record: TrialRecord) -> str:
+    """Return how a configuration lost in the run that ruled it out, in a few words."""
+    where = "its soak" if record.purpose == "soak" else "a run that was to confirm it"
+    what = "ran out of memory" if isinstance(record.outcome, OutOfMemory) else record.verdict
+    return f"{what} in {where}"

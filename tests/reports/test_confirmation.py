@@ -1,0 +1,110 @@
+"""How sure a winner is, in words, wherever it is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from reports.confirmation import confirmation_rows, status_words
+from reports.page import render
+from reports.summary import summary_of
+from reports.tables import top_configurations
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from storage.definition import StudySnapshot
+from storage.ranking import rank_study
+from storage.records import Measured, OutOfMemory, SoakReport, TrialRecord
+from tests.reports.synthetic import fits, measurement, snapshot
+from tests.storage.builders import confirmed
+
+FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
+SLOW = TrialConfig(micro_batch_size=12)
+TRIALS = (fits(0, 8_000.0), fits(1, 16_800.0, FAST), fits(2, 9_000.0, SLOW))
+SOAKED = SoakReport(
+    steps=53,
+    seconds=15.2,
+    evaluation_loss=10.4,
+    evaluation_seconds=0.4,
+    checkpoint_bytes=80_000_000,
+    checkpoint_seconds=0.3,
+)
+
+
+def again(*records: TrialRecord, **values: Any) -> StudySnapshot:
+    return snapshot(records, confirmations=confirmed(*records[:2]), **values)
+
+
+def with_soak(study: StudySnapshot, outcome: Any, *, of: int = 1) -> StudySnapshot:
+    runs = tuple(
+        run.model_copy(update={"outcome": outcome})
+        if run.purpose == "soak" and run.confirms == of
+        else run
+        for run in study.confirmations
+    )
+    return replace(study, confirmations=runs)
+
+
+def test_a_winner_is_confirmed_by_so_many_runs_or_there_is_a_command_to_type() -> None:
+    assert status_words(rank_study(again(*TRIALS)), study="night") == "confirmed (2 runs)"
+    alone = rank_study(snapshot(TRIALS))
+    assert status_words(alone, study="a night") == "not confirmed: sweep confirm 'a night'"
+    assert status_words(alone, study="night", is_driven=True) == "not confirmed yet"
+
+
+def test_the_soak_is_told_with_what_strained_it() -> None:
+    soaked = measurement(16_700.0, soak=SOAKED, allocator_retries=2, peak_allocated_bytes=20 * GIB)
+    said = summary_of(with_soak(again(*TRIALS), Measured(measurement=soaked))).sentence
+    assert (
+        "It is confirmed (2 runs), and stood a soak of 53 steps in 15.2 s with an evaluation and a "
+        "checkpoint, at 20.00 GiB, in which the allocator gave memory back 2 times." in said
+    )
+
+
+def test_a_trial_that_ran_out_in_its_soak_is_said_to_have_lost() -> None:
+    study = with_soak(again(*TRIALS), OutOfMemory(stage="forward"))
+    said = summary_of(study)
+    assert said.sentence.startswith("The fastest configuration that fits is trial 2.")
+    assert "Trial 1 fitted in the search and ran out of memory in its soak, so it lost." in (
+        said.sentence
+    )
+    rows = {row.number: row for row in confirmation_rows(study)}
+    assert rows[1].result == "ran out of memory in its soak"
+    assert rows[0].result == "baseline"
+
+
+def test_a_machine_too_busy_to_tell_has_no_clear_winner() -> None:
+    wide = {"step_seconds_ci95": (0.1, 2.0)}
+    study = again(fits(0, 8_000.0, **wide), fits(1, 16_800.0, FAST, **wide))
+    said = summary_of(study)
+    assert said.sentence.startswith("No clear winner: trial 1 and 1 other cannot be told apart")
+    assert "`sweep confirm a10-mistral` measures again" in said.sentence
+    assert said.commands[0] == "sweep confirm a10-mistral"
+    assert "the baseline's speed" not in {tile.label for tile in said.tiles}
+
+
+def test_ties_are_ties_and_the_recommended_one_leaves_the_most_memory() -> None:
+    twin = fits(2, 16_790.0, SLOW, peak_allocated_bytes=6 * GIB)
+    study = replace(snapshot((*TRIALS[:2], twin)), confirmations=confirmed(*TRIALS[:2], twin))
+    said = summary_of(study).sentence
+    assert said.startswith("The fastest configuration that fits is trial 2.")
+    assert "1 other cannot be told from it by speed; it leaves the most memory." in said
+    assert [(row.number, row.result) for row in confirmation_rows(study)] == [
+        (2, "recommended"),
+        (1, "tied"),
+        (0, "baseline"),
+    ]
+
+
+def test_speeds_of_the_search_are_marked_once_others_were_measured_again() -> None:
+    rows = {row.number: row.tokens_per_second for row in top_configurations(again(*TRIALS))}
+    assert rows == {0: "8,000", 1: "16,800", 2: "9,000 (in the search)"}
+    assert "search" not in top_configurations(snapshot(TRIALS))[0].tokens_per_second
+
+
+def test_the_page_shows_what_was_measured_again_and_the_energy_of_a_token() -> None:
+    trials = (TRIALS[0], fits(1, 16_800.0, FAST, joules_per_token=0.0412))
+    page = render(again(*trials))
+    assert "<h2>Measured again</h2>" in page
+    assert "16,800, 16,800" in page
+    assert "41.2 mJ" in page
+    assert "<h2>Measured again</h2>" not in render(snapshot(trials))
