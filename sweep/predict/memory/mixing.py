@@ -73,6 +73,7 @@ def _base(packed: Base, wide: Base, *, share: float) -> Base:
 
     return Base(
         allocated_bytes=between(packed.allocated_bytes, wide.allocated_bytes),
+        requested_bytes=between(packed.requested_bytes, wide.requested_bytes),
         reserved_bytes=between(packed.reserved_bytes, wide.reserved_bytes),
         holes=packed.holes,
     )
