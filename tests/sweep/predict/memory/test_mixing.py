@@ -10,7 +10,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import load_model_spec
-from sweep.predict.memory.peaks import find_peak, reserved_bytes
+from sweep.predict.memory.arrays import PeakMemory
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TracingChild
 from sweep.predict.memory.profiles import Profile, Structure
@@ -38,6 +38,7 @@ def predictor(tracing_child: TracingChild, profile_cache: Path) -> TracingPredic
         {"kernels": "liger", "checkpoint_fraction": 0.0, "target_modules": "all-linear"},
         {"compile": True, "upcast_fp32": False, "checkpoint_fraction": 0.0},
         {"adapter_dtype": "bf16", "upcast_fp32": False, "checkpoint_fraction": 0.0},
+        {"expandable_segments": True, "upcast_fp32": False, "checkpoint_fraction": 0.0},
     ],
     ids=str,
 )
@@ -54,17 +55,17 @@ def test_what_is_put_together_takes_what_is_traced_as_a_whole(
     structure = Structure.of(config, is_checkpointed=is_checkpointed)
     traced = Profile.from_json(tracing_child.trace(whole, structure))
     step = replace(put_together.step, profiles={is_checkpointed: traced})
-    peak = find_peak(step)
+    expected = PeakMemory([config], [step]).prediction(0)
     # The base of equal layers has other remainders, of less than a MiB each, than one of both.
     slack = 2**20 * LAYERS
     parts = put_together.breakdown
-    assert parts["weights"] == pytest.approx(peak.parts["weights"], abs=slack)
+    assert parts["weights"] == pytest.approx(expected.breakdown["weights"], abs=slack)
     for part in ("adapters", "gradients", "optimizer", "loss"):
-        assert parts[part] == peak.parts[part]
-    assert parts["activations"] == pytest.approx(peak.parts["activations"], rel=0.01)
-    assert put_together.moment == peak.moment
-    reserved = reserved_bytes(step)
-    assert reserved is not None
+        assert parts[part] == expected.breakdown[part]
+    activations = expected.breakdown["activations"]
+    assert parts["activations"] == pytest.approx(activations, rel=0.01)
+    assert put_together.moment == expected.moment
+    reserved = expected.peak_reserved_bytes
     assert put_together.peak_reserved_bytes == pytest.approx(reserved, rel=0.05)
 
 
