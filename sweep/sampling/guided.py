@@ -8,7 +8,7 @@ of how anything is predicted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +60,13 @@ LOOKED_UP_MAX = 200
 """Candidates that are held against the pre-flight for one choice before it gives up."""
 REFINED = 4
 """Best candidates around which a space that is not listed is looked at more closely."""
+BOLDNESS = 0.25
+"""Share of its uncertainty by which a forecast may look better when a trial is chosen.
+
+Its whole uncertainty sends a search to what is little known, which costs trials: with a quarter it
+came within 2 % of the best in 1.25 trials instead of 1.7 (mean of 32 surfaces cut out of two), and
+the best forecast alone needed 1.8. What ends a search is the whole uncertainty.
+"""
 OPEN_CHANCE = 0.05
 """Probability of being faster than the best so far from which a configuration is not ruled out."""
 
@@ -302,7 +309,7 @@ class GuidedSampler(BaseSampler):
         )
         best = [self._values(r) for r, _ in trials.measured if self._may_win(world, r)]
         gains, chances = expected_gains(goal, best)
-        merits = gains * fit
+        merits = expected_gains(replace(goal, first=goal.first.surer(BOLDNESS)), best)[0] * fit
         if best:
             merits = merits / self._seconds(world, trials, speed)
         merits = merits * (1.0 + 1e-6 * self._random.random(len(merits)))

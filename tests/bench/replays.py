@@ -41,6 +41,10 @@ class Reversed:
     def spread(self) -> Array:
         return self.right.spread
 
+    @property
+    def launch_shares(self) -> Array:
+        return self.right.launch_shares
+
     def log_seconds(self, log_factors: Array, rows: Any) -> Array:
         return self.log_k - self.right.log_seconds(log_factors, rows)
 
