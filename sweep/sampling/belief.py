@@ -116,6 +116,8 @@ LAUNCH_DOUBT = 8.0
 one that the card does: by the same comparison."""
 LAUNCH_NOISE = 0.04
 """Relative error of such a step's speed beside its own: the host's pace from minute to minute."""
+GAIN_MAX = 1.0
+"""Share by which a trial can be faster than the best so far, at most."""
 _LEVEL = 3.0
 """Standard deviation of a log speed of which nothing is known."""
 
@@ -159,9 +161,15 @@ class Mixture:
         return replace(self, deviations=self.deviations * share)
 
     def gain_over(self, log_speed: float) -> Array:
-        """Return the expected share by which each is faster than a speed; never below 0."""
+        """Return the expected share by which each is faster than a speed; never below 0.
+
+        More than `GAIN_MAX` is not believed of any: where next to nothing is known, the far end of
+        a distribution would outweigh all that is likely.
+        """
+        most = math.log1p(GAIN_MAX)
         gains = [
             gain_over(mean, deviation, log_speed)
+            - gain_over(mean, deviation, log_speed + most) * (1.0 + GAIN_MAX)
             for mean, deviation in zip(self.means, self.deviations, strict=True)
         ]
         return np.asarray(self.weights @ np.array(gains))

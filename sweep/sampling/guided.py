@@ -26,6 +26,7 @@ from storage.ranking import measured_of, objective_value
 from storage.records import Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.sampling.belief import (
     Array,
+    Codes,
     Column,
     Mixture,
     Observed,
@@ -119,6 +120,9 @@ class _Trials:
         return (*(record.config for record in self.records), *self.running)
 
 
+_NOTHING_YET = _Trials((), (), frozenset())
+
+
 @dataclass(frozen=True)
 class _World:
     """The candidates and everything tried, with what is foreseen of each, a row each."""
@@ -130,6 +134,10 @@ class _World:
     speed: SpeedBelief
     peaks: Peaks | None
     tokens_per_step: Array
+    bases: Codes
+    """Equal for configurations that share a frozen base."""
+    shapes: Mapping[int, Any]
+    """What each compiled configuration's layers are compiled for, by row."""
 
 
 class GuidedSampler(BaseSampler):
@@ -189,9 +197,14 @@ class GuidedSampler(BaseSampler):
         """Draw one parameter that the space does not know, or that a queued trial left open."""
         return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
-    def outlook(self, study: optuna.Study) -> Outlook:
-        """Return what is still to be gained, by what the study's trials say."""
-        trials = self._read(study, besides=None)
+    def prepare(self) -> None:
+        """Do once, before anything is asked, what every choice takes first."""
+        if self._candidates.is_listed:
+            self._weigh(self._seen(_NOTHING_YET), _NOTHING_YET)
+
+    def outlook(self, study: optuna.Study, *, besides: int | None = None) -> Outlook:
+        """Return what is still to be gained, by what the study's trials say, one of them apart."""
+        trials = self._read(study, besides=besides)
         world = self._seen(trials)
         weighed = self._weigh(world, trials)
         left = [row for row in range(len(world.candidates)) if weighed.merits[row] > -np.inf]
@@ -296,6 +309,8 @@ class GuidedSampler(BaseSampler):
             SpeedBelief(columns(configs), log_tokens=log_tokens, physics=foreseen.physics),
             _peaks(configs, foreseen),
             np.exp(log_tokens),
+            Column.of_kinds(list(map(_base, configs)), common=0.0).codes,
+            {row: _shape(config) for row, config in enumerate(configs) if config.compile},
         )
 
     # What is to be gained
@@ -366,12 +381,12 @@ class GuidedSampler(BaseSampler):
         steps = world.tokens_per_step / np.exp(speed.mean) * self._steps
         seconds = ATTACH_SECONDS + np.minimum(steps, 2 * self._steps_seconds_max)
         compiled = {_shape(record.config) for record in trials.records}
-        base = trials.records[-1].config.base() if trials.records else None
-        for row, config in enumerate(world.configs):
-            if config.compile and _shape(config) not in compiled:
+        for row, shape in world.shapes.items():
+            if shape not in compiled:
                 seconds[row] += COMPILE_SECONDS
-            if base is not None and not _has_base(config, base):
-                seconds[row] += REBUILD_SECONDS
+        if trials.records:
+            there = world.bases[world.rows[identity(trials.records[-1].config)]]
+            seconds += REBUILD_SECONDS * (world.bases != there)
         return seconds
 
 
@@ -458,5 +473,5 @@ def _shape(config: TrialConfig) -> Any:
 _BASE_KEYS = tuple(key for key, knob in KNOBS.items() if knob.shapes_base)
 
 
-def _has_base(config: TrialConfig, base: TrialConfig) -> bool:
-    return all(getattr(config, key) == getattr(base, key) for key in _BASE_KEYS)
+def _base(config: TrialConfig) -> Any:
+    return tuple(getattr(config, key) for key in _BASE_KEYS)
