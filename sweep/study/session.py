@@ -290,7 +290,7 @@ def drive(
                 stopping=Stopping(
                     space,
                     usd_per_hour=price_of(space, gpu=prepared.target.gpu),
-                    outlook=lambda: _outlook(sampler, study),
+                    outlook=partial(_outlook, sampler, study),
                 ),
                 on_event=listener,
                 should_stop=interruption.is_requested,
@@ -326,9 +326,11 @@ def _trace_space(
         preflight.prepare(one_of_each_kind(space), on_progress=tell)
 
 
-def _outlook(sampler: BaseSampler, study: OpenStudy) -> Outlook | None:
+def _outlook(sampler: BaseSampler, study: OpenStudy, besides: int | None) -> Outlook | None:
     """Return what is still to be gained; None from a sampler that cannot tell."""
-    return sampler.outlook(study.study) if isinstance(sampler, GuidedSampler) else None
+    if not isinstance(sampler, GuidedSampler):
+        return None
+    return sampler.outlook(study.study, besides=besides)
 
 
 def _environment(prepared: Prepared) -> dict[str, Any]:

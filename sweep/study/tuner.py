@@ -207,7 +207,7 @@ class _Driver:
     def end(self, reason: StopReason) -> None:
         """Store why the search ended, and what it was not able to rule out."""
         if reason is not StopReason.INTERRUPTED:
-            self.study.note_end(outlook_document(reason, self.stopping.outlook()))
+            self.study.note_end(outlook_document(reason, self.stopping.outlook(None)))
 
     def ask(self) -> _OpenTrial:
         """Begin the next trial: the baseline first, then what failed, then what the sampler asks.
