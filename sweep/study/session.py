@@ -256,16 +256,8 @@ def drive(
         EnvironmentFault: database, device or disk is not to be had.
     """
     quiet_optuna()
-    space = prepared.space
     preflight = _preflight(prepared, warn=warn)
-    study = open_study(
-        prepared.name,
-        url=storage,
-        definition=prepared.definition,
-        sampler=make_sampler(space.sampler, space, seed=space.seed, preflight=preflight),
-        environment=_environment(prepared),
-        home=runs_directory(),
-    )
+    study = _opened(prepared, storage, preflight)
     runner = new_runner(prepared)
     interruption = Interruption(cancel=runner.cancel)
     try:
@@ -283,6 +275,18 @@ def drive(
         if not interruption.is_requested():
             raise
         return StopReason.INTERRUPTED
+
+
+def _opened(prepared: Prepared, storage: str, preflight: Preflight) -> OpenStudy:
+    space = prepared.space
+    return open_study(
+        prepared.name,
+        url=storage,
+        definition=prepared.definition,
+        sampler=make_sampler(space.sampler, space, seed=space.seed, preflight=preflight),
+        environment=_environment(prepared),
+        home=runs_directory(),
+    )
 
 
 def _environment(prepared: Prepared) -> dict[str, Any]:
