@@ -264,17 +264,9 @@ def drive(
         EnvironmentFault: database, device or disk is not to be had.
     """
     quiet_optuna()
-    space = prepared.space
     preflight = _preflight(prepared, warn=warn)
-    sampler = make_sampler(space.sampler, space, seed=space.seed, preflight=preflight)
-    study = open_study(
-        prepared.name,
-        url=storage,
-        definition=prepared.definition,
-        sampler=sampler,
-        environment=_environment(prepared),
-        home=runs_directory(),
-    )
+    space, sampler = prepared.space, _sampler(prepared.space, preflight)
+    study = _opened(prepared, storage, sampler)
     runner = new_runner(prepared)
     interruption = Interruption(cancel=runner.cancel)
     try:
@@ -331,6 +323,21 @@ def _outlook(sampler: BaseSampler, study: OpenStudy, besides: int | None) -> Out
     if not isinstance(sampler, GuidedSampler):
         return None
     return sampler.outlook(study.study, besides=besides)
+
+
+def _sampler(space: SearchSpace, preflight: Preflight) -> BaseSampler:
+    return make_sampler(space.sampler, space, seed=space.seed, preflight=preflight)
+
+
+def _opened(prepared: Prepared, storage: str, sampler: BaseSampler) -> OpenStudy:
+    return open_study(
+        prepared.name,
+        url=storage,
+        definition=prepared.definition,
+        sampler=sampler,
+        environment=_environment(prepared),
+        home=runs_directory(),
+    )
 
 
 def _environment(prepared: Prepared) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from reports import uncertainty, units
 from reports.outcomes import outcome_line, verdict_words
 from search_spaces.config import TrialConfig
 from storage.definition import StudyDefinition
-from storage.ranking import Gain, Ranking, compare, rank
+from storage.gain import Gain, compare
+from storage.ranking import Ranking, rank
 from storage.records import TrialRecord
 from storage.recovery import next_number
 from sweep.running.runner import Progress
