@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from reports import confirmation, objectives, uncertainty, units
 from search_spaces.config import canonical
 from storage.definition import StudySnapshot, Target
-from storage.ranking import Ranking, compare, measured_of, rank_study
+from storage.gain import compare
+from storage.ranking import Ranking, measured_of, rank_study
 from storage.records import RETRYABLE, Measurement, TrialRecord, Verdict
 
 

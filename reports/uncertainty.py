@@ -10,7 +10,8 @@ import math
 from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
-from storage.ranking import Comparison, Gain, NoGain, measured_of
+from storage.gain import Comparison, Gain, NoGain
+from storage.ranking import measured_of
 from storage.records import Measurement, Need
 
 _DOUBTS = ("noisy", "neighbour", "throttled")

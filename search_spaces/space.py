@@ -77,7 +77,7 @@ class StepBudget(Strict):
 class ConfirmBudget(Strict):
     """How far the winner of a search is measured again; none of it is one of the space's trials."""
 
-    seconds: Number = Field(default=20.0, gt=0)
+    seconds: Number = Field(default=15.0, gt=0)
     """Of the device, for measuring again whatever cannot be told from the winner. The winner and
     the baseline are measured twice whatever that takes: there is no gain without."""
     repeats: StrictInt = Field(default=4, ge=2)

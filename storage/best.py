@@ -6,16 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from storage.definition import StudySnapshot
-from storage.ranking import (
-    Comparison,
-    Gain,
-    Ranking,
-    compare,
-    measured_of,
-    objective_value,
-    rank_study,
-    verdict_counts,
-)
+from storage.gain import Comparison, Gain, compare
+from storage.ranking import Ranking, measured_of, objective_value, rank_study, verdict_counts
 from storage.records import Measurement, TrialRecord
 
 

@@ -1,4 +1,4 @@
-"""Owns the order of a study's trials by what the study was asked for, and the winner's gain. Pure.
+"""Owns the order of a study's trials by what the study was asked for. Pure.
 
 Every place that names a best trial (`best`, the terminal, the report, an export) reads it here.
 Knows nothing of words or figures.
@@ -11,9 +11,6 @@ Several objectives have no one order. Their front is every trial that no other b
 matches in all. Each objective is scaled to 0 at the worst of the front and 1 at its best; the trial
 nearest to the corner where all are 1 is the knee, and stands for the best. Where two are as near,
 the objective that was named first decides.
-
-Rank and target modules cost speed and buy capacity, so a gain over the baseline is stated within
-one capacity class, and only where both were measured again and both speeds are sure enough.
 
 A configuration that was measured again is ranked by those runs (`confirmations`), and one that did
 not hold in them does not fit. Of those whose speeds cannot be told apart then, the one that never
@@ -28,7 +25,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.linears import CapacityClass
@@ -52,44 +48,6 @@ class ClassBest:
     tokens_per_second: float
     is_partial: bool
     """Stopped early as slow, in a class where nothing was measured to the end."""
-
-
-NoGain = Literal[
-    "no_winner",
-    "not_confirmed",
-    "baseline_not_confirmed",
-    "another_class",
-    "noisy_winner",
-    "noisy_baseline",
-    "noisy_both",
-]
-"""Why a gain is not stated."""
-
-
-@dataclass(frozen=True)
-class Gain:
-    """The speed of one trial over that of the baseline."""
-
-    trial: TrialRecord
-    ratio: float
-    low: float
-    """The trial's slow end over the baseline's fast one."""
-    high: float
-    """The trial's fast end over the baseline's slow one."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A study's winner, set against its baseline."""
-
-    baseline: TrialRecord
-    gain: Gain | None
-    """The winner's; None where `reason` says why."""
-    reason: NoGain | None
-    fastest_of_class: TrialRecord | None = None
-    """The fastest trial of the space in the baseline's class, where the winner is in another."""
-    class_gain: Gain | None = None
-    """That trial's; None where its speed or the baseline's is too unsure, or not confirmed."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +221,9 @@ class Ranking:
     @cached_property
     def fastest_of_baselines_class(self) -> TrialRecord | None:
         """The fastest trial of the space whose speed compares with that of the baseline."""
-        return next(iter(fitting(filter(self.is_in_baselines_class, self.of_space))), None)
+        candidates = fitting(self.of_space)
+        place = self._outran_the_confirmed(candidates)
+        return min(filter(self.is_in_baselines_class, candidates), key=place, default=None)
 
     @cached_property
     def fastest_by_class(self) -> tuple[ClassBest, ...]:
@@ -347,22 +307,6 @@ def rank(
 def rank_study(snapshot: StudySnapshot) -> Ranking:
     """Return the order of a study's trials as it stands."""
     return rank(snapshot.records, snapshot.definition, snapshot.confirmations)
-
-
-def compare(ranking: Ranking) -> Comparison | None:
-    """Return what the winner gained over the baseline; None where that was not measured."""
-    baseline, winner = ranking.baseline, ranking.winner
-    if baseline is None:
-        return None
-    if winner is None:
-        return Comparison(baseline, None, "no_winner")
-    if ranking.is_in_baselines_class(winner):
-        reason = _doubt(ranking, winner, baseline)
-        return Comparison(baseline, None if reason else _gain(winner, baseline), reason)
-    fastest = ranking.fastest_of_baselines_class
-    is_sure = fastest is not None and all(map(ranking.is_measured_again, (fastest, baseline)))
-    class_gain = _gain(fastest, baseline) if is_sure and fastest is not None else None
-    return Comparison(baseline, None, "another_class", fastest, class_gain)
 
 
 def rankable(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
@@ -503,44 +447,3 @@ def _wear(record: TrialRecord) -> tuple[bool, int]:
     """Return what tells of two that are as fast which is to be recommended: the lesser."""
     measured = measured_of(record)
     return measured.allocator_retries > 0, measured.peak_allocated_bytes
-
-
-def _doubt(ranking: Ranking, winner: TrialRecord, baseline: TrialRecord) -> NoGain | None:
-    """Return why the winner's gain is not stated; None where it is."""
-    if not ranking.is_measured_again(winner):
-        return "not_confirmed"
-    noise = _noise(winner, baseline)
-    if noise is not None:
-        return noise
-    if not ranking.is_confirmed:
-        return "not_confirmed"
-    return None if ranking.is_measured_again(baseline) else "baseline_not_confirmed"
-
-
-def _noise(trial: TrialRecord, baseline: TrialRecord) -> NoGain | None:
-    match measured_of(trial).is_noisy, measured_of(baseline).is_noisy:
-        case True, True:
-            return "noisy_winner" if trial.number == baseline.number else "noisy_both"
-        case True, False:
-            return "noisy_winner"
-        case False, True:
-            return "noisy_baseline"
-        case _:
-            return None
-
-
-def _gain(trial: TrialRecord, baseline: TrialRecord) -> Gain | None:
-    mine, theirs = measured_of(trial), measured_of(baseline)
-    if mine.is_noisy or theirs.is_noisy:
-        return None
-    if trial.number == baseline.number:
-        return Gain(trial, 1.0, 1.0, 1.0)
-    my_ends, their_ends = mine.speed_interval, theirs.speed_interval
-    if my_ends is None or their_ends is None:
-        return None
-    return Gain(
-        trial,
-        ratio=mine.tokens_per_second / theirs.tokens_per_second,
-        low=my_ends[0] / their_ends[1],
-        high=my_ends[1] / their_ends[0],
-    )

@@ -265,9 +265,8 @@ def surface_text(snapshot: StudySnapshot) -> str:
     """
     definition, name = snapshot.definition, f"study '{snapshot.name}'"
     target = definition.target
-    product = target.emulated_on or target.gpu
-    card = match_product(product) or match_product(_product_of(target.gpu))
-    if card is None or target.device != "cuda":
+    product = target.emulated_on or _product_of(target.gpu)
+    if match_product(product) is None or target.device != "cuda":
         raise InputError(
             f"{name}: a surface is of a card of the catalogue, and this is '{product}'"
         )
@@ -279,7 +278,7 @@ def surface_text(snapshot: StudySnapshot) -> str:
         "model": definition.model["name"],
         "model_config": definition.model["config"],
         "gpu": target.gpu,
-        "measured_on": target.emulated_on or card.product,
+        "measured_on": product,
     }
     return "".join(
         json.dumps(line) + "\n" for line in (header, *(r.to_json() for r in rows.values()))

@@ -7,7 +7,7 @@ prices, files or terminals.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,11 +26,19 @@ from sweep.predict.memory.prediction import Fit, MemoryPrediction
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.speed.arrays import StepTimes
-from sweep.predict.speed.predictor import SpeedPrediction, predict_step
+from sweep.predict.speed.predictor import SpeedPrediction, predict_steps
 
 UNBUILDABLE = "cannot-be-built"
 """The rule of what only the model's own code forbids: a target module that it does not have."""
+
+Progress = Callable[[str], OnProgress]
+"""Returns what is told how much is done of what is named, and of how much."""
+
+
+def silent(_: str) -> OnProgress:
+    """Tell nobody."""
+    return tell_nobody
+
 
 Basis = Literal["predicted", "calibrated", "measured"]
 """Where a number comes from: data sheet and model code, those corrected by trials, or a trial."""
@@ -121,35 +129,42 @@ class Forecaster:
         self._predictor = memory
         self._predicted: dict[TrialConfig, MemoryPrediction] = {}
         self._fits: dict[TrialConfig, Fit] = {}
-        self._speeds: dict[TrialConfig, float | None] = {}
+        self._speeds: dict[TrialConfig, SpeedPrediction | InputError] = {}
         self._whole: WholeMemory = predict_nothing()
         self._unsure: NDArray[np.float64] = self._whole.uncertainty
         self._rows: dict[TrialConfig, int] = {}
 
     def foresee(
-        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+        self,
+        configs: Sequence[TrialConfig],
+        *,
+        progress: Progress = silent,
+        one_by_one: bool = False,
     ) -> None:
-        """Work out together what is going to be asked of many valid configurations.
+        """Work out together what is going to be asked of many configurations.
 
         Args:
             configs: of a whole space, or a file; what was foreseen before is forgotten.
-            on_progress: told how many structures have been traced, of how many.
+            progress: told of what takes its time.
+            one_by_one: whether a forecast of each is going to be asked for.
 
         Raises:
             EnvironmentFault: the tracing process has never answered.
         """
-        self._predictor.prepare(configs, on_progress=on_progress)
+        self._predictor.prepare(configs, on_progress=progress("structures traced"))
         whole = self._whole = self._predictor.predict_all(configs)
+        if one_by_one:
+            whole.replay(on_progress=progress("steps replayed"))
         self._rows = {config: row for row, config in enumerate(configs)}
         unsure = self._unsure = self.evidence.residuals.widest(whole.uncertainty, configs)
         codes = whole.quick_fits(self.budget_bytes, uncertainty=unsure).tolist()
-        times = StepTimes(configs, model=self.model, gpu=self.gpu)
-        seconds = times.seconds(self.evidence.calibration).tolist()
+        predicted = predict_steps(
+            configs, model=self.model, gpu=self.gpu, calibration=self.evidence.calibration
+        )
         for row, config in enumerate(configs):
             if codes[row] != UNKNOWN and row not in whole.refused and self._shown(config) is None:
                 self._fits[config] = FITS[codes[row]]
-            is_known = not math.isnan(seconds[row])
-            self._speeds[config] = config.tokens_per_step / seconds[row] if is_known else None
+            self._speeds[config] = predicted[row]
 
     def broken(self, config: TrialConfig) -> Violation | None:
         """Return the rule that forbids ``config`` on this model and card, or None."""
@@ -268,17 +283,16 @@ class Forecaster:
         trial = self.evidence.trial(config)
         if trial is not None and trial.measurement is not None:
             return config.tokens_per_step / trial.measurement.step_seconds
-        if config not in self._speeds:
-            speed, _ = self.speed(config)
-            self._speeds[config] = None if speed is None else speed.tokens_per_second
-        return self._speeds[config]
+        speed, _ = self.speed(config)
+        return None if speed is None else speed.tokens_per_second
 
     def speed(self, config: TrialConfig) -> tuple[SpeedPrediction | None, tuple[str, ...]]:
         """Return the predicted speed, and why there is none."""
-        try:
-            prediction = predict_step(
-                config, model=self.model, gpu=self.gpu, calibration=self.evidence.calibration
+        if config not in self._speeds:
+            (self._speeds[config],) = predict_steps(
+                [config], model=self.model, gpu=self.gpu, calibration=self.evidence.calibration
             )
-        except InputError as error:
-            return None, (f"speed and cost are not predicted: {error}",)
-        return prediction, ()
+        known = self._speeds[config]
+        if isinstance(known, InputError):
+            return None, (f"speed and cost are not predicted: {known}",)
+        return known, ()

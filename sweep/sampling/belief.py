@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -71,6 +71,12 @@ class Physics(Protocol):
         """Covariance of the factors' logarithms before anything was measured."""
         ...
 
+    @property
+    def launch_shares(self) -> Array:
+        """Share of each step that goes with the host's launches, of which far less is known than of
+        what the card takes."""
+        ...
+
     def log_seconds(self, log_factors: Array, rows: Codes | slice) -> Array:
         """Return the logarithm of some configurations' seconds."""
         ...
@@ -98,11 +104,20 @@ class View:
 
 
 VIEWS = (
-    View(weight=0.70, offset=0.02, residual=0.02),
-    View(weight=0.20, offset=0.08, residual=0.06),
-    View(weight=0.07, offset=0.15, residual=0.10, trend=1.0),
-    View(weight=0.03, offset=0.30, residual=0.30, is_physical=False),
+    View(weight=0.60, offset=0.015, residual=0.04),
+    View(weight=0.25, offset=0.05, residual=0.08),
+    View(weight=0.10, offset=0.15, residual=0.10, trend=1.0),
+    View(weight=0.05, offset=0.30, residual=0.30, is_physical=False),
 )
+"""The first is what makes the steps measured on an H200 most likely, of twelve surfaces of ten
+models; `tests/bench/README.md` says how they were compared."""
+LAUNCH_DOUBT = 8.0
+"""By how much more the physical model leaves unexplained of a step that the host holds up, than of
+one that the card does: by the same comparison."""
+LAUNCH_NOISE = 0.04
+"""Relative error of such a step's speed beside its own: the host's pace from minute to minute."""
+GAIN_MAX = 1.0
+"""Share by which a trial can be faster than the best so far, at most."""
 _LEVEL = 3.0
 """Standard deviation of a log speed of which nothing is known."""
 
@@ -141,10 +156,20 @@ class Mixture:
         second = self.weights @ (self.deviations**2 + self.means**2)
         return np.asarray(np.sqrt(np.maximum(second - self.mean**2, 0.0)))
 
+    def surer(self, share: float) -> Mixture:
+        """Return the same means, with so much of each deviation."""
+        return replace(self, deviations=self.deviations * share)
+
     def gain_over(self, log_speed: float) -> Array:
-        """Return the expected share by which each is faster than a speed; never below 0."""
+        """Return the expected share by which each is faster than a speed; never below 0.
+
+        More than `GAIN_MAX` is not believed of any: where next to nothing is known, the far end of
+        a distribution would outweigh all that is likely.
+        """
+        most = math.log1p(GAIN_MAX)
         gains = [
             gain_over(mean, deviation, log_speed)
+            - gain_over(mean, deviation, log_speed + most) * (1.0 + GAIN_MAX)
             for mean, deviation in zip(self.means, self.deviations, strict=True)
         ]
         return np.asarray(self.weights @ np.array(gains))
@@ -178,9 +203,15 @@ class SpeedBelief:
         self._columns = [column for column in columns if not column.is_constant]
         self._log_tokens = log_tokens
         self._physics = physics
+        none = np.zeros(len(log_tokens))
+        self._launch_shares = none if physics is None else physics.launch_shares
 
     def given(self, observed: Observed) -> Mixture:
         """Return the speeds of all configurations, given what was measured."""
+        observed = replace(
+            observed,
+            noise=np.hypot(observed.noise, LAUNCH_NOISE * self._launch_shares[observed.rows]),
+        )
         views = [view for view in VIEWS if self._physics is not None or not view.is_physical]
         if not self._columns:
             views = views[:1]
@@ -236,7 +267,8 @@ class SpeedBelief:
         """Return the posterior where log speed is ``prior`` + ``basis`` x weights + residuals."""
         rows = observed.rows
         wide = basis @ spread
-        before = np.einsum("ij,ij->i", wide, basis) + view.offset**2 + view.residual**2
+        unexplained = (view.offset**2 + view.residual**2) * self._doubt(view) ** 2
+        before = np.einsum("ij,ij->i", wide, basis) + unexplained
         if not len(observed):
             return prior, np.sqrt(before), 0.0
         across = wide @ basis[rows].T + self._residuals(view, slice(None), rows)
@@ -258,7 +290,14 @@ class SpeedBelief:
             together *= alike
             single += alike
         share = view.offset**2 / max(1, len(self._columns))
-        return np.asarray(share * single + view.residual**2 * together)
+        doubt = self._doubt(view)
+        scale = doubt[rows][:, None] * doubt[others][None, :]
+        return np.asarray((share * single + view.residual**2 * together) * scale)
+
+    def _doubt(self, view: View) -> Array:
+        """Return how much of each configuration is left unexplained, relative to the least."""
+        is_explained = view.is_physical and view.trend is None
+        return 1.0 + LAUNCH_DOUBT * self._launch_shares * is_explained
 
 
 # Memory

@@ -8,7 +8,7 @@ of how anything is predicted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from storage.ranking import measured_of, objective_value
 from storage.records import Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.sampling.belief import (
     Array,
+    Codes,
     Column,
     Mixture,
     Observed,
@@ -60,6 +61,13 @@ LOOKED_UP_MAX = 200
 """Candidates that are held against the pre-flight for one choice before it gives up."""
 REFINED = 4
 """Best candidates around which a space that is not listed is looked at more closely."""
+BOLDNESS = 0.25
+"""Share of its uncertainty by which a forecast may look better when a trial is chosen.
+
+Its whole uncertainty sends a search to what is little known, which costs trials: with a quarter it
+came within 2 % of the best in 1.25 trials instead of 1.7 (mean of 32 surfaces cut out of two), and
+the best forecast alone needed 1.8. What ends a search is the whole uncertainty.
+"""
 OPEN_CHANCE = 0.05
 """Probability of being faster than the best so far from which a configuration is not ruled out."""
 
@@ -112,6 +120,9 @@ class _Trials:
         return (*(record.config for record in self.records), *self.running)
 
 
+_NOTHING_YET = _Trials((), (), frozenset())
+
+
 @dataclass(frozen=True)
 class _World:
     """The candidates and everything tried, with what is foreseen of each, a row each."""
@@ -123,6 +134,10 @@ class _World:
     speed: SpeedBelief
     peaks: Peaks | None
     tokens_per_step: Array
+    bases: Codes
+    """Equal for configurations that share a frozen base."""
+    shapes: Mapping[int, Any]
+    """What each compiled configuration's layers are compiled for, by row."""
 
 
 class GuidedSampler(BaseSampler):
@@ -182,9 +197,14 @@ class GuidedSampler(BaseSampler):
         """Draw one parameter that the space does not know, or that a queued trial left open."""
         return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
-    def outlook(self, study: optuna.Study) -> Outlook:
-        """Return what is still to be gained, by what the study's trials say."""
-        trials = self._read(study, besides=None)
+    def prepare(self) -> None:
+        """Do once, before anything is asked, what every choice takes first."""
+        if self._candidates.is_listed:
+            self._weigh(self._seen(_NOTHING_YET), _NOTHING_YET)
+
+    def outlook(self, study: optuna.Study, *, besides: int | None = None) -> Outlook:
+        """Return what is still to be gained, by what the study's trials say, one of them apart."""
+        trials = self._read(study, besides=besides)
         world = self._seen(trials)
         weighed = self._weigh(world, trials)
         left = [row for row in range(len(world.candidates)) if weighed.merits[row] > -np.inf]
@@ -289,6 +309,8 @@ class GuidedSampler(BaseSampler):
             SpeedBelief(columns(configs), log_tokens=log_tokens, physics=foreseen.physics),
             _peaks(configs, foreseen),
             np.exp(log_tokens),
+            Column.of_kinds(list(map(_base, configs)), common=0.0).codes,
+            {row: _shape(config) for row, config in enumerate(configs) if config.compile},
         )
 
     # What is to be gained
@@ -302,7 +324,7 @@ class GuidedSampler(BaseSampler):
         )
         best = [self._values(r) for r, _ in trials.measured if self._may_win(world, r)]
         gains, chances = expected_gains(goal, best)
-        merits = gains * fit
+        merits = expected_gains(replace(goal, first=goal.first.surer(BOLDNESS)), best)[0] * fit
         if best:
             merits = merits / self._seconds(world, trials, speed)
         merits = merits * (1.0 + 1e-6 * self._random.random(len(merits)))
@@ -359,12 +381,12 @@ class GuidedSampler(BaseSampler):
         steps = world.tokens_per_step / np.exp(speed.mean) * self._steps
         seconds = ATTACH_SECONDS + np.minimum(steps, 2 * self._steps_seconds_max)
         compiled = {_shape(record.config) for record in trials.records}
-        base = trials.records[-1].config.base() if trials.records else None
-        for row, config in enumerate(world.configs):
-            if config.compile and _shape(config) not in compiled:
+        for row, shape in world.shapes.items():
+            if shape not in compiled:
                 seconds[row] += COMPILE_SECONDS
-            if base is not None and not _has_base(config, base):
-                seconds[row] += REBUILD_SECONDS
+        if trials.records:
+            there = world.bases[world.rows[identity(trials.records[-1].config)]]
+            seconds += REBUILD_SECONDS * (world.bases != there)
         return seconds
 
 
@@ -451,5 +473,5 @@ def _shape(config: TrialConfig) -> Any:
 _BASE_KEYS = tuple(key for key, knob in KNOBS.items() if knob.shapes_base)
 
 
-def _has_base(config: TrialConfig, base: TrialConfig) -> bool:
-    return all(getattr(config, key) == getattr(base, key) for key in _BASE_KEYS)
+def _base(config: TrialConfig) -> Any:
+    return tuple(getattr(config, key) for key in _BASE_KEYS)

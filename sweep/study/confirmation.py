@@ -87,10 +87,11 @@ class Plan:
         ranking = self.ranking
         begun = {canonical(r.config) for r in self._of("confirm")}
         alike = [r for r in ranking.ranked if r is ranking.winner or r.number in ranking.tied]
-        chosen = [] if len(begun) >= BEGUN_MAX else alike[:CONTENDERS_MAX]
         kept = [r for r in ranking.ranked if canonical(r.config) in begun]
-        unique = {canonical(r.config): r for r in (*chosen, *kept, *self._references())}
-        return tuple(unique.values())
+        named = (*alike[:CONTENDERS_MAX], *kept, *self._references())
+        unique = {canonical(r.config): r for r in named}
+        is_full = len(begun) >= BEGUN_MAX
+        return tuple(r for key, r in unique.items() if key in begun or not is_full)
 
     def _references(self) -> Iterator[TrialRecord]:
         """Yield what a gain is stated over and, where the winner's cannot be, whose it is then."""

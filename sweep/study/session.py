@@ -29,6 +29,7 @@ from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
+from storage.recovery import next_number
 from storage.study import NAME_BYTES_MAX, NAME_MAX, OpenStudy, open_study
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
@@ -43,7 +44,7 @@ from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
-from sweep.study.tuner import tune
+from sweep.study.tuner import trials_spent, tune
 
 Watch = Callable[[OpenStudy, Interruption], AbstractContextManager[Listener]]
 """Shows a study while it runs."""
@@ -263,24 +264,17 @@ def drive(
         EnvironmentFault: database, device or disk is not to be had.
     """
     quiet_optuna()
-    space = prepared.space
     preflight = _preflight(prepared, warn=warn)
-    sampler = make_sampler(space.sampler, space, seed=space.seed, preflight=preflight)
-    study = open_study(
-        prepared.name,
-        url=storage,
-        definition=prepared.definition,
-        sampler=sampler,
-        environment=_environment(prepared),
-        home=runs_directory(),
-    )
+    space, sampler = prepared.space, _sampler(prepared.space, preflight)
+    study = _opened(prepared, storage, sampler)
     runner = new_runner(prepared)
     interruption = Interruption(cancel=runner.cancel)
     try:
         with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
-            # Its imports take longer than all that is done here until the first trial.
-            runner.start()
-            _trace_space(space, preflight, interruption=interruption, listener=listener)
+            if _has_trials_left(study):
+                # Its imports take longer than all that is done here until the first trial.
+                runner.start()
+                _trace_space(space, preflight, interruption=interruption, listener=listener)
             return work(
                 study,
                 runner=runner,
@@ -288,7 +282,7 @@ def drive(
                 stopping=Stopping(
                     space,
                     usd_per_hour=price_of(space, gpu=prepared.target.gpu),
-                    outlook=lambda: _outlook(sampler, study),
+                    outlook=partial(_outlook, sampler, study),
                 ),
                 on_event=listener,
                 should_stop=interruption.is_requested,
@@ -299,6 +293,11 @@ def drive(
         if not interruption.is_requested():
             raise
         return StopReason.INTERRUPTED
+
+
+def _has_trials_left(study: OpenStudy) -> bool:
+    records = study.records()
+    return trials_spent(records, since=next_number(records)) < study.definition.space.trials
 
 
 def _trace_space(
@@ -319,9 +318,26 @@ def _trace_space(
         preflight.prepare(one_of_each_kind(space), on_progress=tell)
 
 
-def _outlook(sampler: BaseSampler, study: OpenStudy) -> Outlook | None:
+def _outlook(sampler: BaseSampler, study: OpenStudy, besides: int | None) -> Outlook | None:
     """Return what is still to be gained; None from a sampler that cannot tell."""
-    return sampler.outlook(study.study) if isinstance(sampler, GuidedSampler) else None
+    if not isinstance(sampler, GuidedSampler):
+        return None
+    return sampler.outlook(study.study, besides=besides)
+
+
+def _sampler(space: SearchSpace, preflight: Preflight) -> BaseSampler:
+    return make_sampler(space.sampler, space, seed=space.seed, preflight=preflight)
+
+
+def _opened(prepared: Prepared, storage: str, sampler: BaseSampler) -> OpenStudy:
+    return open_study(
+        prepared.name,
+        url=storage,
+        definition=prepared.definition,
+        sampler=sampler,
+        environment=_environment(prepared),
+        home=runs_directory(),
+    )
 
 
 def _environment(prepared: Prepared) -> dict[str, Any]:

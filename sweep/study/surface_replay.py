@@ -136,7 +136,7 @@ def trials_of(recorded: Recorded, sampler: SamplerName, *, seed: int) -> Iterato
 
 def _sampler(name: SamplerName, rows: _Rows, preflight: Preflight, *, seed: int) -> BaseSampler:
     if name == "guided":
-        return GuidedSampler(
+        guided = GuidedSampler(
             rows,
             preflight=preflight,
             objectives=("tokens_per_second",),
@@ -144,6 +144,8 @@ def _sampler(name: SamplerName, rows: _Rows, preflight: Preflight, *, seed: int)
             steps=StepBudget(),
             seed=seed,
         )
+        guided.prepare()
+        return guided
     return _RowSampler(optunas_own(name, seed=seed), rows, preflight, seed=seed, draws=DRAWS[name])
 
 

@@ -77,16 +77,7 @@ def tune(
     driver = _Driver(study, runner, preflight, stopping, clock, on_event, should_stop)
     with interruptible():
         driver.recover()
-    while (reason := driver.reason_to_stop()) is None:
-        try:
-            with interruptible():
-                trial = driver.ask()
-                refused = driver.check(trial)
-        except KeyboardInterrupt:
-            study.abandon()
-            reason = StopReason.INTERRUPTED
-            break
-        driver.tell(trial, refused or driver.run(trial))
+    reason = driver.search(interruptible)
     driver.end(reason)
     if reason is not StopReason.INTERRUPTED and not driver.confirm():
         reason = StopReason.INTERRUPTED
@@ -189,6 +180,19 @@ class _Driver:
         confirmed = self.study.confirmations()
         self.preflight.learn_all(r for r in confirmed if isinstance(r.outcome, OutOfMemory))
 
+    def search(self, interruptible: Callable[[], AbstractContextManager[None]]) -> StopReason:
+        """Run trial after trial, and return why that stopped."""
+        while (reason := self.reason_to_stop()) is None:
+            try:
+                with interruptible():
+                    trial = self.ask()
+                    refused = self.check(trial)
+            except KeyboardInterrupt:
+                self.study.abandon()
+                return StopReason.INTERRUPTED
+            self.tell(trial, refused or self.run(trial))
+        return reason
+
     def reason_to_stop(self) -> StopReason | None:
         """Return why no further trial should start; None where one should."""
         if self.should_stop():
@@ -207,7 +211,7 @@ class _Driver:
     def end(self, reason: StopReason) -> None:
         """Store why the search ended, and what it was not able to rule out."""
         if reason is not StopReason.INTERRUPTED:
-            self.study.note_end(outlook_document(reason, self.stopping.outlook()))
+            self.study.note_end(outlook_document(reason, self.stopping.outlook(None)))
 
     def ask(self) -> _OpenTrial:
         """Begin the next trial: the baseline first, then what failed, then what the sampler asks.

@@ -22,7 +22,8 @@ from reports import uncertainty, units
 from reports.outcomes import outcome_line, verdict_words
 from search_spaces.config import TrialConfig
 from storage.definition import StudyDefinition
-from storage.ranking import Gain, Ranking, compare, rank
+from storage.gain import Gain, compare
+from storage.ranking import Ranking, rank
 from storage.records import TrialRecord
 from storage.recovery import next_number
 from sweep.running.runner import Progress
@@ -38,7 +39,7 @@ from sweep.study.events import (
 )
 from sweep.study.tuner import trials_spent
 from sweep.terminal.console import Unfailing, note
-from sweep.terminal.working import is_worth_a_line, tracing_words
+from sweep.terminal.working import TRACED, is_worth_a_line, progress_words
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 40
@@ -165,7 +166,7 @@ def _plain(board: Board, *, is_stopping: Callable[[], bool]) -> Listener:
             board.is_stopping = True
             note(STOPPING)
         if isinstance(event, SpaceTraced) and is_worth_a_line(event.done, event.of):
-            note(f"{_time()} {tracing_words(event.done, event.of)}")
+            note(f"{_time()} {progress_words(TRACED, event.done, event.of)}")
         if isinstance(event, ConfirmationStarted):
             note(f"{_time()} {confirming_line(event)}")
         if isinstance(event, TrialStarted) and board.is_first and board.confirming is None:
@@ -276,7 +277,7 @@ def _best(board: Board) -> str:
 
 def _now(board: Board) -> str:
     if board.tracing is not None:
-        return tracing_words(board.tracing.done, board.tracing.of)
+        return progress_words(TRACED, board.tracing.done, board.tracing.of)
     if board.current is None:
         return "choosing the next configuration"
     number, config = board.current.number, board.current.config

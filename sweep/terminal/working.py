@@ -8,15 +8,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 
 from sweep.terminal.console import note
 
+TRACED = "structures traced"
 
-def tracing_words(done: int, of: int) -> str:
-    """Return how far tracing is, in words."""
-    return f"tracing the model's memory: {done} of {of} structures"
+
+def progress_words(what: str, done: int, of: int) -> str:
+    """Return how far something is: ``12 of 36 structures traced``."""
+    return f"{done} of {of} {what}"
 
 
 def is_worth_a_line(done: int, of: int) -> bool:
@@ -25,18 +28,23 @@ def is_worth_a_line(done: int, of: int) -> bool:
 
 
 @contextmanager
-def working(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show on stderr what takes more than a second; yields what hears how far tracing is.
+def working(doing: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+    """Show on stderr that something takes more than a second.
 
-    A terminal shows it as long as it takes; elsewhere only tracing is said, in some lines.
+    Yields what returns, for the name of a part of it, what hears how much of that is done, of how
+    much. A terminal shows it as long as it takes; elsewhere such parts are said in some lines.
     """
     if not sys.stderr.isatty():
-        yield _note_tracing
+        yield lambda what: partial(_note_progress, what)
         return
-    with Console(stderr=True).status(what) as status:
-        yield lambda done, of: status.update(tracing_words(done, of) if done < of else what)
+    with Console(stderr=True).status(doing) as status:
+
+        def show(what: str, done: int, of: int) -> None:
+            status.update(progress_words(what, done, of) if done < of else doing)
+
+        yield lambda what: partial(show, what)
 
 
-def _note_tracing(done: int, of: int) -> None:
+def _note_progress(what: str, done: int, of: int) -> None:
     if is_worth_a_line(done, of):
-        note(tracing_words(done, of))
+        note(progress_words(what, done, of))

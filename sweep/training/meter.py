@@ -315,15 +315,13 @@ class Meter:
             final_loss: of the last step.
             trainable_parameters: weights that were trained.
             flops_utilization: of `median_seconds`; None where unknown.
-            quantized_share: of the weights that are meant to be in 4 bits, how many are; None for a
-                16-bit base.
+            quantized_share: of the weights meant to be in 4 bits; None for a 16-bit base.
             compile_seconds: that compiling took; None where nothing was to be compiled.
             is_emulated: whether another card stands in for the target.
             is_extrapolated: whether a part of each accumulation was derived.
         """
         median = self.median_seconds
         used = [r.used_bytes for r in self._readings if r.used_bytes is not None]
-        clocks = [r.sm_clock_mhz for r in self._readings if r.sm_clock_mhz is not None]
         return Measurement(
             tokens_per_second=self.config.tokens_per_step / median,
             samples_per_second=self.config.samples_per_step / median,
@@ -342,7 +340,7 @@ class Meter:
             training_seconds=self._warmup_spent + self._measured_spent,
             allocator_retries=self.device.allocator_retries(),
             flags=self._flags(is_emulated=is_emulated, is_extrapolated=is_extrapolated),
-            sm_clock_mhz=int(statistics.median(clocks)) if clocks else None,
+            sm_clock_mhz=self._clock_mhz(),
             throttle_reasons=self._throttle_reasons(),
             quantized_share=quantized_share,
             compile_seconds=compile_seconds,
@@ -358,6 +356,10 @@ class Meter:
     def median_seconds(self) -> float:
         """Seconds of the median measured step."""
         return statistics.median(self.measured)
+
+    def _clock_mhz(self) -> int | None:
+        clocks = [r.sm_clock_mhz for r in self._readings if r.sm_clock_mhz is not None]
+        return int(statistics.median(clocks)) if clocks else None
 
     def _throttle_reasons(self) -> tuple[str, ...]:
         return tuple(sorted({reason for r in self._readings for reason in r.throttle_reasons}))

@@ -12,6 +12,7 @@ from the best. `tests/bench/README.md` keeps what was measured.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,10 @@ class Reversed:
     @property
     def spread(self) -> Array:
         return self.right.spread
+
+    @property
+    def launch_shares(self) -> Array:
+        return self.right.launch_shares
 
     def log_seconds(self, log_factors: Array, rows: Any) -> Array:
         return self.log_k - self.right.log_seconds(log_factors, rows)
@@ -77,13 +82,14 @@ def wrong(recorded: Recorded, *, is_reversed: bool, memory: float) -> Recorded:
 
 def ended(recorded: Recorded) -> tuple[int, float]:
     """Return after how many trials a guided search ends by itself, and how far below the best."""
-    fastest, count = 0.0, 0
+    fastest, count, gain = 0.0, 0, math.inf
     for trial in trials_of(recorded, "guided", seed=0):
         count += 1
         if trial.row.fits(recorded.budget_bytes):
             fastest = max(fastest, trial.row.tokens_per_second or 0.0)
         outlook = trial.outlook()
-        if outlook is not None and outlook.gain < GAIN:
+        before, gain = gain, math.inf if outlook is None else outlook.gain
+        if max(before, gain) < GAIN:
             break
     return count, 1.0 - fastest / (recorded.best.tokens_per_second or 1.0)
 

@@ -10,7 +10,7 @@ from reports import uncertainty
 from reports.summary import summary_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from storage.ranking import Gain
+from storage.gain import Gain
 from storage.records import Need
 from tests.reports.synthetic import BUDGET_BYTES, definition, fits, measurement, snapshot
 from tests.storage.builders import confirmed

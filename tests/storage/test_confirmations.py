@@ -12,7 +12,8 @@ from scipy.special import stdtrit
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.confirmations import _T_975, Confirmations, Spread, pool
-from storage.ranking import Ranking, compare, measured_of, rank
+from storage.gain import compare
+from storage.ranking import Ranking, measured_of, rank
 from storage.records import (
     Crashed,
     Measured,

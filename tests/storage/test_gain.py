@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from search_spaces.config import TrialConfig
-from storage.ranking import Comparison, compare, rank
+from storage.gain import Comparison, compare
+from storage.ranking import rank
 from storage.records import Measured, Outcome, OutOfMemory, TrialRecord
 from tests.storage.builders import a_definition, confirmed, fits
 

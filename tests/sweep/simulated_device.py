@@ -131,6 +131,10 @@ class OneFactor:
     def spread(self) -> Array:
         return np.full((1, 1), 0.3**2)
 
+    @property
+    def launch_shares(self) -> Array:
+        return np.zeros(len(self.known))
+
     def log_seconds(self, log_factors: Array, rows: Any) -> Array:
         return np.asarray(self.known[rows] + log_factors[0])
 

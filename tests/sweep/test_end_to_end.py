@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,11 @@ def test_a_study_on_the_cpu_finds_a_winner_writes_its_report_and_goes_on(
     assert document["best"]["measurement"]["tokens_per_second"] > 0
     assert document["baseline"]["tokens_per_second"] > 0
     assert "Starting study cpu-demo: 4 trials." in err
+    assert "the search has ended: measuring trial" in err
+    assert document["confirmation"]["runs"] >= 2
+    assert document["confirmation"]["soak"]["checkpoint_bytes"] > 0
+    assert document["confirmation"]["soak"]["evaluation_loss"] > 0
+    assert (document["baseline"]["gain"] is not None) <= document["confirmed"]
     assert "\x1b" not in err
     assert (tmp_path / "runs" / "cpu-demo" / "report.html").stat().st_size > 100_000
 
@@ -53,7 +59,9 @@ def test_a_study_on_the_cpu_finds_a_winner_writes_its_report_and_goes_on(
     out, err = again.communicate(timeout=60)
     assert again.returncode == 0
     assert "Resuming study cpu-demo: 4 of 4 trials are done." in err
-    assert "The fastest configuration that fits is trial" in out
+    assert "search has ended" not in err, "what was measured again is not measured once more"
+    assert re.search("The fastest configuration that fits is trial|No clear winner", out)
+    assert "Measured again:" in out
 
 
 def test_two_interrupts_end_the_study_and_its_worker_at_once(start: Start) -> None:

@@ -25,7 +25,9 @@ from sweep.predict.memory.prediction import (
     predicted,
     stated_uncertainty,
 )
-from sweep.predict.memory.replay import wasted_bytes
+from sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from sweep.predict.memory.replay import Uncapped, replay_uncapped
+from sweep.predict.memory.replays import replay_all
 from sweep.predict.memory.step import Step
 
 FITS: tuple[Fit, ...] = (Fit.NO, Fit.UNCERTAIN, Fit.YES)
@@ -66,6 +68,16 @@ class WholeMemory(Protocol):
         """
         ...
 
+    def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
+        """Replay every step whose reserved peak takes that, on all processors.
+
+        Where all of them are going to be looked at; one by one they are replayed when they are.
+
+        Args:
+            on_progress: told how many have been replayed, of how many.
+        """
+        ...
+
     def fits(
         self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
     ) -> NDArray[np.int8]:
@@ -102,6 +114,7 @@ class PeakMemory:
         self._refused = {
             row: step for row, step in enumerate(steps) if isinstance(step, InputError)
         }
+        self._replays: dict[int, Uncapped] = {}
         self._asked = find_peaks(list(self.steps.values()))
 
     @property
@@ -112,7 +125,10 @@ class PeakMemory:
     @cached_property
     def peak_allocated_bytes(self) -> NDArray[np.int64]:
         """See `WholeMemory`; some milliseconds for each whose blocks may hold too much."""
-        wasted = [wasted_bytes(step) if step.may_waste else 0 for step in self.steps.values()]
+        wasted = [
+            self._uncapped(row).wasted_bytes if step.may_waste else 0
+            for row, step in self.steps.items()
+        ]
         return self._spread(self._asked.wasting(np.array(wasted, self._asked.there.dtype)))
 
     @cached_property
@@ -131,9 +147,20 @@ class PeakMemory:
             # A new exception each time, as one that is raised twice keeps the frames of both.
             raise type(self._refused[row])(*self._refused[row].args)
         step, peaks = self.steps[row], self._asked.at(self._index[row])
-        if step.may_waste:
-            peaks = peaks.wasting(np.array([wasted_bytes(step)]))
-        return predicted(step, peaks)
+        uncapped = self._uncapped(row) if step.may_waste else self._replays.get(row)
+        return predicted(step, peaks, uncapped)
+
+    def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
+        """See `WholeMemory`."""
+        rows = [r for r, step in self.steps.items() if not step.config.expandable_segments]
+        missing = [row for row in rows if row not in self._replays]
+        steps = [self.steps[row] for row in missing]
+        self._replays.update(zip(missing, replay_all(steps, on_progress=on_progress), strict=True))
+
+    def _uncapped(self, row: int) -> Uncapped:
+        if row not in self._replays:
+            self._replays[row] = replay_uncapped(self.steps[row])
+        return self._replays[row]
 
     def fits(
         self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None

@@ -35,14 +35,15 @@ def one_of_each_kind(space: SearchSpace) -> Iterator[TrialConfig]:
         yield space.config({**params, **dict(zip(kinds, row, strict=True))})
 
 
-def _recomputed(fraction: float) -> tuple[bool, bool]:
-    """Whether some layers are recomputed, and whether some are not."""
-    return fraction > 0, fraction < 1
+def _of_layers(share: float) -> tuple[bool, bool]:
+    """Whether some layers are of the one kind, and whether some are of the other."""
+    return share > 0, share < 1
 
 
 _KIND_OF: dict[str, Callable[[Any], Any]] = {
-    "checkpoint_fraction": _recomputed,
     **{key: knob.traced for key, knob in KNOBS.items() if knob.traced},
+    "checkpoint_fraction": _of_layers,
+    "quantized_fraction": _of_layers,
 }
 
 

@@ -125,8 +125,12 @@ class _Resident:
     def of(self, step: Step) -> list[int]:
         """Return the bytes of each of `PARTS`."""
         config = step.config
+        profile = step.profile
         key = (
-            id(step.profile),
+            # Many structures have the same base and the same adapters.
+            profile.base,
+            profile.adapters,
+            profile.positions,
             step.workspace_bytes,
             config.lora_rank,
             config.adapter_dtype,

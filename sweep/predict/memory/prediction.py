@@ -11,10 +11,12 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Self
 
+import numpy as np
+
 from search_spaces.config import TrialConfig
 from sweep.predict.memory.allocator import paged
 from sweep.predict.memory.peaks import Peaks
-from sweep.predict.memory.replay import reserved_bytes
+from sweep.predict.memory.replay import Uncapped, replay_uncapped, runs_under
 from sweep.predict.memory.step import Step
 
 
@@ -94,6 +96,8 @@ class MemoryPrediction:
     """The same of the reserved peak."""
     step: Step = field(repr=False)
     """What was walked."""
+    uncapped: Uncapped | None = field(default=None, repr=False)
+    """Its replay, where it has been replayed already."""
 
     @property
     def quantized_share(self) -> float | None:
@@ -108,9 +112,7 @@ class MemoryPrediction:
         """
         if self._expands:
             return int(paged(self.peak_allocated_bytes))
-        reserved = reserved_bytes(self.step)
-        assert reserved is not None, "an allocator without a limit cannot pass it"
-        return reserved
+        return (self.uncapped or replay_uncapped(self.step)).reserved_bytes
 
     def widened(self, uncertainty: float) -> Self:
         """Return the same prediction, at least so uncertain."""
@@ -173,12 +175,20 @@ class MemoryPrediction:
     def _runs_under(self, limit_bytes: int) -> bool:
         if self._expands:
             return self.peak_reserved_bytes <= limit_bytes
-        return reserved_bytes(self.step, limit_bytes=limit_bytes) is not None
+        return runs_under(self.step, limit_bytes=limit_bytes)
 
 
-def predicted(step: Step, peaks: Peaks) -> MemoryPrediction:
-    """Return the prediction of a step, given its peak."""
+def predicted(step: Step, peaks: Peaks, uncapped: Uncapped | None) -> MemoryPrediction:
+    """Return the prediction of a step, given its peak.
+
+    Args:
+        step: what was walked.
+        peaks: of this step alone, as if every block were as large as what was asked for.
+        uncapped: the step's replay; None where none is needed.
+    """
     stated = stated_uncertainty(step.config)
+    if uncapped is not None and step.may_waste:
+        peaks = peaks.wasting(np.array([uncapped.wasted_bytes]))
     return MemoryPrediction(
         peak_allocated_bytes=int(peaks.total_bytes[0]),
         breakdown=peaks.breakdown(0),
@@ -186,4 +196,5 @@ def predicted(step: Step, peaks: Peaks) -> MemoryPrediction:
         uncertainty=stated.allocated,
         reserved_uncertainty=stated.reserved,
         step=step,
+        uncapped=uncapped,
     )

@@ -73,15 +73,14 @@ class MemoryPredictor(Protocol):
         ...
 
     def prepare(
-        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress | None = None
+        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
     ) -> None:
         """Do once, and faster than one by one, what predicting these configurations takes first.
 
         Args:
             configs: of a whole space, say.
             on_progress: told how much of it is done, of how much, before it begins and after each
-                part; of nothing where there is nothing to do. None is whoever was told of when this
-                was made.
+                part; of nothing where there is nothing to do.
 
         Raises:
             EnvironmentFault: the tracing process has never answered.
@@ -99,7 +98,6 @@ class TracingPredictor:
             need.
         tracer: traces structures; by default a child process, started at the first one that is not
             kept.
-        on_progress: told of what `prepare` does, where that is not told of another.
     """
 
     def __init__(
@@ -109,38 +107,35 @@ class TracingPredictor:
         cache_dir: Path,
         compute_capability: tuple[int, int] | None = None,
         tracer: Tracer | None = None,
-        on_progress: OnProgress = tell_nobody,
     ) -> None:
         self._model = model
         capability = compute_capability or HOPPER
         self._workspace_bytes = _workspace_bytes(capability)
         self._has_flash = capability >= AMPERE
         tracer = tracer or TracingChildren()
-        self._on_progress = on_progress
         self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer)
         self._known: dict[Hashable, Profile] = {}
 
     def prepare(
-        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress | None = None
+        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
     ) -> None:
         """Trace whatever structures are not kept yet, several at once.
 
         See `MemoryPredictor.prepare`.
         """
-        tell = on_progress or self._on_progress
         longest: dict[Structure, TrialConfig] = {}
         for config in _of_each_kind(configs):
             for structure in self._structures(config):
                 known = longest.setdefault(structure, config)
                 longest[structure] = max(known, config, key=_length)
-        self._profiles.fetch(longest, on_progress=tell)
+        self._profiles.fetch(longest, on_progress=on_progress)
         # From which length on masks exist is known of what was traced.
         long = [
             replace(structure, is_long=True)
             for structure, config in longest.items()
             if (profile := self._profiles.find(structure)) and _is_long(config, profile)
         ]
-        self._profiles.fetch(long, on_progress=tell)
+        self._profiles.fetch(long, on_progress=on_progress)
 
     def _structures(self, config: TrialConfig) -> Iterator[Structure]:
         """Yield the structures of a configuration's layers, as those of short sequences."""

@@ -108,10 +108,10 @@ class ProfileStore:
             # A new exception each time, as one that is raised twice keeps the frames of both.
             refused = self._refused[structure]
             raise type(refused)(*refused.args)
-        for part in structure.parts() if structure.is_mixed else ():
-            self.get(part)
         if (known := self.find(structure)) is not None:
             return known
+        if structure.is_mixed:
+            return _put_together(structure, *map(self.get, structure.parts()))
         in_bf16 = structure.in_bf16()
         if in_bf16 is not None and (shared := self.get(in_bf16)).is_same_in_fp16:
             return shared
@@ -120,20 +120,16 @@ class ProfileStore:
     def find(self, structure: Structure) -> Profile | None:
         """Return a structure's profile where nothing has to be traced for it, now or ever."""
         if structure not in self._profiles:
-            profile = self._mixed(structure) if structure.is_mixed else self._shared(structure)
+            profile = self._find(structure)
             if profile is None:
                 return None
             self._profiles[structure] = profile
         return self._profiles[structure]
 
-    def _mixed(self, structure: Structure) -> Profile | None:
-        packed, wide = map(self.find, structure.parts())
-        if packed is None or wide is None:
-            return None
-        quantized = structure.config.quantized_layers(len(packed.positions))
-        return mixed(packed, wide, quantized=quantized)
-
-    def _shared(self, structure: Structure) -> Profile | None:
+    def _find(self, structure: Structure) -> Profile | None:
+        if structure.is_mixed:
+            parts = tuple(map(self.find, structure.parts()))
+            return None if None in parts else _put_together(structure, *filter(None, parts))
         in_bf16 = structure.in_bf16()
         shared = None if in_bf16 is None else self._read(in_bf16)
         is_shared = shared is not None and shared.is_same_in_fp16
@@ -161,7 +157,7 @@ class ProfileStore:
         Raises:
             EnvironmentFault: the tracing process has never answered.
         """
-        wanted = tuple(part for structure in structures for part in structure.parts())
+        wanted = [part for structure in structures for part in structure.parts()]
         self._fetch([s.in_bf16() or s for s in wanted], on_progress)
         # What tells the two 16-bit types apart has to be traced in both.
         self._fetch(wanted, on_progress)
@@ -250,6 +246,11 @@ class ProfileStore:
     def _digest(self, structure: Structure) -> str:
         parts = [self._model.fingerprint, structure.to_json(), tracing_fingerprint()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _put_together(structure: Structure, packed: Profile, wide: Profile) -> Profile:
+    layers = len(packed.positions)
+    return mixed(packed, wide, quantized=structure.config.quantized_layers(layers))
 
 
 def write_cache(path: Path, values: dict[str, Any]) -> None:

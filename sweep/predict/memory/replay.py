@@ -17,7 +17,7 @@ from sweep.predict.memory.allocator import (
 )
 from sweep.predict.memory.polynomials import evaluate
 from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, LEAVE, Entry
-from sweep.predict.memory.step import Step
+from sweep.predict.memory.step import Step, Visit
 
 _HEAVY_STATES = 0.05
 """Share of what is allocated, above which it matters where the optimizer's states lie."""
@@ -82,11 +82,12 @@ class Replay:
         """Replay a segment of a layer of the whole model, or of the step as a whole."""
         self._make_small_room(tape.small_peak_bytes)
         temporaries: dict[int | str, int] = {}
+        allocate, free = self._allocator.allocate, self._allocator.free
         for what, key, value in tape.entries:
             if what == BIRTH:
-                temporaries[key] = self._allocator.allocate(value)
+                temporaries[key] = allocate(value)
             elif what == DEATH:
-                self._allocator.free(temporaries.pop(key))
+                free(temporaries.pop(key))
             elif what == LEAVE:
                 self._left.setdefault(key, {})[layer] = self._allocate(value)
             elif what == FETCH:
@@ -134,18 +135,30 @@ def base_allocator(step: Step, *, limit_bytes: int | None = None) -> CachingAllo
     )
 
 
-def reserved_bytes(step: Step, *, limit_bytes: int | None = None) -> int | None:
-    """Return the most that the allocator would hold in a step; None where it passes the limit."""
+def runs_under(step: Step, *, limit_bytes: int) -> bool:
+    """Return whether a step runs where no more than so much may be reserved; some milliseconds."""
     try:
-        return replayed(step, limit_bytes=limit_bytes).peak_reserved_bytes
+        replayed(step, limit_bytes=limit_bytes)
     except OutOfSegments:
-        return None
+        return False
+    return True
 
 
-def wasted_bytes(step: Step) -> int:
-    """Return by how much unsplit remainders of blocks raise the peak; some milliseconds."""
+@dataclass(frozen=True)
+class Uncapped:
+    """What a step comes to where nothing limits what may be reserved."""
+
+    reserved_bytes: int
+    """The most that the allocator holds."""
+    wasted_bytes: int
+    """By how much unsplit remainders of blocks raise the peak."""
+
+
+def replay_uncapped(step: Step) -> Uncapped:
+    """Return what a step comes to without a limit; some milliseconds."""
     allocator = replayed(step)
-    return allocator.peak_allocated_bytes - allocator.peak_requested_bytes
+    wasted = allocator.peak_allocated_bytes - allocator.peak_requested_bytes
+    return Uncapped(allocator.peak_reserved_bytes, wasted)
 
 
 def replayed(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
@@ -155,7 +168,7 @@ def replayed(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
         OutOfSegments: it passes the limit.
     """
     allocator = base_allocator(step, limit_bytes=limit_bytes)
-    replay = Replay(allocator)
+    replay, tapes = Replay(allocator), _Tapes(step)
     replay.hold(step.adapters)
     # A step that is not the first finds the states where the first one's end has put them. Where
     # they are small it makes no difference to assume that they were there from the start.
@@ -163,24 +176,44 @@ def replayed(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
     if is_heavy or limit_bytes is not None:
         # They are made at the end of the first step, in what it has left free; and under a limit it
         # is the second step that must do with blocks that the first one has cut up.
-        _play(step, replay)
+        _play(step, tapes, replay)
     replay.hold(step.states)
-    _play(step, replay)
+    _play(step, tapes, replay)
     return allocator
 
 
-def _play(step: Step, replay: Replay) -> None:
+class _Tapes:
+    """The tapes of a step's segments at real sizes."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._sizes: dict[bool, list[int]] = {}
+        self._known: dict[tuple[str, bool], SizedTape] = {}
+
+    def of(self, visit: Visit) -> SizedTape:
+        """Return the tape of a segment."""
+        if visit.key not in self._known:
+            sizes = self._sizes_of(visit.is_checkpointed)
+            self._known[visit.key] = sized(self._step.segment(visit).tape, sizes)
+        return self._known[visit.key]
+
+    def _sizes_of(self, is_checkpointed: bool) -> list[int]:
+        if is_checkpointed not in self._sizes:
+            sizes = self._step.profiles[is_checkpointed].sizes
+            self._sizes[is_checkpointed] = [evaluate(size, self._step.values) for size in sizes]
+        return self._sizes[is_checkpointed]
+
+
+def _play(step: Step, tapes: _Tapes, replay: Replay) -> None:
     if step.accumulates:
         replay.hold(step.adapters)
-    tapes: dict[tuple[str, bool], SizedTape] = {}
+    seen: set[tuple[str, bool]] = set()
     for visit in step.visits():
-        key = (visit.name, visit.is_checkpointed)
-        if key not in tapes:
-            sizes = [evaluate(size, step.values) for size in step.profiles[key[1]].sizes]
-            tapes[key] = sized(step.segment(visit).tape, sizes)
-        elif visit.moment == "backward" and step.layer_keeps_bytes(visit) <= 0:
+        is_again = visit.key in seen
+        if is_again and visit.moment == "backward" and step.layer_keeps_bytes(visit) <= 0:
             # The same layer again, with less alive than before it, and free blocks that served the
             # last one: nothing new can come.
             break
-        replay.play(tapes[key], layer=visit.layer)
+        seen.add(visit.key)
+        replay.play(tapes.of(visit), layer=visit.layer)
     replay.end_step()

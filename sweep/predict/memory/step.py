@@ -41,6 +41,11 @@ class Visit:
     """Decoder layer of the whole model; 0 for what happens once."""
 
     @property
+    def key(self) -> tuple[str, bool]:
+        """The segment and whose it is; the layers that share it are alike."""
+        return self.name, self.is_checkpointed
+
+    @property
     def moment(self) -> str:
         """``forward``, ``loss`` or ``backward``."""
         kind = self.name.partition(" ")[0]

@@ -53,6 +53,12 @@ class LogFactors:
         """Covariance of the factors' logarithms before anything was measured."""
         return factor_covariance()
 
+    @cached_property
+    def launch_shares(self) -> Array:
+        """Share of each step that goes with the host's launches, by the catalogue's rates."""
+        unchanged = np.zeros(len(FACTORS))
+        return self.slopes(unchanged, slice(None))[:, FACTORS.index("launch")]
+
     def log_seconds(self, log_factors: Array, rows: Rows) -> Array:
         """Return the logarithm of some configurations' seconds."""
         return np.log(_part(self._phases, rows).seconds(np.exp(log_factors)))

@@ -7,6 +7,8 @@ knows nothing of torch, storage or files.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,9 +20,8 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from sweep.predict.speed.arrays import StepTimes
-from sweep.predict.speed.calibration import Calibration, in_order
+from sweep.predict.speed.calibration import FACTORS, Calibration, in_order
 from sweep.predict.speed.phases import OVERHEAD_SECONDS, StepPhases, overlapped, refusal
-from sweep.predict.speed.work import TERMS
 
 Bottleneck = Literal["compute", "bandwidth", "launch"]
 
@@ -67,42 +68,66 @@ def predict_step(
     Raises:
         InputError: the architecture is not known, or the card has no rate for the compute type.
     """
-    reason = refusal(config, model=model, gpu=gpu)
-    if reason is not None:
-        raise InputError(reason)
-    times = StepTimes([config], model=model, gpu=gpu)
+    (prediction,) = predict_steps([config], model=model, gpu=gpu, calibration=calibration)
+    if isinstance(prediction, InputError):
+        raise prediction
+    return prediction
+
+
+def predict_steps(
+    configs: Sequence[TrialConfig],
+    *,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    calibration: Calibration | None = None,
+) -> list[SpeedPrediction | InputError]:
+    """Return the predicted step of each configuration, or why it has none.
+
+    Arguments are those of `predict_step`.
+    """
+    times = StepTimes(configs, model=model, gpu=gpu)
+    seconds = times.seconds(calibration)
     factors = in_order(None if calibration is None else calibration.factors)
-    seconds, step = float(times.seconds(calibration)[0]), times.phases
-    return SpeedPrediction(
-        step_seconds=seconds,
-        tokens_per_second=config.tokens_per_step / seconds,
-        bottleneck=_bottleneck(step, factors),
-        flops_utilization=float(step.model_flops[0] / seconds / step.peak_flops[0]),
-        terms=_terms(step, factors),
-        basis="predicted" if calibration is None else "calibrated",
-        uncertainty=float(times.uncertainty(calibration)[0]),
-        trials=0 if calibration is None else calibration.trials,
+    rows = zip(
+        configs,
+        seconds.tolist(),
+        (times.phases.model_flops / seconds / times.phases.peak_flops).tolist(),
+        times.uncertainty(calibration).tolist(),
+        _terms(times.phases, factors).tolist(),
+        _bottlenecks(times.phases, factors),
+        strict=True,
     )
+    return [
+        InputError(str(refusal(config, model=model, gpu=gpu)))
+        if math.isnan(step_seconds)
+        else SpeedPrediction(
+            step_seconds=step_seconds,
+            tokens_per_second=config.tokens_per_step / step_seconds,
+            bottleneck=bottleneck,
+            flops_utilization=utilization,
+            terms=dict(zip(FACTORS, terms, strict=True)),
+            basis="predicted" if calibration is None else "calibrated",
+            uncertainty=uncertainty,
+            trials=0 if calibration is None else calibration.trials,
+        )
+        for config, step_seconds, utilization, uncertainty, terms, bottleneck in rows
+    ]
 
 
-def _terms(step: StepPhases, factors: NDArray[np.float64]) -> dict[str, float]:
+def _terms(steps: StepPhases, factors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return seconds by configuration and factor; of launches what the card waits for them."""
     *of_card, launch, overhead = factors
-    by_term = step.device[0] * of_card
-    device = by_term.sum(axis=1)
-    waits = overlapped(device, step.launch[0] * launch) - device
-    return {
-        **dict(zip(TERMS, by_term.sum(axis=0).tolist(), strict=True)),
-        "launch": float(waits.sum()),
-        "overhead": OVERHEAD_SECONDS * float(overhead),
-    }
+    by_term = steps.device * of_card
+    device = by_term.sum(axis=2)
+    waits = (overlapped(device, steps.launch * launch) - device).sum(axis=1)
+    fixed = np.full(len(waits), OVERHEAD_SECONDS * overhead)
+    return np.column_stack([by_term.sum(axis=1), waits, fixed])
 
 
-def _bottleneck(step: StepPhases, factors: NDArray[np.float64]) -> Bottleneck:
+def _bottlenecks(steps: StepPhases, factors: NDArray[np.float64]) -> list[Bottleneck]:
     *of_card, launch, _ = factors
-    waits: dict[Bottleneck, float] = {
-        "compute": float((step.compute[0] * of_card).sum()),
-        "bandwidth": float((step.memory[0] * of_card).sum()),
-    }
-    if step.launch[0].sum() * launch > sum(waits.values()):
-        return "launch"
-    return max(waits, key=lambda name: waits[name])
+    compute, memory = ((part * of_card).sum(axis=(1, 2)) for part in (steps.compute, steps.memory))
+    waits = steps.launch.sum(axis=1) * launch > compute + memory
+    names: tuple[Bottleneck, ...] = ("compute", "bandwidth", "launch")
+    codes = np.where(waits, 2, memory > compute)
+    return [names[code] for code in codes.tolist()]

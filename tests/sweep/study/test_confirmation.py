@@ -14,7 +14,8 @@ import pytest
 from optuna.samplers import TPESampler
 
 from search_spaces.config import TrialConfig
-from storage.ranking import Ranking, compare, rank
+from storage.gain import compare
+from storage.ranking import Ranking, rank
 from storage.records import (
     Crashed,
     Measured,
@@ -500,6 +501,41 @@ def test_in_another_class_the_fastest_of_the_baselines_own_is_confirmed_too(
     assert comparison.reason == "another_class"
     assert comparison.class_gain is not None
     assert comparison.class_gain.ratio == pytest.approx(2.0)
+
+
+def test_of_several_objectives_the_knee_is_confirmed(tmp_path: Path) -> None:
+    objectives = {"objectives": ["tokens_per_second", "peak_memory"]}
+    with opened(tmp_path, **(SPACE | objectives)) as study:
+        drive(study, a_runner())
+        ranking = ranking_of(study)
+    assert ranking.is_confirmed
+    assert len(ranking.front) > 1
+
+
+def test_a_machine_that_got_slower_does_not_have_the_whole_space_measured_again(
+    tmp_path: Path,
+) -> None:
+    """Whatever is measured again falls behind all that was not, by half."""
+    ran: Counter[TrialConfig] = Counter()
+
+    def slowing(config: TrialConfig) -> Outcome:
+        ran[config] += 1
+        speed = 1_000.0 * config.micro_batch_size + 5_000.0 - config.lora_rank
+        return at_speed(config, speed * (1.0 if ran[config] == 1 else 0.5))
+
+    dimensions = {
+        "lora_rank": {"choices": [8, 16]},
+        "micro_batch_size": {"choices": list(range(1, 13))},
+    }
+    fixed = {"kernels": "liger", "target_modules": "attention"}
+    for objectives in (["tokens_per_second"], ["tokens_per_second", "peak_memory"]):
+        space = SPACE | {"dimensions": dimensions, "fixed": fixed, "trials": 24}
+        with opened(tmp_path / str(len(objectives)), **space, objectives=objectives) as study:
+            ran.clear()
+            drive(study, a_runner(slowing))
+            again = Counter(record.config for record in study.confirmations())
+        assert len(again) <= 8
+        assert max(again.values()) <= CONFIRM["repeats"] + 1
 
 
 def test_it_says_what_is_measured_again(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_panel_says_that_the_study_is_stopping() -> None:
 def test_the_panel_shows_how_far_tracing_is_until_it_is_done() -> None:
     board = a_board()
     board.take(SpaceTraced(done=12, of=36))
-    assert "tracing the model's memory: 12 of 36 structures" in shown(panel(board))
+    assert "12 of 36 structures traced" in shown(panel(board))
     board.take(SpaceTraced(done=36, of=36))
     assert "choosing the next configuration" in shown(panel(board))
 

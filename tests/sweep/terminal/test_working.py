@@ -18,14 +18,12 @@ class Terminal(io.StringIO):
 def test_without_a_terminal_only_tracing_is_said_and_on_stderr(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with working("predicting") as on_progress:
+    with working("predicting") as progress:
         for done in range(3):
-            on_progress(done, 2)
+            progress("structures traced")(done, 2)
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == [
-        f"tracing the model's memory: {done} of 2 structures" for done in range(3)
-    ]
+    assert err.splitlines() == [f"{done} of 2 structures traced" for done in range(3)]
 
 
 def test_a_terminal_shows_what_is_done_and_how_far_tracing_is(
@@ -33,8 +31,8 @@ def test_a_terminal_shows_what_is_done_and_how_far_tracing_is(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with working("predicting") as on_progress:
-        on_progress(3, 36)
+    with working("predicting") as progress:
+        progress("structures traced")(3, 36)
     assert "3 of 36 structures" in terminal.getvalue()
     with working("predicting"):
         pass

@@ -261,3 +261,15 @@ def test_two_real_children_trace_what_one_does(
     # A mask in fp32 widens the scores before the softmax; without it that sees a 16-bit type.
     told_apart = [s for s in asked if s.config.attention == "eager" and not s.config.upcast_fp32]
     assert not any(answers[s]["is_same_in_fp16"] for s in told_apart)
+
+
+def test_a_base_of_two_kinds_of_layers_takes_no_tracing_but_of_each_kind(tmp_path: Path) -> None:
+    tracer = ImaginedTracer()
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    configs = [TrialConfig(quantized_fraction=share) for share in (1.0, 0.75, 0.5, 0.25)]
+    predictor.prepare(configs)
+    assert {s.config.quantization for s in tracer.asked} == {"nf4", "none"}
+    assert len(tracer.asked) == 2
+    for config in configs:
+        predictor.predict(config)
+    assert len(tracer.asked) == 2

@@ -12,7 +12,7 @@ import pytest
 
 from sweep.predict.memory import prediction as memory
 from sweep.predict.memory.predictor import Fit, MemoryPrediction
-from sweep.predict.memory.replay import reserved_bytes
+from sweep.predict.memory.replay import runs_under
 from tests.sweep.predict.rows import (
     COMPILED,
     EDGES,
@@ -81,7 +81,7 @@ def _wrong_side(prediction: MemoryPrediction, row: Row) -> float:
     for step in range(round(CAP_RANGE / CAP_STEP)):
         change = step * CAP_STEP if ran else -step * CAP_STEP
         cap = int(row["budget_bytes"] * (1 + change))
-        if (reserved_bytes(prediction.step, limit_bytes=cap) is not None) is not ran:
+        if runs_under(prediction.step, limit_bytes=cap) is not ran:
             worst = change
     return worst
 

@@ -1,0 +1,107 @@
+"""Owns what a study's winner gained over its baseline, or why that is not stated. Pure.
+
+Rank and target modules cost speed and buy capacity, so a gain is stated within one capacity class,
+and only where both were measured again and both speeds are sure enough. Knows nothing of words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from storage.ranking import Ranking, measured_of
+from storage.records import TrialRecord
+
+NoGain = Literal[
+    "no_winner",
+    "not_confirmed",
+    "baseline_not_confirmed",
+    "another_class",
+    "noisy_winner",
+    "noisy_baseline",
+    "noisy_both",
+]
+"""Why a gain is not stated."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The speed of one trial over that of the baseline."""
+
+    trial: TrialRecord
+    ratio: float
+    low: float
+    """The trial's slow end over the baseline's fast one."""
+    high: float
+    """The trial's fast end over the baseline's slow one."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A study's winner, set against its baseline."""
+
+    baseline: TrialRecord
+    gain: Gain | None
+    """The winner's; None where `reason` says why."""
+    reason: NoGain | None
+    fastest_of_class: TrialRecord | None = None
+    """The fastest trial of the space in the baseline's class, where the winner is in another."""
+    class_gain: Gain | None = None
+    """That trial's; None where its speed or the baseline's is too unsure, or not confirmed."""
+
+
+def compare(ranking: Ranking) -> Comparison | None:
+    """Return what the winner gained over the baseline; None where that was not measured."""
+    baseline, winner = ranking.baseline, ranking.winner
+    if baseline is None:
+        return None
+    if winner is None:
+        return Comparison(baseline, None, "no_winner")
+    if ranking.is_in_baselines_class(winner):
+        reason = _doubt(ranking, winner, baseline)
+        return Comparison(baseline, None if reason else _gain(winner, baseline), reason)
+    fastest = ranking.fastest_of_baselines_class
+    is_sure = fastest is not None and all(map(ranking.is_measured_again, (fastest, baseline)))
+    class_gain = _gain(fastest, baseline) if is_sure and fastest is not None else None
+    return Comparison(baseline, None, "another_class", fastest, class_gain)
+
+
+def _doubt(ranking: Ranking, winner: TrialRecord, baseline: TrialRecord) -> NoGain | None:
+    """Return why the winner's gain is not stated; None where it is."""
+    if not ranking.is_measured_again(winner):
+        return "not_confirmed"
+    noise = _noise(winner, baseline)
+    if noise is not None:
+        return noise
+    if not ranking.is_confirmed:
+        return "not_confirmed"
+    return None if ranking.is_measured_again(baseline) else "baseline_not_confirmed"
+
+
+def _noise(trial: TrialRecord, baseline: TrialRecord) -> NoGain | None:
+    match measured_of(trial).is_noisy, measured_of(baseline).is_noisy:
+        case True, True:
+            return "noisy_winner" if trial.number == baseline.number else "noisy_both"
+        case True, False:
+            return "noisy_winner"
+        case False, True:
+            return "noisy_baseline"
+        case _:
+            return None
+
+
+def _gain(trial: TrialRecord, baseline: TrialRecord) -> Gain | None:
+    mine, theirs = measured_of(trial), measured_of(baseline)
+    if mine.is_noisy or theirs.is_noisy:
+        return None
+    if trial.number == baseline.number:
+        return Gain(trial, 1.0, 1.0, 1.0)
+    my_ends, their_ends = mine.speed_interval, theirs.speed_interval
+    if my_ends is None or their_ends is None:
+        return None
+    return Gain(
+        trial,
+        ratio=mine.tokens_per_second / theirs.tokens_per_second,
+        low=my_ends[0] / their_ends[1],
+        high=my_ends[1] / their_ends[0],
+    )

@@ -1,0 +1,80 @@
+"""On a card a soak evaluates and saves within the budget, and the energy of a token is told."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from search_spaces.space import StepBudget
+from storage.records import Measured, OutOfMemory
+from sweep.nvml import first_visible_card
+from sweep.running.wire import RunCommand
+from tests.gpu.rig import Rig, small_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    # What libraries warn of depends on the card.
+    pytest.mark.filterwarnings("default"),
+]
+LEAN = {"kernels": "liger", "upcast_fp32": False, "checkpoint_fraction": 0.0}
+SOAK = StepBudget(warmup_min=2, warmup_max=6, measured_min=6, measured_max=500, seconds_max=10)
+
+
+@pytest.mark.parametrize("knobs", [{}, LEAN, {**LEAN, "compile": True, "kernels": "fused-loss"}])
+def test_a_soak_evaluates_saves_and_trains_on_and_leaves_no_byte(
+    rig: Rig, knobs: dict[str, object]
+) -> None:
+    config = small_config(**knobs)
+    before = rig.settle(config)
+    outcome = rig.worker.run(RunCommand(config=config, steps=SOAK, is_soak=True)).outcome
+    assert isinstance(outcome, Measured), outcome
+    soak = outcome.measurement.soak
+    assert soak is not None
+    assert soak.steps >= 100 or soak.seconds >= 10
+    assert soak.evaluation_loss == pytest.approx(10.4, abs=0.6)
+    assert soak.checkpoint_bytes > 4 * outcome.measurement.trainable_parameters
+    rig.device.release()
+    assert rig.allocated_bytes() == before
+    # Trained on as before: the evaluation left nothing in another mode.
+    short = rig.measure(config)
+    assert outcome.measurement.step_seconds == pytest.approx(short.step_seconds, rel=0.15)
+
+
+def test_the_logits_of_an_evaluation_count_although_the_fused_loss_never_held_them(
+    rig: Rig,
+) -> None:
+    """Liger skips them in training mode alone; so a budget between the two peaks has no winner."""
+    config = small_config(**LEAN, micro_batch_size=8, seq_len=1024)
+    trained = rig.measure(config).peak_allocated_bytes
+    soaked = rig.worker.run(RunCommand(config=config, steps=SOAK, is_soak=True)).outcome
+    assert isinstance(soaked, Measured)
+    assert soaked.measurement.peak_allocated_bytes >= trained
+    settings = rig.worker._settings
+    rig.worker._settings = settings.model_copy(update={"budget_bytes": trained})
+    try:
+        tight = rig.worker.run(RunCommand(config=config, steps=SOAK, is_soak=True)).outcome
+    finally:
+        rig.worker._settings = settings
+    grew = soaked.measurement.peak_allocated_bytes > trained
+    assert isinstance(tight, OutOfMemory) is grew
+
+
+def test_the_energy_of_a_token_is_that_of_the_power_that_the_card_draws(rig: Rig) -> None:
+    config = small_config(**LEAN)
+    with first_visible_card() as card:
+        assert card is not None
+        started, before = time.perf_counter(), card.energy_joules()
+        if before is None:
+            pytest.skip("this card's driver does not count energy")
+        outcome = rig.worker.run(RunCommand(config=config, steps=SOAK, is_soak=True)).outcome
+        after, seconds = card.energy_joules(), time.perf_counter() - started
+    assert isinstance(outcome, Measured)
+    measured = outcome.measurement
+    assert measured.joules_per_token is not None
+    assert after is not None
+    drawn = measured.joules_per_token * measured.tokens_per_second
+    average = (after - before) / seconds
+    # While it trains it draws more than on average over set-up, evaluation and checkpoint too.
+    assert 0.9 * average <= drawn <= 2.0 * average
+    assert 50 < drawn < 1500
