@@ -50,7 +50,7 @@ class Interlude:
         self.doing, begun = "an evaluation pass", time.perf_counter()
         with self.device.observed():
             self._loss = loop.evaluate(batches=_BATCHES)
-            self.device.synchronize()
+            self.device.mark().wait()
         self._evaluation_seconds = time.perf_counter() - begun
         beat()
         self.doing, begun = "saving a checkpoint", time.perf_counter()
