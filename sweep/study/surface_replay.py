@@ -256,6 +256,9 @@ class _RecordedWhole:
         """See `WholeMemory`."""
         return self._predictor.predict(self._configs[row])
 
+    def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
+        """Do nothing: a surface is judged by the allocated peak."""
+
     def fits(
         self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
     ) -> NDArray[np.int8]:
