@@ -178,15 +178,15 @@ class SupervisedRunner:
         Raises:
             EnvironmentFault: the device is not to be had.
         """
+        worker = self._worker if self._is_cancelled else self._started_worker()
         if self._is_cancelled:
+            # Perhaps while it was being started, when there was no worker yet to kill.
+            if worker is not None:
+                worker.kill()
             raise WorkerEnded
-        worker = self._started_worker()
+        assert worker is not None
         if self._is_ready:
             return worker
-        if self._is_cancelled:
-            # While it was being started, when there was no worker yet to kill.
-            worker.kill()
-            raise WorkerEnded
         match worker.next_message(timeout=self._deadlines.start):
             case Ready():
                 self._is_ready = True

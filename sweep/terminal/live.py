@@ -39,7 +39,7 @@ from sweep.study.events import (
 )
 from sweep.study.tuner import trials_spent
 from sweep.terminal.console import Unfailing, note
-from sweep.terminal.working import TRACED, is_worth_a_line, progress_words
+from sweep.terminal.working import TRACED, progress_words
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 40
@@ -165,7 +165,7 @@ def _plain(board: Board, *, is_stopping: Callable[[], bool]) -> Listener:
         if is_stopping() and not board.is_stopping:
             board.is_stopping = True
             note(STOPPING)
-        if isinstance(event, SpaceTraced) and is_worth_a_line(event.done, event.of):
+        if isinstance(event, SpaceTraced) and _is_worth_a_line(event.done, event.of):
             note(f"{_time()} {progress_words(TRACED, event.done, event.of)}")
         if isinstance(event, ConfirmationStarted):
             note(f"{_time()} {confirming_line(event)}")
@@ -175,6 +175,11 @@ def _plain(board: Board, *, is_stopping: Callable[[], bool]) -> Listener:
             note(f"{_time()} {trial_line(board, event)}")
 
     return listen
+
+
+def _is_worth_a_line(done: int, of: int) -> bool:
+    """Whether to say so where each time takes a line: at the start, and after each quarter."""
+    return 4 * done // of > 4 * (done - 1) // of
 
 
 def _time() -> str:

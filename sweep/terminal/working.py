@@ -6,6 +6,7 @@ Knows nothing of results.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,20 +23,18 @@ def progress_words(what: str, done: int, of: int) -> str:
     return f"{done} of {of} {what}"
 
 
-def is_worth_a_line(done: int, of: int) -> bool:
-    """Whether to say so where each time takes a line: at the start, and after each quarter."""
-    return 4 * done // of > 4 * (done - 1) // of
-
-
 @contextmanager
-def working(doing: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+def working(
+    doing: str, *, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
     """Show on stderr that something takes more than a second.
 
     Yields what returns, for the name of a part of it, what hears how much of that is done, of how
-    much. A terminal shows it as long as it takes; elsewhere such parts are said in some lines.
+    much. A terminal shows it as long as it takes; elsewhere it is said in lines.
     """
     if not sys.stderr.isatty():
-        yield lambda what: partial(_note_progress, what)
+        lines = _Lines(clock)
+        yield lambda what: partial(lines.say, what)
         return
     with Console(stderr=True).status(doing) as status:
 
@@ -45,6 +44,16 @@ def working(doing: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]
         yield lambda what: partial(show, what)
 
 
-def _note_progress(what: str, done: int, of: int) -> None:
-    if is_worth_a_line(done, of):
-        note(progress_words(what, done, of))
+class _Lines:
+    """Says no more than a line a second, and the start of what is sure to take longer."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._said_seconds = clock()
+
+    def say(self, what: str, done: int, of: int) -> None:
+        """Say how far something is, where that is worth a line."""
+        is_beginning = what == TRACED and done == 0
+        if is_beginning or self._clock() - self._said_seconds >= 1.0:
+            note(progress_words(what, done, of))
+            self._said_seconds = self._clock()

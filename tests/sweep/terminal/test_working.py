@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sweep.terminal.working import is_worth_a_line, working
+from sweep.terminal.working import working
 
 
 class Terminal(io.StringIO):
@@ -15,15 +15,34 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_without_a_terminal_only_tracing_is_said_and_on_stderr(
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_without_a_terminal_a_line_a_second_says_how_far_it_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with working("predicting") as progress:
-        for done in range(3):
-            progress("structures traced")(done, 2)
+    clock = Clock()
+    with working("predicting", clock=clock) as progress:
+        for done in range(11):
+            progress("structures traced")(done, 10)
+            clock.seconds += 0.3
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == [f"{done} of 2 structures traced" for done in range(3)]
+    assert err.splitlines() == [f"{done} of 10 structures traced" for done in (0, 4, 8)]
+
+
+@pytest.mark.parametrize("of", [0, 3])
+def test_what_is_done_at_once_is_not_worth_a_line(
+    of: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with working("predicting", clock=Clock()) as progress:
+        for done in range(of + 1):
+            progress("steps replayed")(done, of)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_terminal_shows_what_is_done_and_how_far_tracing_is(
@@ -38,11 +57,3 @@ def test_a_terminal_shows_what_is_done_and_how_far_tracing_is(
         pass
     assert "predicting" in terminal.getvalue()
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("of", [1, 2, 3, 7, 100])
-def test_the_lines_are_few_and_hold_the_first_and_the_last(of: int) -> None:
-    said = [done for done in range(of + 1) if is_worth_a_line(done, of)]
-    assert said[0] == 0
-    assert said[-1] == of
-    assert len(said) <= 5
