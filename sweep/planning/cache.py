@@ -19,25 +19,37 @@ from sweep.planning.forecast import Forecast, Forecaster
 from sweep.planning.survey import ClassKey, Counts, Survey, class_of, survey
 from sweep.planning.table import LargestBatch, ShapeTable
 from sweep.predict.memory.predictor import Fit
-from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
+from sweep.predict.memory.profile_store import (
+    OnProgress,
+    source_digest,
+    tell_nobody,
+    tracing_fingerprint,
+    write_cache,
+)
 
 SURVEYED_BY = ("search_spaces", "sweep/predict", "sweep/planning")
 """Directories whose code decides what a survey holds."""
 
 
-def cached_survey(space: SearchSpace, forecaster: Forecaster, *, directory: Path) -> Survey:
+def cached_survey(
+    space: SearchSpace,
+    forecaster: Forecaster,
+    *,
+    directory: Path,
+    on_progress: OnProgress = tell_nobody,
+) -> Survey:
     """Return the survey of a space, from ``directory`` where it was made before.
 
     A study's evidence changes with every trial, and surveys with it: those are not cached. Raises
     as `survey` does.
     """
     if forecaster.evidence.study is not None:
-        return survey(space, forecaster)
+        return survey(space, forecaster, on_progress=on_progress)
     path = directory / f"{_digest(space, forecaster)}.json"
     try:
         return _from_json(json.loads(path.read_text(encoding="utf-8")), space, forecaster)
     except (OSError, ValueError, KeyError, TypeError):
-        made = survey(space, forecaster)
+        made = survey(space, forecaster, on_progress=on_progress)
     write_cache(path, _to_json(made))
     return made
 

@@ -7,7 +7,7 @@ prices, files or terminals.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,15 +30,6 @@ from sweep.predict.speed.predictor import SpeedPrediction, predict_steps
 
 UNBUILDABLE = "cannot-be-built"
 """The rule of what only the model's own code forbids: a target module that it does not have."""
-
-Progress = Callable[[str], OnProgress]
-"""Returns what is told how much is done of what is named, and of how much."""
-
-
-def silent(_: str) -> OnProgress:
-    """Tell nobody."""
-    return tell_nobody
-
 
 Basis = Literal["predicted", "calibrated", "measured"]
 """Where a number comes from: data sheet and model code, those corrected by trials, or a trial."""
@@ -138,23 +129,23 @@ class Forecaster:
         self,
         configs: Sequence[TrialConfig],
         *,
-        progress: Progress = silent,
         one_by_one: bool = False,
+        on_replayed: OnProgress = tell_nobody,
     ) -> None:
         """Work out together what is going to be asked of many configurations.
 
         Args:
             configs: of a whole space, or a file; what was foreseen before is forgotten.
-            progress: told of what takes its time.
             one_by_one: whether a forecast of each is going to be asked for.
+            on_replayed: told how many steps have been replayed for those, of how many.
 
         Raises:
             EnvironmentFault: the tracing process has never answered.
         """
-        self._predictor.prepare(configs, on_progress=progress("structures traced"))
+        self._predictor.prepare(configs)
         whole = self._whole = self._predictor.predict_all(configs)
         if one_by_one:
-            whole.replay(on_progress=progress("steps replayed"))
+            whole.replay(on_progress=on_replayed)
         self._rows = {config: row for row, config in enumerate(configs)}
         unsure = self._unsure = self.evidence.residuals.widest(whole.uncertainty, configs)
         codes = whole.quick_fits(self.budget_bytes, uncertainty=unsure).tolist()

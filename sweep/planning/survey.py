@@ -20,7 +20,7 @@ from search_spaces.errors import InputError
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
-from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
+from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
 from sweep.planning.recommendation import (
     Certainty,
     alternative,
@@ -30,6 +30,7 @@ from sweep.planning.recommendation import (
 )
 from sweep.planning.spaces import VALUES_SHOWN, evenly_spaced, rows
 from sweep.planning.table import FitRow, ShapeTable, Size, fastest_table, fit_row
+from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
 
 STEPS_SAMPLED = 64
@@ -168,13 +169,15 @@ def class_of(config: TrialConfig, model: ModelSpec) -> ClassKey:
     return CapacityClass.of(config, model), config.seq_len
 
 
-def survey(space: SearchSpace, forecaster: Forecaster, *, progress: Progress = silent) -> Survey:
+def survey(
+    space: SearchSpace, forecaster: Forecaster, *, on_progress: OnProgress = tell_nobody
+) -> Survey:
     """Return what ``space`` holds for the forecaster's card.
 
     Args:
         space: what is looked over.
         forecaster: tells speed and memory.
-        progress: told of what takes its time.
+        on_progress: told of how many rows it is known what fits, of how many.
 
     Raises:
         InputError: memory can be predicted of no configuration.
@@ -182,9 +185,11 @@ def survey(space: SearchSpace, forecaster: Forecaster, *, progress: Progress = s
     """
     tally = _Tally()
     valid = [tally.valid(row, forecaster) for row in rows(space)]
-    forecaster.foresee(list(itertools.chain.from_iterable(valid)), progress=progress)
-    for row in filter(None, valid):
-        tally.take(row, forecaster)
+    forecaster.foresee(list(itertools.chain.from_iterable(valid)))
+    for done, row in enumerate(valid):
+        on_progress(done, len(valid))
+        if row:
+            tally.take(row, forecaster)
     counts = tally.counts()
     if tally.refused is not None and not counts.fit + counts.uncertain + counts.too_large:
         raise tally.refused

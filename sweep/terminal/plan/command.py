@@ -44,7 +44,7 @@ from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import say
 from sweep.terminal.plan.forecast import configurations_view
 from sweep.terminal.plan.view import plan_view, plans_view, rendered
-from sweep.terminal.working import working
+from sweep.terminal.working import Told, fit_words, replay_words, working
 
 DONE, NOTHING_FITS = 0, 1
 
@@ -78,24 +78,24 @@ def plan(
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
     """
-    with working("predicting") as on_progress:
-        tracing = partial(traced, on_progress=on_progress)
+    with working("predicting") as told:
+        tracing = partial(traced, on_progress=told)
         question = resolve_request(
             request, predictor=predictor or tracing, card=card, read_study=read_study
         )
         if request.from_file is not None:
-            text, fits = _many(question, request.from_file)
+            text, fits = _many(question, request.from_file, told)
         else:
-            text, fits = _of_each_card(question)
+            text, fits = _of_each_card(question, told)
     say(text)
     return DONE if fits else NOTHING_FITS
 
 
-def _of_each_card(question: Question) -> tuple[str, bool]:
+def _of_each_card(question: Question, told: Told) -> tuple[str, bool]:
     """Return the plan of each card and their comparison, and whether anything fits."""
     work, offers = question.request.work, question.offers
     forecasters = {gpu.name: question.forecaster(gpu) for gpu in question.gpus}
-    plans = [_card_plan(question, forecasters[gpu.name]) for gpu in question.gpus]
+    plans = [_card_plan(question, forecasters[gpu.name], told) for gpu in question.gpus]
     fits = any(plan.fits for plan in plans)
     if len(plans) == 1:
         (only,) = plans
@@ -103,7 +103,7 @@ def _of_each_card(question: Question) -> tuple[str, bool]:
     else:
 
         def look(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
-            return _preferred(about, forecasters[plan.gpu.name])
+            return _preferred(about, forecasters[plan.gpu.name], told)
 
         comparison = compare_cards(plans, work=work, offers=offers, look=look)
         document = comparison_document(plans, comparison)
@@ -111,7 +111,7 @@ def _of_each_card(question: Question) -> tuple[str, bool]:
     return (_json(document) if question.request.as_json else _text(view)), fits
 
 
-def _card_plan(question: Question, forecaster: Forecaster) -> CardPlan:
+def _card_plan(question: Question, forecaster: Forecaster, told: Told) -> CardPlan:
     work = question.request.work
     offers = question.offers.get(forecaster.gpu.name, ())
     about = question.about(forecaster.gpu)
@@ -119,7 +119,7 @@ def _card_plan(question: Question, forecaster: Forecaster) -> CardPlan:
     if isinstance(about, TrialConfig):
         return plan_configuration(about, forecaster=forecaster, work=work, offers=offers)
     return plan_space(
-        _surveyed(about, forecaster),
+        _surveyed(about, forecaster, told),
         forecaster=forecaster,
         work=work,
         offers=offers,
@@ -127,24 +127,35 @@ def _card_plan(question: Question, forecaster: Forecaster) -> CardPlan:
     )
 
 
-def _preferred(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> Forecast | None:
+def _preferred(
+    about: SearchSpace | TrialConfig, forecaster: Forecaster, told: Told
+) -> Forecast | None:
     if isinstance(about, TrialConfig):
         return forecaster.forecast(about)
-    return _surveyed(about, forecaster).recommended
+    return _surveyed(about, forecaster, told).recommended
 
 
-def _surveyed(space: SearchSpace, forecaster: Forecaster) -> Survey:
-    return cached_survey(space, forecaster, directory=cache_directory() / "surveys")
+def _surveyed(space: SearchSpace, forecaster: Forecaster, told: Told) -> Survey:
+    return cached_survey(
+        space,
+        forecaster,
+        directory=cache_directory() / "surveys",
+        on_progress=partial(told, words=fit_words),
+    )
 
 
-def _many(question: Question, name: str) -> tuple[str, bool]:
+def _many(question: Question, name: str, told: Told) -> tuple[str, bool]:
     """Return the answer for each configuration of a file, and whether any of them fits."""
     (gpu,) = question.gpus
     forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
     lines = read_configurations(name)
     for where, config in lines:
         _refuse_impossible(where, config, forecaster)
-    forecaster.foresee([config for _, config in lines], one_by_one=True)
+    forecaster.foresee(
+        [config for _, config in lines],
+        one_by_one=True,
+        on_replayed=partial(told, words=replay_words),
+    )
     forecasts = [_forecast_line(where, config, forecaster) for where, config in lines]
     bills = [
         bill_offers(forecast, work=question.request.work, offers=offers, model=question.model)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from sweep.terminal.working import is_worth_a_line, working
+from sweep.terminal import working as working_module
+from sweep.terminal.working import fit_words, is_worth_a_line, replay_words, working
 
 
 class Terminal(io.StringIO):
@@ -48,3 +49,21 @@ def test_the_lines_are_few_and_hold_the_first_and_the_last(of: int) -> None:
     assert said[0] == 0
     assert said[-1] == of
     assert len(said) <= 5
+
+
+def test_what_is_quick_is_not_said_where_each_time_takes_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with working("predicting") as told:
+        for done in range(100):
+            told(done, 100, words=fit_words)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_takes_seconds_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(working_module, "QUIET_SECONDS", 0.0)
+    with working("predicting") as told:
+        told(3, 7, words=replay_words)
+    assert "3 of 7 steps" in capsys.readouterr().err
