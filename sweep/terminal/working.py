@@ -15,7 +15,7 @@ from rich.console import Console
 
 from sweep.terminal.console import note
 
-QUIET_SECONDS = 2.0
+QUIET_SECONDS = 5.0
 """Between two lines about the same thing, and before the first."""
 
 
