@@ -129,21 +129,36 @@ class CachingAllocator:
         Raises:
             OutOfSegments: it would pass the limit.
         """
-        size = rounded(size)
+        # Written out, as is `free`: a step goes through this thousands of times.
+        size = -(-size // GRAIN_BYTES) * GRAIN_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
         # Best fit, of equal ones the lowest address: `get_free_block` takes the pool's lower bound,
         # in the order of `BlockComparatorSize`.
-        index = bisect_left(pool.by_size, (size, 0))
-        if index < len(pool.by_size):
-            length, address = pool.by_size.pop(index)
-            del pool.sizes[address], pool.starts[address + length]
+        by_size = pool.by_size
+        index = bisect_left(by_size, (size, 0))
+        if index < len(by_size):
+            length, address = by_size.pop(index)
+            del pool.sizes[address]
         else:
             length, address = self._new_segment(size)
+        rest, end = length - size, address + length
         # `should_split`: what stays with the block instead counts as allocated, in torch as here.
-        if length - size > pool.unsplit_bytes:
-            pool.put(address + size, length - size)
+        if rest > pool.unsplit_bytes:
+            pool.sizes[end - rest] = rest
+            pool.starts[end] = end - rest
+            insort(by_size, (rest, end - rest))
             length = size
-        self._count(address, size, length)
+        else:
+            pool.starts.pop(end, None)
+            if rest:
+                self._remainders[address] = rest
+        self._used[address] = length
+        self.allocated_bytes += length
+        self.requested_bytes += size
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        if self.requested_bytes > self.peak_requested_bytes:
+            self.peak_requested_bytes = self.requested_bytes
         return address
 
     def free(self, address: int) -> None:
@@ -155,12 +170,19 @@ class CachingAllocator:
             self.requested_bytes += self._remainders.pop(address)
         # A small block is always cut to its request, so that the size in use tells the pool.
         pool = self._small if size <= SMALL_BYTES else self._large
-        if address + size in pool.sizes:
-            size += pool.forget(address + size)
-        if address in pool.starts:
-            address = pool.starts[address]
-            size += pool.forget(address)
-        pool.put(address, size)
+        sizes, starts, by_size = pool.sizes, pool.starts, pool.by_size
+        end = address + size
+        if end in sizes:
+            size = sizes.pop(end)
+            del by_size[bisect_left(by_size, (size, end))]
+            end += size
+        if address in starts:
+            address = starts.pop(address)
+            del by_size[bisect_left(by_size, (sizes[address], address))]
+        size = end - address
+        sizes[address] = size
+        starts[end] = address
+        insort(by_size, (size, address))
 
     def take_segment(self, length: int) -> None:
         """Reserve so many bytes, for good where the caller keeps them.
@@ -193,19 +215,6 @@ class CachingAllocator:
     def holes(self) -> list[int]:
         """Return the sizes of the free blocks that serve large requests."""
         return [size for size, _ in self._large.by_size]
-
-    def _count(self, address: int, size: int, length: int) -> None:
-        """Note a block in use, of which so much was asked for."""
-        self._used[address] = length
-        if length > size:
-            self._remainders[address] = length - size
-        self.allocated_bytes += length
-        self.requested_bytes += size
-        # Not by `max`, which takes longer: this is gone through thousands of times in a step.
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
-        if self.requested_bytes > self.peak_requested_bytes:
-            self.peak_requested_bytes = self.requested_bytes
 
     def _new_segment(self, size: int) -> tuple[int, int]:
         """Return the size and the address of a segment for a request (``get_allocation_size``)."""

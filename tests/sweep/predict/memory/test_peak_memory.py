@@ -13,14 +13,15 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
-from sweep.predict.memory.arrays import FITS
+from sweep.predict.memory.allocator import MIB
+from sweep.predict.memory.arrays import FITS, UNKNOWN
 from sweep.predict.memory.peaks import find_peaks
 from sweep.predict.memory.polynomials import evaluate
 from sweep.predict.memory.predictor import Fit, TracingPredictor
 from sweep.predict.memory.profile_store import TracingChild
 from sweep.predict.memory.profiles import Account
 from sweep.predict.memory.step import Step
-from tests.sweep.predict.memory.imagined_profile import KIB, MODEL, ImaginedTracer
+from tests.sweep.predict.memory.imagined_profile import KIB, MODEL, UNSPLIT, ImaginedTracer
 from tests.sweep.predict.memory.test_memory import FailingTracer
 from tests.sweep.predict.mixed_space import mixed_configs
 
@@ -146,3 +147,27 @@ def test_the_largest_sizes_that_can_be_typed_are_exact(tmp_path: Path) -> None:
 def test_no_configuration_needs_nothing(tmp_path: Path) -> None:
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
     assert predictor.predict_all([]).peak_allocated_bytes.shape == (0,)
+
+
+def test_expandable_segments_hold_what_was_asked_for_and_no_more(tmp_path: Path) -> None:
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
+    fixed = [c.model_copy(update={"lora_rank": 8}) for c in mixed_configs(40, seed=3)]
+    expandable = [c.model_copy(update={"expandable_segments": True}) for c in fixed]
+    before, after = predictor.predict_all(fixed), predictor.predict_all(expandable)
+    assert (after.least_allocated_bytes == after.peak_allocated_bytes).all()
+    less = before.least_allocated_bytes - after.peak_allocated_bytes
+    assert less.tolist() == [UNSPLIT] * len(fixed)
+    for row in range(len(expandable)):
+        prediction = after.prediction(row)
+        spare = prediction.peak_reserved_bytes - prediction.peak_allocated_bytes
+        assert 0 < spare <= 22 * MIB
+
+
+def test_what_fits_in_expandable_segments_takes_no_replay(tmp_path: Path) -> None:
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
+    memory = predictor.predict_all(mixed_configs(80, seed=4, expandable_segments=True))
+    for budget in np.quantile(memory.peak_allocated_bytes, (0.1, 0.5, 0.9)).astype(int):
+        codes = memory.quick_fits(int(budget))
+        assert UNKNOWN not in codes
+        alone = [memory.prediction(row).fits(int(budget)) for row in range(80)]
+        assert [FITS[code] for code in codes] == alone
