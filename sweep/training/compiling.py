@@ -107,8 +107,9 @@ def forget_compiled() -> None:
 
 def start_compiler_processes() -> None:
     """Begin with what the first compilation would wait for: processes that import torch too."""
-    with contextlib.suppress(ImportError):
-        # Without Triton there is no compiler: a trial that wants one says so.
+    with contextlib.suppress(ImportError, OSError):
+        # Without Triton there is no compiler: a trial that wants one says so. Where no process can
+        # be started, the first graph is compiled without.
         from torch._inductor.async_compile import AsyncCompile
 
         AsyncCompile.warm_pool()
