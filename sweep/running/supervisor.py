@@ -94,6 +94,7 @@ class SupervisedRunner:
         self._log_path = log_path
         self._deadlines = deadlines or Deadlines()
         self._module = module
+        self._has_run = False
         self._worker: WorkerProcess | None = None
         self._phase: Phase = "start"
         self._is_cancelled = False
@@ -112,6 +113,7 @@ class SupervisedRunner:
             worker = self._ready_worker()
             command = RunCommand(config=config, steps=steps, is_soak=is_soak)
             worker.send(command.model_dump_json())
+            self._has_run = True
             self._phase = "attach"
             return self._follow(worker, observe)
         except WorkerSilent:
@@ -151,8 +153,9 @@ class SupervisedRunner:
             self._worker.kill()
 
     def renew(self) -> None:
-        """See `runner.Runner.renew`: the next `run` starts another worker."""
-        self._discard()
+        """See `runner.Runner.renew`: a worker that ran nothing yet is as fresh as another."""
+        if self._has_run:
+            self._discard()
 
     def close(self) -> None:
         """See `runner.Runner.close`."""
@@ -189,6 +192,7 @@ class SupervisedRunner:
                 raise WorkerEnded
 
     def _discard(self, *, patience: float = 0.0) -> int:
+        self._has_run = False
         worker, self._worker = self._worker, None
         return 0 if worker is None else worker.close(patience=patience)
 
