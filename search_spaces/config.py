@@ -37,8 +37,15 @@ class TrialConfig(Knobs):
 
     def checkpointed_layers(self, layers: int) -> frozenset[int]:
         """Return which of so many decoder layers are recomputed: a share of them, evenly spread."""
-        count = self.checkpointed_count(layers)
-        return frozenset(index * layers // count for index in range(count))
+        return _spread(self.checkpointed_count(layers), layers)
+
+    def quantized_count(self, layers: int) -> int:
+        """Return how many of so many decoder layers are held in 4 bits."""
+        return round(self.quantized_fraction * layers) if self.is_quantized else 0
+
+    def quantized_layers(self, layers: int) -> frozenset[int]:
+        """Return which of so many decoder layers are held in 4 bits, evenly spread."""
+        return _spread(self.quantized_count(layers), layers)
 
     def base(self) -> TrialConfig:
         """Return what of this configuration shapes the frozen base; equal ones share one base."""
@@ -58,6 +65,11 @@ class TrialConfig(Knobs):
         """Return the keys whose values differ from ``other``, with this configuration's values."""
         mine, theirs = self.model_dump(mode="json"), other.model_dump(mode="json")
         return {key: value for key, value in mine.items() if theirs[key] != value}
+
+
+def _spread(count: int, layers: int) -> frozenset[int]:
+    """Return so many of the layers, evenly spread, the first among them."""
+    return frozenset(index * layers // count for index in range(count))
 
 
 CONFIG_KEYS = tuple(TrialConfig.model_fields)

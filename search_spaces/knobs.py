@@ -108,6 +108,9 @@ class Knob:
     """What each trainer calls it: the option that takes the value, or what to write instead."""
     lost: Mapping[Trainer, trainers.Lost] = field(default_factory=dict)
     """What a trainer cannot express of it, and what its file does instead; None where nothing."""
+    environment: Mapping[Trainer, trainers.Options] = field(default_factory=dict)
+    """Variables that a trainer has to be started with, for what is decided before its file is
+    read."""
 
 
 def _number(value: object) -> object:
@@ -152,6 +155,10 @@ def _named_modules(text: str) -> str | list[str]:
 def _checkpointing_in_words(value: float) -> str:
     named = {0.0: "no checkpointing", 1.0: "full checkpointing"}
     return named.get(float(value), f"{100 * value:.0f} % checkpointed")
+
+
+def _quantized_in_words(value: float) -> str:
+    return "all layers quantized" if value == 1 else f"{100 * value:.0f} % of layers quantized"
 
 
 class Knobs(BaseModel):
@@ -318,6 +325,22 @@ class Knobs(BaseModel):
     ] = True
     """Whether the quantization constants are quantized themselves."""
 
+    quantized_fraction: Annotated[
+        Number,
+        Knob(
+            label="quantized layers",
+            phrase=_quantized_in_words,
+            help="Share of layers held in 4 bits, 0 to 1.",
+            # Without quantization there are none.
+            resolved=lambda config: config.quantized_fraction if config.is_quantized else 1.0,
+            shapes_base=True,
+            # Its structures are put together from those of 4-bit layers and of 16-bit ones.
+            traced=_same,
+            lost=dict.fromkeys(TRAINERS, trainers.lost_quantized_layers),
+        ),
+    ] = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of decoder layers that are held in 4 bits; the others are in the compute dtype."""
+
     adapter_dtype: Annotated[
         AdapterDtype,
         Knob(
@@ -446,6 +469,24 @@ class Knobs(BaseModel):
         ),
     ] = False
     """Whether each decoder layer is compiled with `torch.compile`, shapes static."""
+
+    expandable_segments: Annotated[
+        StrictBool,
+        Knob(
+            label="expandable segments",
+            phrase=lambda value: f"{'expandable' if value else 'fixed'} segments",
+            help="Let the allocator's segments grow, so that memory does not fragment.",
+            lean_first=(True,),
+            # Weights that lie in segments of the other kind would stay there.
+            shapes_base=True,
+            environment={
+                "trl": trainers.allocator_environment,
+                "axolotl": trainers.axolotl_allocator_environment,
+                "llama-factory": trainers.allocator_environment,
+            },
+        ),
+    ] = False
+    """Whether torch's allocator grows its segments (``expandable_segments``)."""
 
     @model_validator(mode="after")
     def _accumulation_is_whole(self) -> Self:

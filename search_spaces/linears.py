@@ -7,12 +7,19 @@ worker, which has the real model, answers instead.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 Shape = tuple[int, int]
 """Input and output features of a linear layer."""
+Quantity = TypeVar("Quantity", float, "NDArray[np.float64]")
+"""One configuration's number, or the numbers of several."""
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -217,8 +224,8 @@ def attention_width(*, hidden: int, heads: int, head_dim: int | None) -> int:
 
 
 def training_flops_per_token(
-    *, frozen: int, adapters: int, layers: int, attention_width: int, seq_len: int
-) -> float:
+    *, frozen: int, adapters: Quantity, layers: int, attention_width: int, seq_len: Quantity
+) -> Quantity:
     """Return the FLOPs that a step of a frozen base with trained adapters needs for each token.
 
     What checkpointing does again is not counted. A frozen weight costs 2 forward and 2 for its

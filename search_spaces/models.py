@@ -170,7 +170,16 @@ def _shipped() -> dict[str, dict[str, Any]]:
 def _read_config(path: Path, *, label: str) -> dict[str, Any]:
     if not exists(path, label=label):
         raise InputError(f"{label}: no such file; a model's directory needs its config.json")
-    config = read_json(path, label=label)
+    return checked_config(read_json(path, label=label), label=label)
+
+
+def checked_config(config: dict[str, Any], *, label: str) -> dict[str, Any]:
+    """Return a parsed ``config.json`` in the usual words, once its sizes go together.
+
+    Raises:
+        InputError: it is no text decoder's, or a size is missing or contradicts another; the
+            message begins with ``label``.
+    """
     _check_kind(config, label=label)
     config = {**_in_usual_words(config), **config}
     _check_sizes(config, label=label)

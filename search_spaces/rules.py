@@ -228,6 +228,12 @@ def _paged(config: TrialConfig, setting: Setting) -> str | None:
     return None
 
 
+def _segments(config: TrialConfig, setting: Setting) -> str | None:
+    if config.expandable_segments and setting.device == "cpu":
+        return "expandable_segments is of CUDA's allocator: use expandable_segments false on a CPU"
+    return None
+
+
 def _positions(config: TrialConfig, setting: Setting) -> str | None:
     positions = setting.model.max_positions
     if positions is not None and config.seq_len > positions:
@@ -283,6 +289,15 @@ def _quantized(config: TrialConfig, setting: Setting) -> str | None:
     )
 
 
+def _no_layer(config: TrialConfig, setting: Setting) -> str | None:
+    if not config.is_quantized or config.quantized_count(setting.model.hidden_layers):
+        return None
+    return (
+        f"quantized_fraction {config.quantized_fraction:g} holds none of "
+        f"{setting.model.hidden_layers} layers in 4 bits: use quantization none"
+    )
+
+
 def _portion(left: Unquantized) -> str:
     if left.share is None:
         return "only a small part"
@@ -324,10 +339,12 @@ RULES: dict[str, Rule] = {
     "compile-breaks-on-liger": _compiled_liger,
     "flash-attention-2": _flash,
     "paged-optimizer-needs-cuda": _paged,
+    "expandable-segments-need-cuda": _segments,
     "seq-len-beyond-positions": _positions,
     "seq-len-without-loss": _loss,
     "unknown-target-module": _targets,
     "quantization-leaves-weights": _quantized,
+    "quantized-fraction-of-no-layer": _no_layer,
     "attention-not-in-model": _attention,
     "checkpointing-not-in-model": _checkpoints,
 }

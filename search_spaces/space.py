@@ -31,7 +31,7 @@ DEFAULT_MODEL = "mistral-7b-v0.3"
 """What is trained where nobody names a model."""
 
 Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters"]
-SamplerName = Literal["tpe", "gp", "random", "grid"]
+SamplerName = Literal["guided", "tpe", "gp", "random", "grid"]
 Weights = Literal["random", "pretrained"]
 
 BATCHES = ("micro_batch_size", "effective_batch_size")
@@ -100,9 +100,14 @@ class SearchSpace(Strict):
     budget_gib: Number | None = Field(default=None, gt=0, le=100_000)
     """Budget of a device that the catalogue lacks (the CPU), or a tighter one than the card's."""
     objectives: tuple[Objective, ...] = Field(default=("tokens_per_second",), min_length=1)
-    sampler: SamplerName = "tpe"
+    sampler: SamplerName = "guided"
     trials: StrictInt = Field(default=40, ge=1, le=1_000_000)
+    """At most so many; a guided search ends sooner where it knows."""
     time_budget_seconds: Number | None = Field(default=None, gt=0)
+    max_dollars: Number | None = Field(default=None, gt=0)
+    """What all runs of the study may cost, at the price of the card it is for."""
+    stop_below_gain: Number = Field(default=0.01, ge=0, lt=1)
+    """A guided search ends where no further trial is expected to gain this share; 0 goes on."""
     seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)
     steps: StepBudget = StepBudget()
     confirm: ConfirmBudget | None = ConfirmBudget()

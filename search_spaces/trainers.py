@@ -184,6 +184,17 @@ def llama_factory_quantization(trained: Trained) -> dict[str, Any]:
     }
 
 
+def lost_quantized_layers(trained: Trained) -> str | None:
+    """bitsandbytes can be told of modules to leave alone; no trainer's file passes that on."""
+    config, layers = trained.config, trained.layers
+    if not config.is_quantized or config.quantized_count(layers) == layers:
+        return None
+    return (
+        f"quantized_fraction {config.quantized_fraction:g}: it quantizes every layer or none, so "
+        "every one here: less memory than measured, and slower. Format script does as measured."
+    )
+
+
 trl_lost_upcast = _says(
     "upcast_fp32 true: it has no such step, so norms, embeddings and head stay in the compute "
     "dtype: less memory than measured, and faster.",
@@ -333,3 +344,22 @@ lost_compile = _says(
     "it may not fit. Format script compiles as measured.",
     compile=True,
 )
+
+
+# The process
+
+
+def allocator_settings(is_expandable: bool) -> dict[str, str]:
+    """Return the variables that torch reads its allocator's settings from, when it is imported."""
+    return {"PYTORCH_ALLOC_CONF": f"expandable_segments:{is_expandable}"}
+
+
+def allocator_environment(trained: Trained) -> dict[str, str]:
+    """Fixed segments are what torch has when nothing is said."""
+    is_expandable: bool = trained.config.expandable_segments
+    return allocator_settings(is_expandable) if is_expandable else {}
+
+
+def axolotl_allocator_environment(trained: Trained) -> dict[str, str]:
+    """It sets expandable segments itself where the variable is not there."""
+    return allocator_settings(trained.config.expandable_segments)

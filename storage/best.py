@@ -36,6 +36,7 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
             "device": sum(r.device_seconds for r in (*records, *snapshot.confirmations)),
         },
         "trials": {"total": len(records), **verdict_counts(records)},
+        "ended": snapshot.ended,
         "best": None if winner is None else _trial(winner),
         "cost": None if winner is None else _cost(snapshot, measured_of(winner)),
         "front": [_on_front(record, ranking) for record in ranking.front],

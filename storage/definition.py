@@ -160,6 +160,8 @@ class StudySnapshot:
     """Who drives it now (``host:pid``); None where nobody does."""
     warnings: tuple[str, ...] = ()
     """Anything a reader should know, such as a library version that changed between runs."""
+    ended: dict[str, Any] | None = None
+    """Why the search ended last, and what it was not able to rule out; None where it has not."""
     offer: Offer | None = None
     """At what the target card can be rented; None where no price is known."""
 

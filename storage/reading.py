@@ -29,6 +29,7 @@ from storage.recovery import Spool
 from storage.urls import DatabaseUrl, parse_url
 
 DEFINITION, RUNS, WALL_SECONDS, IDENTITY = "definition", "runs", "wall_seconds", "identity"
+ENDED = "ended"
 """Keys of a study's user attributes."""
 
 
@@ -128,6 +129,7 @@ def _snapshot(
         confirmations=tuple(record for record in records if record.purpose != "search"),
         running=tuple(map(_running, running)),
         wall_seconds=float(attributes.get(WALL_SECONDS, 0.0)),
+        ended=attributes.get(ENDED),
         holder=None if holder is None else holder.who,
         warnings=(*_former_objective(attributes), *_version_changes(runs), *untold),
     )

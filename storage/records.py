@@ -108,6 +108,8 @@ class Measurement(_Frozen):
     """Of the weights that QLoRA means to hold in 4 bits, how many were; null for a 16-bit base."""
     training_seconds: float | None = None
     """Seconds inside training steps, warm-up included; what is left of the trial is overhead."""
+    compile_seconds: float | None = None
+    """Seconds that compiling took, or fetching what was compiled before; null where nothing was."""
     joules_per_token: float | None = None
     """Energy of the whole card over the measured steps, by NVML's counter; null where unknown."""
     soak: SoakReport | None = None

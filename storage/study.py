@@ -29,7 +29,7 @@ from storage import mapping
 from storage.database import PATIENCE, Patience, close, faults, open_for_writing, patiently
 from storage.definition import StudyDefinition, differences, names_cost
 from storage.lease import Lease, lease_for
-from storage.reading import DEFINITION, IDENTITY, RUNS, WALL_SECONDS, understood
+from storage.reading import DEFINITION, ENDED, IDENTITY, RUNS, WALL_SECONDS, understood
 from storage.records import SEARCH, Errand, Lost, TrialRecord
 from storage.recovery import Spool, attempts, to_retry
 from storage.urls import DatabaseUrl, parse_url
@@ -278,10 +278,17 @@ class OpenStudy:
         """
         self._patiently(self._close_running)
 
+    def wall_seconds(self) -> float:
+        """Return the driver's time over all runs of the study so far."""
+        return float(self._patiently(lambda: self.study.user_attrs).get(WALL_SECONDS, 0.0))
+
+    def note_end(self, values: Mapping[str, Any]) -> None:
+        """Keep why the search ended, in plain JSON values; an earlier run's gives way."""
+        self._patiently(lambda: self.study.set_user_attr(ENDED, dict(values)))
+
     def add_wall_seconds(self, seconds: float) -> None:
         """Add to the driver's time over all runs of the study."""
-        stored = self._patiently(lambda: self.study.user_attrs)
-        total = float(stored.get(WALL_SECONDS, 0.0)) + seconds
+        total = self.wall_seconds() + seconds
         self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
 
     def _by_number(self) -> list[TrialRecord]:

@@ -60,6 +60,7 @@ def run(
     storage: opt.StorageOption = None,
     trials: opt.TrialsOption = None,
     time_budget: opt.TimeBudgetOption = None,
+    max_dollars: opt.MaxDollarsOption = None,
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
     no_confirm: opt.NoConfirmOption = False,
@@ -81,6 +82,7 @@ def run(
         "model": model,
         "trials": trials,
         "time_budget_seconds": _seconds("--time-budget", time_budget),
+        "max_dollars": max_dollars,
         "confirm": False if no_confirm else _soak(soak),
         "seed": seed,
         "sampler": sampler,
@@ -217,6 +219,22 @@ def export(
     from sweep.terminal import commands
 
     return commands.export(study, format=format, storage=storage, output=_output(output))
+
+
+@app.command()
+def replay(
+    surface: opt.SurfaceArgument,
+    samplers: opt.SamplersOption = None,
+    seeds: opt.SeedsOption = 20,
+    budget_gib: opt.BudgetOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Let samplers search recorded trials, and say how many each needs; needs no GPU."""
+    from sweep.terminal import replay as command
+
+    return command.replay(
+        surface, samplers=samplers, seeds=seeds, budget_gib=budget_gib, as_json=as_json
+    )
 
 
 def _output(typed: str | None) -> Path | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from reports.page import write_whole
 from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
+from storage.surfaces import surface_text
 from sweep.export.recipe import Recipe, recipe_of
 from sweep.export.script import script
 from sweep.export.trainer_files import axolotl, llama_factory, trl
@@ -40,14 +41,17 @@ _FORMATS: dict[str, Callable[[Recipe], str]] = {
     "trl": trl,
 }
 
+SURFACE = "surface"
+"""The format of all of a study's trials; the others are of one."""
+
 
 def format_names() -> tuple[str, ...]:
-    """Return the names of all formats, the one that expresses everything first."""
+    """Return the names of all formats of a winner, the one that expresses everything first."""
     return tuple(_FORMATS)
 
 
 def export(snapshot: StudySnapshot, *, format: str) -> str:
-    """Return the winner of a study as a recipe, the text of one file.
+    """Return the winner of a study as a recipe, or its trials as a surface: the text of one file.
 
     Args:
         snapshot: the study.
@@ -57,8 +61,12 @@ def export(snapshot: StudySnapshot, *, format: str) -> str:
         InputError: no such format.
         NothingFits: nothing that was tried was measured to fit.
     """
+    if format == SURFACE:
+        return surface_text(snapshot)
     if format not in _FORMATS:
-        raise InputError(f"unknown format {quote(format)}{did_you_mean(format, _FORMATS)}")
+        raise InputError(
+            f"unknown format {quote(format)}{did_you_mean(format, (*_FORMATS, SURFACE))}"
+        )
     return _FORMATS[format](recipe_of(snapshot))
 
 

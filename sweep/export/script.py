@@ -9,7 +9,7 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from search_spaces.trainers import TORCH_DTYPES, liger_kernels
+from search_spaces.trainers import TORCH_DTYPES, allocator_settings, liger_kernels
 from sweep.export.recipe import (
     LEARNING_RATE,
     MAX_GRAD_NORM,
@@ -24,7 +24,8 @@ def script(recipe: Recipe) -> str:
     """Return the training script of a recipe, ready to run."""
     config, names = recipe.config, recipe.target_modules
     imports = ["LoraConfig", "get_peft_model"]
-    if config.upcast_fp32 and config.is_quantized:
+    is_whole = config.quantized_count(recipe.layers) == recipe.layers
+    if config.upcast_fp32 and is_whole:
         imports.append("prepare_model_for_kbit_training")
     return _template().render(
         header=comment(recipe.facts()),
@@ -36,8 +37,10 @@ def script(recipe: Recipe) -> str:
         dtype=TORCH_DTYPES[config.compute_dtype],
         adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
         is_quantized=config.is_quantized,
+        is_quantized_whole=is_whole,
         peft_imports=", ".join(imports),
         liger=liger_kernels(config.kernels),
+        environment=allocator_settings(config.expandable_segments),
         needs="" if config.kernels == "hf" else ", liger-kernel",
         learning_rate=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,

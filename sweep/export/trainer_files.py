@@ -27,6 +27,10 @@ _DATA_FILE = "data.jsonl"
 """Stands for the user's texts, one ``{"text": "..."}`` a line."""
 _OUTPUT_DIRECTORY = "outputs"
 
+_NON_BLOCKING: Mapping[str, Any] = {"accelerator_config": {"non_blocking": True}}
+_WITHOUT_WAITING: Mapping[str, Any] = {"logging_nan_inf_filter": False, **_NON_BLOCKING}
+"""Nothing in a measured step waits for the card: neither a look at each loss nor a batch."""
+
 _TRAINING_ARGUMENTS: Mapping[str, Any] = {
     "learning_rate": LEARNING_RATE,
     "weight_decay": WEIGHT_DECAY,
@@ -34,6 +38,7 @@ _TRAINING_ARGUMENTS: Mapping[str, Any] = {
     "lr_scheduler_type": SCHEDULE,
     "num_train_epochs": 1.0,
     "logging_steps": 10,
+    **_WITHOUT_WAITING,
     "report_to": "none",
     "output_dir": _OUTPUT_DIRECTORY,
 }
@@ -57,7 +62,7 @@ def trl(recipe: Recipe) -> str:
     return _file(
         recipe,
         trainer="TRL",
-        command="trl sft --config FILE",
+        command=_command(recipe, "trl sft --config FILE", trainer="trl"),
         edits=("datasets", "output_dir"),
         options=options,
         differences=_lost(recipe, trainer="trl"),
@@ -86,12 +91,13 @@ def axolotl(recipe: Recipe) -> str:
         "warmup_steps": 0,
         "num_epochs": 1,
         "logging_steps": 10,
+        **_NON_BLOCKING,
         "output_dir": _OUTPUT_DIRECTORY,
     }
     return _file(
         recipe,
         trainer="axolotl",
-        command="axolotl train FILE",
+        command=_command(recipe, "axolotl train FILE", trainer="axolotl"),
         edits=("datasets", "output_dir"),
         options=options,
         differences=_axolotl_differences(recipe),
@@ -144,7 +150,7 @@ def llama_factory(recipe: Recipe) -> str:
     return _file(
         recipe,
         trainer="LLaMA-Factory",
-        command="llamafactory-cli train FILE",
+        command=_command(recipe, "llamafactory-cli train FILE", trainer="llama-factory"),
         edits=(
             f"dataset_dir, with your {_DATA_FILE} and a dataset_info.json of {_DATASET_INFO}",
             "output_dir",
@@ -209,6 +215,13 @@ def _spelled(recipe: Recipe, *, trainer: Trainer) -> dict[str, Any]:
             case spell:
                 options |= spell(recipe)
     return options
+
+
+def _command(recipe: Recipe, command: str, *, trainer: Trainer) -> str:
+    """Return how to start a trainer, with the variables that it has to find."""
+    spelled = [knob.environment[trainer] for knob in KNOBS.values() if trainer in knob.environment]
+    variables = {name: value for spell in spelled for name, value in spell(recipe).items()}
+    return " ".join([*(f"{name}={value}" for name, value in variables.items()), command])
 
 
 def _lost(recipe: Recipe, *, trainer: Trainer) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.space import SearchSpace
-from sweep.planning.forecast import Forecast, Forecaster
+from sweep.planning.forecast import Forecast, Forecaster, Progress, silent
 from sweep.planning.survey import ClassKey, Counts, Survey, class_of, survey
 from sweep.planning.table import LargestBatch, ShapeTable
 from sweep.predict.memory.predictor import Fit
@@ -25,19 +25,21 @@ SURVEYED_BY = ("search_spaces", "sweep/predict", "sweep/planning")
 """Directories whose code decides what a survey holds."""
 
 
-def cached_survey(space: SearchSpace, forecaster: Forecaster, *, directory: Path) -> Survey:
+def cached_survey(
+    space: SearchSpace, forecaster: Forecaster, *, directory: Path, progress: Progress = silent
+) -> Survey:
     """Return the survey of a space, from ``directory`` where it was made before.
 
     A study's evidence changes with every trial, and surveys with it: those are not cached. Raises
     as `survey` does.
     """
     if forecaster.evidence.study is not None:
-        return survey(space, forecaster)
+        return survey(space, forecaster, progress=progress)
     path = directory / f"{_digest(space, forecaster)}.json"
     try:
         return _from_json(json.loads(path.read_text(encoding="utf-8")), space, forecaster)
     except (OSError, ValueError, KeyError, TypeError):
-        made = survey(space, forecaster)
+        made = survey(space, forecaster, progress=progress)
     write_cache(path, _to_json(made))
     return made
 

@@ -7,8 +7,12 @@ prices, files or terminals.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -17,12 +21,24 @@ from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation, violation
 from storage.records import TrialRecord
 from sweep.planning.evidence import NO_EVIDENCE, Evidence
-from sweep.predict.memory.predictor import Fit, MemoryPrediction, MemoryPredictor
+from sweep.predict.memory.arrays import FITS, UNKNOWN, WholeMemory, predict_nothing
+from sweep.predict.memory.prediction import Fit, MemoryPrediction
+from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.speed.predictor import SpeedPrediction, predict_step
+from sweep.predict.speed.predictor import SpeedPrediction, predict_steps
 
 UNBUILDABLE = "cannot-be-built"
 """The rule of what only the model's own code forbids: a target module that it does not have."""
+
+Progress = Callable[[str], OnProgress]
+"""Returns what is told how much is done of what is named, and of how much."""
+
+
+def silent(_: str) -> OnProgress:
+    """Tell nobody."""
+    return tell_nobody
+
 
 Basis = Literal["predicted", "calibrated", "measured"]
 """Where a number comes from: data sheet and model code, those corrected by trials, or a trial."""
@@ -113,6 +129,42 @@ class Forecaster:
         self._predictor = memory
         self._predicted: dict[TrialConfig, MemoryPrediction] = {}
         self._fits: dict[TrialConfig, Fit] = {}
+        self._speeds: dict[TrialConfig, SpeedPrediction | InputError] = {}
+        self._whole: WholeMemory = predict_nothing()
+        self._unsure: NDArray[np.float64] = self._whole.uncertainty
+        self._rows: dict[TrialConfig, int] = {}
+
+    def foresee(
+        self,
+        configs: Sequence[TrialConfig],
+        *,
+        progress: Progress = silent,
+        one_by_one: bool = False,
+    ) -> None:
+        """Work out together what is going to be asked of many configurations.
+
+        Args:
+            configs: of a whole space, or a file; what was foreseen before is forgotten.
+            progress: told of what takes its time.
+            one_by_one: whether a forecast of each is going to be asked for.
+
+        Raises:
+            EnvironmentFault: the tracing process has never answered.
+        """
+        self._predictor.prepare(configs, on_progress=progress("structures traced"))
+        whole = self._whole = self._predictor.predict_all(configs)
+        if one_by_one:
+            whole.replay(on_progress=progress("steps replayed"))
+        self._rows = {config: row for row, config in enumerate(configs)}
+        unsure = self._unsure = self.evidence.residuals.widest(whole.uncertainty, configs)
+        codes = whole.quick_fits(self.budget_bytes, uncertainty=unsure).tolist()
+        predicted = predict_steps(
+            configs, model=self.model, gpu=self.gpu, calibration=self.evidence.calibration
+        )
+        for row, config in enumerate(configs):
+            if codes[row] != UNKNOWN and row not in whole.refused and self._shown(config) is None:
+                self._fits[config] = FITS[codes[row]]
+            self._speeds[config] = predicted[row]
 
     def broken(self, config: TrialConfig) -> Violation | None:
         """Return the rule that forbids ``config`` on this model and card, or None."""
@@ -129,13 +181,27 @@ class Forecaster:
         Raises what `MemoryPredictor.predict` raises.
         """
         if config not in self._predicted:
-            predicted = self._predictor.predict(config)
+            row = self._rows.get(config)
+            if row is None:
+                predicted = self._predictor.predict(config)
+            else:
+                predicted = self._whole.prediction(row)
             self._predicted[config] = self.evidence.residuals.widened(predicted, config)
         return self._predicted[config]
 
+    def memory_uncertainty(self, config: TrialConfig) -> float:
+        """Return how far the peak of what was foreseen may be off."""
+        return float(self._unsure[self._rows[config]])
+
+    def least_bytes(self, config: TrialConfig) -> int:
+        """Return no more than the peak of what was foreseen, without replaying its step."""
+        return int(self._whole.least_allocated_bytes[self._rows[config]])
+
     def is_hopeless(self, config: TrialConfig) -> bool:
         """Whether the predicted peak alone says that a valid configuration does not fit."""
-        if self.evidence.fits(config, budget_bytes=self.budget_bytes):
+        if config in self._fits:
+            return self._fits[config] is Fit.NO
+        if self._shown(config):
             return False
         return self.memory(config).exceeds(self.budget_bytes)
 
@@ -150,10 +216,14 @@ class Forecaster:
         self._fits.setdefault(config, fit)
 
     def _fit(self, config: TrialConfig) -> Fit:
-        known = self.evidence.fits(config, budget_bytes=self.budget_bytes)
+        known = self._shown(config)
         if known is not None:
             return Fit.YES if known else Fit.NO
         return self.memory(config).fits(self.budget_bytes)
+
+    def _shown(self, config: TrialConfig) -> bool | None:
+        """Return whether a trial has shown that it fits; None where none has."""
+        return self.evidence.fits(config, budget_bytes=self.budget_bytes)
 
     def forecast(self, config: TrialConfig) -> Forecast:
         """Return everything that is to be expected of ``config``.
@@ -195,7 +265,7 @@ class Forecaster:
 
     def _unknown(self, config: TrialConfig, error: Untraceable) -> Forecast:
         """Without a prediction only a trial tells whether it fits."""
-        known = self.evidence.fits(config, budget_bytes=self.budget_bytes)
+        known = self._shown(config)
         speed, notes = self.speed(config)
         return Forecast(
             config=config,
@@ -218,10 +288,11 @@ class Forecaster:
 
     def speed(self, config: TrialConfig) -> tuple[SpeedPrediction | None, tuple[str, ...]]:
         """Return the predicted speed, and why there is none."""
-        try:
-            prediction = predict_step(
-                config, model=self.model, gpu=self.gpu, calibration=self.evidence.calibration
+        if config not in self._speeds:
+            (self._speeds[config],) = predict_steps(
+                [config], model=self.model, gpu=self.gpu, calibration=self.evidence.calibration
             )
-        except InputError as error:
-            return None, (f"speed and cost are not predicted: {error}",)
-        return prediction, ()
+        known = self._speeds[config]
+        if isinstance(known, InputError):
+            return None, (f"speed and cost are not predicted: {known}",)
+        return known, ()

@@ -6,6 +6,7 @@ predictions for each row (everything but the micro-batch) tell of all its config
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -19,14 +20,13 @@ from search_spaces.errors import InputError
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
-from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
+from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
 from sweep.planning.recommendation import (
     Certainty,
     alternative,
     certainty_of,
     nearest_capacity,
     preferred,
-    speed_order,
 )
 from sweep.planning.spaces import VALUES_SHOWN, evenly_spaced, rows
 from sweep.planning.table import FitRow, ShapeTable, Size, fastest_table, fit_row
@@ -56,6 +56,10 @@ As measured on an H200, the first of a process apart, which takes ten: see
 
 ClassKey = tuple[CapacityClass, int]
 """Capacity class and length: what a configuration can learn, and from how much context."""
+
+
+SpeedOrder = tuple[float, int]
+"""Tokens/s, and tokens of a micro-batch for where no speed is known."""
 
 
 @dataclass(frozen=True)
@@ -164,15 +168,22 @@ def class_of(config: TrialConfig, model: ModelSpec) -> ClassKey:
     return CapacityClass.of(config, model), config.seq_len
 
 
-def survey(space: SearchSpace, forecaster: Forecaster) -> Survey:
+def survey(space: SearchSpace, forecaster: Forecaster, *, progress: Progress = silent) -> Survey:
     """Return what ``space`` holds for the forecaster's card.
+
+    Args:
+        space: what is looked over.
+        forecaster: tells speed and memory.
+        progress: told of what takes its time.
 
     Raises:
         InputError: memory can be predicted of no configuration.
         EnvironmentFault: the tracing process does not answer.
     """
     tally = _Tally()
-    for row in rows(space):
+    valid = [tally.valid(row, forecaster) for row in rows(space)]
+    forecaster.foresee(list(itertools.chain.from_iterable(valid)), progress=progress)
+    for row in filter(None, valid):
         tally.take(row, forecaster)
     counts = tally.counts()
     if tally.refused is not None and not counts.fit + counts.uncertain + counts.too_large:
@@ -183,7 +194,10 @@ def survey(space: SearchSpace, forecaster: Forecaster) -> Survey:
         model=forecaster.model,
         total=space.size(),
         counts=counts,
-        candidates={key: tuple(best.values()) for key, best in tally.best.items()},
+        candidates={
+            key: tuple(forecaster.forecast(config) for _, config in best.values())
+            for key, best in tally.best.items()
+        },
         table=_table(space, tally, forecaster) if tally.best else None,
         least_bytes=tally.least_bytes,
         step_seconds=step,
@@ -210,9 +224,10 @@ class _Tally:
     unpredicted: Counter[str] = field(default_factory=Counter)
     refused: InputError | None = None
     """Why the first of those rows was not predicted, of which nothing can be."""
-    best: dict[ClassKey, dict[Certainty, Forecast]] = field(
+    best: dict[ClassKey, dict[Certainty, tuple[SpeedOrder, TrialConfig]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
+    """Of each class, the fastest at every certainty."""
     sizes: dict[Size, TrialConfig] = field(default_factory=dict)
     """A configuration of each size, whatever becomes of it."""
     least_bytes: int | None = None
@@ -232,13 +247,8 @@ class _Tally:
     def too_large(self) -> int:
         return sum(len(row.configurations) - row.possible for row in self.rows)
 
-    def take(self, configurations: Sequence[TrialConfig], forecaster: Forecaster) -> None:
-        """Count one row, the smallest micro-batch first."""
-        for config in configurations:
-            self.sizes.setdefault((config.micro_batch_size, config.seq_len), config)
-        valid = self._valid(configurations, forecaster)
-        if not valid:
-            return
+    def take(self, valid: Sequence[TrialConfig], forecaster: Forecaster) -> None:
+        """Count what is valid of one row, the smallest micro-batch first."""
         try:
             row = fit_row(valid, forecaster=forecaster, near=self.near)
         except InputError as error:
@@ -250,8 +260,7 @@ class _Tally:
         for count in {row.sure, row.possible} - {0}:
             self._keep(valid[count - 1], forecaster)
         if not row.possible:
-            least = forecaster.memory(valid[0]).peak_allocated_bytes
-            self.least_bytes = min(least, self.least_bytes or least)
+            self._note_least(valid[0], forecaster)
 
     def counts(self) -> Counts:
         """Return how many there are of each kind."""
@@ -267,23 +276,30 @@ class _Tally:
         else:
             self.invalid[UNBUILDABLE] += count
 
-    def _valid(self, row: Sequence[TrialConfig], forecaster: Forecaster) -> list[TrialConfig]:
-        """Return the configurations that no rule forbids, and count the others."""
+    def valid(self, row: Sequence[TrialConfig], forecaster: Forecaster) -> list[TrialConfig]:
+        """Return the configurations of a row that no rule forbids, and count the others."""
+        for config in row:
+            self.sizes.setdefault((config.micro_batch_size, config.seq_len), config)
         broken = [forecaster.broken(config) for config in row]
         self.invalid.update(violation.rule for violation in broken if violation is not None)
         return [config for config, rule in zip(row, broken, strict=True) if rule is None]
+
+    def _note_least(self, config: TrialConfig, forecaster: Forecaster) -> None:
+        if self.least_bytes is None or forecaster.least_bytes(config) < self.least_bytes:
+            least = forecaster.memory(config).peak_allocated_bytes
+            self.least_bytes = min(least, self.least_bytes or least)
 
     def _keep(self, config: TrialConfig, forecaster: Forecaster) -> None:
         # Counting the row asked for all that decides; a forecast in doubt would replay the step.
         is_measured = forecaster.evidence.trial(config) is not None
         level = certainty_of(
             forecaster.fit(config),
-            uncertainty=0.0 if is_measured else forecaster.memory(config).uncertainty,
+            uncertainty=0.0 if is_measured else forecaster.memory_uncertainty(config),
         )
         order = forecaster.tokens_per_second(config) or 0.0, config.tokens_per_micro_batch
         best = self.best[class_of(config, forecaster.model)]
-        if level not in best or order > speed_order(best[level]):
-            best[level] = forecaster.forecast(config)
+        if level not in best or order > best[level][0]:
+            best[level] = order, config
 
 
 def _timed(config: TrialConfig) -> TrialConfig:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from sweep.paths import cache_directory
 from sweep.running.wire import WorkerMessage, WorkerSettings, worker_message_adapter
 
 _CPU_ENVIRONMENT = {
@@ -33,8 +34,17 @@ _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONUNBUFFERED": "1",
 }
-_MEANT_FOR_OTHERS = ("ACCELERATE_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
-"""Starts of variables that tell accelerate how another training is to run, on which device too."""
+_MEANT_FOR_OTHERS = (
+    "ACCELERATE_",
+    "LOCAL_RANK",
+    "RANK",
+    "WORLD_SIZE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Starts of variables that tell accelerate how another training is to run, on which device too, and
+torch's allocator how to cut memory: that is part of the configuration.
+"""
 
 
 class WorkerEnded(Exception):  # noqa: N818 - an end is not always an error
@@ -136,4 +146,6 @@ class WorkerProcess:
 def _environment(device: str) -> dict[str, str]:
     """Return the variables that a worker starts with."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_MEANT_FOR_OTHERS)}
-    return inherited | _QUIET | (_CPU_ENVIRONMENT if device == "cpu" else {})
+    # By default the compiler's files are in /tmp, and gone with the next start of the machine.
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "compiled")}
+    return kept | inherited | _QUIET | (_CPU_ENVIRONMENT if device == "cpu" else {})

@@ -98,6 +98,9 @@ class ReplayRunner:
                 )
         return outcome
 
+    def start(self) -> None:
+        """Do nothing: answers are there at once."""
+
     def cancel(self) -> None:
         """Make the running trial `Lost` at its next beat, or the next one before its first."""
         self._is_cancelled = True

@@ -69,6 +69,14 @@ class Runner(Protocol):
         """Let the next `run` begin in a fresh process, as nothing of this one's is left."""
         ...
 
+    def start(self) -> None:
+        """Begin with what takes time before the first trial, and return at once.
+
+        The first `run` waits for it, and raises what is at fault. Idempotent; without it, `run`
+        begins.
+        """
+        ...
+
     def cancel(self) -> None:
         """End the running trial at once, from a signal handler or another thread.
 

@@ -6,6 +6,7 @@ Satisfies `runner.Runner`. Knows nothing of torch, studies or samplers.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ class SupervisedRunner:
         log_path: Path,
         seed: int = 0,
         deadlines: Deadlines | None = None,
-        module: str = "sweep.running.worker",
+        module: str = "sweep.running",
     ) -> None:
         self._settings = WorkerSettings(
             device=target.device,
@@ -96,6 +97,7 @@ class SupervisedRunner:
         self._module = module
         self._has_run = False
         self._worker: WorkerProcess | None = None
+        self._is_ready = False
         self._phase: Phase = "start"
         self._is_cancelled = False
 
@@ -145,6 +147,12 @@ class SupervisedRunner:
                 case Ready() | Unusable():
                     raise WorkerEnded
 
+    def start(self) -> None:
+        """See `runner.Runner.start`: the worker imports its libraries and takes the device."""
+        # What keeps it from being started does so at the first `run` too, which says it.
+        with contextlib.suppress(OSError, WorkerEnded):
+            self._started_worker()
+
     def cancel(self) -> None:
         """See `runner.Runner.cancel`."""
         # Before the kill, so that whoever sees the worker end knows why.
@@ -168,31 +176,41 @@ class SupervisedRunner:
         self.close()
 
     def _ready_worker(self) -> WorkerProcess:
-        """Return the resident worker, or start one and wait until it owns the device.
+        """Return the worker that owns the device: the resident one, or one that is waited for.
 
         Raises:
             EnvironmentFault: the device is not to be had.
         """
         if self._is_cancelled:
             raise WorkerEnded
-        if self._worker is not None:
-            return self._worker
-        self._worker = WorkerProcess(self._settings, log_path=self._log_path, module=self._module)
+        worker = self._started_worker()
+        if self._is_ready:
+            return worker
         if self._is_cancelled:
             # While it was being started, when there was no worker yet to kill.
-            self._worker.kill()
+            worker.kill()
             raise WorkerEnded
-        match self._worker.next_message(timeout=self._deadlines.start):
+        match worker.next_message(timeout=self._deadlines.start):
             case Ready():
-                return self._worker
+                self._is_ready = True
+                return worker
             case Unusable(reason=reason):
                 self._discard()
                 raise EnvironmentFault(f"the worker cannot use the device: {reason}")
             case _:
                 raise WorkerEnded
 
+    def _started_worker(self) -> WorkerProcess:
+        """Return the worker, which may not own the device yet."""
+        if self._worker is None:
+            self._worker = WorkerProcess(
+                self._settings, log_path=self._log_path, module=self._module
+            )
+        return self._worker
+
     def _discard(self, *, patience: float = 0.0) -> int:
         self._has_run = False
+        self._is_ready = False
         worker, self._worker = self._worker, None
         return 0 if worker is None else worker.close(patience=patience)
 

@@ -1,17 +1,15 @@
 """Owns the child process that owns the device: configurations in, signs of life and outcomes out.
 
-Run as ``python -P -m sweep.running.worker FD``, where FD is the pipe for its messages; commands
-come on stdin. Keeps the base model resident between trials. Knows nothing of studies, samplers or
+Started by ``python -P -m sweep.running FD``, where FD is the pipe for its messages; commands come
+on stdin. Keeps the base model resident between trials. Knows nothing of studies, samplers or
 storage.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -38,13 +36,13 @@ from sweep.running.wire import (
     WorkerSettings,
     command_adapter,
 )
+from sweep.training.compiling import forget_compiled, start_compiler_processes
 from sweep.training.device import Device, open_device
 from sweep.training.exceptions import requested_bytes
 from sweep.training.meter import NEIGHBOUR, CardReader, NeighbourWatch
 from sweep.training.model import BaseModel, Unavailable, build_base
 from sweep.training.trial import Beat, Trial
 
-_PR_SET_PDEATHSIG = 1
 _DETAIL_LENGTH = 2000
 # What a base may leave behind without being called a leak: a library's late workspace.
 _BASELINE_SLACK_BYTES = 64 * 2**20
@@ -159,7 +157,11 @@ class Worker:
         if self._base is not None:
             self._base.close()
             self._base = None
+            # What was compiled for that base refers to it, and serves no other.
+            forget_compiled()
+        # What is still cached would serve the new base from segments of the old kind.
         self._device.release()
+        self._device.expand_segments(config.expandable_segments)
         self._device.reset_peak()
         failed = self._build(config)
         # Not before `_build` returned: a caught exception keeps the frames, and so the weights,
@@ -196,10 +198,21 @@ class Worker:
         """Return why this process is not fit for another trial; None where it is."""
         if config.is_paged:
             return "bitsandbytes never frees paged buffers"
+        if config.compile and self._bytes_left(before):
+            # Graphs are kept for the next trial as long as they hold no memory of the last.
+            forget_compiled()
+            self._device.release()
+        left = self._bytes_left(before)
+        return (
+            f"memory did not come back: {left} bytes more than before the trial" if left else None
+        )
+
+    def _bytes_left(self, before: int | None) -> int:
+        """Return what a trial left allocated; 0 for what is no leak."""
         after = self._device.allocated_bytes()
-        if before is not None and after is not None and after > before + _BASELINE_SLACK_BYTES:
-            return f"memory did not come back: {after - before} bytes more than before the trial"
-        return None
+        if before is None or after is None or after <= before + _BASELINE_SLACK_BYTES:
+            return 0
+        return after - before
 
     def _rehearse(self) -> None:
         """Run one tiny training: lazy imports, threads and workspaces are then no trial's."""
@@ -233,11 +246,6 @@ def _has_bf16(device: str) -> bool:
 def _pci_bus_id() -> str:
     card: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     return f"{card.pci_domain_id:08x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when the tuner's dies, however it dies (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _read_commands(
@@ -277,9 +285,6 @@ def _serve(worker: Worker, commands: IO[bytes], send: Callable[[WorkerMessage], 
 
 def main() -> None:
     """Read the settings, prepare the device, serve trials until told to stop or retired."""
-    _die_with_parent()
-    # Ctrl-C in the terminal is the tuner's to handle.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
     lock = threading.Lock()
 
@@ -293,6 +298,9 @@ def main() -> None:
         if settings.device == "cuda" and not torch.cuda.is_available():
             send(Unusable(reason="torch finds no CUDA device; `sweep doctor` says more"))
             return
+        if settings.device == "cuda":
+            # They need longer than what is prepared here.
+            start_compiler_processes()
         worker = Worker(settings, send=send)
         worker.prepare()
         name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
@@ -305,7 +313,3 @@ def main() -> None:
     # Shutdown with a CUDA context and daemon threads can hang or abort; nothing is left to save.
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

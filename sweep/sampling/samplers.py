@@ -1,4 +1,4 @@
-"""Owns what is tried next: Optuna's samplers by name, kept from repeats and hopeless draws.
+"""Owns the samplers by name: the guided one, and Optuna's, kept from repeats and hopeless draws.
 
 Knows nothing of runners, memory or storage; what is known of a configuration before it runs is
 handed in.
@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, assert_never, cast
 
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
-from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.space import SamplerName, SearchSpace
+from sweep.sampling.candidates import SpaceCandidates
 from sweep.sampling.encoding import Encoding, Params, identity
+from sweep.sampling.expecting import NOTHING_EXPECTED, Expecting
+from sweep.sampling.guided import GuidedSampler
 
-BREADTH = 1024
-"""Combinations whose expected speed is compared for a guided trial."""
-LOOKAHEAD = 256
-"""The most promising combinations that are looked at for one that is acceptable."""
 REFUSALS_MAX = 1024
 """Refused draws and combinations before one of them is let through: one in a hundred is found."""
 UNTRIED_MAX = 50_000
@@ -36,93 +33,65 @@ GRID_MAX = 1_000_000
 """Combinations that a grid may have; more than anybody waits for."""
 
 
-class Expectation(Protocol):
-    """What choosing asks of a configuration that has not run; each part costs only when read."""
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether it is known to be hopeless: a rule forbids it or it cannot fit."""
-        ...
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Expected speed; None where that is not known."""
-        ...
-
-
-class Expecting(Protocol):
-    """Says what is known of configurations before they run; `sweep.study.preflight` does."""
-
-    @property
-    def predicts_speed(self) -> bool:
-        """Whether any speed is known."""
-        ...
-
-    def expect(self, config: TrialConfig) -> Expectation:
-        """Return what is known of ``config``; the same value until a further trial is told."""
-        ...
-
-
-@dataclass(frozen=True)
-class NothingExpected:
-    """Knows nothing of any configuration: refuses none, expects no speed."""
-
-    is_refused: bool = False
-    tokens_per_second: float | None = None
-    predicts_speed: bool = False
-
-    def expect(self, config: TrialConfig) -> Expectation:
-        """Return the same of every configuration."""
-        return self
-
-
 def make_sampler(
     name: SamplerName,
     space: SearchSpace,
     *,
     seed: int,
-    preflight: Expecting = NothingExpected(),
+    preflight: Expecting = NOTHING_EXPECTED,
 ) -> BaseSampler:
     """Return the sampler that a space or a person names.
 
     Args:
-        name: ``tpe`` (Optuna's default for few trials), ``gp`` (imports torch in this process),
-            ``random``, ``grid``.
+        name: ``guided`` (the default: everything that is predicted and measured decides), ``tpe``
+            (Optuna's default for few trials), ``gp`` (imports torch in this process), ``random``,
+            ``grid``.
         space: what may be tried.
         seed: makes the draws repeatable.
         preflight: what it refuses is not asked for as long as something else is left, but by the
-            grid, which asks for everything. The speed that it expects guides ``tpe`` alone, where
-            speed is all that the study is after: every other trial is the most promising of the
-            space, the rest are its own.
+            grid, which asks for everything. What it foresees guides ``guided`` alone.
 
     Raises:
         InputError: a grid over a continuous dimension, or over far too many combinations.
     """
     encoding = Encoding(space)
-    match name:
-        case "grid":
-            return EveryCombination(encoding, seed=seed)
-        case "random":
-            inner: BaseSampler = RandomSampler(seed=seed)
-        case "tpe":
-            # Trials run one at a time, so there is no running trial whose result would have to be
-            # lied about.
-            inner = TPESampler(
-                seed=seed, n_startup_trials=STARTUP_TRIALS, constant_liar=False, multivariate=True
-            )
-        case "gp":
-            inner = GaussianProcessSampler(
-                seed=seed, n_startup_trials=STARTUP_TRIALS, deterministic_objective=False
-            )
+    if name == "grid":
+        return EveryCombination(encoding, seed=seed)
+    if name == "guided":
+        return GuidedSampler(
+            SpaceCandidates(encoding, is_valid=preflight.is_valid, seed=seed),
+            preflight=preflight,
+            objectives=space.objectives,
+            distributions=encoding.free,
+            steps=space.steps,
+            seed=seed,
+        )
     return WithoutRepeats(
-        inner,
+        optunas_own(name, seed=seed),
         encoding,
         seed=seed,
         preflight=preflight,
         # Each draw of gp is an optimization of its own, and most come out the same.
         attempts=3 if name == "gp" else 32,
-        is_guided=name == "tpe" and set(space.objectives) == {"tokens_per_second"},
     )
+
+
+def optunas_own(name: Literal["tpe", "gp", "random"], *, seed: int) -> BaseSampler:
+    """Return one of Optuna's samplers, as it is of most use to a study of few trials."""
+    match name:
+        case "random":
+            return RandomSampler(seed=seed)
+        case "tpe":
+            # Trials run one at a time, so there is no running trial whose result would have to be
+            # lied about.
+            return TPESampler(
+                seed=seed, n_startup_trials=STARTUP_TRIALS, constant_liar=False, multivariate=True
+            )
+        case "gp":
+            return GaussianProcessSampler(
+                seed=seed, n_startup_trials=STARTUP_TRIALS, deterministic_objective=False
+            )
+    assert_never(name)
 
 
 def quiet_optuna() -> None:
@@ -137,8 +106,6 @@ class WithoutRepeats(BaseSampler):
     A draw of either kind is thrown away and drawn again a few times. Then, among many random
     combinations, an acceptable one that was not tried is taken. Failing that a hopeless one passes:
     it gets its verdict without the device, and the sampler learns from it.
-
-    Where it is guided, every other trial is the most promising one of a broad look at the space.
     """
 
     def __init__(
@@ -149,13 +116,11 @@ class WithoutRepeats(BaseSampler):
         seed: int,
         preflight: Expecting,
         attempts: int,
-        is_guided: bool,
     ) -> None:
         self._inner = inner
         self._encoding = encoding
         self._preflight = preflight
         self._attempts = attempts
-        self._is_guided = is_guided and preflight.predicts_speed
         self._random = random.Random(seed)
 
     def infer_relative_search_space(
@@ -169,10 +134,6 @@ class WithoutRepeats(BaseSampler):
     ) -> Params:
         """Draw all parameters at once."""
         tried = tried_already(study, trial, encoding=self._encoding)
-        if self._is_guided and trial.number % 2 == 0:
-            promising = self._most_promising(tried)
-            if promising is not None:
-                return {name: promising[name] for name in search_space}
         hopeless: Params | None = None
         candidate: Params = {}
         refusals = 0
@@ -186,26 +147,6 @@ class WithoutRepeats(BaseSampler):
             if refusals >= REFUSALS_MAX:
                 break
         return hopeless or candidate
-
-    def _most_promising(self, tried: Collection[str]) -> Params | None:
-        """Return the acceptable combination of which most speed is expected; None for none."""
-        speeds = (
-            (self._preflight.expect(config).tokens_per_second, index)
-            for index, config in self._broad_look()
-        )
-        ranked = sorted(((s, index) for s, index in speeds if s is not None), reverse=True)
-        for _, index in ranked[:LOOKAHEAD]:
-            combination = self._encoding.combination(index)
-            config = self._encoding.config(combination)
-            if identity(config) not in tried and not self._preflight.expect(config).is_refused:
-                return combination
-        return None
-
-    def _broad_look(self) -> Iterator[tuple[int, TrialConfig]]:
-        size = self._encoding.size
-        if size is not None:
-            for index in self._random.sample(range(size), min(size, BREADTH)):
-                yield index, self._encoding.config(self._encoding.combination(index))
 
     def sample_independent(
         self,

@@ -19,9 +19,23 @@ class StopReason(StrEnum):
 
     TRIALS_SPENT = "trials_spent"
     TIME_SPENT = "time_spent"
+    DOLLARS_SPENT = "dollars_spent"
     EXHAUSTED = "exhausted"
+    GAIN_SPENT = "gain_spent"
+    """Nothing that is left is expected to gain enough."""
     CONFIRMED = "confirmed"
     INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class SpaceTraced:
+    """Of the structures that a space's memory is predicted from, so many are traced.
+
+    Said before the first one and after each; never where all were kept from before.
+    """
+
+    done: int
+    of: int
 
 
 @dataclass(frozen=True)
@@ -66,5 +80,7 @@ class StudyFinished:
     reason: StopReason
 
 
-Event = TrialStarted | TrialProgress | TrialFinished | ConfirmationStarted | StudyFinished
+Event = (
+    SpaceTraced | TrialStarted | TrialProgress | TrialFinished | ConfirmationStarted | StudyFinished
+)
 Listener = Callable[[Event], None]

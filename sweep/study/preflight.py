@@ -6,14 +6,18 @@ Knows nothing of Optuna, processes or files. The rules and the memory prediction
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, SweepError
 from search_spaces.gpus import GpuSpec
+from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
 from storage.records import (
@@ -26,9 +30,21 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from sweep.predict.memory.predictor import Fit, MemoryPrediction, MemoryPredictor, Residuals
+from sweep.predict.memory.arrays import PeakMemory
+from sweep.predict.memory.predictor import (
+    COMPILED,
+    EAGER,
+    Fit,
+    MemoryPrediction,
+    MemoryPredictor,
+    Residuals,
+    TracingPredictor,
+)
 from sweep.predict.speed.calibration import Calibration, calibrate
+from sweep.predict.speed.log_factors import LogFactors
 from sweep.predict.speed.predictor import predict_step
+from sweep.sampling.belief import Physics
+from sweep.sampling.expecting import Foreseen
 from sweep.study.dominance import Footprint, base_alone, dominates, footprint
 
 PREDICTIONS_KEPT = 4096
@@ -42,6 +58,10 @@ class SpeedModel(Protocol):
 
     def predict(self, config: TrialConfig) -> float | None:
         """Return tokens/s; None where it cannot say."""
+        ...
+
+    def physics(self, configs: Sequence[TrialConfig]) -> Physics | None:
+        """Return the model of many configurations' steps; None where it cannot say."""
         ...
 
     def learn(self, record: TrialRecord) -> None:
@@ -136,6 +156,7 @@ class Preflight:
         violation: the rules, bound to model and device.
         predictor: None where memory cannot be predicted; the device then decides.
         speed: None where speed cannot be predicted.
+        is_cut_up: whether the allocator may fail below the budget, as free memory is in pieces.
         warn: told once of each reason why something is not predicted; the study goes on without.
     """
 
@@ -147,6 +168,7 @@ class Preflight:
         violation: Callable[[TrialConfig], Violation | None],
         predictor: MemoryPredictor | None = None,
         speed: SpeedModel | None = None,
+        is_cut_up: bool = True,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.budget_bytes = budget_bytes
@@ -154,6 +176,7 @@ class Preflight:
         self._violation = violation
         self._predictor = predictor
         self._speed = speed
+        self._is_cut_up = is_cut_up
         self._warn = warn
         self._ran_out: list[tuple[int, Footprint]] = []
         self._residuals = Residuals()
@@ -163,10 +186,38 @@ class Preflight:
         is can change."""
         self._warned: set[str] = set()
 
-    @property
-    def predicts_speed(self) -> bool:
-        """Whether any speed is known."""
-        return self._speed is not None
+    def is_valid(self, config: TrialConfig) -> bool:
+        """Return whether no rule forbids ``config``."""
+        return self._violation(config) is None
+
+    def foresee(self, configs: Sequence[TrialConfig]) -> Foreseen:
+        """Return what is predicted of many configurations, whatever the trials have shown."""
+        peaks = self._peaks(configs)
+        return Foreseen(
+            physics=None if self._speed is None else self._speed.physics(configs),
+            peak_bytes=peaks,
+            uncertainty=_stated(configs),
+            budget_bytes=self.budget_bytes,
+            is_cut_up=self._is_cut_up,
+            trainable_parameters=_trainable(configs, self._model),
+        )
+
+    def prepare(
+        self, configs: Iterable[TrialConfig], *, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Do ahead what predicting the memory of these configurations takes.
+
+        Args:
+            configs: those that are not valid are left out.
+            on_progress: told how much of it is done, of how much; of nothing where it is there.
+        """
+        if self._predictor is None:
+            return
+        valid = (config for config in configs if self._violation(config) is None)
+        try:
+            self._predictor.prepare(valid, on_progress=on_progress)
+        except SweepError as error:
+            self._say_not_predicted(error)
 
     def expect(self, config: TrialConfig) -> Expected:
         """Return what is known of ``config``; the same value until a further trial is learned."""
@@ -223,6 +274,18 @@ class Preflight:
             del self._memory[next(iter(self._memory))]
         return known
 
+    def _peaks(self, configs: Sequence[TrialConfig]) -> NDArray[np.float64] | None:
+        """Return the predicted peaks, not a number for what is not predicted; None for none."""
+        if self._predictor is None:
+            return None
+        if isinstance(self._predictor, TracingPredictor):
+            whole = PeakMemory(configs, predictor=self._predictor).peak_allocated_bytes
+            peaks = np.where(whole < 0, np.nan, whole.astype(float))
+        else:
+            asked = [self._asked(config) for config in configs]
+            peaks = np.array([np.nan if p is None else p.peak_allocated_bytes for p in asked])
+        return None if np.isnan(peaks).all() else peaks
+
     def _asked(self, config: TrialConfig) -> MemoryPrediction | None:
         """Return the predictor's answer, and None where it has none."""
         if self._predictor is None:
@@ -231,13 +294,14 @@ class Preflight:
             return self._predictor.predict(config)
         except SweepError as error:
             # Another structure may well be predicted, so the next is asked for all the same.
-            message = (
-                f"memory of some configurations is not predicted, so the device decides: {error}"
-            )
-            if message not in self._warned:
-                self._warned.add(message)
-                self._warn(message)
+            self._say_not_predicted(error)
             return None
+
+    def _say_not_predicted(self, error: SweepError) -> None:
+        message = f"memory of some configurations is not predicted, so the device decides: {error}"
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
 
 
 class SpeedForecast:
@@ -260,8 +324,26 @@ class SpeedForecast:
         except InputError:
             return None
 
+    def physics(self, configs: Sequence[TrialConfig]) -> Physics | None:
+        """Return the data sheet's model of the configurations' steps."""
+        try:
+            return LogFactors(configs, model=self._model, gpu=self._gpu)
+        except ValueError:
+            return None
+
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial; only those measured to the end say something of the card."""
         if record.verdict is Verdict.FITS and record.measurement is not None:
             self._observations.append((record.config, record.measurement.step_seconds))
             self._calibration = None
+
+
+def _stated(configs: Sequence[TrialConfig]) -> NDArray[np.float64]:
+    """Return how far the peaks may be off, as predictions state it."""
+    return np.array([(COMPILED if c.compile else EAGER).allocated for c in configs])
+
+
+def _trainable(configs: Sequence[TrialConfig], model: ModelSpec) -> NDArray[np.float64] | None:
+    """Return the sizes of the adapters; None where the model's layers are not known."""
+    counts = [lora_parameters(config, model) for config in configs]
+    return None if None in counts else np.array(counts, dtype=float)

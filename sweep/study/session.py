@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from optuna.samplers import BaseSampler
+
 from search_spaces.checkpoints import check_weights
 from search_spaces.config import TrialConfig
 from search_spaces.documents import Document
@@ -27,18 +29,22 @@ from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, Target
 from storage.environment import fingerprint
+from storage.recovery import next_number
 from storage.study import NAME_BYTES_MAX, NAME_MAX, OpenStudy, open_study
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
+from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
+from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
-from sweep.study.events import Listener, StopReason
+from sweep.study.events import Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
+from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
-from sweep.study.tuner import tune
+from sweep.study.tuner import trials_spent, tune
 
 Watch = Callable[[OpenStudy, Interruption], AbstractContextManager[Listener]]
 """Shows a study while it runs."""
@@ -53,6 +59,7 @@ class Work(Protocol):
         *,
         runner: Runner,
         preflight: Preflight,
+        stopping: Stopping,
         on_event: Listener,
         should_stop: Callable[[], bool],
         interruptible: Callable[[], AbstractContextManager[None]],
@@ -158,6 +165,7 @@ def _checked(
         compute_capability=resolved.compute_capability,
         device=resolved.target.device,
     )
+    price_of(space, gpu=resolved.target.gpu)
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
@@ -222,7 +230,7 @@ def _plain(value: Any) -> str:
 
 
 def supervised_runner(prepared: Prepared) -> Runner:
-    """Return the real runner; its child starts with the first trial."""
+    """Return the real runner; its child starts when it is told to, or with the first trial."""
     return SupervisedRunner(
         prepared.model,
         target=prepared.target,
@@ -257,15 +265,25 @@ def drive(
     """
     quiet_optuna()
     preflight = _preflight(prepared, warn=warn)
-    study = _opened(prepared, storage, preflight)
+    space, sampler = prepared.space, _sampler(prepared.space, preflight)
+    study = _opened(prepared, storage, sampler)
     runner = new_runner(prepared)
     interruption = Interruption(cancel=runner.cancel)
     try:
         with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
+            if _has_trials_left(study):
+                # Its imports take longer than all that is done here until the first trial.
+                runner.start()
+                _trace_space(space, preflight, interruption=interruption, listener=listener)
             return work(
                 study,
                 runner=runner,
                 preflight=preflight,
+                stopping=Stopping(
+                    space,
+                    usd_per_hour=price_of(space, gpu=prepared.target.gpu),
+                    outlook=partial(_outlook, sampler, study),
+                ),
                 on_event=listener,
                 should_stop=interruption.is_requested,
                 interruptible=interruption.interruptible,
@@ -277,13 +295,46 @@ def drive(
         return StopReason.INTERRUPTED
 
 
-def _opened(prepared: Prepared, storage: str, preflight: Preflight) -> OpenStudy:
-    space = prepared.space
+def _has_trials_left(study: OpenStudy) -> bool:
+    records = study.records()
+    return trials_spent(records, since=next_number(records)) < study.definition.space.trials
+
+
+def _trace_space(
+    space: SearchSpace, preflight: Preflight, *, interruption: Interruption, listener: Listener
+) -> None:
+    """Trace what the space's memory is predicted from.
+
+    Raises:
+        KeyboardInterrupt: somebody asked to stop; nothing has begun that could be lost.
+    """
+
+    def tell(done: int, of: int) -> None:
+        listener(SpaceTraced(done, of))
+        if interruption.is_requested():
+            raise KeyboardInterrupt
+
+    with interruption.interruptible():
+        preflight.prepare(one_of_each_kind(space), on_progress=tell)
+
+
+def _outlook(sampler: BaseSampler, study: OpenStudy, besides: int | None) -> Outlook | None:
+    """Return what is still to be gained; None from a sampler that cannot tell."""
+    if not isinstance(sampler, GuidedSampler):
+        return None
+    return sampler.outlook(study.study, besides=besides)
+
+
+def _sampler(space: SearchSpace, preflight: Preflight) -> BaseSampler:
+    return make_sampler(space.sampler, space, seed=space.seed, preflight=preflight)
+
+
+def _opened(prepared: Prepared, storage: str, sampler: BaseSampler) -> OpenStudy:
     return open_study(
         prepared.name,
         url=storage,
         definition=prepared.definition,
-        sampler=make_sampler(space.sampler, space, seed=space.seed, preflight=preflight),
+        sampler=sampler,
         environment=_environment(prepared),
         home=runs_directory(),
     )

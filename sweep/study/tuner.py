@@ -39,6 +39,7 @@ from sweep.study.events import (
 from sweep.study.machine_faults import ConsecutiveFailures, nothing_concluded, run_undisturbed
 from sweep.study.preflight import Expected, Preflight
 from sweep.study.pruning import is_hopeless, rivals_among
+from sweep.study.stopping import Spent, Stopping, outlook_document
 
 
 def tune(
@@ -46,12 +47,13 @@ def tune(
     *,
     runner: Runner,
     preflight: Preflight,
+    stopping: Stopping | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_event: Listener = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StopReason:
-    """Run a study until its trials or its time are spent, nothing is left, or somebody asks.
+    """Run a study until its trials, time or money are spent, nothing is left, or somebody asks.
 
     Then its winner is confirmed, unless somebody asked to stop; that is no part of the time budget.
     `trials` of the study's space is the total over all runs; its time budget is for this run alone.
@@ -60,6 +62,7 @@ def tune(
         study: open, under its lease; what an earlier driver left open is closed first.
         runner: runs a configuration.
         preflight: spares the device what cannot be valid or cannot fit.
+        stopping: says when the search ends; by default its trials and its time do.
         clock: seconds; only differences count.
         on_event: hears of everything that happens.
         should_stop: asked before each trial.
@@ -70,10 +73,12 @@ def tune(
         EnvironmentFault: the device or the database is not to be had, trial after trial fails in
             the same way, or no trial that ran came to anything else. What was measured is stored.
     """
-    driver = _Driver(study, runner, preflight, clock, on_event, should_stop)
+    stopping = stopping or Stopping(study.definition.space)
+    driver = _Driver(study, runner, preflight, stopping, clock, on_event, should_stop)
     with interruptible():
         driver.recover()
     reason = driver.search(interruptible)
+    driver.end(reason)
     if reason is not StopReason.INTERRUPTED and not driver.confirm():
         reason = StopReason.INTERRUPTED
     on_event(StudyFinished(reason))
@@ -88,6 +93,7 @@ def confirm_anew(
     *,
     runner: Runner,
     preflight: Preflight,
+    stopping: Stopping | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_event: Listener = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -97,7 +103,8 @@ def confirm_anew(
 
     What was begun of that and not finished goes on. Arguments and errors are those of `tune`.
     """
-    driver = _Driver(study, runner, preflight, clock, on_event, should_stop)
+    stopping = stopping or Stopping(study.definition.space)
+    driver = _Driver(study, runner, preflight, stopping, clock, on_event, should_stop)
     with interruptible():
         driver.recover()
     reason = StopReason.CONFIRMED if driver.confirm(is_anew=True) else StopReason.INTERRUPTED
@@ -148,6 +155,7 @@ class _Driver:
     study: OpenStudy
     runner: Runner
     preflight: Preflight
+    stopping: Stopping
     clock: Callable[[], float]
     on_event: Listener
     should_stop: Callable[[], bool]
@@ -161,6 +169,7 @@ class _Driver:
         self._encoding = Encoding(self._space)
         self._frontier = Frontier(self._encoding)
         self._started_seconds = self._counted_seconds = self.clock()
+        self._earlier_seconds = self.study.wall_seconds()
 
     def recover(self) -> None:
         """Close what an earlier driver left open, and learn from what it found out."""
@@ -186,17 +195,23 @@ class _Driver:
 
     def reason_to_stop(self) -> StopReason | None:
         """Return why no further trial should start; None where one should."""
-        limit = self._space.time_budget_seconds
         if self.should_stop():
             return StopReason.INTERRUPTED
-        if limit is not None and self.clock() - self._started_seconds >= limit:
-            return StopReason.TIME_SPENT
-        records = self.study.records()
-        if to_retry(records, since=self._since):
-            return None
-        if trials_spent(records, since=self._since) >= self._space.trials:
-            return StopReason.TRIALS_SPENT
-        return StopReason.EXHAUSTED if self._is_exhausted() else None
+        records, now = self.study.records(), self.clock()
+        spent = Spent(
+            trials=trials_spent(records, since=self._since),
+            seconds=now - self._started_seconds,
+            seconds_of_study=self._earlier_seconds + now - self._started_seconds,
+        )
+        reason = self.stopping.out_of_time(spent)
+        if reason is not None or to_retry(records, since=self._since):
+            return reason
+        return self.stopping.out_of_trials(spent, is_exhausted=self._is_exhausted, records=records)
+
+    def end(self, reason: StopReason) -> None:
+        """Store why the search ended, and what it was not able to rule out."""
+        if reason is not StopReason.INTERRUPTED:
+            self.study.note_end(outlook_document(reason, self.stopping.outlook(None)))
 
     def ask(self) -> _OpenTrial:
         """Begin the next trial: the baseline first, then what failed, then what the sampler asks.

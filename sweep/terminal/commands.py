@@ -44,6 +44,7 @@ from sweep.terminal.live import Board, watching
 from sweep.terminal.summary import (
     best_text,
     has_fit,
+    not_ruled_out,
     status_text,
     studies_text,
     study_summary,
@@ -53,7 +54,9 @@ from sweep.terminal.summary import (
 DONE, NOTHING_FITS, ENVIRONMENT, INTERRUPTED = 0, 1, 3, 130
 _REASONS = {
     StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
+    StopReason.DOLLARS_SPENT: "The dollars of the study are spent.",
     StopReason.EXHAUSTED: "Every configuration of the space has been tried.",
+    StopReason.GAIN_SPENT: "No further trial is expected to gain enough to be worth it.",
     StopReason.INTERRUPTED: "Interrupted; the same command goes on where this one stopped.",
 }
 
@@ -95,6 +98,8 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
     if reason in _REASONS:
         note(_REASONS[reason])
     snapshot = _read(prepared.name, url=url)
+    if reason is not StopReason.INTERRUPTED and (left := not_ruled_out(snapshot)) is not None:
+        note(left)
     report, fault = _write_report(snapshot, report_path(prepared.name))
     if as_json:
         say(json.dumps(best_document(snapshot)))

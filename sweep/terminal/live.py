@@ -31,6 +31,7 @@ from sweep.study.events import (
     ConfirmationStarted,
     Event,
     Listener,
+    SpaceTraced,
     StudyFinished,
     TrialFinished,
     TrialProgress,
@@ -38,6 +39,7 @@ from sweep.study.events import (
 )
 from sweep.study.tuner import trials_spent
 from sweep.terminal.console import Unfailing, note
+from sweep.terminal.working import TRACED, is_worth_a_line, progress_words
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 40
@@ -58,6 +60,8 @@ class Board:
     clock: Callable[[], float]
     current: TrialStarted | None = None
     progress: Progress | None = None
+    tracing: SpaceTraced | None = None
+    """How far tracing the space is, while it is traced."""
     is_stopping: bool = False
     confirmations: list[TrialRecord] = field(default_factory=list)
     """Finished runs that measure winners again."""
@@ -76,6 +80,8 @@ class Board:
     def take(self, event: Event) -> None:
         """Take in one event."""
         match event:
+            case SpaceTraced():
+                self.tracing = event if event.done < event.of else None
             case TrialStarted():
                 self.current, self.progress = event, None
             case TrialProgress(progress=progress):
@@ -159,6 +165,8 @@ def _plain(board: Board, *, is_stopping: Callable[[], bool]) -> Listener:
         if is_stopping() and not board.is_stopping:
             board.is_stopping = True
             note(STOPPING)
+        if isinstance(event, SpaceTraced) and is_worth_a_line(event.done, event.of):
+            note(f"{_time()} {progress_words(TRACED, event.done, event.of)}")
         if isinstance(event, ConfirmationStarted):
             note(f"{_time()} {confirming_line(event)}")
         if isinstance(event, TrialStarted) and board.is_first and board.confirming is None:
@@ -268,6 +276,8 @@ def _best(board: Board) -> str:
 
 
 def _now(board: Board) -> str:
+    if board.tracing is not None:
+        return progress_words(TRACED, board.tracing.done, board.tracing.of)
     if board.current is None:
         return "choosing the next configuration"
     number, config = board.current.number, board.current.config

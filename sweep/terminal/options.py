@@ -60,13 +60,19 @@ StudyNameOption = Annotated[
     str | None, typer.Option("--study", help="Name; the space's by default.")
 ]
 TrialsOption = Annotated[
-    int | None, typer.Option("--trials", help="Trials of the study in all, earlier runs included.")
+    int | None, typer.Option("--trials", help="Trials of the study at most, earlier runs included.")
 ]
 TimeBudgetOption = Annotated[
     str | None, typer.Option("--time-budget", help="Stop this run after 10m, 1h30m, 90s.")
 ]
+MaxDollarsOption = Annotated[
+    float | None,
+    typer.Option("--max-dollars", help="What the study may cost, at the price of its card."),
+]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Of sampling, weights and tokens.")]
-SamplerOption = Annotated[str | None, typer.Option("--sampler", help="tpe, gp, random or grid.")]
+SamplerOption = Annotated[
+    str | None, typer.Option("--sampler", help="guided, tpe, gp, random or grid.")
+]
 NoConfirmOption = Annotated[
     bool, typer.Option("--no-confirm", help="Do not measure the winner again after the search.")
 ]
@@ -110,10 +116,29 @@ DatasetOption = Annotated[
 ]
 EpochsOption = Annotated[float | None, typer.Option("--epochs", help="Epochs of that dataset; 1.")]
 
+# Of recorded trials that samplers are tried on
+
+SurfaceArgument = Annotated[
+    str, typer.Argument(metavar="SURFACE", help="Recorded trials, a file of JSON lines.")
+]
+SamplersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--samplers",
+        help="Names with commas; guided,tpe,gp,random.",
+        callback=_named("--samplers"),
+    ),
+]
+SeedsOption = Annotated[int, typer.Option("--seeds", help="Searches of each sampler.")]
+BudgetOption = Annotated[
+    float | None,
+    typer.Option("--budget-gib", help="Memory to fit; the budget of the surface's card."),
+]
+
 # Of what is written
 
 FormatOption = Annotated[
-    str, typer.Option("--format", help="script, json, axolotl, llama-factory or trl.")
+    str, typer.Option("--format", help="script, json, axolotl, llama-factory, trl or surface.")
 ]
 ReportOption = Annotated[
     str | None,

@@ -13,6 +13,7 @@ from reports.advice import advice_title, how_to_go_faster
 from reports.confirmation import confirmation_rows
 from reports.outcomes import verdict_words
 from reports.summary import emulation_note, summary_of
+from search_spaces.config import TrialConfig
 from storage.definition import StudySnapshot, StudySummary
 from storage.ranking import rank_study
 from storage.records import Invalid
@@ -96,6 +97,26 @@ def studies_text(summaries: Sequence[StudySummary]) -> str:
 def has_fit(snapshot: StudySnapshot) -> bool:
     """Whether anything of the space was measured to fit."""
     return rank_study(snapshot).winner is not None
+
+
+def not_ruled_out(snapshot: StudySnapshot) -> str | None:
+    """Return what the search could not rule out; None where that is nothing, or is not known."""
+    promising = (snapshot.ended or {}).get("most_promising")
+    if snapshot.ended is None or promising is None:
+        return None
+    config, gain = TrialConfig.model_validate(promising["config"]), promising["gain"]
+    count = snapshot.ended["open"]
+    opening = (
+        f"Not ruled out: {units.plural(count, 'configuration')} with a chance of one in twenty or "
+        "more of being better"
+        if count
+        else "Nothing that is left has a chance of one in twenty of being better"
+    )
+    expected = "" if gain is None else f", and is expected to gain {gain:.1%}"
+    return (
+        f"{opening}; the most promising, {units.shape(config)}, has a chance of "
+        f"{promising['chance']:.0%}{expected}."
+    )
 
 
 def _best_of(summary: StudySummary) -> str:

@@ -1,5 +1,5 @@
 """Owns what is put on the resident base for one trial and taken off again: adapters, checkpointing,
-compilation.
+compiled layers.
 
 Knows nothing of data, steps or measurements.
 """
@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.linears import resolve_targets
+from sweep.training.compiling import Compilation, compiled
 from sweep.training.model import DTYPES, BaseModel, decoder_layers
 
 
@@ -34,6 +35,8 @@ class Attached:
     """Of the base's matrices, how many weights are in 4 bits; None for a 16-bit base."""
     checkpoint_calls: dict[int, int] = field(default_factory=dict)
     """Times that each layer really went through checkpointing."""
+    compilation: Compilation | None = None
+    """What the compiler did; None where nothing is compiled."""
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         """Return the adapters' parameters."""
@@ -62,7 +65,7 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
         if chosen:
             undo.enter_context(_checkpointing(base, result))
         if config.compile:
-            undo.enter_context(_compiled(layers))
+            result.compilation = undo.enter_context(compiled(layers))
         yield result
 
 
@@ -142,25 +145,3 @@ def _counted(
         return checkpoint(*args, **kwargs)
 
     return counted
-
-
-@contextlib.contextmanager
-def _compiled(layers: list[torch.nn.Module]) -> Iterator[None]:
-    """Compile each decoder layer for the shape at hand; compiling the whole PEFT model compiles
-    nothing.
-
-    One graph serves all layers. Shapes are static: that costs some seconds a shape where a graph
-    for any shape costs a minute, and trains as fast (tests/bench/results/compile_cost.json). The
-    reset keeps the shapes of earlier trials from counting against dynamo's limit of recompilations,
-    past which it falls back to eager; what was compiled for a shape comes back from the disk.
-    """
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    for layer in layers:
-        layer.compile(dynamic=False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._compiled_call_impl = None
-        torch._dynamo.reset()

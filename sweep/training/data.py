@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
 from torch.utils.data import DataLoader
 
 _DISTINCT_BATCHES = 3
@@ -18,23 +17,35 @@ micro-step would have one batch less alive than a training has, and always the s
 
 
 def random_token_loader(
-    *, vocab_size: int, micro_batch_size: int, seq_len: int, seed: int
+    *, vocab_size: int, micro_batch_size: int, seq_len: int, seed: int, is_pinned: bool = False
 ) -> DataLoader[Any]:
     """Return a loader of ``{"input_ids", "labels"}`` micro-batches, int64 of shape
     (micro_batch_size, seq_len).
 
     Every position carries loss: there is no padding. A few distinct batches are enough, since
     neither memory nor speed depends on the values.
+
+    Args:
+        vocab_size: token ids stay below it.
+        micro_batch_size: rows.
+        seq_len: tokens in a row.
+        seed: of the tokens.
+        is_pinned: whether a card can fetch them while the host goes on.
     """
     rows = np.random.default_rng(seed).integers(
         0, vocab_size, (_DISTINCT_BATCHES * micro_batch_size, seq_len)
     )
-    dataset = Dataset.from_dict({"input_ids": rows}).with_format("torch")
-    return DataLoader(dataset, batch_size=micro_batch_size, collate_fn=_collate, drop_last=True)
+    return DataLoader(
+        list(torch.from_numpy(rows)),  # type: ignore[arg-type]
+        batch_size=micro_batch_size,
+        collate_fn=_collate,
+        drop_last=True,
+        pin_memory=is_pinned,
+    )
 
 
-def _collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    tokens = torch.stack([row["input_ids"] for row in rows])
+def _collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    tokens = torch.stack(rows)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from storage.records import Stage
 from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
+from sweep.training.marks import CpuMark, CudaMark, Mark
 
 _NEXT_TO_NOTHING_BYTES = 2**20
 _NET_BYTES = 64 * 2**20
@@ -39,12 +40,16 @@ class Device(Protocol):
         """Refuse, for real, what would take the trainings of this process past the budget."""
         ...
 
+    def expand_segments(self, is_expandable: bool) -> None:
+        """Make the allocator's segments that are taken from now on grow, or keep their size."""
+        ...
+
     def warm_up(self) -> None:
         """Make the libraries take now what they take once, so that no trial is charged for it."""
         ...
 
-    def synchronize(self) -> None:
-        """Wait until everything queued is done."""
+    def mark(self) -> Mark:
+        """Return a mark behind everything that is queued by now."""
         ...
 
     def release(self) -> None:
@@ -126,6 +131,10 @@ class CudaDevice:
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / self._total_bytes))
         self._room_of_process = self._room_bytes()
 
+    def expand_segments(self, is_expandable: bool) -> None:
+        """See `Device.expand_segments`: what the cache holds by then stays of its kind."""
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_expandable}")
+
     def warm_up(self) -> None:
         """See `Device.warm_up`: the cuBLAS workspaces of the forward and of the backward thread."""
         # cuBLAS keeps a workspace for each thread that multiplies, and autograd runs backward on
@@ -133,11 +142,11 @@ class CudaDevice:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             weight = torch.zeros(64, 64, device=self.torch_device, dtype=dtype, requires_grad=True)
             (weight @ weight).sum().backward()
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        """See `Device.synchronize`."""
         torch.cuda.synchronize()
+
+    def mark(self) -> Mark:
+        """See `Device.mark`."""
+        return CudaMark()
 
     def release(self) -> None:
         """See `Device.release`."""
@@ -246,6 +255,9 @@ class CpuDevice:
         """See `Device.cap`: in force from the next `reset_peak` on."""
         self._budget = budget_bytes
 
+    def expand_segments(self, is_expandable: bool) -> None:
+        """See `Device.expand_segments`: the heap has none."""
+
     def warm_up(self) -> None:
         """See `Device.warm_up`: threads and their stacks, kernels, the profiler."""
         for dtype in (torch.bfloat16, torch.float32):
@@ -253,8 +265,9 @@ class CpuDevice:
             with self.observed():
                 (weight @ weight).sum().backward()
 
-    def synchronize(self) -> None:
-        """See `Device.synchronize`: the CPU is never behind."""
+    def mark(self) -> Mark:
+        """See `Device.mark`."""
+        return CpuMark()
 
     def release(self) -> None:
         """See `Device.release`."""

@@ -7,7 +7,7 @@ configurations or steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,18 @@ def matrices(model: PreTrainedModel) -> Iterator[Matrix]:
                 yield Matrix(f"{path}.{name}", _weights(module, parameter), packed)
 
 
-def quantized_share(model: PreTrainedModel) -> float:
-    """Return how many of the matrices' weights are in 4 bits, from 0 to 1."""
+def quantized_share(model: PreTrainedModel, *, left: Iterable[str] = ()) -> float:
+    """Return how many of the matrices' weights are in 4 bits, from 0 to 1.
+
+    Args:
+        model: a base without adapters.
+        left: names of modules that are to be in 16 bits, and do not count.
+    """
     counts = {True: 0, False: 0}
+    starts = tuple(f"{name}." for name in left)
     for matrix in matrices(model):
-        counts[matrix.is_packed] += matrix.weights
+        if not matrix.name.startswith(starts):
+            counts[matrix.is_packed] += matrix.weights
     total = sum(counts.values())
     return counts[True] / total if total else 1.0
 

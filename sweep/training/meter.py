@@ -92,19 +92,18 @@ def fastest_median(seconds: Sequence[float]) -> float | None:
     return _LENIENCY * min(seconds) if len(seconds) >= _STEPS_TO_JUDGE else None
 
 
-def whole_step_seconds(begun: float, ended: Sequence[float], *, micro_steps: int) -> float:
+def whole_step_seconds(ended: Sequence[float], *, micro_steps: int) -> float:
     """Return the seconds of an optimizer step of ``micro_steps``, of which only some were run.
 
     The last micro-step has the optimizer's; those before it are alike and stand for the missing.
 
     Args:
-        begun: when the first one began.
-        ended: when each one that was run ended.
+        ended: seconds from the step's beginning to the end of each one that was run.
         micro_steps: of the whole step.
     """
     if len(ended) == micro_steps:
-        return ended[-1] - begun
-    before, last = ended[-2] - begun, ended[-1] - ended[-2]
+        return ended[-1]
+    before, last = ended[-2], ended[-1] - ended[-2]
     return (micro_steps - 1) * before / (len(ended) - 1) + last
 
 
@@ -265,15 +264,15 @@ class Meter:
     def __post_init__(self) -> None:
         self.energy = EnergyCount(self.neighbours.card)
 
-    def add(self, begun: float, ended: Sequence[float], *, is_warmup: bool) -> None:
-        """Take in a step: when it began, and when each of its micro-steps ended."""
-        seconds = whole_step_seconds(begun, ended, micro_steps=self.config.accumulation_steps)
+    def add(self, ended: Sequence[float], *, is_warmup: bool) -> None:
+        """Take in a step: the seconds from its beginning to the end of each of its micro-steps."""
+        seconds = whole_step_seconds(ended, micro_steps=self.config.accumulation_steps)
         if is_warmup:
             self.warmup.append(seconds)
-            self._warmup_spent += ended[-1] - begun
+            self._warmup_spent += ended[-1]
         else:
             self.measured.append(seconds)
-            self._measured_spent += ended[-1] - begun
+            self._measured_spent += ended[-1]
             self._tokens += len(ended) * self.config.tokens_per_micro_batch
             self._readings.append(self.neighbours.card.read())
             self._is_crowded = self._is_crowded or self.neighbours.have_taken_memory()
@@ -306,6 +305,7 @@ class Meter:
         trainable_parameters: int,
         flops_utilization: float | None,
         quantized_share: float | None,
+        compile_seconds: float | None,
         is_emulated: bool,
         is_extrapolated: bool,
     ) -> Measurement:
@@ -316,6 +316,7 @@ class Meter:
             trainable_parameters: weights that were trained.
             flops_utilization: of `median_seconds`; None where unknown.
             quantized_share: of the weights meant to be in 4 bits; None for a 16-bit base.
+            compile_seconds: that compiling took; None where nothing was to be compiled.
             is_emulated: whether another card stands in for the target.
             is_extrapolated: whether a part of each accumulation was derived.
         """
@@ -342,6 +343,7 @@ class Meter:
             sm_clock_mhz=self._clock_mhz(),
             throttle_reasons=self._throttle_reasons(),
             quantized_share=quantized_share,
+            compile_seconds=compile_seconds,
             joules_per_token=self.energy.per_token(self._tokens),
         )
 

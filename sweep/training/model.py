@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -76,14 +77,17 @@ def build_base(
             model = build(config, spec=spec, device=device)
         model.config.use_cache = False
         if config.upcast_fp32:
-            upcast(model)
+            upcast(model, config)
         model.requires_grad_(False)
         model.train()
         with _needing("kernels", is_own=config.kernels != "hf"):
             undo.enter_context(_kernels(model, config.kernels))
-        share = quantized_share(model) if config.is_quantized else None
         return BaseModel(
-            config=config.base(), spec=spec, model=model, undo=undo.pop_all(), quantized_share=share
+            config=config.base(),
+            spec=spec,
+            model=model,
+            undo=undo.pop_all(),
+            quantized_share=share_in_4_bits(model, config),
         )
 
 
@@ -118,11 +122,40 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return max(checkpointed, key=len, default=[])
 
 
-def bnb_config(config: TrialConfig) -> BitsAndBytesConfig | None:
-    """Return how transformers quantizes this base; None for a 16-bit one."""
+def unquantized_layers(model: PreTrainedModel, config: TrialConfig) -> list[str]:
+    """Return the names of the decoder layers that the configuration leaves in 16 bits."""
+    layers = decoder_layers(model)
+    chosen = config.quantized_layers(len(layers))
+    left = {id(layer) for index, layer in enumerate(layers) if index not in chosen}
+    return [name for name, module in model.named_modules() if id(module) in left]
+
+
+def share_in_4_bits(model: PreTrainedModel, config: TrialConfig) -> float | None:
+    """Return how many are in 4 bits of the weights that the configuration means to be; None where
+    it means none."""
+    if not config.is_quantized:
+        return None
+    return quantized_share(model, left=unquantized_layers(model, config))
+
+
+def _kept_modules(model: PreTrainedModel, config: TrialConfig) -> list[str]:
+    """Return the patterns of what is not to be quantized, as transformers matches names."""
+    # It takes a pattern for the start of a name, so that layer 1 would match layer 10 too.
+    left = [f"{re.escape(name)}\\." for name in unquantized_layers(model, config)]
+    return [*get_keys_to_not_convert(model), *left]
+
+
+def bnb_config(config: TrialConfig, *, kept: list[str] | None = None) -> BitsAndBytesConfig | None:
+    """Return how transformers quantizes this base; None for a 16-bit one.
+
+    Args:
+        config: of the base.
+        kept: patterns of what stays in 16 bits; None leaves it to transformers.
+    """
     if not config.is_quantized:
         return None
     return BitsAndBytesConfig(
+        llm_int8_skip_modules=kept,
         load_in_4bit=True,
         bnb_4bit_quant_type=config.quantization,
         bnb_4bit_use_double_quant=config.double_quant,
@@ -133,9 +166,12 @@ def bnb_config(config: TrialConfig) -> BitsAndBytesConfig | None:
 def _load_pretrained(
     config: TrialConfig, *, spec: ModelSpec, device: torch.device
 ) -> PreTrainedModel:
+    kept = None
+    if config.is_quantized and config.quantized_count(spec.hidden_layers) < spec.hidden_layers:
+        kept = _kept_modules(_plain_skeleton(config, spec=spec), config)
     return AutoModelForCausalLM.from_pretrained(
         str(spec.path) if spec.path is not None else spec.name,
-        quantization_config=bnb_config(config),
+        quantization_config=bnb_config(config, kept=kept),
         dtype=DTYPES[config.compute_dtype],
         device_map={"": device},
         attn_implementation=config.attention,
@@ -171,24 +207,30 @@ def _fill(module: torch.nn.Module) -> None:
 
 def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
     """Return the base's modules on the meta device: right types, shapes and dtypes, no data."""
+    model = _plain_skeleton(config, spec=spec)
+    kept = _kept_modules(model, config)
+    quantization = bnb_config(config)
+    if quantization is not None:
+        with torch.device("meta"):
+            model = replace_with_bnb_linear(
+                model, modules_to_not_convert=kept, quantization_config=quantization
+            )
+        _mark_quantized(model, quantization)
+    return model
+
+
+def _plain_skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
+    """Return the same with nothing quantized."""
     values = dict(spec.config)
     architecture = AutoConfig.for_model(values.pop("model_type"), **values)
     _check_is_text(architecture, spec)
-    quantization = bnb_config(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             architecture,
             dtype=DTYPES[config.compute_dtype],
             attn_implementation=config.attention,
             trust_remote_code=False,
         )
-        if quantization is not None:
-            kept = get_keys_to_not_convert(model)
-            model = replace_with_bnb_linear(
-                model, modules_to_not_convert=kept, quantization_config=quantization
-            )
-            _mark_quantized(model, quantization)
-    return model
 
 
 def _check_is_text(config: Any, spec: ModelSpec) -> None:
@@ -218,12 +260,12 @@ def _mark_quantized(model: PreTrainedModel, quantization: BitsAndBytesConfig) ->
     model.config.quantization_config = quantization
 
 
-def upcast(model: PreTrainedModel) -> None:
+def upcast(model: PreTrainedModel, config: TrialConfig) -> None:
     """Put norms, embeddings, biases and head in fp32, and leave the frozen matrices as they are.
 
-    PEFT's function does that for a 4-bit base; on a 16-bit one it would widen the matrices too.
+    PEFT's function does that for a 4-bit base; it would widen the matrices that are in 16 bits too.
     """
-    if getattr(model, "is_loaded_in_4bit", False):
+    if config.is_quantized and not unquantized_layers(model, config):
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return
     left = {matrix.name for matrix in matrices(model)}

@@ -8,8 +8,10 @@ knob, and a knob without one is a mistake that a test finds.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +146,21 @@ def _quantization(config: TrialConfig, evidence: StepEvidence) -> str | None:
     return None
 
 
+@proves("quantized_fraction")
+def _quantized_layers(config: TrialConfig, evidence: StepEvidence) -> str | None:
+    """Each layer that is to be in 4 bits has such a matrix, and none of the others has one."""
+    layers = evidence.attached.layers
+    quantized = {
+        index
+        for index, layer in enumerate(layers)
+        if any(isinstance(module, bnb.nn.Linear4bit) for module in layer.modules())
+    }
+    asked = config.quantized_layers(len(layers))
+    if quantized == asked:
+        return None
+    return f"{len(quantized)} layers are in 4 bits, not {len(asked)}, or others than those"
+
+
 @proves("double_quant")
 def _double_quant(config: TrialConfig, evidence: StepEvidence) -> str | None:
     if all(state.nested == config.double_quant for state in _four_bit_states(evidence)):
@@ -226,16 +243,55 @@ def _paging(config: TrialConfig, evidence: StepEvidence) -> str | None:
 
 
 @proves("compile")
-def _compile(config: TrialConfig, _: StepEvidence) -> str | None:
+def _compile(config: TrialConfig, evidence: StepEvidence) -> str | None:
+    """Each layer ran as one compiled graph in each micro-step, whenever that was compiled."""
+    compilation = evidence.attached.compilation
     if not config.compile:
+        return None if compilation is None else "layers are compiled"
+    asked = evidence.loop.micro_step * len(evidence.attached.layers)
+    calls = 0 if compilation is None else compilation.calls
+    if calls >= asked:
         return None
-    counters = torch._dynamo.utils.counters
-    if not counters["stats"].get("unique_graphs"):
-        return "nothing was compiled"
-    if counters["graph_break"]:
-        reason = next(iter(counters["graph_break"])).splitlines()[0]
-        return f"graph break: {reason}"
+    return f"{calls} of {asked} calls of layers were compiled" if calls else "nothing was compiled"
+
+
+@proves("expandable_segments")
+def _segments(config: TrialConfig, evidence: StepEvidence) -> str | None:
+    """The segments that the weights lie in tell.
+
+    A fixed segment that a library holds a part of may serve a growing base too, but not most of it.
+    """
+    parameters = [p for p in evidence.attached.model.parameters() if p.is_cuda]
+    segments = torch.cuda.memory_snapshot() if parameters else []
+    share = expandable_share(parameters, segments)
+    if config.expandable_segments and share <= 0.5:
+        return f"{share:.0%} of the weights are in expandable segments"
+    if not config.expandable_segments and share > 0:
+        return f"{share:.0%} of the weights are still in expandable segments"
     return None
+
+
+def expandable_share(
+    tensors: Iterable[torch.Tensor], segments: Iterable[Mapping[str, Any]]
+) -> float:
+    """Return how much of the tensors' bytes lies in segments that can grow.
+
+    Args:
+        tensors: on the card.
+        segments: as `torch.cuda.memory_snapshot` tells them.
+    """
+    growing = sorted(
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in segments
+        if segment.get("is_expandable")
+    )
+    total = inside = 0
+    for tensor in tensors:
+        index = bisect_right(growing, (tensor.data_ptr(), math.inf)) - 1
+        total += tensor.nbytes
+        if index >= 0 and tensor.data_ptr() < growing[index][1]:
+            inside += tensor.nbytes
+    return inside / total if total else 0.0
 
 
 def is_from_the_compiler(error: Exception) -> bool:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import torch
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, words_of
@@ -30,6 +33,7 @@ from storage.records import (
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device
 from sweep.training.exceptions import knob_of_kernel, lacks_kernel_resources, requested_bytes
+from sweep.training.marks import Mark
 from sweep.training.meter import NEIGHBOUR, CardReader, Meter, NeighbourWatch, fastest_median
 from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
@@ -52,6 +56,21 @@ class Beat:
     median_seconds: float | None = None
     fastest_median_seconds: float | None = None
     """The least that the median step can still turn out to be."""
+
+
+@dataclass(frozen=True)
+class _QueuedStep:
+    """An optimizer step that the device may still be busy with."""
+
+    begun: Mark
+    ended: list[Mark]
+    """The ends of its micro-steps."""
+    loss: torch.Tensor
+    """On its way to the host; there when the step is done."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.ended[-1].is_passed()
 
 
 @dataclass
@@ -86,6 +105,10 @@ class Trial:
     """When the trial began, its build included."""
     _meter: Meter = field(init=False)
     _loop: TrainingLoop | None = None
+    _queued: deque[_QueuedStep] = field(default_factory=deque)
+    _loss: float = 0.0
+    """Of the newest step that is done."""
+    _is_slow: bool = False
     _interlude: Interlude | None = None
 
     def __post_init__(self) -> None:
@@ -119,6 +142,7 @@ class Trial:
         # Outside the except blocks: a caught exception keeps the frames, and so the tensors, alive.
         self._enter("detach")
         self._loop = None
+        self._queued.clear()
         self.device.release()
         return _with_setup(outcome, time.perf_counter() - self.started)
 
@@ -204,65 +228,102 @@ class Trial:
         with self.device.observed():
             for index in range(_OBSERVED_STEPS):
                 with watch if watch is not None and index == 0 else contextlib.nullcontext():
-                    loss = self._step(loop)
-                if not math.isfinite(loss):
-                    return Diverged(step=index, detail=f"loss {loss}")
-        fault = self._excess() or ineffective(
+                    self._queue(loop)
+                    diverged = self._take_in()
+                if diverged is not None:
+                    return diverged
+        fault: Outcome | None = self._excess() or ineffective(
             self.config, attached=attachment, loop=loop, watch=watch
         )
         while fault is None and not self._meter.is_warm():
-            self._step(loop)
+            fault = self._advance(loop)
         return fault
 
     def _measure(self, attachment: Attached, loop: TrainingLoop) -> Outcome:
         self._meter.neighbours.start_measuring()
         self._enter("measure")
-        loss, is_slow = 0.0, False
+        fault: Outcome | None = None
         begun = time.perf_counter()
         self._meter.energy.begin()
-        while not is_slow and not self._is_enough(time.perf_counter() - begun, loop):
-            loss = self._step(loop)
-            if not math.isfinite(loss):
-                return Diverged(step=self._meter.steps_done, detail=f"loss {loss}")
-            is_slow = self._report_rate()
+        while fault is None and not self._is_over(begun):
+            fault = self._pause(loop, begun) or self._advance(loop)
+        # Of what is queued by now the device does every step, whether anybody asks or not.
+        fault = fault or self._drain()
         self._meter.energy.end()
-        excess = self._excess()
-        if excess is not None:
-            return excess
-        measurement = self._measurement(attachment, loss, time.perf_counter() - begun)
-        return PrunedSlow(measurement=measurement) if is_slow else Measured(measurement=measurement)
+        fault = fault or self._excess()
+        if fault is not None:
+            return fault
+        measurement = self._measurement(attachment, time.perf_counter() - begun)
+        if self._is_slow:
+            return PrunedSlow(measurement=measurement)
+        return Measured(measurement=measurement)
 
-    def _is_enough(self, elapsed_seconds: float, loop: TrainingLoop) -> bool:
-        """Whether no further step is needed; half-way through a soak its interlude is played."""
-        interlude = self._interlude
+    def _is_over(self, begun: float) -> bool:
+        """Whether no further step is needed; a soak goes on until its interlude was played."""
+        if self._is_slow or (self._interlude is not None and not self._interlude.is_over):
+            return self._is_slow
+        return self._meter.is_enough(time.perf_counter() - begun)
+
+    def _pause(self, loop: TrainingLoop, begun: float) -> Outcome | None:
+        """Play a soak's interlude half-way through it, with nothing queued in the meantime."""
+        interlude, done = self._interlude, len(self._meter.measured)
         if interlude is None or interlude.is_over:
-            return self._meter.is_enough(elapsed_seconds)
-        if (
-            elapsed_seconds >= self.steps.seconds_max / 2
-            or len(self._meter.measured) >= self.steps.measured_max // 2
-        ):
+            return None
+        is_late = time.perf_counter() - begun >= self.steps.seconds_max / 2
+        if not is_late and done < self.steps.measured_max // 2:
+            return None
+        fault = self._drain()
+        if fault is None:
             self._meter.energy.end()
-            interlude.play(loop, beat=lambda: self.report(Beat("measure", self._meter.steps_done)))
+            interlude.play(loop, beat=lambda: self.report(Beat("measure", done)))
             self._meter.energy.begin()
-        return False
+        return fault
 
-    def _step(self, loop: TrainingLoop) -> float:
-        """Do one optimizer step, timed to when the device is done with it; return its loss."""
-        ended: list[float] = []
+    def _drain(self) -> Outcome | None:
+        """Take in all that is queued; return an outcome only where it ends the trial."""
+        fault: Outcome | None = None
+        while fault is None and self._queued:
+            fault = self._take_in()
+        return fault
+
+    def _advance(self, loop: TrainingLoop) -> Outcome | None:
+        """Queue a step and take in those before it, so that the device is never without work;
+        return an outcome only where they end the trial."""
+        is_last = len(self._meter.measured) + len(self._queued) >= self.steps.measured_max
+        if not is_last:
+            self._queue(loop)
+        left = 0 if is_last else 1
+        while len(self._queued) > left or (self._queued and self._queued[0].is_done):
+            diverged = self._take_in()
+            if diverged is not None:
+                return diverged
+        return None
+
+    def _queue(self, loop: TrainingLoop) -> None:
+        """Queue one optimizer step, with a mark where it begins and where each micro-step ends."""
+        ended: list[Mark] = []
+        begun = self.device.mark()
+        loss = loop.step(on_micro_step=lambda: ended.append(self.device.mark()))
+        # The loss is on its way to the host behind the last micro-step.
+        ended[-1] = self.device.mark()
+        self._queued.append(_QueuedStep(begun, ended, loss))
+
+    def _take_in(self) -> Diverged | None:
+        """Wait for the oldest step that is queued, and take in its seconds and its loss."""
+        step = self._queued.popleft()
         is_warmup = self.phase == "warmup"
         done = len(self._meter.warmup if is_warmup else self._meter.measured)
-
-        def note() -> None:
-            # Kernels are queued: without waiting for the card, only their launches would be timed.
-            self.device.synchronize()
-            ended.append(time.perf_counter())
+        for mark in step.ended:
+            mark.wait()
             self.report(Beat(phase=self.phase, step=done))
-
-        self.device.synchronize()
-        begun = time.perf_counter()
-        loss = loop.step(beat=note)
-        self._meter.add(begun, ended, is_warmup=is_warmup)
-        return loss
+        self._loss = float(step.loss)
+        if not math.isfinite(self._loss):
+            return Diverged(step=self._meter.steps_done, detail=f"loss {self._loss}")
+        seconds = [mark.seconds_since(step.begun) for mark in step.ended]
+        self._meter.add(seconds, is_warmup=is_warmup)
+        if not is_warmup:
+            self._is_slow = self._report_rate() or self._is_slow
+        return None
 
     def _report_rate(self) -> bool:
         measured = self._meter.measured
@@ -275,14 +336,14 @@ class Trial:
             )
         )
 
-    def _measurement(
-        self, attachment: Attached, loss: float, elapsed_seconds: float
-    ) -> Measurement:
+    def _measurement(self, attachment: Attached, elapsed_seconds: float) -> Measurement:
+        compilation = attachment.compilation
         measured = self._meter.measurement(
-            final_loss=loss,
+            final_loss=self._loss,
             trainable_parameters=sum(p.numel() for p in attachment.trainable_parameters()),
             flops_utilization=self._utilization(attachment),
             quantized_share=self.base.quantized_share,
+            compile_seconds=None if compilation is None else compilation.seconds,
             is_emulated=self.is_emulated,
             is_extrapolated=self.config.accumulation_steps > self.micro_steps_max,
         )

@@ -5,6 +5,7 @@ A new runner is one more entry of `CASES`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,6 +189,37 @@ def test_a_cancel_ends_the_trial_under_way_or_else_the_next_one_and_no_other(
     assert isinstance(runner.run(case.fits, steps=STEPS, observe=watch), Lost)
     assert seen == []
     measured(runner.run(case.fits, steps=STEPS))
+
+
+def test_a_start_ahead_returns_at_once_and_the_first_trial_is_as_any(
+    case: Case, tmp_path: Path
+) -> None:
+    with case.start(tmp_path, case.budget_bytes) as runner:
+        began = time.monotonic()
+        runner.start()
+        runner.start()
+        assert time.monotonic() - began < 0.5
+        measured(runner.run(case.fits, steps=STEPS))
+        runner.start()
+        measured(runner.run(case.fits, steps=STEPS))
+
+
+def test_a_runner_that_was_started_and_never_run_closes_at_once(case: Case, tmp_path: Path) -> None:
+    runner = case.start(tmp_path, case.budget_bytes)
+    runner.start()
+    began = time.monotonic()
+    runner.close()
+    assert time.monotonic() - began < 0.5
+
+
+def test_a_cancel_before_the_first_trial_ends_that_one_and_no_other(
+    case: Case, tmp_path: Path
+) -> None:
+    with case.start(tmp_path, case.budget_bytes) as runner:
+        runner.start()
+        runner.cancel()
+        assert isinstance(runner.run(case.fits, steps=STEPS), Lost)
+        measured(runner.run(case.fits, steps=STEPS))
 
 
 def test_a_soak_evaluates_and_saves_and_says_so_and_a_run_does_not(

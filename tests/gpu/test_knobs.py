@@ -37,6 +37,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "compute_dtype": get_args(ComputeDtype),
     "quantization": get_args(Quantization),
     "double_quant": (True, False),
+    "quantized_fraction": (1.0, 0.5),
     "adapter_dtype": get_args(AdapterDtype),
     "checkpoint_fraction": (0.0, 0.5, 1.0),
     "upcast_fp32": (True, False),
@@ -44,6 +45,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa", "eager"),
     "optimizer": get_args(OptimizerName),
     "compile": (False, True),
+    "expandable_segments": (False, True),
     "lora_rank": (8, 64),
     "lora_alpha": (8.0, None),
     "lora_dropout": (0.0, 0.1, 1.0),
@@ -64,6 +66,8 @@ CASES: list[dict[str, Any]] = [
     {"adapter_dtype": "bf16", **WITHOUT, **LEAN},
     {"adapter_dtype": "bf16", "compute_dtype": "fp32"},
     {"adapter_dtype": "bf16", "compile": True, "lora_dropout": 0.1},
+    {"quantized_fraction": 0.5, "upcast_fp32": False, "compile": True, "kernels": "fused-loss"},
+    {"quantized_fraction": 0.5, **LEAN, "checkpoint_fraction": 0.5},
 ]
 
 
@@ -116,6 +120,8 @@ def test_flash_attention_is_flash_attns_own_or_a_verdict_with_the_reason(rig: Ri
         ({"upcast_fp32": False}, {}, "upcast_fp32"),
         ({}, {"quantization": "fp4"}, "quantization"),
         ({}, {"double_quant": False}, "double_quant"),
+        ({}, {"quantized_fraction": 0.5}, "quantized_fraction"),
+        ({"quantized_fraction": 0.5}, {}, "quantized_fraction"),
         ({}, {"adapter_dtype": "bf16"}, "adapter_dtype"),
         ({"adapter_dtype": "bf16"}, {}, "adapter_dtype"),
         ({}, WITHOUT, "quantization"),
@@ -137,6 +143,8 @@ def test_flash_attention_is_flash_attns_own_or_a_verdict_with_the_reason(rig: Ri
             "optimizer",
         ),
         ({}, {"compile": True}, "compile"),
+        ({}, {"expandable_segments": True}, "expandable_segments"),
+        ({"expandable_segments": True}, {}, "expandable_segments"),
         ({}, {"lora_dropout": 0.1}, "lora_dropout"),
         ({}, {"lora_rank": 8, "lora_alpha": 16}, "lora_rank"),
         ({}, {"lora_alpha": 16}, "lora_alpha"),
@@ -149,7 +157,6 @@ def test_a_run_that_is_not_what_was_asked_is_found_out(
     rig.settle(config)
     base = rig.worker._base
     assert base is not None
-    torch._dynamo.utils.counters.clear()
     with attached(base, config) as attachment:
         loop = TrainingLoop(attachment, config, vocab_size=SMALL.vocab_size, seed=0)
         with KernelWatch() as watch:
@@ -194,12 +201,47 @@ def test_a_compiled_layer_leaves_nothing_that_changes_the_next_trial(rig: Rig) -
     reference = rig.measure(plain).peak_allocated_bytes
     for batch in (4, 5):
         compiled = plain.model_copy(update={"compile": True, "micro_batch_size": batch})
-        assert rig.measure(compiled).tokens_per_second > 0
+        assert rig.measure(compiled).compile_seconds
+        assert rig.allocated_bytes() == before
+        # What was compiled stays, and holds no memory of the card.
+        assert rig.measure(compiled).compile_seconds == 0.0
         assert rig.allocated_bytes() == before
     assert rig.measure(plain).peak_allocated_bytes == reference
     base = rig.worker._base
     assert base is not None
     assert all(module._compiled_call_impl is None for module in base.model.modules())
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_a_compiled_peak_is_the_same_whether_it_was_compiled_now_or_before(
+    rig: Rig, fraction: float
+) -> None:
+    config = small_config(compile=True, upcast_fp32=False, checkpoint_fraction=fraction)
+    rig.settle(config)
+    peaks = {rig.measure(config).peak_allocated_bytes for _ in range(3)}
+    assert len(peaks) == 1
+
+
+def test_a_change_of_segments_rebuilds_the_base_in_segments_of_the_other_kind(rig: Rig) -> None:
+    peaks = []
+    for is_expandable in (False, True, False, True):
+        config = small_config(expandable_segments=is_expandable)
+        before = rig.settle(config)
+        # Its own proof says where the weights lie.
+        measurement = rig.measure(config)
+        peaks.append(measurement.peak_allocated_bytes)
+        assert rig.allocated_bytes() == before
+    assert peaks[0] == peaks[2]
+    assert peaks[1] == peaks[3]
+    # A growing segment cuts every block to its request.
+    assert peaks[1] <= peaks[0]
+
+
+def test_16_bit_layers_cost_memory_in_proportion(rig: Rig) -> None:
+    lean = {"upcast_fp32": False, "kernels": "liger"}
+    sizes = [rig.settle(small_config(quantized_fraction=f, **lean)) for f in (1.0, 0.5)]
+    wide = rig.settle(small_config(quantization="none", **lean))
+    assert sizes[1] == pytest.approx((sizes[0] + wide) / 2, rel=0.01)
 
 
 def test_a_standard_run_after_liger_is_a_standard_run(rig: Rig) -> None:

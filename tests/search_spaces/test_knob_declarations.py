@@ -35,6 +35,13 @@ def test_what_a_value_comes_to_is_found_once() -> None:
     assert canonical(resolved) == resolved
 
 
+def test_a_share_of_layers_is_spread_evenly_and_begins_with_the_first() -> None:
+    config = TrialConfig(quantized_fraction=0.75, checkpoint_fraction=0.5)
+    assert config.quantized_layers(8) == {0, 1, 2, 4, 5, 6}
+    assert config.checkpointed_layers(8) == {0, 2, 4, 6}
+    assert TrialConfig(quantization="none").quantized_layers(8) == frozenset()
+
+
 def test_a_base_without_quantization_is_one_whatever_is_asked_of_its_constants() -> None:
     bases = {TrialConfig(quantization="none", double_quant=d).base() for d in (True, False)}
     assert len(bases) == 1

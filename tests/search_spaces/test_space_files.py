@@ -299,7 +299,7 @@ def test_a_space_survives_its_own_json() -> None:
         ),
         pytest.param(SMALL + "seed: -1\n", "line 4: seed must be at least 0, got -1", id="seed"),
         pytest.param(
-            SMALL + "sampler: cma\n", "line 4: sampler must be one of 'tpe'", id="sampler"
+            SMALL + "sampler: cma\n", "line 4: sampler must be one of 'guided'", id="sampler"
         ),
         pytest.param(SMALL + "weights: real\n", "weights must be one of 'random'", id="weights"),
         pytest.param(SMALL + "budget_gib: 0\n", "budget_gib must be greater than 0", id="budget"),

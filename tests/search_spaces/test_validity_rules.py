@@ -96,6 +96,20 @@ TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
             "bf16-adapters",
             "8.0 (Ampere), this card has 7.5",
         ),
+        (
+            {"quantized_fraction": 0.01},
+            MISTRAL,
+            AMPERE,
+            "quantized-fraction-of-no-layer",
+            "none of 32 layers in 4 bits: use quantization none",
+        ),
+        (
+            {"expandable_segments": True},
+            MISTRAL,
+            None,
+            "expandable-segments-need-cuda",
+            "on a CPU",
+        ),
         ({"attention": "flash_attention_2"}, MISTRAL, None, "flash-attention-2", "needs CUDA"),
         (
             {"attention": "flash_attention_2", "compute_dtype": "fp16"},

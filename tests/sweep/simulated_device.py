@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from optuna.samplers import BaseSampler, RandomSampler
 
 from search_spaces.config import TrialConfig
@@ -17,7 +18,8 @@ from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.study import OpenStudy, open_study
-from sweep.sampling.samplers import Expectation, NothingExpected
+from sweep.sampling.belief import Array
+from sweep.sampling.expecting import Expectation, Foreseen, NothingExpected
 
 BUDGET = int(21.5 * GIB)
 MODEL = ModelSpec(
@@ -104,15 +106,40 @@ class Knowing:
     """A pre-flight that is two functions."""
 
     refuses: Callable[[TrialConfig], bool] = lambda _: False
-    speed: Callable[[TrialConfig], float | None] | None = None
-
-    @property
-    def predicts_speed(self) -> bool:
-        return self.speed is not None
+    speed: Callable[[TrialConfig], float] | None = None
 
     def expect(self, config: TrialConfig) -> Expectation:
-        speed = None if self.speed is None else self.speed(config)
-        return NothingExpected(is_refused=self.refuses(config), tokens_per_second=speed)
+        return NothingExpected(is_refused=self.refuses(config))
+
+    def is_valid(self, config: TrialConfig) -> bool:
+        return True
+
+    def foresee(self, configs: Sequence[TrialConfig]) -> Foreseen:
+        if self.speed is None:
+            return Foreseen()
+        seconds = [config.tokens_per_step / self.speed(config) for config in configs]
+        return Foreseen(physics=OneFactor(np.log(seconds)))
+
+
+@dataclass(frozen=True)
+class OneFactor:
+    """A speed model that knows every step but for one factor common to all."""
+
+    known: Array
+
+    @property
+    def spread(self) -> Array:
+        return np.full((1, 1), 0.3**2)
+
+    @property
+    def launch_shares(self) -> Array:
+        return np.zeros(len(self.known))
+
+    def log_seconds(self, log_factors: Array, rows: Any) -> Array:
+        return np.asarray(self.known[rows] + log_factors[0])
+
+    def slopes(self, log_factors: Array, rows: Any) -> Array:
+        return np.ones((len(self.known[rows]), 1))
 
 
 def does_not_fit(config: TrialConfig) -> bool:

@@ -81,7 +81,7 @@ def _worker_of(process: subprocess.Popen[str]) -> psutil.Process:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for child in psutil.Process(process.pid).children(recursive=True):
-            if "sweep.running.worker" in child.cmdline():
+            if "sweep.running" in child.cmdline():
                 return child
         time.sleep(0.1)
     raise AssertionError("no worker was started")

@@ -2,9 +2,10 @@
 
 A block may be larger than what was asked for, by a remainder that the allocator does not split off,
 and that counts as allocated. Rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp`` with
-its default settings (no expandable segments, no ``max_split_size_mb``), sizes those of
+its default settings (no ``max_split_size_mb``), sizes those of
 ``c10/core/AllocatorConfig.h``; their names are given beside ours. One stream is simulated, as a
-training uses one: blocks of different streams never mix. Knows nothing of tensors.
+training uses one: blocks of different streams never mix. Of expandable segments there is nothing to
+simulate (`paged`). Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 MIB = 2**20
 
@@ -28,7 +30,8 @@ SMALL_SEGMENT_BYTES = 2 * MIB
 _MIDDLE_BYTES = 10 * MIB
 """``kMinLargeAlloc``: a larger request gets a segment of its own size, a smaller one shares."""
 _MIDDLE_SEGMENT_BYTES = 20 * MIB
-"""``large_segment_size`` (``kLargeBuffer`` in older versions): the segment that those share."""
+"""``large_segment_size`` (``kLargeBuffer`` in older versions): the segment that those share, and
+the page of an expandable one."""
 _LARGE_GRAIN_BYTES = 2 * MIB
 """``kRoundLarge``: a segment of a request's own size is rounded up to a multiple of this."""
 
@@ -36,6 +39,17 @@ _LARGE_GRAIN_BYTES = 2 * MIB
 def rounded(size: int) -> int:
     """Return the bytes of the smallest block for a request of so many (``round_size``)."""
     return -(-size // GRAIN_BYTES) * GRAIN_BYTES
+
+
+def paged(allocated_bytes: Any) -> Any:
+    """Return what is reserved for so many bytes, or for an array of them, in expandable segments.
+
+    Such a segment is a range of addresses whose pages are mapped as they are needed and given back,
+    one by one, before memory runs out; blocks are split down to the grain (``should_split``). So
+    nothing is cut up beyond the last page of either pool.
+    """
+    pages = -(-allocated_bytes // _MIDDLE_SEGMENT_BYTES)
+    return pages * _MIDDLE_SEGMENT_BYTES + SMALL_SEGMENT_BYTES
 
 
 @dataclass
@@ -63,7 +77,7 @@ class _Pool:
         """Drop a block and return its size."""
         size = self.sizes.pop(address)
         del self.starts[address + size]
-        self.by_size.pop(bisect_left(self.by_size, (size, address)))
+        del self.by_size[bisect_left(self.by_size, (size, address))]
         return size
 
 
@@ -136,7 +150,9 @@ class CachingAllocator:
         """Give a block back; it merges with the free ones that it touches."""
         size = self._used.pop(address)
         self.allocated_bytes -= size
-        self.requested_bytes -= size - self._remainders.pop(address, 0)
+        self.requested_bytes -= size
+        if address in self._remainders:
+            self.requested_bytes += self._remainders.pop(address)
         # A small block is always cut to its request, so that the size in use tells the pool.
         pool = self._small if size <= SMALL_BYTES else self._large
         if address + size in pool.sizes:
@@ -185,8 +201,11 @@ class CachingAllocator:
             self._remainders[address] = length - size
         self.allocated_bytes += length
         self.requested_bytes += size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
+        # Not by `max`, which takes longer: this is gone through thousands of times in a step.
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        if self.requested_bytes > self.peak_requested_bytes:
+            self.peak_requested_bytes = self.requested_bytes
 
     def _new_segment(self, size: int) -> tuple[int, int]:
         """Return the size and the address of a segment for a request (``get_allocation_size``)."""

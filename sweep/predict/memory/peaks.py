@@ -1,77 +1,167 @@
-"""Owns the two peaks of a step: the most that is alive at once, and the most that is reserved.
+"""Owns the most that is alive at once in a step, of many steps at a time.
 
-What is alive is a sum, so that a few polynomials for each segment give its peak at once. What the
-allocator reserves, or wastes, depends on the order of all births and deaths: for that the segments'
-tapes are replayed through a simulated allocator, which takes milliseconds. Knows nothing of where
-accounts and tapes come from.
+What is alive is a sum, so that a few polynomials for each segment give its peak at once; with an
+array for each symbol they give it of all configurations of a structure. What the allocator does not
+split off comes on top (`sweep.predict.memory.replay`). Knows nothing of where accounts come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from sweep.predict.memory.allocator import (
-    SMALL_BYTES,
-    SMALL_SEGMENT_BYTES,
-    CachingAllocator,
-    OutOfSegments,
-    rounded,
-)
+import numpy as np
+from numpy.typing import NDArray
+
+from sweep.predict.memory.allocator import SMALL_BYTES, CachingAllocator, rounded
 from sweep.predict.memory.polynomials import evaluate
-from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, LEAVE, Entry
-from sweep.predict.memory.step import Amounts, Step
+from sweep.predict.memory.profiles import Account
+from sweep.predict.memory.replay import base_allocator
+from sweep.predict.memory.step import Step, Visit
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
 """What a peak is made of, in the order it is shown."""
 
 _VARYING = ("gradients", "activations", "loss")
-_HEAVY_STATES = 0.05
-"""Share of what is allocated, above which it matters where the optimizer's states lie."""
+_ROWS = [PARTS.index(part) for part in _VARYING]
+_ADAPTERS, _GRADIENTS, _ACTIVATIONS = map(PARTS.index, ("adapters", "gradients", "activations"))
+_MOMENTS = ("forward", "loss", "backward", "optimizer")
+_UPDATE = _MOMENTS.index("optimizer")
+_LENGTHY = 4096
+"""Bytes a token are a few thousand times this at most, and as many times its length."""
+_WIDE = 2**48
+"""Tokens by length from which a sum may not go into 64 bits."""
+_NEVER = -(2**60)
+"""A rise that makes no peak."""
+_BESIDE = {"embed": 0, "head": -1, "head_backward": -1}
+"""The layer whose kind decides over a segment that happens once."""
+
+Bytes = NDArray[Any]
+"""Whole numbers, 64 bits wide or as wide as it takes."""
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The most that is alive at once."""
+@dataclass(frozen=True, eq=False)
+class Peaks:
+    """The most that is alive at once in each of many steps. Rows are `PARTS`."""
 
-    moment: str
-    """``forward``, ``loss``, ``backward`` or ``optimizer``."""
-    parts: Amounts
-    """Every one of `PARTS`."""
+    there: Bytes
+    """What is alive throughout."""
+    passing: Bytes
+    """The same, with the most that comes and goes."""
+    passing_moments: NDArray[np.int8]
 
-    @property
-    def total_bytes(self) -> int:
+    def wasting(self, wasted_bytes: Bytes) -> Peaks:
+        """Return the peaks with so much that blocks hold beyond what was asked for."""
+        passing = self.passing.copy()
+        passing[_ACTIVATIONS] += wasted_bytes
+        return replace(self, passing=passing)
+
+    def at(self, row: int) -> Peaks:
+        """Return the peak of one step alone."""
+        one = slice(row, row + 1)
+        return Peaks(self.there[:, one], self.passing[:, one], self.passing_moments[one])
+
+    @cached_property
+    def parts(self) -> Bytes:
+        """What each peak is made of."""
+        # The update needs every gradient, and next to nothing else.
+        update = self.there.copy()
+        update[_GRADIENTS] = self.there[_ADAPTERS]
+        return np.where(self._is_update(update), update, self.passing)
+
+    @cached_property
+    def total_bytes(self) -> Bytes:
         """Bytes of all parts."""
-        return sum(self.parts.values())
+        return np.asarray(self.parts.sum(axis=0))
+
+    def breakdown(self, row: int) -> dict[str, int]:
+        """Return the parts of one step's peak."""
+        return dict(zip(PARTS, self.parts[:, row].tolist(), strict=True))
+
+    def moment(self, row: int) -> str:
+        """Return when one step's peak is: ``forward``, ``loss``, ``backward``, ``optimizer``."""
+        is_update = self.total_bytes[row] > self.passing[:, row].sum()
+        return _MOMENTS[_UPDATE if is_update else self.passing_moments[row]]
+
+    def _is_update(self, update: Bytes) -> NDArray[np.bool_]:
+        return np.asarray(update.sum(axis=0) > self.passing.sum(axis=0), np.bool_)
 
 
-def find_peak(step: Step) -> Peak:
-    """Return a step's peak."""
-    there = _there_throughout(step)
-    moment, alive = _highest(step)
-    if not all(step.flags):
-        # What layers keep is hundreds of blocks, each of which may hold up to a MiB too much. A
-        # recomputed layer keeps one, so that it is not worth a replay.
-        alive["activations"] += wasted_bytes(step)
-    passing = Peak(moment, {part: there[part] + alive.get(part, 0) for part in PARTS})
-    # The update needs every gradient, and next to nothing else.
-    update = Peak("optimizer", {**there, "gradients": there["adapters"]})
-    return max(passing, update, key=lambda peak: peak.total_bytes)
+def find_peaks(steps: Sequence[Step]) -> Peaks:
+    """Return the peak of each step, as if every block were as large as what was asked for.
+
+    Steps that share their profiles are worked out together.
+    """
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row, step in enumerate(steps):
+        alike[tuple(map(id, step.profiles.values()))].append(row)
+    width = _width(steps)
+    there, passing = (np.zeros((len(PARTS), len(steps)), width) for _ in range(2))
+    moments = np.zeros(len(steps), np.int8)
+    resident = _Resident()
+    for rows in alike.values():
+        walk = _Walk([steps[row] for row in rows], width)
+        there[:, rows] = np.array([resident.of(steps[row]) for row in rows], width).T
+        moments[rows], passing[np.ix_(_ROWS, rows)] = walk.highest()
+    return Peaks(there, passing + there, moments)
 
 
-def _there_throughout(step: Step) -> Amounts:
+def _width(steps: Sequence[Step]) -> Any:
+    def most(symbol: str) -> int:
+        return max((step.values[symbol] for step in steps), default=0)
+
+    return np.int64 if most("b") * most("s") * max(most("s"), _LENGTHY) < _WIDE else object
+
+
+class _Resident:
+    """What is there throughout a step; many steps have the same adapters."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], list[int]] = {}
+
+    def of(self, step: Step) -> list[int]:
+        """Return the bytes of each of `PARTS`."""
+        config = step.config
+        profile = step.profile
+        key = (
+            # Many structures have the same base and the same adapters.
+            profile.base,
+            profile.adapters,
+            profile.positions,
+            step.workspace_bytes,
+            config.lora_rank,
+            config.adapter_dtype,
+            config.optimizer,
+            config.expandable_segments,
+            step.accumulates,
+        )
+        if key not in self._known:
+            self._known[key] = _there_throughout(step)
+        return self._known[key]
+
+
+def _there_throughout(step: Step) -> list[int]:
     allocator = base_allocator(step)
-    base = allocator.allocated_bytes
-    adapters = _taken(allocator, step.adapters)
-    gradients = _taken(allocator, step.adapters) if step.accumulates else 0
-    return {
-        "weights": base - step.workspace_bytes,
+    taken = _asked if step.config.expandable_segments else _taken
+    adapters = taken(allocator, step.adapters)
+    gradients = taken(allocator, step.adapters) if step.accumulates else 0
+    there = {
+        "weights": step.base_bytes,
         "adapters": adapters,
         "gradients": gradients,
-        "optimizer": _taken(allocator, step.states),
+        "optimizer": taken(allocator, step.states),
         "activations": step.workspace_bytes,
         "loss": 0,
     }
+    return [there[part] for part in PARTS]
+
+
+def _asked(_: CachingAllocator, sizes: list[int]) -> int:
+    """Return what blocks of these sizes take where none holds more than was asked for."""
+    return sum(count * rounded(size) for size, count in Counter(sizes).items())
 
 
 def _taken(allocator: CachingAllocator, sizes: list[int]) -> int:
@@ -80,190 +170,95 @@ def _taken(allocator: CachingAllocator, sizes: list[int]) -> int:
     for size in sizes:
         if size > SMALL_BYTES:
             allocator.allocate(size)
-    small = sum(rounded(size) for size in sizes if size <= SMALL_BYTES)
+    small = _asked(allocator, [size for size in sizes if size <= SMALL_BYTES])
     return allocator.allocated_bytes - before + small
 
 
-def _highest(step: Step) -> tuple[str, Amounts]:
-    """Return when the most comes and goes, and how much of it is alive then."""
-    alive = dict.fromkeys(_VARYING, 0)
-    moment, best, best_total = "forward", dict(alive), -1
-    known: dict[tuple[str, bool], tuple[Amounts, list[Amounts]]] = {}
-    for visit in step.visits():
-        key = (visit.name, visit.is_checkpointed)
-        if key not in known:
-            known[key] = (step.kept(visit), step.peaks(visit))
-        kept, peaks = known[key]
-        total = sum(alive.values())
-        for peak in peaks:
-            if total + sum(peak.values()) > best_total:
-                best_total = total + sum(peak.values())
-                best = {part: alive[part] + peak.get(part, 0) for part in _VARYING}
-                moment = visit.moment
-        for part in _VARYING:
-            if part != "gradients" or not step.accumulates:
-                alive[part] += kept.get(part, 0)
-    return moment, best
+class _Walk:
+    """Steps whose layers are of the same structures, gone through segment by segment.
 
-
-@dataclass(frozen=True)
-class SizedTape:
-    """A tape at real sizes; small requests, in segments of their own, are only summed up.
-
-    Each is a MiB at most, in a pool that large ones never touch, so that all they change is how far
-    that pool grows.
+    Args:
+        steps: with the same profiles; they differ in their sizes and in what is recomputed.
+        width: of the numbers.
     """
 
-    entries: list[Entry]
-    """With bytes for the index of a size; negative for what is small and outlives the tape."""
-    small_peak_bytes: int
-    """How high small requests rise above where the tape begins."""
+    def __init__(self, steps: Sequence[Step], width: Any) -> None:
+        self._steps, self._width = steps, width
+        self._profiles = steps[0].profiles
+        self._flags = np.array([step.flags for step in steps], np.bool_)
+        self._values = {
+            symbol: np.array([step.values[symbol] for step in steps], width)
+            for symbol in steps[0].values
+        }
+        self._known: dict[tuple[str, bool], tuple[Bytes, Bytes, Bytes]] = {}
 
+    def highest(self) -> tuple[NDArray[np.int8], Bytes]:
+        """Return when the most comes and goes, and how much of it is alive then: `_VARYING`."""
+        shape = (len(_VARYING), len(self._steps))
+        alive, best = np.zeros(shape, self._width), np.zeros(shape, self._width)
+        most = np.full(len(self._steps), -1, self._width)
+        moments = np.zeros(len(self._steps), np.int8)
+        # Gradients that earlier micro-batches have left are there throughout.
+        accumulates = np.array([step.accumulates for step in self._steps], np.bool_)
+        for visit in self._steps[0].visits():
+            kept, rise, parts = self._visited(visit)
+            total = alive.sum(axis=0) + rise
+            is_higher = np.asarray(total > most, np.bool_)
+            np.copyto(most, total, where=is_higher)
+            np.copyto(best, alive + parts, where=is_higher)
+            moments[is_higher] = _MOMENTS.index(visit.moment)
+            kept = kept.copy()
+            kept[0, accumulates] = 0
+            alive += kept
+        return moments, best
 
-def sized(tape: Sequence[Entry], sizes: Sequence[int]) -> SizedTape:
-    """Return a tape at real sizes, given in bytes by the tape's index."""
-    entries: list[Entry] = []
-    small: dict[int | str, int] = {}
-    rise = peak = 0
-    for what, key, value in tape:
-        is_birth = what in (BIRTH, LEAVE)
-        size = sizes[value] if is_birth else 0
-        if size > SMALL_BYTES:
-            entries.append((what, key, size))
-        elif is_birth:
-            small[key] = size
-            rise += size
-            peak = max(peak, rise)
-            if what == LEAVE:
-                entries.append((LEAVE, key, -size))
-        elif what == DEATH and key in small:
-            rise -= small.pop(key)
-        else:
-            entries.append((what, key, value))
-    return SizedTape(entries, peak)
+    def _visited(self, visit: Visit) -> tuple[Bytes, Bytes, Bytes]:
+        """Return what a segment leaves, how high it rises, and what of, in each step."""
+        flags = self._flags[:, _BESIDE.get(visit.name, visit.layer)]
+        if flags.all() or not flags.any():
+            return self._of(visit.name, bool(flags[0]))
+        both = zip(self._of(visit.name, True), self._of(visit.name, False), strict=True)
+        kept, rise, parts = (np.where(flags, *pair) for pair in both)
+        return kept, rise, parts
 
+    def _of(self, name: str, is_checkpointed: bool) -> tuple[Bytes, Bytes, Bytes]:
+        """Return the same for a segment of one profile."""
+        key = name, is_checkpointed
+        if key not in self._known:
+            segment = self._profiles[is_checkpointed].segments[name]
+            kept = self._scaled(segment.kept, is_checkpointed)
+            # A profile has layers of one kind only. What a segment that happens once (embedding,
+            # head) lets go of for each layer of the other kind stands in the other's profile.
+            for flag, profile in self._profiles.items():
+                if flag != is_checkpointed:
+                    kept = kept + self._scaled(profile.segments[name].repeated, flag)
+            self._known[key] = kept, *self._highest_of(segment.peaks, is_checkpointed)
+        return self._known[key]
 
-class Replay:
-    """Replays tapes one after another, a layer's as often as there are such layers.
+    def _highest_of(self, peaks: Sequence[Account], is_checkpointed: bool) -> tuple[Bytes, Bytes]:
+        """Return how high a segment rises above its beginning, and what of."""
+        count = len(self._steps)
+        if not peaks:
+            shape = (len(_VARYING), count)
+            return np.full(count, _NEVER, self._width), np.zeros(shape, self._width)
+        parts = np.array([self._scaled(peak, is_checkpointed) for peak in peaks])
+        totals = parts.sum(axis=1)
+        first = totals.argmax(axis=0), np.arange(count)
+        return totals[first], parts[first[0], :, first[1]].T
 
-    What outlives its segment is kept by its path and the layer that left it, as `tapes` names it:
-    a later segment finds it by how many layers lie between, whichever layers were traced.
-    """
+    def _scaled(self, account: Account, is_checkpointed: bool) -> Bytes:
+        """Return an account at real sizes, with what a layer adds counted for each of its kind."""
+        result = np.zeros((len(_VARYING), len(self._steps)), self._width)
+        for key, polynomial in account.items():
+            part, _, layer = key.partition(" ")
+            size = evaluate(polynomial, self._values)
+            result[_VARYING.index(part)] += (
+                size * self._repeats(int(layer), is_checkpointed) if layer else size
+            )
+        return result
 
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self._allocator = allocator
-        self._small_bytes = self._small_room_bytes = 0
-        self._left: dict[int | str, dict[int, int]] = {}
-
-    def hold(self, sizes: Iterable[int]) -> None:
-        """Allocate what stays."""
-        for size in sizes:
-            self._allocate(size if size > SMALL_BYTES else -size)
-        self._make_small_room(0)
-
-    def play(self, tape: SizedTape, *, layer: int) -> None:
-        """Replay a segment of a layer of the whole model, or of the step as a whole."""
-        self._make_small_room(tape.small_peak_bytes)
-        temporaries: dict[int | str, int] = {}
-        for what, key, value in tape.entries:
-            if what == BIRTH:
-                temporaries[key] = self._allocator.allocate(value)
-            elif what == DEATH:
-                self._allocator.free(temporaries.pop(key))
-            elif what == LEAVE:
-                self._left.setdefault(key, {})[layer] = self._allocate(value)
-            elif what == FETCH:
-                self._free(self._left.get(key, {}).pop(layer - value, 0))
-            else:
-                for address in self._left.pop(key, {}).values():
-                    self._free(address)
-
-    def end_step(self) -> None:
-        """Free what was left and never fetched: the gradients."""
-        for addresses in self._left.values():
-            for address in addresses.values():
-                self._free(address)
-        self._left.clear()
-
-    def _allocate(self, size: int) -> int:
-        """Return the block's address; for a small request, which comes negative, itself."""
-        if size > 0:
-            return self._allocator.allocate(size)
-        self._small_bytes -= size
-        return size
-
-    def _free(self, address: int) -> None:
-        if address > 0:
-            self._allocator.free(address)
-        else:
-            self._small_bytes += address
-
-    def _make_small_room(self, peak_bytes: int) -> None:
-        missing = self._small_bytes + peak_bytes - self._small_room_bytes
-        if missing > 0:
-            length = -(-missing // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-            self._allocator.take_segment(length)
-            self._small_room_bytes += length
-
-
-def base_allocator(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
-    """Return the allocator as the frozen base and the libraries' workspaces leave it."""
-    base = step.profile.base
-    return CachingAllocator(
-        allocated_bytes=base.allocated_bytes + step.workspace_bytes,
-        reserved_bytes=base.reserved_bytes + step.workspace_bytes,
-        holes=base.holes,
-        limit_bytes=limit_bytes,
-    )
-
-
-def reserved_bytes(step: Step, *, limit_bytes: int | None = None) -> int | None:
-    """Return the most that the allocator would hold in a step; None where it passes the limit."""
-    try:
-        return replayed(step, limit_bytes=limit_bytes).peak_reserved_bytes
-    except OutOfSegments:
-        return None
-
-
-def wasted_bytes(step: Step) -> int:
-    """Return by how much unsplit remainders of blocks raise the peak; some milliseconds."""
-    allocator = replayed(step)
-    return allocator.peak_allocated_bytes - allocator.peak_requested_bytes
-
-
-def replayed(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
-    """Return the allocator as a step leaves it.
-
-    Raises:
-        OutOfSegments: it passes the limit.
-    """
-    allocator = base_allocator(step, limit_bytes=limit_bytes)
-    replay = Replay(allocator)
-    replay.hold(step.adapters)
-    # A step that is not the first finds the states where the first one's end has put them. Where
-    # they are small it makes no difference to assume that they were there from the start.
-    is_heavy = sum(step.states) > _HEAVY_STATES * allocator.allocated_bytes
-    if is_heavy or limit_bytes is not None:
-        # They are made at the end of the first step, in what it has left free; and under a limit it
-        # is the second step that must do with blocks that the first one has cut up.
-        _play(step, replay)
-    replay.hold(step.states)
-    _play(step, replay)
-    return allocator
-
-
-def _play(step: Step, replay: Replay) -> None:
-    if step.accumulates:
-        replay.hold(step.adapters)
-    tapes: dict[tuple[str, bool], SizedTape] = {}
-    for visit in step.visits():
-        key = (visit.name, visit.is_checkpointed)
-        if key not in tapes:
-            sizes = [evaluate(size, step.values) for size in step.profiles[key[1]].sizes]
-            tapes[key] = sized(step.segment(visit).tape, sizes)
-        elif visit.moment == "backward" and sum(step.kept(visit).values()) <= 0:
-            # The same layer again, with less alive than before it, and free blocks that served the
-            # last one: nothing new can come.
-            break
-        replay.play(tapes[key], layer=visit.layer)
-    replay.end_step()
+    def _repeats(self, position: int, is_checkpointed: bool) -> Bytes:
+        """Return how many layers of a kind a traced one stands for, in each step."""
+        stands = np.array(self._steps[0].profile.positions) == position
+        count = (self._flags[:, stands] == is_checkpointed).sum(axis=1)
+        return np.asarray(count, self._width)

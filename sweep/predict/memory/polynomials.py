@@ -22,10 +22,12 @@ Knows nothing of torch, nor of what the bytes are for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 Polynomial = dict[str, int]
-Values = Mapping[str, int]
+Values = Mapping[str, Any]
+"""A whole number for each symbol, or an array with one for each configuration."""
 
 _BLOCK_BYTES = 512
 """The caching allocator's granularity; what depends on no symbol is rounded to it here."""
@@ -40,13 +42,17 @@ _ROW_BYTES = 16
 """Bytes a token, from which a tensor of a row is taken to be as long as the sequence."""
 
 
-def evaluate(polynomial: Polynomial, values: Values) -> int:
-    """Return the value of a polynomial; ``values`` has one for each symbol in it."""
-    total = 0
+def evaluate(polynomial: Polynomial, values: Values) -> Any:
+    """Return the value of a polynomial; ``values`` has one for each symbol in it.
+
+    A number where those are numbers, and an array where they are arrays.
+    """
+    total: Any = 0
     for monomial, coefficient in polynomial.items():
+        term: Any = coefficient
         for symbol in monomial:
-            coefficient *= values[symbol]
-        total += coefficient
+            term = term * values[symbol]
+        total = total + term
     return total
 
 
@@ -62,9 +68,10 @@ def add_to(total: Polynomial, term: Polynomial, sign: int = 1) -> None:
 
 def is_covered(smaller: Polynomial, larger: Polynomial) -> bool:
     """Whether ``larger`` is at least ``smaller`` wherever all symbols are positive."""
-    return all(
-        smaller.get(monomial, 0) <= larger.get(monomial, 0) for monomial in {*smaller, *larger}
-    )
+    for monomial, coefficient in smaller.items():
+        if coefficient > larger.get(monomial, 0):
+            return False
+    return all(coefficient >= 0 for m, coefficient in larger.items() if m not in smaller)
 
 
 class Symbols:
@@ -139,6 +146,7 @@ class Symbols:
         return {monomial: size}
 
 
+@cache
 def _neighbours_largest_factor(prime: int) -> int:
     """Return how large the prime factors are that tell a sequence with one token more or less."""
     return min(_largest_factor(prime + step) for step in _NEIGHBOURS)
@@ -153,9 +161,10 @@ def _largest_factor(number: int) -> int:
     return largest
 
 
-def _primes() -> list[int]:
+@cache
+def _primes() -> tuple[int, ...]:
     sieve = bytearray([1]) * (_LARGEST_PRIME + 1)
     for number in range(2, int(_LARGEST_PRIME**0.5) + 1):
         if sieve[number]:
             sieve[number * number :: number] = bytes(len(sieve[number * number :: number]))
-    return [number for number in range(_SMALLEST_PRIME, _LARGEST_PRIME + 1) if sieve[number]]
+    return tuple(n for n in range(_SMALLEST_PRIME, _LARGEST_PRIME + 1) if sieve[n])

@@ -1,30 +1,41 @@
-"""Owns the memory prediction of one configuration: its structure's profile, scaled and walked.
+"""Owns predicting memory: configurations become steps of the profiles of their structures.
 
-Also how sure it is, which finished trials may only lessen. Knows nothing of Optuna, processes or
-files. Liger's kernels, bitsandbytes' and attention's are Triton and CUDA programs that cannot be
-traced: what they keep and take is modelled (`sweep.predict.memory.tracing.liger`, `.fourbit`,
-`.attention`).
+Also how much less sure predictions are after trials. Knows nothing of Optuna or processes. Liger's
+kernels, bitsandbytes' and attention's are Triton and CUDA programs that cannot be traced: what they
+keep and take is modelled (`sweep.predict.memory.tracing.liger`, `.fourbit`, `.attention`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from functools import cached_property
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.knobs import KNOBS
 from search_spaces.models import ModelSpec
 from storage.records import TrialRecord
 from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.peaks import find_peak, reserved_bytes
+from sweep.predict.memory.arrays import PeakMemory, WholeMemory
 from sweep.predict.memory.polynomials import Values
-from sweep.predict.memory.profile_store import ProfileStore, Tracer, TracingChild
+from sweep.predict.memory.prediction import Fit, MemoryPrediction
+from sweep.predict.memory.profile_store import (
+    OnProgress,
+    ProfileStore,
+    Tracer,
+    TracingChildren,
+    tell_nobody,
+)
 from sweep.predict.memory.profiles import Profile, Structure
 from sweep.predict.memory.step import Step
+
+__all__ = ["Fit", "MemoryPrediction", "MemoryPredictor", "Residuals", "TracingPredictor"]
 
 HOPPER = (9, 0)
 AMPERE = (8, 0)
@@ -33,145 +44,11 @@ _WORKSPACES = 2
 """cuBLAS keeps one for the thread that runs forward, and one for autograd's."""
 _HOPPER_WORKSPACE_BYTES = 32 * MIB
 _OLDER_WORKSPACE_BYTES = 8 * MIB + 128 * 1024
+_TRACED = tuple(key for key, knob in KNOBS.items() if knob.traced)
 _PADDED_LENGTH = 128
 """Rows that an attention kernel's backward pass works on at once."""
-
-
-@dataclass(frozen=True)
-class Uncertainty:
-    """How far a truth may be from its prediction, relative to that.
-
-    Each is the worst error of the rows that it is claimed for, widened by 3 / rows (of so many that
-    stayed within it, that share may pass it, at 95 % confidence) and rounded up to half a percent.
-    `tests/sweep/predict/memory/test_stated_uncertainty.py` derives them from the committed rows
-    again, and fails where one is too small or far too large.
-    """
-
-    allocated: float
-    reserved: float
-    """Where nothing caps it."""
-
-
-EAGER = Uncertainty(allocated=0.015, reserved=0.10)
-"""Of 152 rows of ten models: 1.2 % and 9.6 % at worst."""
-COMPILED = Uncertainty(allocated=0.13, reserved=0.145)
-"""Of four rows of one model: 7.4 % and 8.2 % at worst."""
-CAPPED = 0.015
-"""How far the least cap that a step runs under may be from the replay's, where its peak is known.
-
-1.2 % at worst of the 29 configurations that were tried at the edge of a budget.
-"""
-FRAGMENTATION = 1.4
-"""More than is ever reserved for a byte allocated; what fits even so is not replayed.
-
-1.29 was measured and 1.32 is replayed at most.
-"""
-_NEED_GRAIN = 0.01
-"""How closely the least cap is looked for."""
 RESIDUAL_MARGIN = 0.01
 """Kept on top of the worst error of a study, where that is worse than what predictions state."""
-
-
-class Fit(StrEnum):
-    """Whether a configuration fits a budget."""
-
-    YES = "yes"
-    NO = "no"
-    UNCERTAIN = "uncertain"
-
-
-@dataclass(frozen=True)
-class MemoryPrediction:
-    """What a configuration would need. Bytes."""
-
-    peak_allocated_bytes: int
-    """What `torch.cuda.max_memory_allocated` would read over the first steps."""
-    breakdown: dict[str, int]
-    """The peak's parts: ``weights``, ``adapters``, ``gradients``, ``optimizer``, ``activations``,
-    ``loss``.
-
-    The libraries' workspaces count as activations.
-    """
-    moment: str
-    """When the peak is reached: ``forward``, ``loss``, ``backward`` or ``optimizer``."""
-    uncertainty: float
-    """Relative: the truth is within the peak times 1 - this and times 1 + this."""
-    reserved_uncertainty: float
-    """The same of the reserved peak."""
-    step: Step = field(repr=False)
-    """What was walked."""
-
-    @property
-    def quantized_share(self) -> float | None:
-        """Of the weights that are meant to be in 4 bits, how many are; None for a 16-bit base."""
-        return self.step.profile.quantized_share
-
-    @cached_property
-    def peak_reserved_bytes(self) -> int:
-        """What `torch.cuda.max_memory_reserved` would read where nothing caps it.
-
-        Takes some milliseconds, once.
-        """
-        reserved = reserved_bytes(self.step)
-        assert reserved is not None, "an allocator without a limit cannot pass it"
-        return reserved
-
-    def widened(self, uncertainty: float) -> Self:
-        """Return the same prediction, at least so uncertain."""
-        if uncertainty <= self.uncertainty:
-            return self
-        return replace(self, uncertainty=uncertainty)
-
-    def exceeds(self, budget_bytes: int) -> bool:
-        """Whether the allocated peak alone is surely too large; costs nothing."""
-        return self.peak_allocated_bytes * (1 - self.uncertainty) > budget_bytes
-
-    def fits(self, budget_bytes: int) -> Fit:
-        """Return whether it runs where no more than the budget may be reserved.
-
-        This is the one meaning of "fits": plans, surveys and pre-flight all ask here. Between the
-        allocated peak and the reserved one the allocator gives cached blocks back before it fails;
-        what that is worth depends on how memory is cut up, so the step is replayed under the cap.
-        What passes or fails only within the uncertainty is uncertain.
-        """
-        if self.exceeds(budget_bytes):
-            return Fit.NO
-        if self.peak_allocated_bytes * (1 + self.uncertainty) * FRAGMENTATION <= budget_bytes:
-            return Fit.YES
-        if self._runs_under(int(budget_bytes / (1 + self._slack))):
-            return Fit.YES
-        if self._slack < 1 and not self._runs_under(int(budget_bytes / (1 - self._slack))):
-            return Fit.NO
-        return Fit.UNCERTAIN
-
-    def is_likely(self, budget_bytes: int) -> bool:
-        """Return the best guess: whether it fits if everything is exactly as predicted."""
-        return self.peak_allocated_bytes <= budget_bytes and self._runs_under(budget_bytes)
-
-    def needed_bytes(self, budget_bytes: int) -> int:
-        """Return the least budget that it runs under, where it does not run under this one.
-
-        That is its peak where the peak is larger; else what the allocator needs around it, to a
-        percent, which takes some dozens of milliseconds.
-        """
-        if self.peak_allocated_bytes > budget_bytes:
-            return self.peak_allocated_bytes
-        low, high = budget_bytes, self.peak_reserved_bytes
-        while high - low > _NEED_GRAIN * low:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._runs_under(middle) else (middle, high)
-        return max(low, high)
-
-    @property
-    def _slack(self) -> float:
-        """How far the least cap may be from the replay's.
-
-        Its own error and that of the peak have nothing to do with each other.
-        """
-        return math.hypot(self.uncertainty, CAPPED)
-
-    def _runs_under(self, limit_bytes: int) -> bool:
-        return reserved_bytes(self.step, limit_bytes=limit_bytes) is not None
 
 
 class MemoryPredictor(Protocol):
@@ -183,6 +60,29 @@ class MemoryPredictor(Protocol):
         Raises:
             Untraceable: the model's code cannot be walked; the message names the module and why.
             InputError: the model's config contradicts itself, or has no such target modules.
+            EnvironmentFault: the tracing process has never answered.
+        """
+        ...
+
+    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
+        """Return what is predicted of many configurations, worked out together.
+
+        Raises:
+            EnvironmentFault: the tracing process has never answered.
+        """
+        ...
+
+    def prepare(
+        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> None:
+        """Do once, and faster than one by one, what predicting these configurations takes first.
+
+        Args:
+            configs: of a whole space, say.
+            on_progress: told how much of it is done, of how much, before it begins and after each
+                part; of nothing where there is nothing to do.
+
+        Raises:
             EnvironmentFault: the tracing process has never answered.
         """
         ...
@@ -212,28 +112,58 @@ class TracingPredictor:
         capability = compute_capability or HOPPER
         self._workspace_bytes = _workspace_bytes(capability)
         self._has_flash = capability >= AMPERE
-        self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer or TracingChild())
+        tracer = tracer or TracingChildren()
+        self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer)
+        self._known: dict[Hashable, Profile] = {}
+
+    def prepare(
+        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> None:
+        """Trace whatever structures are not kept yet, several at once.
+
+        See `MemoryPredictor.prepare`.
+        """
+        longest: dict[Structure, TrialConfig] = {}
+        for config in _of_each_kind(configs):
+            for structure in self._structures(config):
+                known = longest.setdefault(structure, config)
+                longest[structure] = max(known, config, key=_length)
+        self._profiles.fetch(longest, on_progress=on_progress)
+        # From which length on masks exist is known of what was traced.
+        long = [
+            replace(structure, is_long=True)
+            for structure, config in longest.items()
+            if (profile := self._profiles.find(structure)) and _is_long(config, profile)
+        ]
+        self._profiles.fetch(long, on_progress=on_progress)
+
+    def _structures(self, config: TrialConfig) -> Iterator[Structure]:
+        """Yield the structures of a configuration's layers, as those of short sequences."""
+        fraction = config.checkpoint_fraction
+        for is_checkpointed in {fraction > 0, fraction == 1}:
+            yield Structure.of(config, is_checkpointed=is_checkpointed, has_flash=self._has_flash)
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         """See `MemoryPredictor.predict`."""
-        step = self._step(config)
-        peak = find_peak(step)
-        stated = COMPILED if config.compile else EAGER
-        return MemoryPrediction(
-            peak_allocated_bytes=peak.total_bytes,
-            breakdown=peak.parts,
-            moment=peak.moment,
-            uncertainty=stated.allocated,
-            reserved_uncertainty=stated.reserved,
-            step=step,
-        )
+        return self.predict_all([config]).prediction(0)
+
+    def predict_all(self, configs: Sequence[TrialConfig]) -> PeakMemory:
+        """See `MemoryPredictor.predict_all`."""
+        return PeakMemory(configs, self._steps(configs))
+
+    def _steps(self, configs: Sequence[TrialConfig]) -> list[Step | InputError]:
+        """Return each configuration's step, or why it has none."""
+        steps: list[Step | InputError] = []
+        for config in configs:
+            try:
+                steps.append(self._step(config))
+            except InputError as error:
+                steps.append(error.with_traceback(None))
+        return steps
 
     def _step(self, config: TrialConfig) -> Step:
-        is_checkpointed = config.checkpoint_fraction > 0
-        profile = self._profile(config, is_checkpointed=is_checkpointed)
-        layers = len(profile.positions)
-        chosen = config.checkpointed_layers(layers)
-        flags = tuple(layer in chosen for layer in range(layers))
+        profile = self._profile(config, is_checkpointed=config.checkpoint_fraction > 0)
+        flags = _flags(config.checkpoint_fraction, len(profile.positions))
         return Step(
             config=config,
             profiles={f: self._profile(config, is_checkpointed=f) for f in set(flags)},
@@ -243,13 +173,33 @@ class TracingPredictor:
         )
 
     def _profile(self, config: TrialConfig, *, is_checkpointed: bool) -> Profile:
-        structure = Structure.of(config, is_checkpointed=is_checkpointed, has_flash=self._has_flash)
-        profile = self._profiles.get(structure)
-        if profile.window is None or config.seq_len < profile.window:
+        profile = self._traced(config, is_checkpointed=is_checkpointed)
+        if not _is_long(config, profile):
             return profile
-        # flash-attn's own kernel takes the window as a number; the others need a mask.
-        is_long = config.attention != "flash_attention_2"
-        return self._profiles.get(replace(structure, is_long=is_long))
+        return self._traced(config, is_checkpointed=is_checkpointed, is_long=True)
+
+    def _traced(
+        self, config: TrialConfig, *, is_checkpointed: bool, is_long: bool = False
+    ) -> Profile:
+        """Return the profile of a configuration's structure; quick where it was asked before."""
+        shaping = (is_checkpointed, is_long, *(getattr(config, key) for key in _TRACED))
+        if shaping not in self._known:
+            structure = Structure.of(
+                config,
+                is_checkpointed=is_checkpointed,
+                has_flash=self._has_flash,
+                is_long=is_long,
+            )
+            self._known[shaping] = self._profiles.get(structure)
+        return self._known[shaping]
+
+
+@lru_cache(maxsize=1024)
+def _flags(checkpoint_fraction: float, layers: int) -> tuple[bool, ...]:
+    """Return for each decoder layer whether it is recomputed."""
+    config = TrialConfig(checkpoint_fraction=checkpoint_fraction)
+    chosen = config.checkpointed_layers(layers)
+    return tuple(layer in chosen for layer in range(layers))
 
 
 class Residuals:
@@ -275,10 +225,39 @@ class Residuals:
 
     def widened(self, prediction: MemoryPrediction, config: TrialConfig) -> MemoryPrediction:
         """Return the prediction of ``config``, no surer than the trials so far allow."""
+        return prediction.widened(self._wider(prediction.uncertainty, config))
+
+    def widest(
+        self, stated: NDArray[np.float64], configs: Sequence[TrialConfig]
+    ) -> NDArray[np.float64]:
+        """Return how far the peaks of configurations may be off, given what predictions state."""
+        pairs = zip(stated.tolist(), configs, strict=True)
+        return np.array([self._wider(error, config) for error, config in pairs], float)
+
+    def _wider(self, stated: float, config: TrialConfig) -> float:
         worst = self._worst[config.compile]
-        if worst <= prediction.uncertainty:
-            return prediction
-        return prediction.widened(worst + RESIDUAL_MARGIN)
+        return stated if worst <= stated else worst + RESIDUAL_MARGIN
+
+
+def _of_each_kind(configs: Iterable[TrialConfig]) -> Iterable[TrialConfig]:
+    """Return the longest of the configurations that have the same tensors, of each kind of them."""
+    longest: dict[tuple[Any, ...], TrialConfig] = {}
+    for config in configs:
+        fraction = config.checkpoint_fraction
+        key = (*(getattr(config, name) for name in _TRACED), fraction > 0, fraction < 1)
+        longest[key] = max(longest.get(key, config), config, key=_length)
+    return longest.values()
+
+
+def _length(config: TrialConfig) -> int:
+    return config.seq_len
+
+
+def _is_long(config: TrialConfig, profile: Profile) -> bool:
+    """Whether the attention window needs a mask; flash-attn's own kernel takes it as a number."""
+    if profile.window is None or config.attention == "flash_attention_2":
+        return False
+    return config.seq_len >= profile.window
 
 
 def _workspace_bytes(compute_capability: tuple[int, int]) -> int:

@@ -1,7 +1,8 @@
-"""Owns where the profiles of a model's structures come from: a cache on disk, or the tracing child.
+"""Owns where the profiles of a model's structures come from: a cache on disk, or tracing children.
 
-The child is started at the first question, asked in JSON lines, and gone with its owner. It is
-where torch and transformers are imported; this process never does. Knows nothing of predictions.
+A child is started at its first question, asked in JSON lines, and gone with its owner. It is where
+torch and transformers are imported; this process never does. A whole space's structures are traced
+by several at once. Knows nothing of predictions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import selectors
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
+from collections.abc import Callable, Generator, Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import IO, Any, Protocol
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
+from sweep.predict.memory.mixing import mixed
 from sweep.predict.memory.profiles import Profile, Structure, Untraceable
 
 _ROOT = Path(__file__).parents[3]
@@ -35,10 +39,28 @@ _DEAD_STRUCTURES_MAX = 3
 _COMMAND = (sys.executable, "-P", "-m", "sweep.predict.memory.tracing")
 _DEADLINE_SECONDS = 120.0
 """For one structure, the imports included; a slow disk makes those take most of a minute."""
+_CHILDREN_MAX = 4
+"""Each takes half a GiB of the host's memory."""
+_STRUCTURES_WORTH_A_CHILD = 12
+"""Importing torch takes a child as long as tracing some forty structures; the processors are there
+anyway, so a further child is started where it spares most of a second."""
+
+Traced = dict[str, Any] | InputError | EnvironmentFault
+"""A profile as JSON values, or why there is none."""
+OnProgress = Callable[[int, int], None]
+"""Told how many structures are done, of how many."""
+
+
+def _counted_from(done: int, of: int, on_progress: OnProgress) -> Callable[[int], None]:
+    return lambda more: on_progress(done + more, of)
+
+
+def tell_nobody(_done: int, _of: int) -> None:
+    """Hear of no progress."""
 
 
 class Tracer(Protocol):
-    """Traces structures of a model. Real: `TracingChild`."""
+    """Traces structures of a model. Real: `TracingChildren`, and `TracingChild` alone."""
 
     def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
         """Return the structure's profile as JSON values.
@@ -48,6 +70,12 @@ class Tracer(Protocol):
             InputError: the model's config cannot be built.
             EnvironmentFault: the child does not answer.
         """
+        ...
+
+    def trace_all(
+        self, model: ModelSpec, structures: Iterable[Structure]
+    ) -> Generator[tuple[Structure, Traced]]:
+        """Yield each structure as it is done, with what `trace` would return or raise of it."""
         ...
 
 
@@ -80,20 +108,101 @@ class ProfileStore:
             # A new exception each time, as one that is raised twice keeps the frames of both.
             refused = self._refused[structure]
             raise type(refused)(*refused.args)
+        if (known := self.find(structure)) is not None:
+            return known
+        if structure.is_mixed:
+            return _put_together(structure, *map(self.get, structure.parts()))
+        in_bf16 = structure.in_bf16()
+        if in_bf16 is not None and (shared := self.get(in_bf16)).is_same_in_fp16:
+            return shared
+        return self._trace(structure)
+
+    def find(self, structure: Structure) -> Profile | None:
+        """Return a structure's profile where nothing has to be traced for it, now or ever."""
         if structure not in self._profiles:
-            self._profiles[structure] = Profile.from_json(self._read_or_trace(structure))
+            profile = self._find(structure)
+            if profile is None:
+                return None
+            self._profiles[structure] = profile
         return self._profiles[structure]
 
-    def _read_or_trace(self, structure: Structure) -> dict[str, Any]:
-        path = self._cache_dir / f"{self._digest(structure)}.json"
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            values = self._trace(structure)
-        write_cache(path, values)
-        return values
+    def _find(self, structure: Structure) -> Profile | None:
+        if structure.is_mixed:
+            parts = tuple(map(self.find, structure.parts()))
+            return None if None in parts else _put_together(structure, *filter(None, parts))
+        in_bf16 = structure.in_bf16()
+        shared = None if in_bf16 is None else self._read(in_bf16)
+        is_shared = shared is not None and shared.is_same_in_fp16
+        return shared if is_shared else self._read(structure)
 
-    def _trace(self, structure: Structure) -> dict[str, Any]:
+    def _read(self, structure: Structure) -> Profile | None:
+        """Return what was traced of exactly this structure, by this process or another."""
+        if structure in self._profiles:
+            return self._profiles[structure]
+        try:
+            values = json.loads(self._path(structure).read_text(encoding="utf-8"))
+            return Profile.from_json(values)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def fetch(self, structures: Iterable[Structure], *, on_progress: OnProgress) -> None:
+        """Trace what is not there yet of structures that will be asked for, several at once.
+
+        `get` refuses those that cannot be traced.
+
+        Args:
+            structures: of one space, say.
+            on_progress: told before the first one and after each; of nothing where all are there.
+
+        Raises:
+            EnvironmentFault: the tracing process has never answered.
+        """
+        wanted = [part for structure in structures for part in structure.parts()]
+        self._fetch([s.in_bf16() or s for s in wanted], on_progress)
+        # What tells the two 16-bit types apart has to be traced in both.
+        self._fetch(wanted, on_progress)
+
+    def _fetch(self, structures: Iterable[Structure], on_progress: OnProgress) -> None:
+        wanted = [s for s in dict.fromkeys(structures) if not self._is_settled(s)]
+        missing = wanted
+        while missing and self._dead_structures < _DEAD_STRUCTURES_MAX:
+            done = len(wanted) - len(missing)
+            died = self._trace_together(missing, _counted_from(done, len(wanted), on_progress))
+            # Alone, it is tried again and given up as any other.
+            for structure in died:
+                with contextlib.suppress(InputError):
+                    self.get(structure)
+            missing = [s for s in wanted if not self._is_settled(s)]
+
+    def _trace_together(
+        self, structures: list[Structure], on_done: Callable[[int], None]
+    ) -> list[Structure]:
+        """Trace structures, and return those whose process died.
+
+        Where as many die as may in a row, the rest is left for later: it is likely the machine.
+        """
+        done = 0
+        died: list[Structure] = []
+        on_done(done)
+        # Closed at once, as what is still being traced has a process of its own.
+        with contextlib.closing(self._tracer.trace_all(self._model, structures)) as answers:
+            for structure, answer in answers:
+                if isinstance(answer, EnvironmentFault):
+                    died.append(structure)
+                    if len(died) == _DEAD_STRUCTURES_MAX:
+                        break
+                else:
+                    self._note(structure, answer)
+                    done += 1
+                    on_done(done)
+        return died
+
+    def _is_settled(self, structure: Structure) -> bool:
+        """Whether `get` would trace nothing."""
+        is_refused = structure in self._refused or structure.in_bf16() in self._refused
+        return is_refused or self.find(structure) is not None
+
+    def _trace(self, structure: Structure) -> Profile:
         """Trace a structure, and remember where that cannot work.
 
         A process that dies of it once may have been the machine's fault, so it is tried again. One
@@ -109,26 +218,39 @@ class ProfileStore:
             try:
                 values = self._tracer.trace(self._model, structure)
             except InputError as error:
-                self._refused[structure] = error.with_traceback(None)
-                self._note_answer()
+                self._note(structure, error)
                 raise
             except EnvironmentFault as error:
                 fault = error
             else:
-                self._note_answer()
-                return values
+                self._note(structure, values)
+                return self._profiles[structure]
         self._dead_structures += 1
         reason = f"model '{self._model.name}' cannot be traced: {fault}"
         self._refused[structure] = Untraceable(reason)
         raise Untraceable(reason) if self._has_answered else EnvironmentFault(reason)
 
-    def _note_answer(self) -> None:
+    def _note(self, structure: Structure, answer: dict[str, Any] | InputError) -> None:
+        """Keep what a process answered; that it did says that processes work."""
         self._has_answered = True
         self._dead_structures = 0
+        if isinstance(answer, InputError):
+            self._refused[structure] = answer.with_traceback(None)
+        else:
+            write_cache(self._path(structure), answer)
+            self._profiles[structure] = Profile.from_json(answer)
+
+    def _path(self, structure: Structure) -> Path:
+        return self._cache_dir / f"{self._digest(structure)}.json"
 
     def _digest(self, structure: Structure) -> str:
         parts = [self._model.fingerprint, structure.to_json(), tracing_fingerprint()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _put_together(structure: Structure, packed: Profile, wide: Profile) -> Profile:
+    layers = len(packed.positions)
+    return mixed(packed, wide, quantized=structure.config.quantized_layers(layers))
 
 
 def write_cache(path: Path, values: dict[str, Any]) -> None:
@@ -178,11 +300,49 @@ class TracingChild:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._deadline = 0.0
+
+    @property
+    def answers(self) -> IO[bytes]:
+        """Where the answer arrives that was asked for."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the answer that was asked for may still take."""
+        return max(0.0, self._deadline - time.monotonic())
 
     def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
         """See `Tracer.trace`."""
-        answer = self._ask({"model": model.to_json(), "structure": structure.to_json()})
-        match answer:
+        self.ask(model, structure)
+        return self.answer(model)
+
+    def trace_all(
+        self, model: ModelSpec, structures: Iterable[Structure]
+    ) -> Generator[tuple[Structure, Traced]]:
+        """See `Tracer.trace_all`; one after another."""
+        return _all_traced([self], model, structures)
+
+    def ask(self, model: ModelSpec, structure: Structure) -> None:
+        """Have a structure traced; one that has no process to do it is answered by that."""
+        process = self._start()
+        question = {"model": model.to_json(), "structure": structure.to_json()}
+        self._deadline = time.monotonic() + _DEADLINE_SECONDS
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+
+    def answer(self, model: ModelSpec) -> dict[str, Any]:
+        """Wait for what was asked for. Raises what `Tracer.trace` does."""
+        line = _read_line(self.answers, timeout=self.seconds_left)
+        if not line:
+            reason = self._last_words()
+            self.close()
+            raise EnvironmentFault(f"the tracing process gave no answer{reason}")
+        match answer := json.loads(line):
             case {"profile": dict(profile)}:
                 return profile
             case {"untraceable": str(reason)}:
@@ -196,22 +356,6 @@ class TracingChild:
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._errors = self._finalizer = None
-
-    def _ask(self, question: dict[str, Any]) -> Any:
-        process = self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-            line = _read_line(process.stdout)
-        except OSError:
-            line = b""
-        if not line:
-            reason = self._last_words()
-            self.close()
-            raise EnvironmentFault(f"the tracing process gave no answer{reason}")
-        return json.loads(line)
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -235,11 +379,84 @@ class TracingChild:
         return f": {lines[-1]}" if lines else ""
 
 
-def _read_line(stream: IO[bytes]) -> bytes:
-    """Return the next line; nothing where the deadline passes or the child has ended."""
+class TracingChildren:
+    """A `Tracer` of several children: one traces a structure, all of them a space.
+
+    Args:
+        count: of children at most; by default as many as there are processors, up to four.
+        command: what each of them runs.
+    """
+
+    def __init__(self, count: int | None = None, *, command: tuple[str, ...] = _COMMAND) -> None:
+        count = count or min(len(os.sched_getaffinity(0)), _CHILDREN_MAX)
+        self._children = [TracingChild(command) for _ in range(count)]
+
+    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
+        """See `Tracer.trace`."""
+        return self._children[0].trace(model, structure)
+
+    def trace_all(
+        self, model: ModelSpec, structures: Iterable[Structure]
+    ) -> Generator[tuple[Structure, Traced]]:
+        """See `Tracer.trace_all`. The children end with it: what was a space's was all of it."""
+        known = tuple(structures)
+        count = -(-len(known) // _STRUCTURES_WORTH_A_CHILD)
+        try:
+            yield from _all_traced(self._children[:count], model, known)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the children. Idempotent; a later question starts new ones."""
+        for child in self._children:
+            child.close()
+
+
+def _all_traced(
+    children: Iterable[TracingChild], model: ModelSpec, structures: Iterable[Structure]
+) -> Generator[tuple[Structure, Traced]]:
+    """Give each child the next structure whenever it has answered, and yield the answers."""
+    idle, waiting = list(children), iter(structures)
+    busy: dict[TracingChild, Structure] = {}
+    try:
+        while True:
+            for child, structure in zip(tuple(idle), waiting, strict=False):
+                child.ask(model, structure)
+                busy[child] = structure
+                idle.remove(child)
+            if not busy:
+                return
+            for child in _first_to_answer(busy):
+                structure = busy.pop(child)
+                idle.append(child)
+                yield structure, _traced(child, model)
+    finally:
+        for child in busy:
+            child.close()
+
+
+def _first_to_answer(children: Iterable[TracingChild]) -> list[TracingChild]:
+    """Wait for an answer, and return who has one; or nobody's in time, whose time was up first."""
+    slowest = min(children, key=lambda child: child.seconds_left)
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            selector.register(child.answers, selectors.EVENT_READ, child)
+        ready = [key.data for key, _ in selector.select(slowest.seconds_left)]
+    return ready or [slowest]
+
+
+def _traced(child: TracingChild, model: ModelSpec) -> Traced:
+    try:
+        return child.answer(model)
+    except (InputError, EnvironmentFault) as error:
+        return error
+
+
+def _read_line(stream: IO[bytes], *, timeout: float) -> bytes:
+    """Return the next line; nothing where it does not come in time or the child has ended."""
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
-        return stream.readline() if selector.select(_DEADLINE_SECONDS) else b""
+        return stream.readline() if selector.select(timeout) else b""
 
 
 def _end(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:

@@ -7,7 +7,7 @@ of steps only scale them. Knows nothing of how profiles are made, kept or used.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -58,10 +58,33 @@ class Structure:
         shaping["checkpoint_fraction"] = float(is_checkpointed)
         return cls(TrialConfig.model_construct(**shaping), has_flash, is_long)
 
+    def in_bf16(self) -> Structure | None:
+        """Return the structure that has bf16 wherever this has fp16; None where it has none.
+
+        An adapter in bf16 is of the type of what goes through it in the one, and not in the other.
+        """
+        if self.config.compute_dtype != "fp16" or self.config.adapter_dtype != "fp32":
+            return None
+        return replace(self, config=self.config.model_copy(update={"compute_dtype": "bf16"}))
+
     @property
     def is_checkpointed(self) -> bool:
         """Whether all decoder layers are recomputed."""
         return self.config.checkpoint_fraction > 0
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it is put together from the profiles of `parts`, and not traced itself."""
+        return self.config.quantized_fraction < 1
+
+    def parts(self) -> tuple[Structure, ...]:
+        """Return the structures to trace for it: the same with all layers in 4 bits, and with none;
+        where it has layers of one kind only, itself."""
+        if not self.is_mixed:
+            return (self,)
+        alike = self.config.model_copy(update={"quantized_fraction": 1.0})
+        wide = alike.model_copy(update={"quantization": "none", "double_quant": False})
+        return replace(self, config=alike), replace(self, config=wide)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -100,6 +123,16 @@ class Segment:
         """The part of `kept` that each layer adds."""
         return {key: part for key, part in self.kept.items() if " " in key}
 
+    @cached_property
+    def births(self) -> int:
+        """How many tensors are born in it."""
+        return sum(what in (BIRTH, LEAVE) for what, _, _ in self.tape)
+
+    @cached_property
+    def leaves(self) -> int:
+        """How many of them outlive it."""
+        return sum(what == LEAVE for what, _, _ in self.tape)
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Segment:
         """Read what the tracing child writes."""
@@ -116,6 +149,8 @@ class Base:
 
     allocated_bytes: int
     """What its tensors take, remainders that the allocator does not split off included."""
+    requested_bytes: int
+    """What they take without those remainders, of which expandable segments leave none."""
     reserved_bytes: int
     """The segments that hold it."""
     holes: tuple[int, ...]
@@ -139,6 +174,8 @@ class Profile:
     """Length from which the structure is another one; None where there is none."""
     quantized_share: float | None = None
     """Of the weights that QLoRA means to hold in 4 bits, how many are; None for a 16-bit base."""
+    is_same_in_fp16: bool = False
+    """Whether it is known that fp16 in bf16's place comes to the same profile."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Profile:
@@ -146,10 +183,11 @@ class Profile:
         base = values["base"]
         return cls(
             positions=tuple(values["positions"]),
-            base=Base(base["allocated_bytes"], base["reserved_bytes"], tuple(base["holes"])),
+            base=Base(**{**base, "holes": tuple(base["holes"])}),
             adapters=tuple(map(tuple, values["adapters"])),
             segments={n: Segment.from_json(part) for n, part in values["segments"].items()},
             sizes=tuple(values["sizes"]),
             window=values["window"],
             quantized_share=values.get("quantized_share"),
+            is_same_in_fp16=values.get("is_same_in_fp16", False),
         )

@@ -6,17 +6,14 @@ for it, recomputed or not. Knows nothing of how profiles are made, nor of the al
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from search_spaces.config import TrialConfig
+from sweep.predict.memory.allocator import SMALL_BYTES
 from sweep.predict.memory.polynomials import Values, evaluate
-from sweep.predict.memory.profiles import Account, Profile, Segment
-
-Amounts = dict[str, int]
-"""Bytes by part."""
+from sweep.predict.memory.profiles import Profile, Segment
 
 _FP32_BYTES = 4
 _ADAPTER_BYTES = {"fp32": _FP32_BYTES, "bf16": 2}
@@ -42,6 +39,11 @@ class Visit:
     """Whose profile it is from."""
     layer: int = 0
     """Decoder layer of the whole model; 0 for what happens once."""
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        """The segment and whose it is; the layers that share it are alike."""
+        return self.name, self.is_checkpointed
 
     @property
     def moment(self) -> str:
@@ -88,21 +90,35 @@ class Step:
         """Return the traced segment of a visit."""
         return self.profiles[visit.is_checkpointed].segments[visit.name]
 
-    def peaks(self, visit: Visit) -> list[Amounts]:
-        """Return how high a segment can rise above where it begins."""
-        return [self._scaled(peak, visit.is_checkpointed) for peak in self.segment(visit).peaks]
+    def layer_keeps_bytes(self, visit: Visit) -> int:
+        """Return what a layer's segment leaves; negative where it frees more."""
+        kept = self.segment(visit).kept
+        return sum(evaluate(polynomial, self.values) for polynomial in kept.values())
 
-    def kept(self, visit: Visit) -> Amounts:
-        """Return what a segment leaves; negative where it frees more."""
-        total = self._scaled(self.segment(visit).kept, visit.is_checkpointed)
-        # A profile has layers of one kind only. What a segment that happens once (embedding, head)
-        # lets go of for each layer of the other kind stands in the other kind's profile.
-        for flag, profile in self.profiles.items():
-            if flag != visit.is_checkpointed:
-                repeated = profile.segments[visit.name].repeated
-                for part, size in self._scaled(repeated, flag).items():
-                    total[part] = total.get(part, 0) + size
-        return total
+    @property
+    def base_bytes(self) -> int:
+        """What the frozen base takes."""
+        base = self.profile.base
+        expands = self.config.expandable_segments
+        return base.requested_bytes if expands else base.allocated_bytes
+
+    @property
+    def may_waste(self) -> bool:
+        """Whether unsplit remainders of blocks may be worth a replay.
+
+        What layers keep is hundreds of blocks, each of which may hold up to a MiB too much. A
+        recomputed layer keeps one. Expandable segments leave no remainder.
+        """
+        return not all(self.flags) and not self.config.expandable_segments
+
+    @property
+    def most_wasted_bytes(self) -> int:
+        """No more than this do unsplit remainders take: one for each block that may be alive."""
+        if not self.may_waste:
+            return 0
+        segments = [self.segment(visit) for visit in self.visits()]
+        left = sum(segment.leaves for segment in segments)
+        return SMALL_BYTES * (left + max(segment.births for segment in segments))
 
     @cached_property
     def adapters(self) -> list[int]:
@@ -121,22 +137,6 @@ class Step:
         """Elements of each trained tensor."""
         rank, of_layer = self.config.lora_rank, self.profile.adapters
         return [n * rank for position in self.profile.positions for n in of_layer[position]]
-
-    def _scaled(self, account: Account, is_checkpointed: bool) -> Amounts:
-        """Return an account at real sizes, with what a layer adds counted for each of its kind."""
-        result: Amounts = {}
-        for key, polynomial in account.items():
-            part, _, layer = key.partition(" ")
-            size = evaluate(polynomial, self.values)
-            if layer:
-                size *= self._repeats[int(layer), is_checkpointed]
-            result[part] = result.get(part, 0) + size
-        return result
-
-    @cached_property
-    def _repeats(self) -> Counter[tuple[int, bool]]:
-        """How many layers each traced one stands for."""
-        return Counter(zip(self.profile.positions, self.flags, strict=True))
 
 
 def state_bytes(config: TrialConfig, elements: int) -> tuple[int, ...]:

@@ -7,15 +7,18 @@ the catalogue says. Knows nothing of studies, storage or processes.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, SpeedUncertainty
 from search_spaces.models import ModelSpec
-from sweep.predict.speed.phases import OVERLAP_EXPONENT, StepPhases, overlapped, step_phases
+from sweep.predict.speed.phases import StepPhases, refusal
 from sweep.predict.speed.work import TERMS, Term
 
 Factor = Term | Literal["launch", "overhead"]
@@ -73,22 +76,11 @@ class Calibration:
         return min(uncalibrated, max(STEP_NOISE, after_one / math.sqrt(self.trials)))
 
 
-def predicted_seconds(step: StepPhases, factors: dict[Factor, float]) -> float:
-    """Return the seconds of a step under ``factors``."""
-    total = step.overhead * factors["overhead"]
-    for phase in step.phases:
-        device = sum(phase.device(term) * factors[term] for term in TERMS)
-        total += overlapped(device, phase.launch * factors["launch"])
-    return total
-
-
-def launch_share(step: StepPhases, factors: dict[Factor, float]) -> float:
-    """Return the share of a step's seconds that goes with the host's launches, not with the card.
-
-    By that many per cent the step is longer where a launch costs one per cent more.
-    """
-    seconds_per_factor = dict(zip(FACTORS, _slopes(step, factors), strict=True))
-    return seconds_per_factor["launch"] * factors["launch"] / predicted_seconds(step, factors)
+def in_order(factors: Mapping[Factor, float] | None) -> NDArray[np.float64]:
+    """Return factors in the order of `FACTORS`; the catalogue's rates where there are none."""
+    if factors is None:
+        return np.ones(len(FACTORS))
+    return np.array([factors[factor] for factor in FACTORS])
 
 
 def calibrate(
@@ -107,52 +99,43 @@ def calibrate(
     """
     if not observations or any(seconds <= 0.0 for _, seconds in observations):
         raise ValueError("calibrate needs at least one trial, and positive step times")
-    steps = [step_phases(config, model=model, gpu=gpu) for config, _ in observations]
-    measured = [seconds for _, seconds in observations]
-    factors: dict[Factor, float] = dict.fromkeys(FACTORS, 1.0)
-    for _ in range(ROUNDS):
-        nearest = _solve([_slopes(step, factors) for step in steps], measured)
-        factors = {f: v + DAMPING * (nearest[f] - v) for f, v in factors.items()}
-    errors = (
-        abs(predicted_seconds(step, factors) / seconds - 1.0)
-        for step, seconds in zip(steps, measured, strict=True)
+    configs, measured = (
+        [config for config, _ in observations],
+        np.array([s for _, s in observations]),
     )
-    return Calibration(gpu.name, len(observations), factors, statistics.median(errors))
+    for reason in (refusal(config, model=model, gpu=gpu) for config in configs):
+        if reason is not None:
+            raise InputError(reason)
+    steps = StepPhases.of(configs, model=model, gpu=gpu)
+    factors = _fitted(steps, measured)
+    errors = np.abs(steps.seconds(factors) / measured - 1.0)
+    by_name = dict(zip(FACTORS, factors.tolist(), strict=True))
+    return Calibration(gpu.name, len(observations), by_name, float(np.median(errors)))
 
 
-def _slopes(step: StepPhases, factors: dict[Factor, float]) -> list[float]:
-    """Return seconds per unit of each factor.
-
-    The step's time is homogeneous in the factors, so these times the factors are the step itself.
-    """
-    slopes: dict[Factor, float] = dict.fromkeys(FACTORS, 0.0)
-    slopes["overhead"] = step.overhead
-    for phase in step.phases:
-        device = sum(phase.device(term) * factors[term] for term in TERMS)
-        launch = phase.launch * factors["launch"]
-        whole = overlapped(device, launch)
-        if whole == 0.0:
-            continue
-        for term in TERMS:
-            slopes[term] += phase.device(term) * (device / whole) ** (OVERLAP_EXPONENT - 1.0)
-        slopes["launch"] += phase.launch * (launch / whole) ** (OVERLAP_EXPONENT - 1.0)
-    return [slopes[factor] for factor in FACTORS]
-
-
-def _solve(slopes: list[list[float]], measured: list[float]) -> dict[Factor, float]:
+def _fitted(steps: StepPhases, measured: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the non-negative factors nearest to trials and prior, each error over its spread."""
-    # Only a fit needs them, and together they take longer to import than a plan takes to make.
-    import numpy as np
+    # Only a fit needs it, and it takes longer to import than a plan takes to make.
     from scipy.optimize import nnls
 
-    seconds = np.asarray(measured)[:, None]
-    trials = np.asarray(slopes) / (seconds * STEP_NOISE)
-    targets = np.full(len(measured), 1.0 / STEP_NOISE)
+    prior, targets = _prior(), np.full(len(measured), 1.0 / STEP_NOISE)
+    wanted = np.concatenate([targets, prior.sum(axis=1)])
+    factors = np.ones(len(FACTORS))
+    for _ in range(ROUNDS):
+        trials = steps.slopes(factors) / (measured[:, None] * STEP_NOISE)
+        nearest, _ = nnls(np.vstack([trials, prior]), wanted)
+        factors = factors + DAMPING * (nearest - factors)
+    return factors
+
+
+def factor_covariance() -> NDArray[np.float64]:
+    """Return how far the factors may be from the catalogue's rates, together: a covariance in the
+    order of `FACTORS`."""
     on_card = np.array([float(factor in TERMS) for factor in FACTORS])
     spreads = np.array([FACTOR_SPREAD[factor] for factor in FACTORS])
-    covariance = np.diag(spreads**2) + CARD_SPREAD**2 * np.outer(on_card, on_card)
-    prior = np.linalg.cholesky(np.linalg.inv(covariance)).T
-    solution, _ = nnls(
-        np.vstack([trials, prior]), np.concatenate([targets, prior @ np.ones(len(FACTORS))])
-    )
-    return {factor: float(value) for factor, value in zip(FACTORS, solution, strict=True)}
+    return np.asarray(np.diag(spreads**2) + CARD_SPREAD**2 * np.outer(on_card, on_card))
+
+
+def _prior() -> NDArray[np.float64]:
+    """Return what weighs factors against the catalogue's rates, a row for each direction."""
+    return np.asarray(np.linalg.cholesky(np.linalg.inv(factor_covariance())).T)

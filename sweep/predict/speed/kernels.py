@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sweep.predict.speed.layout import FP32_BYTES, Layout
+import numpy as np
+
+from sweep.predict.speed.layout import FP32_BYTES, Layout, Mask, Sizes
 
 PACKED_BYTES = 0.5
 """A 4-bit weight."""
@@ -19,15 +21,15 @@ DOUBLE_SCALE_BYTES = (1 + 4 + 8 + 4) / 64
 """Double-quantized ones: read as a byte, expanded, offset in place, and read again."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Amount:
-    """Work for a card; amounts add up."""
+    """Work for a card, of each configuration of a layout or of all alike; amounts add up."""
 
-    flops: float = 0.0
+    flops: float | Sizes = 0.0
     """Matrix FLOPs."""
-    bytes: float = 0.0
+    bytes: float | Sizes = 0.0
     """Bytes read and written in the card's memory."""
-    launches: float = 0.0
+    launches: float | Sizes = 0.0
     """Operations that the host has to launch."""
 
     def __add__(self, other: Amount) -> Amount:
@@ -35,12 +37,27 @@ class Amount:
             self.flops + other.flops, self.bytes + other.bytes, self.launches + other.launches
         )
 
-    def __mul__(self, times: float) -> Amount:
-        return Amount(self.flops * times, self.bytes * times, self.launches * times)
+    def __mul__(self, times: float | Sizes | Mask) -> Amount:
+        """Return it so often; with a mask, where that holds, and none elsewhere."""
+        often: float | Sizes = times if isinstance(times, float | int) else times.astype(float)
+        return Amount(self.flops * often, self.bytes * often, self.launches * often)
 
 
 Pair = tuple[Amount, Amount]
 """Forward and backward."""
+
+
+def _fused(layout: Layout, *, eager: Pair, liger: Pair, compiled: Pair) -> Pair:
+    """Return what the kernels of each configuration do: as written, Liger's, or the compiler's."""
+    is_eager = ~(layout.is_liger | layout.is_compiled)
+    whose = ((eager, is_eager), (liger, layout.is_liger), (compiled, layout.is_compiled))
+    parts = [(pair, mask) for pair, mask in whose if mask.any()]
+    if len(parts) == 1:
+        return parts[0][0]
+    forward, backward = Amount(), Amount()
+    for pair, mask in parts:
+        forward, backward = forward + pair[0] * mask, backward + pair[1] * mask
+    return forward, backward
 
 
 def product(layout: Layout, rows: int, columns: int) -> Amount:
@@ -52,28 +69,24 @@ def product(layout: Layout, rows: int, columns: int) -> Amount:
 
 def dequantization(layout: Layout, rows: int, columns: int) -> Amount:
     """One expansion of a 4-bit matrix, which every pass over it needs."""
-    if not layout.is_quantized:
-        return Amount()
-    is_double = layout.config.double_quant
-    scales = DOUBLE_SCALE_BYTES if is_double else SCALE_BYTES
+    is_double = layout.is_doubly_quantized
+    scales = np.where(is_double, DOUBLE_SCALE_BYTES, SCALE_BYTES)
     moved = rows * columns * (PACKED_BYTES + scales + layout.compute)
-    return Amount(bytes=moved, launches=3 if is_double else 1)
+    return Amount(bytes=moved, launches=np.where(is_double, 3.0, 1.0)) * layout.is_quantized
 
 
-def linear_casts(layout: Layout, name: str) -> Pair:
-    """Casts of a linear layer's input and output to and from the compute type."""
-    if layout.fusion == "compiled":
-        return Amount(), Amount()
+def linear_casts(layout: Layout, name: str) -> Amount:
+    """Casts of a linear layer's input and output to and from the compute type, in each pass."""
     rows, columns = layout.linears[name]
     cast = _cast(layout, rows, layout.input_bytes(name))
     back = _cast(layout, columns, layout.output_bytes(name))
-    return cast + back, cast + back
+    return (cast + back) * ~layout.is_compiled
 
 
 def adapter_products(layout: Layout, name: str) -> Pair:
     """An adapter's two thin products forward; their inputs' and their own gradients backward."""
     rows, columns = layout.linears[name]
-    rank, tokens = layout.config.lora_rank, layout.tokens
+    rank, tokens = layout.rank, layout.tokens
     flops = 2.0 * tokens * rank * (rows + columns)
     moved = layout.compute * tokens * (rows + columns + 2 * rank)
     return Amount(flops, moved, 2), Amount(2 * flops, 2 * moved, 4)
@@ -83,117 +96,133 @@ def adapter_elementwise(layout: Layout, name: str) -> Pair:
     """What PEFT does around those products: copy, cast, dropout, scale, add."""
     rows, columns = layout.linears[name]
     tokens, c = layout.tokens, layout.compute
+    # The sum is one kernel; going back, scaling and summing the input's gradients are two more.
+    compiled = (
+        Amount(bytes=tokens * 3 * c * columns, launches=2),
+        Amount(bytes=tokens * (2 * c * columns + 3 * c * rows), launches=4),
+    )
+    eager = _eager_adapter(layout, name)
+    return _fused(layout, eager=eager, liger=eager, compiled=compiled)
+
+
+def _eager_adapter(layout: Layout, name: str) -> Pair:
+    rows, columns = layout.linears[name]
+    tokens, c = layout.tokens, layout.compute
     given, returned = layout.input_bytes(name), layout.output_bytes(name)
-    if layout.fusion == "compiled":
-        # The sum is one kernel; going back, scaling and summing the input's gradients are two more.
-        forward = Amount(bytes=tokens * 3 * c * columns, launches=2)
-        return forward, Amount(bytes=tokens * (2 * c * columns + 3 * c * rows), launches=4)
     scale = Amount(bytes=tokens * 2 * c * columns, launches=1)
     add = Amount(bytes=tokens * (2 * returned + c) * columns, launches=1)
     merge = Amount(bytes=tokens * 3 * given * rows, launches=1)
     # Adapters of another type than the products: cast each time, and their gradients back.
-    weights = Amount(launches=2 if c != layout.trained else 0)
+    weights = Amount(launches=2) * (c != layout.trained)
     entry = _adapter_input(layout, rows, given)
-    forward = entry + weights + scale + add
-    if layout.is_quantized:
-        # PEFT copies what a 4-bit layer returns before it adds to it.
-        forward += Amount(bytes=tokens * 2 * returned * columns, launches=1)
+    # PEFT copies what a 4-bit layer returns before it adds to it.
+    copy = Amount(bytes=tokens * 2 * returned * columns, launches=1) * layout.is_quantized
     backward = entry + weights + scale + merge + _cast(layout, columns, returned)
-    return forward, backward + Amount(launches=2)
+    return entry + weights + scale + add + copy, backward + Amount(launches=2)
 
 
-def _adapter_input(layout: Layout, width: int, given: int) -> Amount:
+def _adapter_input(layout: Layout, width: int, given: Sizes) -> Amount:
     """Dropout and casts of an adapter's input; beside a 16-bit layer PEFT casts it first."""
-    taken = given if layout.is_quantized else layout.trained
-    entry = _cast(layout, width, taken)
-    if taken != given:
-        entry += Amount(bytes=layout.tokens * width * (given + taken), launches=1)
-    if layout.config.lora_dropout:
-        entry += Amount(bytes=layout.tokens * width * (2 * taken + 1), launches=1)
-    return entry
+    elements = layout.tokens * width
+    taken = np.where(layout.is_quantized, given, layout.trained)
+    is_other: Mask = taken != given
+    cast = Amount(bytes=elements * (given + taken), launches=1) * is_other
+    dropped = Amount(bytes=elements * (2 * taken + 1), launches=1) * layout.has_dropout
+    return _cast(layout, width, taken) + cast + dropped
 
 
-def _cast(layout: Layout, width: int, element: int) -> Amount:
+def _cast(layout: Layout, width: int, element: Sizes) -> Amount:
     """A cast between ``element`` bytes and the compute type; nothing where they are the same."""
-    if element == layout.compute:
-        return Amount()
-    return Amount(bytes=layout.tokens * width * (element + layout.compute), launches=1)
+    moved = layout.tokens * width * (element + layout.compute)
+    is_other: Mask = element != layout.compute
+    return Amount(bytes=moved, launches=1) * is_other
 
 
 def norm(layout: Layout, width: int) -> Pair:
     """A root-mean-square norm; transformers' own is a chain of fp32 operations."""
     s, c = layout.stream, layout.compute
     elements = layout.tokens * width
-    match layout.fusion:
-        case "compiled":
-            return Amount(bytes=elements * (s + c), launches=1), Amount(
-                bytes=elements * (2 * s + c), launches=1
-            )
-        case "liger":
-            return Amount(bytes=elements * 2 * s, launches=1), Amount(
-                bytes=elements * 3 * s, launches=3
-            )
-    casts, extra = (0, 0) if s == FP32_BYTES else (2 * (s + FP32_BYTES), 2)
-    forward = Amount(bytes=elements * (20 + 2 * s + casts), launches=6 + extra)
-    return forward, Amount(bytes=elements * (72 + 2 * s + casts), launches=12 + extra)
+    is_narrow = s != FP32_BYTES
+    casts = 2 * (s + FP32_BYTES) * is_narrow
+    return _fused(
+        layout,
+        eager=(
+            Amount(bytes=elements * (20 + 2 * s + casts), launches=6 + 2.0 * is_narrow),
+            Amount(bytes=elements * (72 + 2 * s + casts), launches=12 + 2.0 * is_narrow),
+        ),
+        liger=(
+            Amount(bytes=elements * 2 * s, launches=1),
+            Amount(bytes=elements * 3 * s, launches=3),
+        ),
+        compiled=(
+            Amount(bytes=elements * (s + c), launches=1),
+            Amount(bytes=elements * (2 * s + c), launches=1),
+        ),
+    )
 
 
 def rotation(layout: Layout) -> Pair:
     """Rotary positions of queries and keys."""
     moved = layout.tokens * (layout.queries + layout.keys) * layout.projected
-    match layout.fusion:
-        case "compiled":
-            return Amount(bytes=2 * moved, launches=1), Amount(bytes=2 * moved, launches=1)
-        case "liger":
-            return Amount(bytes=2 * moved, launches=3), Amount(bytes=2 * moved, launches=3)
-    return Amount(bytes=10 * moved, launches=10), Amount(bytes=16 * moved, launches=20)
+    return _fused(
+        layout,
+        eager=(Amount(bytes=10 * moved, launches=10), Amount(bytes=16 * moved, launches=20)),
+        liger=(Amount(bytes=2 * moved, launches=3), Amount(bytes=2 * moved, launches=3)),
+        compiled=(Amount(bytes=2 * moved, launches=1), Amount(bytes=2 * moved, launches=1)),
+    )
 
 
 def attention(layout: Layout) -> Pair:
     """The attention itself: a causal flash kernel, or scores that are written out."""
-    config, c = layout.config, layout.compute
-    products = 4.0 * layout.tokens * config.seq_len * layout.queries
-    moved = c * layout.tokens * 2 * (layout.queries + layout.keys)
-    if config.attention != "eager":
-        # A flash kernel skips what the causal mask hides, and forms the scores again going back.
-        return Amount(products / 2, moved, 1), Amount(products / 2 * 2.5, 2 * moved, 3)
-    scores = layout.tokens * config.seq_len * int(layout.model.config["num_attention_heads"])
-    return Amount(products, moved + 32 * scores, 9), Amount(
-        2 * products, 2 * moved + 36 * scores, 12
+    is_eager = layout.are(lambda config: config.attention == "eager")
+    rows = layout.tokens * layout.seq_len
+    products = 4.0 * rows * layout.queries
+    moved = layout.compute * layout.tokens * 2 * (layout.queries + layout.keys)
+    # A flash kernel skips what the causal mask hides, and forms the scores again going back.
+    flash = Amount(products / 2, moved, 1), Amount(products / 2 * 2.5, 2 * moved, 3)
+    scores = rows * int(layout.model.config["num_attention_heads"])
+    written = (
+        Amount(products, moved + 32 * scores, 9),
+        Amount(2 * products, 2 * moved + 36 * scores, 12),
     )
+    forward, backward = (w * is_eager + f * ~is_eager for w, f in zip(written, flash, strict=True))
+    return forward, backward
 
 
-def attention_casts(layout: Layout) -> Pair:
+def attention_casts(layout: Layout) -> Amount:
     """Autocast brings queries, keys and values to the compute type, and their gradients back."""
-    if layout.fusion == "compiled":
-        return Amount(), Amount()
     width = layout.queries + 2 * layout.keys
     cast = _cast(layout, width, layout.projected)
-    cast = Amount(bytes=cast.bytes, launches=3 * cast.launches)
-    return cast, cast
+    return Amount(bytes=cast.bytes, launches=3 * cast.launches) * ~layout.is_compiled
 
 
 def activation(layout: Layout) -> Pair:
     """The gate of the feed-forward part."""
     elements = layout.tokens * layout.inner
     y, c = layout.projected, layout.compute
-    match layout.fusion:
-        case "compiled":
-            return Amount(bytes=elements * 3 * c, launches=1), Amount(
-                bytes=elements * 5 * c, launches=1
-            )
-        case "liger":
-            return Amount(bytes=elements * 3 * y, launches=1), Amount(
-                bytes=elements * 5 * y, launches=1
-            )
-    return Amount(bytes=elements * 5 * y, launches=2), Amount(bytes=elements * 9 * y, launches=3)
+    return _fused(
+        layout,
+        eager=(
+            Amount(bytes=elements * 5 * y, launches=2),
+            Amount(bytes=elements * 9 * y, launches=3),
+        ),
+        liger=(
+            Amount(bytes=elements * 3 * y, launches=1),
+            Amount(bytes=elements * 5 * y, launches=1),
+        ),
+        compiled=(
+            Amount(bytes=elements * 3 * c, launches=1),
+            Amount(bytes=elements * 5 * c, launches=1),
+        ),
+    )
 
 
 def residual(layout: Layout) -> Pair:
     """Two sums into the stream; backward also the sums over what reads one norm's output."""
     elements, s = layout.tokens * layout.hidden, layout.stream
-    if layout.fusion == "compiled":
-        return Amount(bytes=elements * 4 * s, launches=0), Amount(
-            bytes=elements * 6 * s, launches=1
-        )
-    return Amount(bytes=elements * 6 * s, launches=2), Amount(bytes=elements * 15 * s, launches=5)
+    written = (
+        Amount(bytes=elements * 6 * s, launches=2),
+        Amount(bytes=elements * 15 * s, launches=5),
+    )
+    compiled = Amount(bytes=elements * 4 * s), Amount(bytes=elements * 6 * s, launches=1)
+    return _fused(layout, eager=written, liger=written, compiled=compiled)

@@ -1,4 +1,4 @@
-"""Owns how long a card and its host take over the work of a step, before any of it is measured.
+"""Owns how long a card and its host take over the work of steps, before any of it is measured.
 
 A few fractions, the same for every card, of the rates in the card's catalogue entry, and what its
 host needs to launch one operation. Knows nothing of measured trials.
@@ -6,14 +6,20 @@ host needs to launch one operation. Knows nothing of measured trials.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from sweep.predict.speed.kernels import Amount
-from sweep.predict.speed.work import TERMS, Term, Work, step_work
+from sweep.predict.speed.layout import Layout, Sizes
+from sweep.predict.speed.work import TERMS, Work, step_work
 
 MATMUL_EFFICIENCY = 0.88
 """Share of a card's measured matrix rate that a model's products keep up, memory traffic apart.
@@ -38,113 +44,156 @@ OVERLAP_EXPONENT = 4.0
 """Sharpness of the maximum of host and card: either has stretches in which the other waits."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a card sustains for a step's work, per second, and what its host needs to launch it."""
+_LAUNCH, _OVERHEAD = len(TERMS), len(TERMS) + 1
+"""Where the host's part and the fixed part are in what has a column for each factor."""
+_STRETCHES = 2
 
-    matrix_flops: float
+
+@dataclass(frozen=True, eq=False)
+class StepPhases:
+    """Optimizer steps as two stretches that follow one another, and a fixed part. Seconds.
+
+    Within a stretch host and card run side by side. Of most steps the second is empty. Rows are
+    configurations; not a number where a configuration has no prediction.
+    """
+
+    compute: NDArray[np.float64]
+    """What the matrix units need, by configuration, stretch and term."""
+    memory: NDArray[np.float64]
+    """What the memory needs, alike."""
+    launch: NDArray[np.float64]
+    """What the host needs to launch it all, by configuration and stretch."""
+    model_flops: Sizes
+    """FLOPs the model needs per optimizer step, recomputation not counted."""
+    peak_flops: Sizes
+    """The card's dense peak for the compute type."""
+
+    @classmethod
+    def of(cls, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> StepPhases:
+        """Return the steps of configurations on a card."""
+        try:
+            layout = Layout.of(configs, model)
+        except InputError:
+            return cls._unknown(len(configs))
+        work = step_work(layout)
+        # The gradient scaler reads back whether one overflowed before the optimizer may step.
+        waits = layout.are(lambda config: config.compute_dtype == "fp16")
+        update = work.update["optimizer"]
+        stretches: list[Work] = [
+            {**work.micro_batches, "optimizer": update * ~waits},
+            {"optimizer": update * waits},
+        ]
+        rates = _Rates.of(gpu, layout, stream_bytes=work.stream_bytes)
+        seconds = [rates.seconds(stretch) for stretch in stretches]
+        compute, memory, launch = (np.stack(parts, axis=1) for parts in zip(*seconds, strict=True))
+        peak = layout.sizes(lambda config: gpu.peak_flops.get(config.compute_dtype) or np.nan)
+        return cls(compute, memory, launch, work.model_flops, peak)
+
+    @classmethod
+    def _unknown(cls, count: int) -> StepPhases:
+        stretches = (count, _STRETCHES)
+        terms = (*stretches, len(TERMS))
+        return cls(*[np.full(shape, np.nan) for shape in (terms, terms, stretches, count, count)])
+
+    @cached_property
+    def device(self) -> NDArray[np.float64]:
+        """What the card needs, by configuration, stretch and term."""
+        return self.compute + self.memory
+
+    def seconds(self, factors: NDArray[np.float64]) -> Sizes:
+        """Return the seconds of each step.
+
+        Args:
+            factors: by which each term, the launches and the overhead differ from prediction.
+        """
+        whole = overlapped(self.device @ factors[:_LAUNCH], self.launch * factors[_LAUNCH])
+        return np.asarray(whole.sum(axis=1) + OVERHEAD_SECONDS * factors[_OVERHEAD])
+
+    def slopes(self, factors: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return seconds per unit of each factor, by configuration and factor.
+
+        A step's time is homogeneous in the factors, so these times the factors are the step itself.
+        """
+        card, host = self.device @ factors[:_LAUNCH], self.launch * factors[_LAUNCH]
+        whole = overlapped(card, host)
+        card, host = (
+            np.divide(part, whole, out=np.zeros_like(whole), where=whole != 0.0)
+            ** (OVERLAP_EXPONENT - 1.0)
+            for part in (card, host)
+        )
+        return np.column_stack(
+            [
+                np.einsum("npt,np->nt", self.device, card),
+                (self.launch * host).sum(axis=1),
+                # Of a step that has no prediction the fixed part is none either.
+                np.where(np.isnan(whole.sum(axis=1)), np.nan, OVERHEAD_SECONDS),
+            ]
+        )
+
+
+def refusal(config: TrialConfig, *, model: ModelSpec, gpu: GpuSpec) -> str | None:
+    """Return why the step of a configuration has no prediction; None where it has one."""
+    dtype = config.compute_dtype
+    if gpu.peak_flops.get(dtype) is None or gpu.matrix_rate(dtype) is None:
+        return f"{gpu.name} has no matrix rate for {dtype}{did_you_mean(dtype, gpu.peak_flops)}"
+    try:
+        Layout.of([config], model)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def overlapped(device: NDArray[np.float64], launch: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the seconds of stretches that keep the card and the host busy for so long."""
+    longest = np.maximum(device, launch)
+    shorter = np.divide(
+        np.minimum(device, launch), longest, out=np.zeros_like(longest), where=longest != 0.0
+    )
+    return np.asarray(longest * (1.0 + shorter**OVERLAP_EXPONENT) ** (1.0 / OVERLAP_EXPONENT))
+
+
+@dataclass(frozen=True, eq=False)
+class _Rates:
+    """What a card sustains for each step's work, per second, and what its host takes to launch."""
+
+    matrix_flops: Sizes
+    """Not a number where the card has no rate for the compute type."""
     memory_bytes: float
     """Of tensors that come from the card's memory."""
-    elementwise_bytes: float
+    elementwise_bytes: Sizes
     """Of a micro-batch's activations, part of which a large cache may hold."""
     launch_seconds: float
 
     @classmethod
-    def of(cls, gpu: GpuSpec, *, matrix_rate: float, stream_bytes: int) -> Rates:
-        """Return the rates of ``gpu`` for a micro-batch whose residual stream is that large."""
+    def of(cls, gpu: GpuSpec, layout: Layout, *, stream_bytes: Sizes) -> _Rates:
+        """Return the rates of ``gpu`` for micro-batches whose residual streams are that large."""
         memory = gpu.copy_rate * ELEMENTWISE_EFFICIENCY
-        elementwise = memory
+        elementwise = np.full_like(stream_bytes, memory)
         if gpu.cache is not None:
             # A kernel reads such a tensor and writes another.
             held = _held_by_cache(2 * stream_bytes / gpu.cache.bytes)
             in_cache = max(memory, gpu.cache.bandwidth_bytes_per_second)
             elementwise = 1.0 / (held / in_cache + (1.0 - held) / memory)
-        return cls(matrix_rate, memory, elementwise, gpu.launch_seconds.typical)
+        matrix = layout.sizes(lambda config: gpu.matrix_rate(config.compute_dtype) or np.nan)
+        return cls(matrix, memory, elementwise, gpu.launch_seconds.typical)
 
-    def compute_seconds(self, term: Term, amount: Amount) -> float:
-        """Return what the matrix units need for an amount of a term."""
-        share = ATTENTION_EFFICIENCY if term == "attention" else MATMUL_EFFICIENCY
-        return amount.flops / (self.matrix_flops * share)
-
-    def memory_seconds(self, term: Term, amount: Amount) -> float:
-        """Return what the memory needs for an amount of a term."""
-        is_elementwise = term in ("elementwise", "lora")
-        return amount.bytes / (self.elementwise_bytes if is_elementwise else self.memory_bytes)
-
-
-def _held_by_cache(fill: float) -> float:
-    """Return the share of tensors that stay in a cache they take up ``fill`` times."""
-    return min(1.0, max(0.0, 2.0 - fill / CACHE_HOLDS))
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of a step in which host and card run side by side. Seconds."""
-
-    compute: dict[Term, float]
-    """What the matrix units need, by term."""
-    memory: dict[Term, float]
-    """What the memory needs, by term."""
-    launch: float
-    """What the host needs to launch it all."""
-
-    def device(self, term: Term) -> float:
-        """Seconds of the card for a term."""
-        return self.compute.get(term, 0.0) + self.memory.get(term, 0.0)
+    def seconds(self, work: Work) -> tuple[NDArray[np.float64], ...]:
+        """Return the seconds of the matrix units and of the memory, by configuration and term, and
+        those of the host.
+        """
+        compute, memory = np.zeros((2, len(self.matrix_flops), len(TERMS)))
+        launches = np.zeros(len(self.matrix_flops))
+        for column, term in enumerate(TERMS):
+            amount = work.get(term, Amount())
+            share = ATTENTION_EFFICIENCY if term == "attention" else MATMUL_EFFICIENCY
+            compute[:, column] = amount.flops / (self.matrix_flops * share)
+            is_elementwise = term in ("elementwise", "lora")
+            rate = self.elementwise_bytes if is_elementwise else self.memory_bytes
+            memory[:, column] = amount.bytes / rate
+            launches += amount.launches
+        return compute, memory, launches * self.launch_seconds
 
 
-@dataclass(frozen=True)
-class StepPhases:
-    """An optimizer step as stretches that follow one another, and its fixed part."""
-
-    phases: tuple[Phase, ...]
-    overhead: float
-    """Seconds that neither shortens nor hides."""
-    model_flops: float
-    """FLOPs the model needs per optimizer step, recomputation not counted."""
-    peak_flops: float
-    """The card's dense peak for the compute type."""
-
-
-def step_phases(config: TrialConfig, *, model: ModelSpec, gpu: GpuSpec) -> StepPhases:
-    """Return the stretches of one optimizer step of ``config`` on ``gpu``.
-
-    Raises:
-        InputError: the architecture is not known, or the card has no rate for the compute type.
-    """
-    peak = gpu.peak_flops.get(config.compute_dtype)
-    matrix_rate = gpu.matrix_rate(config.compute_dtype)
-    if peak is None or matrix_rate is None:
-        known = did_you_mean(config.compute_dtype, gpu.peak_flops)
-        raise InputError(f"{gpu.name} has no matrix rate for {config.compute_dtype}{known}")
-    work = step_work(config, model)
-    rates = Rates.of(gpu, matrix_rate=matrix_rate, stream_bytes=work.stream_bytes)
-    micro_batches = {term: a * work.micro_batches for term, a in work.micro_batch.items()}
-    stretches = [micro_batches | work.update]
-    if config.compute_dtype == "fp16":
-        # The gradient scaler reads back whether one overflowed before the optimizer may step.
-        stretches = [micro_batches, work.update]
-    return StepPhases(
-        phases=tuple(_phase(stretch, rates) for stretch in stretches),
-        overhead=OVERHEAD_SECONDS,
-        model_flops=work.model_flops,
-        peak_flops=peak,
-    )
-
-
-def overlapped(device: float, launch: float) -> float:
-    """Return the seconds of a stretch that keeps the card and the host busy for so long."""
-    longest = max(device, launch)
-    if longest <= 0.0:
-        return 0.0
-    shares = (device / longest) ** OVERLAP_EXPONENT + (launch / longest) ** OVERLAP_EXPONENT
-    return float(longest * shares ** (1.0 / OVERLAP_EXPONENT))
-
-
-def _phase(work: Work, rates: Rates) -> Phase:
-    amounts = {term: work.get(term, Amount()) for term in TERMS}
-    return Phase(
-        compute={term: rates.compute_seconds(term, amount) for term, amount in amounts.items()},
-        memory={term: rates.memory_seconds(term, amount) for term, amount in amounts.items()},
-        launch=sum(amount.launches for amount in amounts.values()) * rates.launch_seconds,
-    )
+def _held_by_cache(fill: Sizes) -> Sizes:
+    """Return the shares of tensors that stay in a cache they take up ``fill`` times."""
+    return np.clip(2.0 - fill / CACHE_HOLDS, 0.0, 1.0)

@@ -7,15 +7,21 @@ knows nothing of torch, storage or files.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from search_spaces.config import TrialConfig
-from search_spaces.gpus import GpuSpec, SpeedUncertainty
+from search_spaces.errors import InputError
+from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
-from sweep.predict.speed.calibration import FACTORS, Calibration, Factor, launch_share
-from sweep.predict.speed.phases import StepPhases, overlapped, step_phases
-from sweep.predict.speed.work import TERMS, Term
+from sweep.predict.speed.arrays import StepTimes
+from sweep.predict.speed.calibration import FACTORS, Calibration, in_order
+from sweep.predict.speed.phases import OVERHEAD_SECONDS, StepPhases, overlapped, refusal
 
 Bottleneck = Literal["compute", "bandwidth", "launch"]
 
@@ -62,58 +68,66 @@ def predict_step(
     Raises:
         InputError: the architecture is not known, or the card has no rate for the compute type.
     """
-    step = step_phases(config, model=model, gpu=gpu)
-    factors: dict[Factor, float] = dict.fromkeys(FACTORS, 1.0)
-    if calibration is not None:
-        factors = calibration.factors
-    terms = _terms(step, factors)
-    seconds = sum(terms.values())
-    return SpeedPrediction(
-        step_seconds=seconds,
-        tokens_per_second=config.tokens_per_step / seconds,
-        bottleneck=_bottleneck(step, factors),
-        flops_utilization=step.model_flops / seconds / step.peak_flops,
-        terms=terms,
-        basis="predicted" if calibration is None else "calibrated",
-        uncertainty=_uncertainty(step, factors, gpu.speed_uncertainty, calibration),
-        trials=0 if calibration is None else calibration.trials,
+    (prediction,) = predict_steps([config], model=model, gpu=gpu, calibration=calibration)
+    if isinstance(prediction, InputError):
+        raise prediction
+    return prediction
+
+
+def predict_steps(
+    configs: Sequence[TrialConfig],
+    *,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    calibration: Calibration | None = None,
+) -> list[SpeedPrediction | InputError]:
+    """Return the predicted step of each configuration, or why it has none.
+
+    Arguments are those of `predict_step`.
+    """
+    times = StepTimes(configs, model=model, gpu=gpu)
+    seconds = times.seconds(calibration)
+    factors = in_order(None if calibration is None else calibration.factors)
+    rows = zip(
+        configs,
+        seconds.tolist(),
+        (times.phases.model_flops / seconds / times.phases.peak_flops).tolist(),
+        times.uncertainty(calibration).tolist(),
+        _terms(times.phases, factors).tolist(),
+        _bottlenecks(times.phases, factors),
+        strict=True,
     )
+    return [
+        InputError(str(refusal(config, model=model, gpu=gpu)))
+        if math.isnan(step_seconds)
+        else SpeedPrediction(
+            step_seconds=step_seconds,
+            tokens_per_second=config.tokens_per_step / step_seconds,
+            bottleneck=bottleneck,
+            flops_utilization=utilization,
+            terms=dict(zip(FACTORS, terms, strict=True)),
+            basis="predicted" if calibration is None else "calibrated",
+            uncertainty=uncertainty,
+            trials=0 if calibration is None else calibration.trials,
+        )
+        for config, step_seconds, utilization, uncertainty, terms, bottleneck in rows
+    ]
 
 
-def _terms(step: StepPhases, factors: dict[Factor, float]) -> dict[str, float]:
-    terms: dict[str, float] = dict.fromkeys(TERMS, 0.0)
-    terms["launch"] = 0.0
-    for phase in step.phases:
-        by_term = {term: phase.device(term) * factors[term] for term in TERMS}
-        device = sum(by_term.values())
-        for term, seconds in by_term.items():
-            terms[term] += seconds
-        terms["launch"] += overlapped(device, phase.launch * factors["launch"]) - device
-    terms["overhead"] = step.overhead * factors["overhead"]
-    return terms
+def _terms(steps: StepPhases, factors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return seconds by configuration and factor; of launches what the card waits for them."""
+    *of_card, launch, overhead = factors
+    by_term = steps.device * of_card
+    device = by_term.sum(axis=2)
+    waits = (overlapped(device, steps.launch * launch) - device).sum(axis=1)
+    fixed = np.full(len(waits), OVERHEAD_SECONDS * overhead)
+    return np.column_stack([by_term.sum(axis=1), waits, fixed])
 
 
-def _uncertainty(
-    step: StepPhases,
-    factors: dict[Factor, float],
-    card: SpeedUncertainty,
-    calibration: Calibration | None,
-) -> float:
-    known = card if calibration is None else calibration.uncertainty(card)
-    launches = launch_share(step, factors)
-    return launches * known.launch + (1.0 - launches) * known.device
-
-
-def _bottleneck(step: StepPhases, factors: dict[Factor, float]) -> Bottleneck:
-    waits: dict[Bottleneck, float] = {
-        "compute": _total([phase.compute for phase in step.phases], factors),
-        "bandwidth": _total([phase.memory for phase in step.phases], factors),
-    }
-    launch = sum(phase.launch for phase in step.phases) * factors["launch"]
-    if launch > sum(waits.values()):
-        return "launch"
-    return max(waits, key=lambda name: waits[name])
-
-
-def _total(stretches: list[dict[Term, float]], factors: dict[Factor, float]) -> float:
-    return sum(stretch[term] * factors[term] for stretch in stretches for term in TERMS)
+def _bottlenecks(steps: StepPhases, factors: NDArray[np.float64]) -> list[Bottleneck]:
+    *of_card, launch, _ = factors
+    compute, memory = ((part * of_card).sum(axis=(1, 2)) for part in (steps.compute, steps.memory))
+    waits = steps.launch.sum(axis=1) * launch > compute + memory
+    names: tuple[Bottleneck, ...] = ("compute", "bandwidth", "launch")
+    codes = np.where(waits, 2, memory > compute)
+    return [names[code] for code in codes.tolist()]

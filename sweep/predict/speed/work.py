@@ -1,4 +1,4 @@
-"""Owns the sum of what one micro-batch and one optimizer update ask of a card, by term.
+"""Owns the sum of what micro-batches and optimizer updates ask of a card, by term.
 
 Knows nothing of a card's rates or of measurements.
 """
@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from search_spaces.config import TrialConfig
-from search_spaces.linears import lora_parameters, training_flops_per_token
-from search_spaces.models import ModelSpec
+import numpy as np
+
+from search_spaces.linears import training_flops_per_token
 from sweep.predict.speed import kernels
 from sweep.predict.speed.kernels import Amount, Pair
-from sweep.predict.speed.layout import FP32_BYTES, Layout
+from sweep.predict.speed.layout import FP32_BYTES, Layout, Mask, Sizes
 
 HEAD_NORM_TYPES = frozenset({"qwen3", "gemma3_text", "olmo2"})
 """Model types that normalize queries and keys."""
@@ -46,77 +46,89 @@ written, the gradient read for its norm, read and written to be scaled, and read
 Work = dict[Term, Amount]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepWork:
-    """What one optimizer step asks of a card."""
+    """What one optimizer step of each configuration of a layout asks of a card."""
 
-    micro_batch: Work
-    """Forward and backward of one micro-batch."""
+    micro_batches: Work
+    """Forward and backward of all micro-batches."""
     update: Work
     """Clipping and optimizer."""
-    micro_batches: int
-    model_flops: float
+    model_flops: Sizes
     """FLOPs that the model needs per optimizer step; what is recomputed is not counted."""
-    stream_bytes: int
+    stream_bytes: Sizes
     """One micro-batch's residual stream: the size of tensor that most elementwise kernels see."""
 
 
-def step_work(config: TrialConfig, model: ModelSpec) -> StepWork:
-    """Return what one optimizer step of ``config`` asks of a card.
+def step_work(layout: Layout) -> StepWork:
+    """Return what one optimizer step asks of a card."""
+    work, packed = _layers(layout), layout.packed_share
+    if (packed < 1).any():
+        # Which of them are recomputed has nothing to do with which are in 4 bits: both are spread.
+        wide = _layers(layout.unquantized())
+        work = _sum([_times(work, packed), _times(wide, 1 - packed)])
+    pace = np.where(layout.is_compiled, COMPILED_LAUNCH, 1.0)
+    work = {term: Amount(a.flops, a.bytes, a.launches * pace) for term, a in work.items()}
+    return StepWork(
+        micro_batches=_times(_sum([work, _ends(layout)]), layout.micro_batches),
+        update=_update(layout),
+        model_flops=_model_flops(layout) * layout.micro_batches,
+        stream_bytes=layout.tokens * layout.hidden * layout.stream,
+    )
 
-    Raises:
-        InputError: the architecture is not known.
-    """
-    layout = Layout.of(config, model)
-    layers = model.hidden_layers
-    recomputed = config.checkpointed_count(layers)
+
+def _layers(layout: Layout) -> Work:
+    """Return what all decoder layers ask, as if all were alike."""
+    layers = layout.model.hidden_layers
     forward, backward = _layer(layout)
-    work = _sum(
+    return _sum(
         [
             _times(forward, layers),
-            _times(_recomputation(layout, forward), recomputed),
+            _times(_recomputation(layout, forward), layout.recomputed),
             _times(backward, layers),
         ]
-    )
-    if config.compile:
-        work = {
-            term: Amount(a.flops, a.bytes, a.launches * COMPILED_LAUNCH) for term, a in work.items()
-        }
-    return StepWork(
-        micro_batch=_sum([work, _ends(layout)]),
-        update=_update(layout),
-        micro_batches=config.accumulation_steps,
-        model_flops=_model_flops(layout) * config.accumulation_steps,
-        stream_bytes=layout.tokens * layout.hidden * layout.stream,
     )
 
 
 def _layer(layout: Layout) -> tuple[Work, Work]:
     """Return forward and backward of one decoder layer."""
     norms = 4 if layout.model.model_type in FOUR_NORM_TYPES else 2
-    norm: tuple[Term, Pair] = ("elementwise", kernels.norm(layout, layout.hidden))
+    norm, casts = kernels.norm(layout, layout.hidden), kernels.attention_casts(layout)
     pairs: list[tuple[Term, Pair]] = [
-        *[norm] * norms,
+        ("elementwise", (norm[0] * norms, norm[1] * norms)),
         ("elementwise", kernels.rotation(layout)),
-        ("elementwise", kernels.attention_casts(layout)),
+        ("elementwise", (casts, casts)),
         ("attention", kernels.attention(layout)),
         ("elementwise", kernels.activation(layout)),
         ("elementwise", kernels.residual(layout)),
     ]
     if layout.model.model_type in HEAD_NORM_TYPES:
         pairs.append(("elementwise", kernels.norm(layout, layout.queries + layout.keys)))
-    for name, (rows, columns) in layout.linears.items():
-        product = kernels.product(layout, rows, columns)
-        expansion = kernels.dequantization(layout, rows, columns)
-        pairs += [
-            ("matmul", (product, product)),
-            ("dequant", (expansion, expansion)),
-            ("elementwise", kernels.linear_casts(layout, name)),
-        ]
-        if name in layout.adapted:
-            pairs.append(("lora", kernels.adapter_products(layout, name)))
-            pairs.append(("elementwise", kernels.adapter_elementwise(layout, name)))
+    for name in layout.linears:
+        pairs += _linear(layout, name)
     return _collect((t, p[0]) for t, p in pairs), _collect((t, p[1]) for t, p in pairs)
+
+
+def _linear(layout: Layout, name: str) -> list[tuple[Term, Pair]]:
+    """Return a linear layer's forward and backward, and its adapter's where it carries one."""
+    frozen, adapted = _frozen(layout, name), layout.adapted[name]
+    pairs: list[tuple[Term, Pair]] = [(term, (once, once)) for term, once in frozen.items()]
+    if adapted.any():
+        forward, backward = kernels.adapter_products(layout, name)
+        pairs.append(("lora", (forward * adapted, backward * adapted)))
+        forward, backward = kernels.adapter_elementwise(layout, name)
+        pairs.append(("elementwise", (forward * adapted, backward * adapted)))
+    return pairs
+
+
+def _frozen(layout: Layout, name: str) -> Work:
+    """Return one pass through a frozen linear layer; going back is another such."""
+    rows, columns = layout.linears[name]
+    return {
+        "matmul": kernels.product(layout, rows, columns),
+        "dequant": kernels.dequantization(layout, rows, columns),
+        "elementwise": kernels.linear_casts(layout, name),
+    }
 
 
 def _recomputation(layout: Layout, forward: Work) -> Work:
@@ -125,15 +137,9 @@ def _recomputation(layout: Layout, forward: Work) -> Work:
     Recomputation stops at the last tensor that backward needs. Without an adapter on it the last
     linear layer keeps nothing, so it is not done again, unless the layer is one compiled graph.
     """
-    if layout.config.compile or "down_proj" in layout.adapted:
-        return forward
-    rows, columns = layout.linears["down_proj"]
-    skipped: Work = {
-        "matmul": kernels.product(layout, rows, columns),
-        "dequant": kernels.dequantization(layout, rows, columns),
-        "elementwise": kernels.linear_casts(layout, "down_proj")[0],
-    }
-    return _sum([forward, _times(skipped, -1)])
+    is_skipped = ~(layout.is_compiled | layout.adapted["down_proj"])
+    skipped = _times(_frozen(layout, "down_proj"), is_skipped)
+    return _sum([forward, _times(skipped, -1.0)])
 
 
 def _ends(layout: Layout) -> Work:
@@ -142,59 +148,59 @@ def _ends(layout: Layout) -> Work:
     stream = layout.tokens * layout.hidden * layout.stream
     embedding = Amount(bytes=2 * stream, launches=10)
     product = kernels.product(layout, layout.hidden, layout.model.vocab_size)
-    loss = _fused_loss(layout) if layout.config.kernels != "hf" else _written_loss(layout)
+    is_fused = layout.are(lambda config: config.kernels != "hf")
     return {
         "matmul": product * 2,
         "elementwise": norm[0] + norm[1] + embedding,
-        "loss": loss,
+        "loss": _fused_loss(layout) * is_fused + _written_loss(layout) * ~is_fused,
     }
 
 
 def _written_loss(layout: Layout) -> Amount:
     """Logits written out: cast to fp32, log-softmax, and both gradients of the same size."""
     logits = layout.tokens * layout.model.vocab_size
-    casts = 0 if layout.compute == FP32_BYTES else 2 * (layout.compute + FP32_BYTES)
+    casts = 2 * (layout.compute + FP32_BYTES) * (layout.compute != FP32_BYTES)
     return _head_cast(layout) + Amount(bytes=logits * (casts + 24), launches=15)
 
 
 def _fused_loss(layout: Layout) -> Amount:
     """Logits by chunks of about the hidden states' size; the gradient takes the logits' place."""
     tokens, vocabulary = layout.tokens, layout.model.vocab_size
-    chunks = min(tokens, math.ceil(vocabulary / layout.hidden))
+    chunks = np.minimum(tokens, math.ceil(vocabulary / layout.hidden))
     # The frozen head is cast for each of a chunk's two products.
     casts = _head_cast(layout) * (2 * chunks)
     return casts + Amount(bytes=tokens * vocabulary * 4 * layout.compute, launches=12 * chunks)
 
 
 def _head_cast(layout: Layout) -> Amount:
-    if layout.stream == layout.compute:
-        return Amount()
     weights = layout.hidden * layout.model.vocab_size
-    return Amount(bytes=weights * (layout.stream + layout.compute), launches=1)
+    cast = Amount(bytes=weights * (layout.stream + layout.compute), launches=1)
+    is_other: Mask = layout.stream != layout.compute
+    return cast * is_other
 
 
 def _update(layout: Layout) -> Work:
     """Return clipping and the optimizer's step over the adapters."""
-    config = layout.config
-    parameters = lora_parameters(config, layout.model) or 0
-    matrices = 2 * len(layout.adapted) * layout.model.hidden_layers
-    launches = 20 + matrices * OPTIMIZER_LAUNCHES[config.optimizer]
-    moment = layout.trained if config.optimizer == "adamw_torch_fused" else 1
-    moved = parameters * (WEIGHTS_MOVED * layout.trained + MOMENTS_MOVED * moment)
-    return {"optimizer": Amount(bytes=moved, launches=launches)}
+    matrices = 2 * layout.model.hidden_layers * sum(layout.adapted.values(), np.zeros(1))
+    per_matrix = layout.sizes(lambda config: OPTIMIZER_LAUNCHES[config.optimizer])
+    is_unquantized = layout.are(lambda config: config.optimizer == "adamw_torch_fused")
+    moment = np.where(is_unquantized, layout.trained, 1.0)
+    moved = WEIGHTS_MOVED * layout.trained + MOMENTS_MOVED * moment
+    launches = 20 + matrices * per_matrix
+    return {"optimizer": Amount(bytes=layout.adapter_parameters * moved, launches=launches)}
 
 
-def _model_flops(layout: Layout) -> float:
+def _model_flops(layout: Layout) -> Sizes:
     """Return the FLOPs that the model needs for a micro-batch."""
-    layers = layout.model.hidden_layers
-    linears = sum(rows * columns for rows, columns in layout.linears.values())
-    adapted = sum(sum(layout.linears[name]) for name in layout.adapted)
+    layers, linears = layout.model.hidden_layers, layout.linears
+    per_rank = sum(layout.adapted[name] * float(sum(linears[name])) for name in linears)
     per_token = training_flops_per_token(
-        frozen=layers * linears + layout.hidden * layout.model.vocab_size,
-        adapters=layers * layout.config.lora_rank * adapted,
+        frozen=layers * sum(rows * columns for rows, columns in linears.values())
+        + layout.hidden * layout.model.vocab_size,
+        adapters=layers * layout.rank * per_rank,
         layers=layers,
         attention_width=layout.queries,
-        seq_len=layout.config.seq_len,
+        seq_len=layout.seq_len,
     )
     return layout.tokens * per_token
 
@@ -202,7 +208,7 @@ def _model_flops(layout: Layout) -> float:
 def _collect(parts: Iterable[tuple[Term, Amount]]) -> Work:
     work: Work = {}
     for term, amount in parts:
-        work[term] = work.get(term, Amount()) + amount
+        work[term] = work[term] + amount if term in work else amount
     return work
 
 
@@ -210,5 +216,5 @@ def _sum(works: Iterable[Work]) -> Work:
     return _collect(part for work in works for part in work.items())
 
 
-def _times(work: Work, times: float) -> Work:
+def _times(work: Work, times: float | Sizes | Mask) -> Work:
     return {term: amount * times for term, amount in work.items()}

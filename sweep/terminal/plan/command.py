@@ -8,11 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from rich.console import Console
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -23,7 +20,7 @@ from search_spaces.space import SearchSpace
 from sweep.paths import cache_directory
 from sweep.planning.cache import cached_survey
 from sweep.planning.documents import card_document, comparison_document, forecast_document
-from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster
+from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress
 from sweep.planning.plan import (
     CardPlan,
     bill_offers,
@@ -45,6 +42,7 @@ from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import say
 from sweep.terminal.plan.forecast import configurations_view
 from sweep.terminal.plan.view import plan_view, plans_view, rendered
+from sweep.terminal.working import working
 
 DONE, NOTHING_FITS = 0, 1
 
@@ -78,30 +76,20 @@ def plan(
         EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
     """
     question = resolve_request(request, predictor=predictor, card=card, read_study=read_study)
-    with _working(request):
+    with working("predicting") as progress:
         if request.from_file is not None:
-            text, fits = _many(question, request.from_file)
+            text, fits = _many(question, request.from_file, progress)
         else:
-            text, fits = _of_each_card(question)
+            text, fits = _of_each_card(question, progress)
     say(text)
     return DONE if fits else NOTHING_FITS
 
 
-@contextmanager
-def _working(request: PlanRequest) -> Iterator[None]:
-    """Show on a terminal's stderr that a plan is being made: a new model takes seconds to trace."""
-    if not sys.stderr.isatty() or request.as_json:
-        yield
-        return
-    with Console(stderr=True).status("predicting; a model that is new here takes longer"):
-        yield
-
-
-def _of_each_card(question: Question) -> tuple[str, bool]:
+def _of_each_card(question: Question, progress: Progress) -> tuple[str, bool]:
     """Return the plan of each card and their comparison, and whether anything fits."""
     work, offers = question.request.work, question.offers
     forecasters = {gpu.name: question.forecaster(gpu) for gpu in question.gpus}
-    plans = [_card_plan(question, forecasters[gpu.name]) for gpu in question.gpus]
+    plans = [_card_plan(question, forecasters[gpu.name], progress) for gpu in question.gpus]
     fits = any(plan.fits for plan in plans)
     if len(plans) == 1:
         (only,) = plans
@@ -109,7 +97,7 @@ def _of_each_card(question: Question) -> tuple[str, bool]:
     else:
 
         def look(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
-            return _preferred(about, forecasters[plan.gpu.name])
+            return _preferred(about, forecasters[plan.gpu.name], progress)
 
         comparison = compare_cards(plans, work=work, offers=offers, look=look)
         document = comparison_document(plans, comparison)
@@ -117,7 +105,7 @@ def _of_each_card(question: Question) -> tuple[str, bool]:
     return (_json(document) if question.request.as_json else _text(view)), fits
 
 
-def _card_plan(question: Question, forecaster: Forecaster) -> CardPlan:
+def _card_plan(question: Question, forecaster: Forecaster, progress: Progress) -> CardPlan:
     work = question.request.work
     offers = question.offers.get(forecaster.gpu.name, ())
     about = question.about(forecaster.gpu)
@@ -125,7 +113,7 @@ def _card_plan(question: Question, forecaster: Forecaster) -> CardPlan:
     if isinstance(about, TrialConfig):
         return plan_configuration(about, forecaster=forecaster, work=work, offers=offers)
     return plan_space(
-        _surveyed(about, forecaster),
+        _surveyed(about, forecaster, progress),
         forecaster=forecaster,
         work=work,
         offers=offers,
@@ -133,23 +121,28 @@ def _card_plan(question: Question, forecaster: Forecaster) -> CardPlan:
     )
 
 
-def _preferred(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> Forecast | None:
+def _preferred(
+    about: SearchSpace | TrialConfig, forecaster: Forecaster, progress: Progress
+) -> Forecast | None:
     if isinstance(about, TrialConfig):
         return forecaster.forecast(about)
-    return _surveyed(about, forecaster).recommended
+    return _surveyed(about, forecaster, progress).recommended
 
 
-def _surveyed(space: SearchSpace, forecaster: Forecaster) -> Survey:
-    return cached_survey(space, forecaster, directory=cache_directory() / "surveys")
+def _surveyed(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Survey:
+    directory = cache_directory() / "surveys"
+    return cached_survey(space, forecaster, directory=directory, progress=progress)
 
 
-def _many(question: Question, name: str) -> tuple[str, bool]:
+def _many(question: Question, name: str, progress: Progress) -> tuple[str, bool]:
     """Return the answer for each configuration of a file, and whether any of them fits."""
     (gpu,) = question.gpus
     forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
-    forecasts = [
-        _forecast_line(where, config, forecaster) for where, config in read_configurations(name)
-    ]
+    lines = read_configurations(name)
+    for where, config in lines:
+        _refuse_impossible(where, config, forecaster)
+    forecaster.foresee([config for _, config in lines], progress=progress, one_by_one=True)
+    forecasts = [_forecast_line(where, config, forecaster) for where, config in lines]
     bills = [
         bill_offers(forecast, work=question.request.work, offers=offers, model=question.model)
         for forecast in forecasts
@@ -161,6 +154,13 @@ def _many(question: Question, name: str) -> tuple[str, bool]:
     return _text(configurations_view(forecasts, [b[0] if b else None for b in bills])), fits
 
 
+def _refuse_impossible(where: str, config: TrialConfig, forecaster: Forecaster) -> None:
+    try:
+        refuse_impossible(config, model=forecaster.model)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
 def _forecast_line(where: str, config: TrialConfig, forecaster: Forecaster) -> Forecast:
     """Return the forecast of a line of a file.
 
@@ -168,10 +168,6 @@ def _forecast_line(where: str, config: TrialConfig, forecaster: Forecaster) -> F
         InputError: it names modules that the model does not have, which is a mistake in the file
             and no answer about memory.
     """
-    try:
-        refuse_impossible(config, model=forecaster.model)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
     forecast = forecaster.forecast(config)
     if forecast.broken is not None and forecast.broken.rule == UNBUILDABLE:
         raise InputError(f"{where}: {forecast.broken.reason}")

@@ -32,6 +32,7 @@ OTHER: dict[str, Any] = {
     "compute_dtype": "fp16",
     "quantization": "fp4",
     "double_quant": False,
+    "quantized_fraction": 0.5,
     "adapter_dtype": "bf16",
     "checkpoint_fraction": 0.3,
     "upcast_fp32": True,
@@ -39,6 +40,7 @@ OTHER: dict[str, Any] = {
     "attention": "flash_attention_2",
     "optimizer": "paged_adamw_8bit",
     "compile": True,
+    "expandable_segments": True,
 }
 CONFIGS = [
     TrialConfig(),
@@ -247,6 +249,7 @@ def test_the_header_says_that_a_winner_is_confirmed(format: str) -> None:
         ("axolotl", {"adapter_dtype": "bf16"}, "adapter_dtype bf16"),
         ("llama-factory", {"adapter_dtype": "bf16"}, "adapter_dtype bf16"),
         ("trl", {"checkpoint_fraction": 0.3}, "checkpoint_fraction 0.3"),
+        *((name, {"quantized_fraction": 0.5}, "quantized_fraction 0.5") for name in TRAINERS),
         ("trl", {"compile": True}, "it may not fit"),
     ],
 )
@@ -254,6 +257,42 @@ def test_what_a_trainer_cannot_express_is_named(
     format: str, change: dict[str, Any], named: str
 ) -> None:
     assert named in said(export(a_study(BASE.model_copy(update=change)), format=format))
+
+
+@pytest.mark.parametrize(
+    ("format", "is_expandable", "command"),
+    [
+        ("axolotl", True, "PYTORCH_ALLOC_CONF=expandable_segments:True axolotl train FILE"),
+        # Where nothing is said, it makes them expandable by itself.
+        ("axolotl", False, "PYTORCH_ALLOC_CONF=expandable_segments:False axolotl train FILE"),
+        ("trl", True, "PYTORCH_ALLOC_CONF=expandable_segments:True trl sft --config FILE"),
+        ("trl", False, "For TRL: trl sft --config FILE"),
+        ("llama-factory", True, "expandable_segments:True llamafactory-cli train FILE"),
+        ("llama-factory", False, "For LLaMA-Factory: llamafactory-cli train FILE"),
+    ],
+)
+def test_a_trainer_is_started_with_the_measured_allocator(
+    format: str, is_expandable: bool, command: str
+) -> None:
+    config = BASE.model_copy(update={"expandable_segments": is_expandable})
+    assert command in said(export(a_study(config), format=format))
+
+
+@pytest.mark.parametrize("is_expandable", [True, False])
+def test_the_script_sets_the_allocator_before_it_imports_torch(is_expandable: bool) -> None:
+    config = BASE.model_copy(update={"expandable_segments": is_expandable})
+    text = export(a_study(config), format="script")
+    line = f'os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:{is_expandable}"'
+    assert 0 < text.index(line) < text.index("\nimport torch\n")
+
+
+@pytest.mark.parametrize("format", TRAINERS)
+def test_an_exported_step_waits_for_the_card_no_more_than_the_measured_one(format: str) -> None:
+    values = read(export(a_study(), format=format), format=format)
+    assert values["accelerator_config"] == {"non_blocking": True}
+    assert values["logging_steps"] > 1
+    # axolotl has no such option.
+    assert format == "axolotl" or values["logging_nan_inf_filter"] is False
 
 
 def test_a_trainer_that_has_every_knob_is_said_to_have_it() -> None:

@@ -106,6 +106,8 @@ def described(model: PreTrainedModel) -> dict[str, Any]:
         {"checkpoint_fraction": 0.1, "quantization": "fp4", "double_quant": False},
         {"quantization": "none", "target_modules": ("up_proj",), "attention": "eager"},
         {"quantization": "none", "upcast_fp32": False, "compute_dtype": "fp32"},
+        {"quantized_fraction": 0.5},
+        {"quantized_fraction": 0.75, "upcast_fp32": False, "target_modules": "all-linear"},
     ],
     ids=str,
 )

@@ -28,6 +28,7 @@ def read_rows(name: str) -> list[Row]:
 
 TABLE = read_rows("measurements_h200.jsonl")
 HELD_OUT = read_rows("held_out_h200.jsonl")
+COMPILED = read_rows("compiled_h200.jsonl")
 EDGES = read_rows("edges_h200.jsonl")
 STUDY_STEPS = read_rows("study_steps_h200.jsonl")
 
@@ -44,6 +45,11 @@ def model_of(row: Row) -> ModelSpec:
 
 def is_compiled(row: Row) -> bool:
     return bool(row["config"]["compile"])
+
+
+def is_recomputed(row: Row) -> bool:
+    """Whether all of its layers are."""
+    return bool(row["config"]["checkpoint_fraction"] == 1)
 
 
 def describe(row: Row) -> str:

@@ -14,12 +14,15 @@ from sweep.running.wire import (
     Alive,
     Ready,
     RunCommand,
+    Unusable,
     WorkerMessage,
     WorkerSettings,
     command_adapter,
 )
 
 HANG, EXIT, SEGFAULT, GARBAGE, SILENT_AFTER_BEATS, SLOW_BEATS, GRANDCHILD, TELLTALE = range(1, 9)
+UNUSABLE_SEED = 13
+"""Of a worker that never becomes ready."""
 
 
 def main() -> None:
@@ -28,7 +31,10 @@ def main() -> None:
     def send(event: WorkerMessage) -> None:
         events.write(event.model_dump_json().encode() + b"\n")
 
-    WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
+    settings = WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
+    if settings.seed == UNUSABLE_SEED:
+        send(Unusable(reason="no such device"))
+        return
     print("hello from a library", flush=True)
     send(Ready(device_name="none"))
     command = command_adapter.validate_json(sys.stdin.buffer.readline())

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault
 from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
@@ -42,6 +43,60 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervis
         module="tests.sweep.running.misbehaving_worker",
     ) as runner:
         yield runner
+
+
+def _process_id(runner: SupervisedRunner) -> int:
+    worker = runner._worker
+    assert worker is not None
+    return worker.process.pid
+
+
+def test_the_worker_that_was_started_ahead_is_the_one_that_runs(runner: SupervisedRunner) -> None:
+    runner.start()
+    started = _process_id(runner)
+    seen = []
+
+    def watch(_: object) -> bool:
+        seen.append(_process_id(runner))
+        return False
+
+    runner.run(TrialConfig(lora_rank=how.SLOW_BEATS), steps=STEPS, observe=watch)
+    assert set(seen) == {started}
+
+
+def test_a_worker_started_ahead_is_gone_when_nothing_is_run(runner: SupervisedRunner) -> None:
+    runner.start()
+    process = _process_id(runner)
+    runner.close()
+    assert _is_gone(process)
+
+
+def test_a_worker_that_cannot_use_the_device_is_said_by_the_first_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with SupervisedRunner(
+        load_model_spec("demo"),
+        target=CPU,
+        log_path=tmp_path / "worker.log",
+        seed=how.UNUSABLE_SEED,
+        module="tests.sweep.running.misbehaving_worker",
+    ) as runner:
+        runner.start()
+        time.sleep(0.5)
+        runner.start()
+        with pytest.raises(EnvironmentFault, match="no such device"):
+            misbehave(runner, how.HANG)
+
+
+def test_a_worker_that_cannot_be_started_is_said_by_the_first_trial(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    runner = SupervisedRunner(
+        load_model_spec("demo"), target=CPU, log_path=tmp_path / "file" / "worker.log"
+    )
+    runner.start()
+    with pytest.raises(OSError, match="file"):
+        misbehave(runner, how.HANG)
 
 
 def misbehave(runner: SupervisedRunner, kind: int) -> Outcome:
@@ -159,12 +214,15 @@ def test_a_worker_for_the_cpu_sees_no_card_and_no_other_trainings_settings(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     monkeypatch.setenv("LOCAL_RANK", "1")
     misbehave(runner, how.TELLTALE)
     log = (tmp_path / "logs" / "worker.log").read_text()
     environment = json.loads(log.split("environment ")[1].splitlines()[0])
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert environment.keys().isdisjoint({"ACCELERATE_MIXED_PRECISION", "LOCAL_RANK"})
+    assert environment.keys().isdisjoint(
+        {"ACCELERATE_MIXED_PRECISION", "LOCAL_RANK", "PYTORCH_CUDA_ALLOC_CONF"}
+    )
 
 
 DRIVER = """

@@ -14,10 +14,12 @@ from storage.study import OpenStudy
 from sweep.paths import runs_directory
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
-from sweep.study.events import Event, Listener, StopReason
+from sweep.study import session
+from sweep.study.events import Event, Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.session import Prepared, drive, prepare, prepare_again
 from sweep.study.tuner import confirm_anew
+from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_measurement, train
 from tests.sweep.study.test_targets import a_card
 
@@ -224,6 +226,98 @@ def test_a_listener_that_asks_to_stop_is_heard(home: Path) -> None:
 
     url = f"sqlite:///{home}/runs/sweep.db"
     assert run(prepared(trials=3), url, watch=watch) is StopReason.INTERRUPTED
+
+
+class EagerRunner(ReplayRunner):
+    """Notes what was done to it, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(otherwise=train)
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        self.calls.append("run")
+        return super().run(*arguments, **options)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_the_runner_is_started_before_the_space_is_traced_and_closed_in_the_end(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, told = EagerRunner(), []
+
+    class Tracing(ImaginedPredictor):
+        def prepare(self, configs: Any, *, on_progress: Any = None) -> None:
+            on_progress(0, 2)
+            runner.calls.append("trace")
+            super().prepare(configs)
+            on_progress(2, 2)
+
+    predictor = Tracing()
+    monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: predictor)
+
+    @contextmanager
+    def watch(_study: OpenStudy, _interruption: Interruption) -> Iterator[Listener]:
+        yield told.append
+
+    url = f"sqlite:///{home}/runs/sweep.db"
+    run(prepared("a10", trials=1), url, watch=watch, new_runner=lambda _: runner)
+    assert runner.calls == ["start", "trace", "run", "close"]
+    assert told[:2] == [SpaceTraced(0, 2), SpaceTraced(2, 2)]
+    assert {c.kernels for c in predictor.prepared} == {"hf", "fused-loss", "liger"}
+
+
+def test_a_request_to_stop_while_the_space_is_traced_stops_before_the_first_trial(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tracing(ImaginedPredictor):
+        def prepare(self, configs: Any, *, on_progress: Any = None) -> None:
+            for done in range(3):
+                on_progress(done, 2)
+            raise AssertionError("it went on")
+
+    runner = EagerRunner()
+    monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: Tracing())
+
+    @contextmanager
+    def watch(_study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
+        yield lambda _event: interruption.request()
+
+    url = f"sqlite:///{home}/runs/sweep.db"
+    reason = run(prepared("a10"), url, watch=watch, new_runner=lambda _: runner)
+    assert reason is StopReason.INTERRUPTED
+    assert runner.calls == ["start", "close"]
+    monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: ImaginedPredictor())
+    assert run(prepared("a10", trials=1), url) is StopReason.TRIALS_SPENT
+
+
+def test_what_cannot_be_traced_is_warned_of_and_the_study_goes_on(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Faulty(ImaginedPredictor):
+        def prepare(self, configs: Any, *, on_progress: Any = None) -> None:
+            raise EnvironmentFault("the tracing process gave no answer")
+
+    monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: Faulty())
+    warnings: list[str] = []
+    url = f"sqlite:///{home}/runs/sweep.db"
+    reason = run(prepared("a10", trials=1), url, warn=warnings.append)
+    assert reason is StopReason.TRIALS_SPENT
+    assert [text for text in warnings if "gave no answer" in text]
+
+
+def test_a_study_with_nothing_left_to_run_starts_no_runner(home: Path) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+    run(prepared(trials=1), url)
+    runner = EagerRunner()
+    reason = run(prepared(trials=1), url, new_runner=lambda _: runner)
+    assert reason is StopReason.TRIALS_SPENT
+    assert runner.calls == ["close"]
 
 
 def test_what_the_driver_says_of_the_card_stays_with_the_study(home: Path) -> None:

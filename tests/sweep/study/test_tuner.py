@@ -351,7 +351,7 @@ class Counted:
         self._learned += 1
 
 
-def test_over_a_whole_study_nothing_is_predicted_twice_and_memory_only_where_it_matters(
+def test_over_a_whole_study_nothing_is_predicted_twice(
     tmp_path: Path,
 ) -> None:
     memory, speed = Counted(Exact().predict), Counted(tokens_per_second)
@@ -367,13 +367,9 @@ def test_over_a_whole_study_nothing_is_predicted_twice_and_memory_only_where_it_
         assert record.prediction is not None
         assert record.prediction.peak_allocated_bytes == peak_bytes(record.config)
         assert record.prediction.tokens_per_second == tokens_per_second(record.config)
-    # Every other trial looked at the speed of the whole space, and at the memory of few.
-    looked_at = Counter(number for _, number in speed.asked)
-    assert max(looked_at.values()) > 1000
-    assert len(memory.asked) < 0.5 * max(looked_at.values())
 
 
-@pytest.mark.parametrize("name", ["tpe", "random"])
+@pytest.mark.parametrize("name", ["guided", "tpe", "random"])
 def test_a_sampler_that_knows_what_fits_finds_a_near_optimal_configuration(
     tmp_path: Path, name: SamplerName
 ) -> None:
@@ -383,7 +379,7 @@ def test_a_sampler_that_knows_what_fits_finds_a_near_optimal_configuration(
     with a_study(tmp_path, sampler=sampler) as study:
         run(study, preflight=preflight)
         speeds = [r.measurement.tokens_per_second for r in study.records() if r.measurement]
-    assert max(speeds) >= {"tpe": 0.95, "random": 0.75}[name] * best_speed(space)
+    assert max(speeds) >= {"guided": 0.98, "tpe": 0.95, "random": 0.75}[name] * best_speed(space)
 
 
 def test_trials_spent_counts_what_is_not_tried_again() -> None:

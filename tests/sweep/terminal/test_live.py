@@ -10,7 +10,13 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.records import Errand, OutOfMemory
 from sweep.running.runner import Progress
-from sweep.study.events import ConfirmationStarted, TrialFinished, TrialProgress, TrialStarted
+from sweep.study.events import (
+    ConfirmationStarted,
+    SpaceTraced,
+    TrialFinished,
+    TrialProgress,
+    TrialStarted,
+)
 from sweep.terminal.live import STOPPING, panel, watching
 from tests.storage.builders import confirmed
 from tests.sweep.terminal.test_progress import a_board, finished
@@ -55,6 +61,25 @@ def test_the_panel_says_that_the_study_is_stopping() -> None:
     board = a_board()
     board.is_stopping = True
     assert "Ctrl-C again stops now" in shown(panel(board))
+
+
+def test_the_panel_shows_how_far_tracing_is_until_it_is_done() -> None:
+    board = a_board()
+    board.take(SpaceTraced(done=12, of=36))
+    assert "12 of 36 structures traced" in shown(panel(board))
+    board.take(SpaceTraced(done=36, of=36))
+    assert "choosing the next configuration" in shown(panel(board))
+
+
+def test_without_a_terminal_tracing_is_said_in_some_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with watching(a_board(), is_stopping=lambda: False, stream=io.StringIO()) as listener:
+        for done in range(37):
+            listener(SpaceTraced(done=done, of=36))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.findall(r"(\d+) of 36 structures", err) == ["0", "9", "18", "27", "36"]
 
 
 def test_an_empty_board_can_be_shown() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import sweep.training.trial  # noqa: F401 - so that the libraries' objects can be frozen
+from sweep.training.compiling import forget_compiled
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,3 +20,18 @@ def frozen_libraries() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let layers be compiled, which the tests' own processes are told not to do."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    forget_compiled()
+    with torch._dynamo.config.patch(disable=False), warnings.catch_warnings():
+        # Tracing sets off warnings that are not ours.
+        warnings.simplefilter("default")
+        yield
+    forget_compiled()
+    # What dynamo keeps of its tracing is never trained on, and has no data to be counted.
+    gc.collect()
+    gc.freeze()

@@ -49,6 +49,25 @@ def test_the_upcast_widens_norms_embeddings_and_head_and_never_the_matrices(
         assert model.model.layers[0].self_attn.q_proj.weight.dtype is matrix
 
 
+@pytest.mark.parametrize("upcast", [True, False])
+def test_a_share_of_the_layers_is_in_four_bits_and_the_others_in_the_compute_dtype(
+    upcast: bool,
+) -> None:
+    # Twelve layers: the name of layer 1 is the start of that of layer 10.
+    spec = dataclasses.replace(TINY, config={**TINY.config, "num_hidden_layers": 12})
+    config = tiny_config(quantized_fraction=0.75, upcast_fp32=upcast)
+    base = build_base(config, spec=spec, weights="random", device=torch.device("cpu"), seed=0)
+    layers = decoder_layers(base.model)
+    packed = {i for i, layer in enumerate(layers) if layer.mlp.up_proj.weight.dtype == torch.uint8}
+    assert packed == config.quantized_layers(12) == {0, 1, 2, 4, 5, 6, 8, 9, 10}
+    assert {layers[i].mlp.up_proj.weight.dtype for i in (3, 7, 11)} == {torch.bfloat16}
+    assert base.model.get_output_embeddings().weight.dtype is (
+        torch.float32 if upcast else torch.bfloat16
+    )
+    assert base.quantized_share == 1.0
+    base.close()
+
+
 def test_nothing_is_left_on_the_meta_device_and_the_rotary_buffers_are_right() -> None:
     with tiny_base(tiny_config()) as base:
         tensors = [*base.model.parameters(), *base.model.buffers()]
@@ -58,8 +77,11 @@ def test_nothing_is_left_on_the_meta_device_and_the_rotary_buffers_are_right() -
         assert torch.equal(rotary, real.model.rotary_emb.inv_freq)
 
 
-def test_a_base_built_from_random_weights_has_the_bytes_of_a_loaded_one(tmp_path: Path) -> None:
-    config = tiny_config()
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_base_built_from_random_weights_has_the_bytes_of_a_loaded_one(
+    fraction: float, tmp_path: Path
+) -> None:
+    config = tiny_config(quantized_fraction=fraction)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY.config)).save_pretrained(tmp_path)
     saved = dataclasses.replace(TINY, source="directory", path=tmp_path)
     key, cpu = config, torch.device("cpu")

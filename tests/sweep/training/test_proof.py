@@ -14,8 +14,9 @@ from storage.records import Ineffective
 from sweep.running.wire import RunCommand, WorkerMessage, WorkerSettings
 from sweep.running.worker import Worker
 from sweep.training.adapters import attached
+from sweep.training.compiling import CountingCompiler, compiled
 from sweep.training.model import Unavailable, build_base
-from sweep.training.proof import PROOFS, KernelWatch, ineffective
+from sweep.training.proof import PROOFS, KernelWatch, expandable_share, ineffective
 from sweep.training.step import TrainingLoop
 from tests.sweep.training.tiny import QUICK, TINY, tiny_base, tiny_config
 
@@ -59,6 +60,10 @@ def verdicts(
         ({}, {"effective_batch_size": 8}, "effective_batch_size"),
         ({}, {"adapter_dtype": "bf16"}, "adapter_dtype"),
         ({"adapter_dtype": "bf16"}, {}, "adapter_dtype"),
+        ({}, {"expandable_segments": True}, "expandable_segments"),
+        ({}, {"quantized_fraction": 0.5}, "quantized_fraction"),
+        ({"quantized_fraction": 0.5}, {}, "quantized_fraction"),
+        ({"quantized_fraction": 0.5}, {"quantized_fraction": 0.75}, "quantized_fraction"),
     ],
 )
 def test_each_knob_is_found_out_where_another_value_ran(
@@ -72,6 +77,43 @@ def test_each_knob_is_found_out_where_another_value_ran(
 
 def test_every_knob_has_its_proof_and_nothing_else_has() -> None:
     assert PROOFS.keys() == KNOBS.keys()
+
+
+def test_segments_are_told_by_where_the_weights_lie() -> None:
+    first, second = torch.zeros(3, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+
+    def around(tensor: torch.Tensor, *, is_expandable: bool) -> dict[str, Any]:
+        return {
+            "address": tensor.data_ptr(),
+            "total_size": tensor.nbytes,
+            "is_expandable": is_expandable,
+        }
+
+    mixed = [around(first, is_expandable=True), around(second, is_expandable=False)]
+    assert expandable_share([first, second], mixed) == 0.75
+    assert expandable_share([second], mixed) == 0.0
+    assert expandable_share([], mixed) == 0.0
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_layers_that_were_compiled_in_an_earlier_trial_prove_themselves_again() -> None:
+    plain = tiny_config(optimizer="adamw_torch_fused", checkpoint_fraction=0.0)
+    config = plain.model_copy(update={"compile": True})
+    compiler = CountingCompiler(lambda graph, _: graph.forward)
+    with tiny_base(plain) as base:
+        for _ in range(2):
+            with attached(base, plain) as attachment:
+                with compiled(attachment.layers, compiler=compiler) as attachment.compilation:
+                    loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+                    loop.step()
+                    assert ineffective(config, attached=attachment, loop=loop, watch=None) is None
+                    fault = ineffective(plain, attached=attachment, loop=loop, watch=None)
+                assert fault == Ineffective(knob="compile", detail="layers are compiled")
+                loop.step()
+                fault = ineffective(config, attached=attachment, loop=loop, watch=None)
+                assert fault == Ineffective(
+                    knob="compile", detail="4 of 8 calls of layers were compiled"
+                )
 
 
 def test_a_target_whose_adapters_never_moved_is_found_out() -> None:

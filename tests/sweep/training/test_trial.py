@@ -20,6 +20,7 @@ from storage.records import (
 )
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import CpuDevice, bytes_beyond
+from sweep.training.marks import CpuMark, Mark
 from sweep.training.meter import whole_step_seconds
 from sweep.training.model import BaseModel
 from sweep.training.proof import ineffective
@@ -44,6 +45,7 @@ def measured(config: TrialConfig) -> Measured:
         {"upcast_fp32": False},
         {"quantization": "fp4", "double_quant": False},
         {"quantization": "none", "double_quant": False},
+        {"quantized_fraction": 0.5},
         {"compute_dtype": "fp32"},
         {"attention": "eager"},
         {"optimizer": "adamw_torch_fused"},
@@ -130,16 +132,17 @@ def test_targets_the_architecture_lacks_are_invalid() -> None:
 
 
 class _Failing(CpuDevice):
-    """A device that fails at a chosen synchronization."""
+    """A device that fails at a chosen mark."""
 
     def __init__(self, error: Exception, *, at: int) -> None:
         super().__init__()
         self._error, self._left = error, at
 
-    def synchronize(self) -> None:
+    def mark(self) -> Mark:
         self._left -= 1
         if self._left == 0:
             raise self._error
+        return super().mark()
 
 
 AFTER_FIRST_MICRO_STEP = 2
@@ -371,16 +374,16 @@ def test_two_micro_steps_have_the_peak_of_a_whole_accumulation() -> None:
 @pytest.mark.parametrize(
     ("ended", "micro_steps", "seconds"),
     [
-        ([2.0], 1, 1.0),
-        ([2.0, 3.5], 2, 2.5),
-        ([2.0, 3.5], 16, 15 * 1.0 + 1.5),
-        ([2.0, 3.0, 4.5], 16, 15 * 1.0 + 1.5),
+        ([1.0], 1, 1.0),
+        ([1.0, 2.5], 2, 2.5),
+        ([1.0, 2.5], 16, 15 * 1.0 + 1.5),
+        ([1.0, 2.0, 3.5], 16, 15 * 1.0 + 1.5),
     ],
 )
 def test_the_micro_step_with_the_optimizer_is_counted_once(
     ended: list[float], micro_steps: int, seconds: float
 ) -> None:
-    assert whole_step_seconds(1.0, ended, micro_steps=micro_steps) == pytest.approx(seconds)
+    assert whole_step_seconds(ended, micro_steps=micro_steps) == pytest.approx(seconds)
 
 
 def test_a_training_on_the_cpu_never_asks_whether_a_card_is_there() -> None:
@@ -479,3 +482,86 @@ def test_model_flops_are_four_per_frozen_and_six_per_adapter_weight() -> None:
     matrices = 4 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256) + 512 * 128
     adapters = 4 * 8 * 256
     assert flops == 4 * matrices + 6 * adapters + 6 * 4 * 32 * 128
+
+
+class _LateMark(CpuMark):
+    """A mark that is passed when somebody has waited for it, as a busy card's."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        super().__init__()
+        self._log, self._name, self._is_passed = log, name, False
+
+    def is_passed(self) -> bool:
+        return self._is_passed
+
+    def wait(self) -> None:
+        if not self._is_passed:
+            self._log.append(f"wait {self._name}")
+        self._is_passed = True
+
+
+class _Behind(CpuDevice):
+    """A device that is never done before it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self._marks = 0
+
+    def mark(self) -> Mark:
+        # Of each step: where it begins, where its only micro-step ends, and behind its loss.
+        step, part = divmod(self._marks, 3)
+        self._marks += 1
+        if part == 0:
+            self.log.append(f"queue {step}")
+        return _LateMark(self.log, str(step))
+
+
+def test_a_step_is_waited_for_when_the_next_is_queued() -> None:
+    device = _Behind()
+    config = tiny_config()
+    steps = StepBudget(warmup_min=4, warmup_max=4, measured_min=3, measured_max=3)
+    with tiny_base(config) as base:
+        outcome = trial_on(base, config, device=device, steps=steps).run()
+    assert isinstance(outcome, Measured)
+    assert (outcome.measurement.steps_warmup, outcome.measurement.steps_measured) == (4, 3)
+    assert device.log == [
+        # What is proved of the first steps needs them done.
+        *("queue 0", "wait 0", "queue 1", "wait 1"),
+        *("queue 2", "queue 3", "wait 2", "queue 4", "wait 3"),
+        *("queue 5", "wait 4", "queue 6", "wait 5", "wait 6"),
+    ]
+
+
+def test_a_step_that_was_queued_when_measuring_ended_counts() -> None:
+    device = _Behind()
+    config = tiny_config()
+    steps = StepBudget(
+        warmup_min=2, warmup_max=2, measured_min=6, measured_max=30, relative_interval=1.0
+    )
+    with tiny_base(config) as base:
+        outcome = trial_on(base, config, device=device, steps=steps).run()
+    assert isinstance(outcome, Measured)
+    assert outcome.measurement.steps_measured == 7
+    assert device.log[-1] == "wait 8"
+
+
+def test_a_loss_that_stops_being_finite_is_found_one_step_later_at_most() -> None:
+    config = tiny_config()
+    device = _Behind()
+
+    def spoil(beat: Beat) -> bool:
+        if beat.phase == "measure" and beat.median_seconds is not None and beat.step == 2:
+            norm = base.model.model.norm.weight
+            norm.data.fill_(float("nan"))
+            spoilt.append(len([line for line in device.log if line.startswith("queue")]))
+        return False
+
+    spoilt: list[int] = []
+    with tiny_base(config) as base:
+        outcome = trial_on(base, config, device=device, report=spoil).run()
+    assert isinstance(outcome, Diverged)
+    (first_spoilt,) = spoilt
+    assert outcome.step == first_spoilt
+    assert device.log[-1] == f"wait {first_spoilt}"
+    assert f"queue {first_spoilt + 2}" not in device.log

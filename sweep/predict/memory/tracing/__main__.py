@@ -7,29 +7,22 @@ Knows nothing of predictions.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
 from typing import Any
 
-# Imports make millions of objects that stay; looking for garbage among them takes half a second.
-gc.disable()
-# Optional parts of transformers that no decoder needs take another half: they are declared absent.
-for _absent in ("scipy", "sklearn", "pandas", "datasets", "torchvision", "PIL"):
-    sys.modules[_absent] = None  # type: ignore[assignment]
+from sweep.training.lean_imports import OPTIONAL, lean_imports
 
-from sweep.predict.memory.tracing import fourbit  # noqa: E402
+with lean_imports(*OPTIONAL, "pandas", "datasets"):
+    from sweep.predict.memory.tracing import fourbit
 
-fourbit.install()
+    fourbit.install()
 
-from search_spaces.errors import InputError  # noqa: E402
-from search_spaces.models import ModelSpec  # noqa: E402
-from sweep.predict.memory.profiles import Structure, Untraceable  # noqa: E402
-from sweep.predict.memory.tracing.profile import trace  # noqa: E402
-
-gc.freeze()
-gc.enable()
+    from search_spaces.errors import InputError
+    from search_spaces.models import ModelSpec
+    from sweep.predict.memory.profiles import Structure, Untraceable
+    from sweep.predict.memory.tracing.profile import trace
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:

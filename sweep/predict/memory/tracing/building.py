@@ -49,6 +49,7 @@ def base_memory(
     allocator.empty_cache()
     return {
         "allocated_bytes": allocator.allocated_bytes,
+        "requested_bytes": allocator.requested_bytes,
         "reserved_bytes": allocator.reserved_bytes,
         "holes": allocator.holes(),
     }

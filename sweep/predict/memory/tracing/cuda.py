@@ -62,7 +62,9 @@ def _policies() -> dict[Callable[..., Any], Policy]:
 
 
 _POLICIES = _policies()
+_HALF = (torch.float16, torch.bfloat16)
 _SOFTMAXES = frozenset({functional.softmax, torch.softmax, torch.Tensor.softmax})
+_BF16_ONLY = frozenset({torch._grouped_mm, functional.grouped_mm})
 
 
 class Cuda(TorchFunctionMode):
@@ -75,6 +77,9 @@ class Cuda(TorchFunctionMode):
         autocast_dtype: the lower precision; None where the training does without autocast.
         padded_length: what stands for a sequence padded to the attention kernel's blocks.
         has_flash: whether the card has flash attention.
+
+    Attributes:
+        tells_halves_apart: whether anything was run that does another thing in fp16 than in bf16.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Cuda(TorchFunctionMode):
         )
         self._casts: dict[int, torch.Tensor] = {}
         self._depth = 0
+        self.tells_halves_apart = False
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
@@ -123,8 +129,11 @@ class Cuda(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
-        if func in _SOFTMAXES and _is_fused_softmax(args, kwargs):
-            return torch.ops.aten._softmax(args[0], kwargs.get("dim", -1), True)
+        if func in _SOFTMAXES:
+            self.tells_halves_apart |= args[0].dtype in _HALF
+            if _is_fused_softmax(args, kwargs):
+                return torch.ops.aten._softmax(args[0], kwargs.get("dim", -1), True)
+        self.tells_halves_apart |= func in _BF16_ONLY
         return func(*args, **kwargs)
 
     def _cast(

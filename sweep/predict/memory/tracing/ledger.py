@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sweep.predict.memory.tracing.results import run
+
 Event = tuple[int, bool]
 """A storage's number, and whether it was born (or died)."""
 
@@ -119,7 +121,7 @@ class Ledger(TorchDispatchMode):
             self._next_mark = None
         if func is _READ and (truth := self._truths.get(_key(args[0]))) is not None:
             return truth
-        result = func(*args, **(kwargs or {}))
+        result = run(func, args, kwargs or {})
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, torch.Tensor) and value.is_meta:
                 self._note(value)

@@ -21,8 +21,7 @@ from transformers import AutoConfig, PreTrainedModel
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from sweep.training.adapters import with_adapters
-from sweep.training.matrices import quantized_share
-from sweep.training.model import BaseModel, decoder_layers, skeleton, upcast
+from sweep.training.model import BaseModel, decoder_layers, share_in_4_bits, skeleton, upcast
 
 _DYNAMIC_ROPES = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that read the positions' values; their tensors have the default's shapes."""
@@ -150,15 +149,14 @@ def build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
     model = skeleton(traced, spec=spec)
     model.config.use_cache = False
     if traced.upcast_fp32:
-        upcast(model)
+        upcast(model, traced)
     model.requires_grad_(False)
-    share = quantized_share(model) if traced.is_quantized else None
     return BaseModel(
         config=traced,
         spec=spec,
         model=model.train(),
         undo=contextlib.ExitStack(),
-        quantized_share=share,
+        quantized_share=share_in_4_bits(model, traced),
     )
 
 

@@ -5,7 +5,11 @@ Also what the failures on that way mean. Knows nothing of processes or files.
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 import traceback
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,10 +32,11 @@ from sweep.predict.memory.tracing.model import (
     excerpt,
 )
 from sweep.predict.memory.tracing.segments import accounts, tapes
-from sweep.predict.memory.tracing.walk import walk
+from sweep.predict.memory.tracing.walk import Walk, walk
 from sweep.training.model import BaseModel
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+_FP16 = re.compile(r"(?<!b)float16|\.half\b")
 _SHAPE_FAULTS = ("shape", "size of tensor", "invalid for input", "must match", "split")
 
 # transformers asks whether a mask hides anything by a sum, which has no value without data; of
@@ -48,10 +53,12 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     """
     try:
         config, part = structure.config, excerpt(spec)
+        is_whole = len(set(part.positions)) == len(part.positions)
+        assert is_whole or not structure.is_mixed, "an excerpt's layers are of one kind"
         symbols = _symbols(part, structure)
         base = build_base(config, part.spec)
         _check_quantized(base)
-        on_card = base_memory(base.model, config, part.positions)
+        on_card = _base_memory(base, part)
     except InputError:
         raise
     except Exception as error:
@@ -64,7 +71,8 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         fourbit.compile_layers(base.model)
     with liger.patched(base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
         target = _attach(base, config, symbols)
-        ledger = _walk(target, symbols, structure)
+        walked = _walk(target, symbols, structure)
+    ledger = walked.ledger
     sizes, tape_of = tapes(ledger, symbols)
     account_of = accounts(ledger, symbols, gradients=_gradients(target, ledger))
     return {
@@ -75,14 +83,30 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         "sizes": sizes,
         "window": part.window,
         "quantized_share": base.quantized_share,
+        "is_same_in_fp16": not walked.tells_halves_apart and not _names_fp16(target),
     }
+
+
+def _base_memory(base: BaseModel, part: Excerpt) -> dict[str, Any]:
+    """Return what the base takes, which its kernels and its adapters have no part in."""
+    key = (part.spec.fingerprint, part.positions, base.config.model_copy(update={"kernels": "hf"}))
+    if key not in _known_bases:
+        _known_bases[key] = base_memory(base.model, base.config, part.positions)
+    return _known_bases[key]
+
+
+_known_bases: dict[tuple[str, tuple[int, ...], TrialConfig], dict[str, Any]] = {}
 
 
 def _symbols(part: Excerpt, structure: Structure) -> Symbols:
     if structure.is_long and part.window is not None:
-        return Symbols(part.dimensions, longer_than=part.window)
+        return _known_symbols(part.dimensions, longer_than=part.window)
     limits = [part.longest, part.window and part.window - 1]
-    return Symbols(part.dimensions, longest=min((n for n in limits if n), default=None))
+    longest = min((n for n in limits if n), default=None)
+    return _known_symbols(part.dimensions, longest=longest)
+
+
+_known_symbols = cache(Symbols)
 
 
 def _check_quantized(base: BaseModel) -> None:
@@ -104,7 +128,18 @@ def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable
         raise Untraceable(f"adapters cannot be attached: {_line(error)}") from error
 
 
-def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Ledger:
+def _names_fp16(target: Traceable) -> bool:
+    """Whether the model's code has anything to say of fp16 by itself."""
+    names = {type(module).__module__ for module in target.base.modules()}
+    return any(_module_names_fp16(n) for n in names if n.startswith("transformers.models."))
+
+
+@cache
+def _module_names_fp16(name: str) -> bool:
+    return _FP16.search(inspect.getsource(sys.modules[name])) is not None
+
+
+def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     try:
         return walk(
             target,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,15 @@ from sweep.predict.memory.tracing.ledger import Ledger
 from sweep.predict.memory.tracing.model import Traceable
 
 
+@dataclass(frozen=True)
+class Walk:
+    """What a step came to."""
+
+    ledger: Ledger
+    tells_halves_apart: bool
+    """Whether it would be another one in the other 16-bit type."""
+
+
 def walk(
     target: Traceable,
     *,
@@ -25,7 +35,7 @@ def walk(
     autocast_dtype: torch.dtype | None,
     has_flash: bool,
     is_checkpointed: bool,
-) -> Ledger:
+) -> Walk:
     """Run forward and backward once and return what was counted, with a mark at each boundary.
 
     Marks in order: ``embed``, ``forward 0..n-1``, ``head``, ``head_backward``, ``backward n-1..0``.
@@ -45,7 +55,7 @@ def walk(
         loss = _forward(target, cuda, tokens, labels, widens=autocast_dtype is not None)
         ledger.mark("head_backward")
         torch.autograd.backward(loss)
-    return ledger
+    return Walk(ledger, tells_halves_apart=cuda.tells_halves_apart)
 
 
 def _forward(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
 from typing import Any
 
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
 from sweep.predict.memory.allocator import MIB
 from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, LEAVE, Structure
@@ -11,6 +13,8 @@ from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, LEAVE, Structure
 KIB = 1024
 LAYERS = 4
 WEIGHTS = 100 * MIB
+UNSPLIT = 3 * MIB
+"""Of the weights' blocks, what the allocator does not split off where segments do not expand."""
 ADAPTER_ELEMENTS = 1024
 """Elements for each unit of rank, of the one trained tensor in a layer."""
 
@@ -34,10 +38,26 @@ class ImaginedTracer:
     length of ``window`` on, masks of length x length bytes are there throughout.
     """
 
-    def __init__(self, *, loss_bytes: int = 64 * KIB, window: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        loss_bytes: int = 64 * KIB,
+        window: int | None = None,
+        is_same_in_fp16: bool = True,
+    ) -> None:
         self.asked: list[Structure] = []
         self._loss_bytes = loss_bytes
         self._window = window
+        self._is_same_in_fp16 = is_same_in_fp16
+
+    def trace_all(
+        self, model: ModelSpec, structures: Iterable[Structure]
+    ) -> Generator[tuple[Structure, dict[str, Any] | InputError | EnvironmentFault]]:
+        for structure in structures:
+            try:
+                yield structure, self.trace(model, structure)
+            except (InputError, EnvironmentFault) as error:
+                yield structure, error
 
     def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
         self.asked.append(structure)
@@ -57,7 +77,12 @@ class ImaginedTracer:
         loss = self._loss_bytes
         return {
             "positions": [0, 1, 1, 2],
-            "base": {"allocated_bytes": WEIGHTS, "reserved_bytes": WEIGHTS + MIB, "holes": []},
+            "base": {
+                "allocated_bytes": WEIGHTS,
+                "requested_bytes": WEIGHTS - UNSPLIT,
+                "reserved_bytes": WEIGHTS + MIB,
+                "holes": [],
+            },
             "adapters": [[ADAPTER_ELEMENTS]] * 3,
             "segments": {
                 "embed": {
@@ -76,4 +101,5 @@ class ImaginedTracer:
             },
             "sizes": [{"bs": kept}, {"bs": 10 * KIB}, {"bs": loss}],
             "window": self._window,
+            "is_same_in_fp16": self._is_same_in_fp16,
         }

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from sweep.predict.memory import predictor as memory
-from sweep.predict.memory.peaks import reserved_bytes
+from sweep.predict.memory import prediction as memory
 from sweep.predict.memory.predictor import Fit, MemoryPrediction
+from sweep.predict.memory.replay import runs_under
 from tests.sweep.predict.rows import (
+    COMPILED,
     EDGES,
     HELD_OUT,
     TABLE,
@@ -21,6 +22,7 @@ from tests.sweep.predict.rows import (
     Row,
     config_of,
     is_compiled,
+    is_recomputed,
 )
 
 ROUNDING = 0.005
@@ -51,13 +53,19 @@ class Statement:
         return sizes[round(self.share * len(sizes)) - 1] * (1 + 3 / len(sizes))
 
 
-def _allocated(predict: Predict, *, compiled: bool) -> list[float]:
-    rows = [row for row in (*TABLE, *HELD_OUT) if is_compiled(row) is compiled]
+def _rows(*, compiled: bool, recomputed: bool | None = None) -> list[Row]:
+    return [
+        row
+        for row in (*TABLE, *HELD_OUT, *COMPILED)
+        if is_compiled(row) is compiled and recomputed in (None, is_recomputed(row))
+    ]
+
+
+def _allocated(predict: Predict, rows: list[Row]) -> list[float]:
     return [row["peak_allocated_bytes"] / predict(row).peak_allocated_bytes - 1 for row in rows]
 
 
-def _reserved(predict: Predict, *, compiled: bool) -> list[float]:
-    rows = [row for row in (*TABLE, *HELD_OUT) if is_compiled(row) is compiled]
+def _reserved(predict: Predict, rows: list[Row]) -> list[float]:
     return [row["peak_reserved_bytes"] / predict(row).peak_reserved_bytes - 1 for row in rows]
 
 
@@ -73,24 +81,31 @@ def _wrong_side(prediction: MemoryPrediction, row: Row) -> float:
     for step in range(round(CAP_RANGE / CAP_STEP)):
         change = step * CAP_STEP if ran else -step * CAP_STEP
         cap = int(row["budget_bytes"] * (1 + change))
-        if (reserved_bytes(prediction.step, limit_bytes=cap) is not None) is not ran:
+        if runs_under(prediction.step, limit_bytes=cap) is not ran:
             worst = change
     return worst
 
 
+KINDS: dict[str, tuple[memory.Uncertainty, list[Row]]] = {
+    "eager": (memory.EAGER, _rows(compiled=False)),
+    "compiled": (memory.COMPILED, _rows(compiled=True, recomputed=False)),
+    "compiled, recomputed": (memory.COMPILED_RECOMPUTED, _rows(compiled=True, recomputed=True)),
+}
+
+
+def _of_allocated(kind: str) -> Callable[[Predict], Statement]:
+    stated, rows = KINDS[kind]
+    return lambda predict: Statement(stated.allocated, _allocated(predict, rows))
+
+
+def _of_reserved(kind: str) -> Callable[[Predict], Statement]:
+    stated, rows = KINDS[kind]
+    return lambda predict: Statement(stated.reserved, _reserved(predict, rows))
+
+
 STATEMENTS: dict[str, Callable[[Predict], Statement]] = {
-    "peak allocated": lambda predict: Statement(
-        memory.EAGER.allocated, _allocated(predict, compiled=False)
-    ),
-    "peak allocated, compiled": lambda predict: Statement(
-        memory.COMPILED.allocated, _allocated(predict, compiled=True)
-    ),
-    "peak reserved": lambda predict: Statement(
-        memory.EAGER.reserved, _reserved(predict, compiled=False)
-    ),
-    "peak reserved, compiled": lambda predict: Statement(
-        memory.COMPILED.reserved, _reserved(predict, compiled=True)
-    ),
+    **{f"peak allocated, {kind}": _of_allocated(kind) for kind in KINDS},
+    **{f"peak reserved, {kind}": _of_reserved(kind) for kind in KINDS},
     "least cap": lambda predict: Statement(memory.CAPPED, _capped(predict)),
 }
 
@@ -125,7 +140,8 @@ def test_few_rows_support_less_than_many(
 
 @pytest.mark.parametrize("row", [TABLE[0], *filter(is_compiled, TABLE)], ids=["eager", "a", "b"])
 def test_a_prediction_states_what_is_derived(predict_row: Predict, row: Row) -> None:
-    stated = memory.COMPILED if is_compiled(row) else memory.EAGER
+    compiled = memory.COMPILED_RECOMPUTED if is_recomputed(row) else memory.COMPILED
+    stated = compiled if is_compiled(row) else memory.EAGER
     prediction = predict_row(row)
     assert prediction.uncertainty == stated.allocated
     assert prediction.reserved_uncertainty == stated.reserved

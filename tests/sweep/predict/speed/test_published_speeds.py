@@ -22,8 +22,8 @@ import pytest
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.calibration import FACTORS, Calibration, calibrate, launch_share
-from sweep.predict.speed.phases import step_phases
+from sweep.predict.speed.arrays import StepTimes
+from sweep.predict.speed.calibration import Calibration, calibrate
 from sweep.predict.speed.predictor import predict_step
 
 DATA = Path(__file__).parents[3] / "data"
@@ -230,8 +230,7 @@ def test_a_step_is_as_uncertain_as_what_it_waits_for() -> None:
     model = load_model_spec("mistral-7b-v0.3")
     quick, slow = (parse_config({"micro_batch_size": size}) for size in (1, 64))
     for config in (quick, slow):
-        step = step_phases(config, model=model, gpu=H200)
-        share = launch_share(step, dict.fromkeys(FACTORS, 1.0))
+        (share,) = StepTimes([config], model=model, gpu=H200).launch_shares(None)
         expected = share * H200.launch_seconds.uncertainty + (1 - share) * H200.device_uncertainty
         stated = predict_step(config, model=model, gpu=H200).uncertainty
         assert stated == pytest.approx(expected)

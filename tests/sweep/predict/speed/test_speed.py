@@ -63,6 +63,7 @@ CONFIGS = st.builds(
     compute_dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
     quantization=st.sampled_from(["nf4", "fp4", "none"]),
     double_quant=st.booleans(),
+    quantized_fraction=st.sampled_from([0.25, 0.7, 1.0]),
     adapter_dtype=st.sampled_from(["fp32", "bf16"]),
     checkpoint_fraction=st.sampled_from([0.0, 0.3, 0.9]),
     upcast_fp32=st.booleans(),
@@ -118,6 +119,8 @@ def test_recomputing_more_layers_never_makes_a_step_shorter(
         ({"compute_dtype": "fp32"}, {"compute_dtype": "bf16"}),
         ({"compute_dtype": "fp16"}, {"compute_dtype": "bf16"}),
         ({"double_quant": True}, {"double_quant": False}),
+        ({}, {"quantized_fraction": 0.75, "upcast_fp32": False}),
+        ({"quantized_fraction": 0.75}, {"quantized_fraction": 0.5}),
         ({"adapter_dtype": "fp32"}, {"adapter_dtype": "bf16"}),
         ({"quantization": "nf4"}, {"quantization": "none", "upcast_fp32": True}),
     ],
@@ -126,6 +129,15 @@ def test_a_knob_that_asks_for_more_work_costs_time(
     slower: dict[str, Any], faster: dict[str, Any]
 ) -> None:
     assert seconds(make_config(**slower)) > seconds(make_config(**faster))
+
+
+def test_the_time_of_dequantizing_goes_with_the_layers_that_are_quantized() -> None:
+    whole, half, none = (
+        predict_step(make_config(**knobs), model=MISTRAL, gpu=H200).terms["dequant"]
+        for knobs in ({}, {"quantized_fraction": 0.5}, {"quantization": "none"})
+    )
+    assert half == pytest.approx(whole / 2, rel=0.02)
+    assert none == 0.0
 
 
 def test_accumulation_repeats_the_micro_batch_but_not_the_update() -> None:

@@ -1,0 +1,73 @@
+"""Owns the predicted step times of many configurations at once: how fast each is, and how sure.
+
+Pure; knows nothing of torch, storage or files. `sweep.predict.speed.predictor` answers for one
+configuration from the same arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GpuSpec
+from search_spaces.models import ModelSpec
+from sweep.predict.speed.calibration import FACTORS, Calibration, in_order
+from sweep.predict.speed.phases import StepPhases
+
+_LAUNCH = FACTORS.index("launch")
+
+
+class StepTimes:
+    """The optimizer steps of configurations on a card, under whatever calibration is asked about.
+
+    Args:
+        configs: what is to be trained; one row of every answer each.
+        model: the model's config; nothing is loaded.
+        gpu: the card that runs it.
+
+    Every answer is not a number where the architecture is not known or the card has no rate for the
+    compute type.
+    """
+
+    def __init__(self, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> None:
+        self.phases = StepPhases.of(configs, model=model, gpu=gpu)
+        self._card = gpu.speed_uncertainty
+
+    def seconds(self, calibration: Calibration | None) -> NDArray[np.float64]:
+        """Return the seconds of each step, accumulation included.
+
+        Args:
+            calibration: factors fitted to trials on that card; None takes the catalogue's rates.
+        """
+        return self.phases.seconds(_factors(calibration))
+
+    def slopes(self, calibration: Calibration | None) -> NDArray[np.float64]:
+        """Return seconds per unit of each of `FACTORS`, by configuration and factor."""
+        return self.phases.slopes(_factors(calibration))
+
+    def launch_shares(self, calibration: Calibration | None) -> NDArray[np.float64]:
+        """Return the share of each step that goes with the host's launches, not with the card.
+
+        By that many per cent the step is longer where a launch costs one per cent more.
+        """
+        factors = _factors(calibration)
+        launch = self.phases.slopes(factors)[:, _LAUNCH] * factors[_LAUNCH]
+        return np.asarray(launch / self.phases.seconds(factors))
+
+    def uncertainty(self, calibration: Calibration | None) -> NDArray[np.float64]:
+        """Return how far each step may be off, relative: nine in ten take its seconds times 1 -
+        this to 1 + this.
+
+        The card's own, between what it is for time that the card takes and for time that the host's
+        launches take; smaller after trials on the card, for further steps of the same study.
+        """
+        known = self._card if calibration is None else calibration.uncertainty(self._card)
+        launches = self.launch_shares(calibration)
+        return np.asarray(launches * known.launch + (1.0 - launches) * known.device)
+
+
+def _factors(calibration: Calibration | None) -> NDArray[np.float64]:
+    return in_order(None if calibration is None else calibration.factors)

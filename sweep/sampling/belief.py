@@ -1,0 +1,373 @@
+"""Owns what is believed of the configurations of a space: how fast each is, and whether it fits.
+
+A calibrated physical model says what is expected, a Gaussian process over the knobs what it cannot
+explain, and the trials how far either is to be trusted: several views of the model (trusted,
+loosely, as a mere hint, not at all) are weighed by how likely each makes what was measured. Numbers
+in, numbers out; knows nothing of configurations, Optuna or studies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
+from scipy.special import log_ndtr, ndtr
+
+Array = NDArray[np.float64]
+Codes = NDArray[np.intp]
+
+NOISE = 0.02
+"""Relative error of one trial's speed: its median's interval, and the host's pace that minute."""
+JITTER = 1e-8
+LINEARIZATIONS = 4
+"""Times that the physical model is made straight around its fitted factors."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One property of the configurations, as the process compares them."""
+
+    codes: Codes
+    """Which of the property's values each configuration has."""
+    alike: Array
+    """How much two values have in common, from 0 to 1, by their codes."""
+
+    @classmethod
+    def of_numbers(cls, values: Array, *, scale: float) -> Column:
+        """Return a column of numbers; those ``scale`` apart have 0.6 in common."""
+        unique, codes = np.unique(np.round(values, 9), return_inverse=True)
+        apart = (unique[:, None] - unique[None, :]) / scale
+        return cls(codes, np.exp(-0.5 * apart**2))
+
+    @classmethod
+    def of_kinds(cls, kinds: Sequence[Any], *, common: float) -> Column:
+        """Return a column of words; two different ones have ``common`` in common."""
+        known = {kind: code for code, kind in enumerate(dict.fromkeys(kinds))}
+        alike = np.full((len(known), len(known)), common)
+        np.fill_diagonal(alike, 1.0)
+        return cls(np.array([known[kind] for kind in kinds], dtype=np.intp), alike)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all configurations have the same value."""
+        return len(self.alike) == 1
+
+    def between(self, rows: Codes | slice, others: Codes) -> Array:
+        """Return how much each of some configurations has in common with each of others."""
+        return np.asarray(self.alike[:, self.codes[others]][self.codes[rows]])
+
+
+class Physics(Protocol):
+    """Predicts the configurations' steps, by factors that multiply the parts of a step."""
+
+    @property
+    def spread(self) -> Array:
+        """Covariance of the factors' logarithms before anything was measured."""
+        ...
+
+    @property
+    def launch_shares(self) -> Array:
+        """Share of each step that goes with the host's launches, of which far less is known than of
+        what the card takes."""
+        ...
+
+    def log_seconds(self, log_factors: Array, rows: Codes | slice) -> Array:
+        """Return the logarithm of some configurations' seconds."""
+        ...
+
+    def slopes(self, log_factors: Array, rows: Codes | slice) -> Array:
+        """Return by how much some configurations' log seconds rise with each log factor."""
+        ...
+
+
+@dataclass(frozen=True)
+class View:
+    """How far the physical model is trusted."""
+
+    weight: float
+    """Probability before anything was measured."""
+    offset: float
+    """Standard deviation of what each single property adds that the model does not know of."""
+    residual: float
+    """The same of what all of them together add."""
+    trend: float | None = None
+    """Of the slopes over the model's log seconds and over log tokens, where the model is but a
+    hint; None where its level counts."""
+    is_physical: bool = True
+    """Whether what the model predicts counts at all."""
+
+
+VIEWS = (
+    View(weight=0.60, offset=0.015, residual=0.04),
+    View(weight=0.25, offset=0.05, residual=0.08),
+    View(weight=0.10, offset=0.15, residual=0.10, trend=1.0),
+    View(weight=0.05, offset=0.30, residual=0.30, is_physical=False),
+)
+"""The first is what makes the steps measured on an H200 most likely, of twelve surfaces of ten
+models; `tests/bench/README.md` says how they were compared."""
+LAUNCH_DOUBT = 8.0
+"""By how much more the physical model leaves unexplained of a step that the host holds up, than of
+one that the card does: by the same comparison."""
+LAUNCH_NOISE = 0.04
+"""Relative error of such a step's speed beside its own: the host's pace from minute to minute."""
+GAIN_MAX = 1.0
+"""Share by which a trial can be faster than the best so far, at most."""
+_LEVEL = 3.0
+"""Standard deviation of a log speed of which nothing is known."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What was measured: rows of the configurations, and each one's log tokens/s."""
+
+    rows: Codes
+    log_speed: Array
+    noise: Array
+    """Standard deviation of each."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Log speed of every configuration, as a mixture of normal distributions."""
+
+    weights: Array
+    """Of each view."""
+    means: Array
+    """By view and configuration."""
+    deviations: Array
+
+    @cached_property
+    def mean(self) -> Array:
+        """Expected log speed."""
+        return np.asarray(self.weights @ self.means)
+
+    @cached_property
+    def deviation(self) -> Array:
+        """Standard deviation of the log speed."""
+        second = self.weights @ (self.deviations**2 + self.means**2)
+        return np.asarray(np.sqrt(np.maximum(second - self.mean**2, 0.0)))
+
+    def surer(self, share: float) -> Mixture:
+        """Return the same means, with so much of each deviation."""
+        return replace(self, deviations=self.deviations * share)
+
+    def gain_over(self, log_speed: float) -> Array:
+        """Return the expected share by which each is faster than a speed; never below 0.
+
+        More than `GAIN_MAX` is not believed of any: where next to nothing is known, the far end of
+        a distribution would outweigh all that is likely.
+        """
+        most = math.log1p(GAIN_MAX)
+        gains = [
+            gain_over(mean, deviation, log_speed)
+            - gain_over(mean, deviation, log_speed + most) * (1.0 + GAIN_MAX)
+            for mean, deviation in zip(self.means, self.deviations, strict=True)
+        ]
+        return np.asarray(self.weights @ np.array(gains))
+
+    def chance_over(self, log_speed: float) -> Array:
+        """Return the probability that each is faster than a speed."""
+        return np.asarray(self.weights @ ndtr((self.means - log_speed) / self.deviations))
+
+
+def gain_over(mean: Array, deviation: Array, log_speed: float) -> Array:
+    """Return E[max(0, speed / reference - 1)] where the log speed is normal."""
+    edge = (mean - log_speed) / deviation
+    faster = np.exp(np.minimum(mean - log_speed + 0.5 * deviation**2, 50.0)) * ndtr(
+        edge + deviation
+    )
+    return np.asarray(np.maximum(faster - ndtr(edge), 0.0))
+
+
+class SpeedBelief:
+    """What is believed of the configurations' speeds.
+
+    Args:
+        columns: the properties by which they are compared.
+        log_tokens: logarithm of each one's tokens per optimizer step.
+        physics: predicts their steps; None where nothing does.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column], *, log_tokens: Array, physics: Physics | None
+    ) -> None:
+        self._columns = [column for column in columns if not column.is_constant]
+        self._log_tokens = log_tokens
+        self._physics = physics
+        none = np.zeros(len(log_tokens))
+        self._launch_shares = none if physics is None else physics.launch_shares
+
+    def given(self, observed: Observed) -> Mixture:
+        """Return the speeds of all configurations, given what was measured."""
+        observed = replace(
+            observed,
+            noise=np.hypot(observed.noise, LAUNCH_NOISE * self._launch_shares[observed.rows]),
+        )
+        views = [view for view in VIEWS if self._physics is not None or not view.is_physical]
+        if not self._columns:
+            views = views[:1]
+        found = [self._under(view, observed) for view in views]
+        logs = np.array([math.log(v.weight) + f[2] for v, f in zip(views, found, strict=True)])
+        weights = np.exp(logs - logs.max())
+        return Mixture(
+            weights / weights.sum(),
+            np.array([f[0] for f in found]),
+            np.array([f[1] for f in found]),
+        )
+
+    def _under(self, view: View, observed: Observed) -> tuple[Array, Array, float]:
+        """Return mean and deviation of every log speed, and the log likelihood of the measured."""
+        if view.is_physical and view.trend is None:
+            return self._physical(view, observed)
+        basis, spread = self._hints(view)
+        level = float(np.mean(observed.log_speed)) if len(observed) else 0.0
+        prior = np.full(len(self._log_tokens), level)
+        return self._solve(view, observed, prior, basis, spread)
+
+    def _physical(self, view: View, observed: Observed) -> tuple[Array, Array, float]:
+        physics = self._physics
+        assert physics is not None, "a physical view needs a physical model"
+        rows, spread = observed.rows, physics.spread
+        factors = np.zeros(len(spread))
+        residuals = self._residuals(view, rows, rows) + np.diag(observed.noise**2)
+        for _ in range(LINEARIZATIONS if len(observed) else 0):
+            slopes = -physics.slopes(factors, rows)
+            seconds = physics.log_seconds(factors, rows)
+            straight = self._log_tokens[rows] - seconds - slopes @ factors
+            covariance = slopes @ spread @ slopes.T + residuals
+            pulled = cho_solve(cho_factor(covariance), observed.log_speed - straight)
+            factors = spread @ slopes.T @ pulled
+        basis = -physics.slopes(factors, slice(None))
+        seconds = physics.log_seconds(factors, slice(None))
+        prior = self._log_tokens - seconds - basis @ factors
+        return self._solve(view, observed, prior, basis, spread)
+
+    def _hints(self, view: View) -> tuple[Array, Array]:
+        columns, variances = [np.ones_like(self._log_tokens)], [_LEVEL**2]
+        if view.trend is not None and self._physics is not None:
+            unchanged = np.zeros(len(self._physics.spread))
+            seconds = self._physics.log_seconds(unchanged, slice(None))
+            for hint in (seconds, self._log_tokens):
+                columns.append(hint - hint.mean())
+                variances.append(view.trend**2)
+        return np.stack(columns, axis=1), np.diag(variances)
+
+    def _solve(
+        self, view: View, observed: Observed, prior: Array, basis: Array, spread: Array
+    ) -> tuple[Array, Array, float]:
+        """Return the posterior where log speed is ``prior`` + ``basis`` x weights + residuals."""
+        rows = observed.rows
+        wide = basis @ spread
+        unexplained = (view.offset**2 + view.residual**2) * self._doubt(view) ** 2
+        before = np.einsum("ij,ij->i", wide, basis) + unexplained
+        if not len(observed):
+            return prior, np.sqrt(before), 0.0
+        across = wide @ basis[rows].T + self._residuals(view, slice(None), rows)
+        covariance = across[rows] + np.diag(observed.noise**2 + JITTER)
+        factor = cho_factor(covariance, lower=True)
+        errors = observed.log_speed - prior[rows]
+        pulled = cho_solve(factor, errors)
+        mean = prior + across @ pulled
+        known = np.einsum("ij,ji->i", across, cho_solve(factor, across.T))
+        likelihood = -0.5 * errors @ pulled - np.log(np.diag(factor[0])).sum()
+        return mean, np.sqrt(np.maximum(before - known, 1e-10)), float(likelihood)
+
+    def _residuals(self, view: View, rows: Codes | slice, others: Codes) -> Array:
+        """Return the covariance of what the model does not explain."""
+        count = len(self._log_tokens) if isinstance(rows, slice) else len(rows)
+        together, single = np.ones((count, len(others))), np.zeros((count, len(others)))
+        for column in self._columns:
+            alike = column.between(rows, others)
+            together *= alike
+            single += alike
+        share = view.offset**2 / max(1, len(self._columns))
+        doubt = self._doubt(view)
+        scale = doubt[rows][:, None] * doubt[others][None, :]
+        return np.asarray((share * single + view.residual**2 * together) * scale)
+
+    def _doubt(self, view: View) -> Array:
+        """Return how much of each configuration is left unexplained, relative to the least."""
+        is_explained = view.is_physical and view.trend is None
+        return 1.0 + LAUNCH_DOUBT * self._launch_shares * is_explained
+
+
+# Memory
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Predicted peaks of the configurations, with their uncertainty."""
+
+    log_bytes: Array
+    uncertainty: Array
+    """Relative: all but a few truths are within it."""
+    kinds: Codes
+    """Of which prediction's errors each partakes: compiled layers keep other tensors."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How much memory trials took: their peaks, or that it was more than the budget."""
+
+    rows: Codes
+    log_bytes: Array
+    is_bound: NDArray[np.bool_]
+    """Whether the number is only less than what it takes."""
+
+
+_RATIOS = np.linspace(-0.7, 0.7, 281)
+"""Log of truth over prediction, common to all configurations of a kind."""
+_SPREADS = np.array([0.003, 0.006, 0.012, 0.025, 0.05, 0.1, 0.2])
+"""How far single configurations may lie from that."""
+_ROOMS = np.unique(np.append(np.linspace(-1.5, 1.5, 61), np.linspace(-0.2, 0.2, 201)))
+"""Log distances to the budget at which a chance is worked out; between them it is a line."""
+_DOUBT = 0.1
+"""Probability that a prediction is off by more than it states."""
+
+
+def chance_to_fit(peaks: Peaks, seen: Seen, *, log_budget: float) -> Array:
+    """Return the probability that each configuration's peak is within the budget.
+
+    It is 1 where the peak is not predicted.
+    """
+    chance = np.ones(len(peaks.log_bytes))
+    for kind in np.unique(peaks.kinds):
+        of_kind = peaks.kinds == kind
+        stated = float(peaks.uncertainty[of_kind].max())
+        weights = _ratio_weights(stated, peaks, seen, kind)
+        room = log_budget - peaks.log_bytes[of_kind]
+        chance[of_kind] = np.interp(room, _ROOMS, _chances() @ weights.ravel())
+    return np.nan_to_num(chance, nan=1.0)
+
+
+@cache
+def _chances() -> Array:
+    """Return the chance to fit by log distance to the budget, and by ratio and spread."""
+    apart = _ROOMS[:, None, None] - _RATIOS[None, :, None]
+    return np.asarray(ndtr(apart / _SPREADS).reshape(len(_ROOMS), -1))
+
+
+def _ratio_weights(stated: float, peaks: Peaks, seen: Seen, kind: int) -> Array:
+    """Return the probability of each ratio and spread, given what was seen of one kind."""
+    narrow = np.exp(-0.5 * (_RATIOS / (stated / 3.0)) ** 2)
+    broad = np.exp(-0.5 * (_RATIOS / 0.3) ** 2)
+    ratio = (1 - _DOUBT) * narrow / narrow.sum() + _DOUBT * broad / broad.sum()
+    usual = np.exp(-0.5 * (np.log(_SPREADS / max(stated / 3.0, 0.004)) / 0.7) ** 2)
+    spread = usual / usual.sum() + 1e-3
+    logs = np.log(ratio)[:, None] + np.log(spread / spread.sum())[None, :]
+    for row, log_bytes, is_bound in zip(seen.rows, seen.log_bytes, seen.is_bound, strict=True):
+        if peaks.kinds[row] != kind or np.isnan(peaks.log_bytes[row]):
+            continue
+        off = (log_bytes - peaks.log_bytes[row] - _RATIOS[:, None]) / _SPREADS[None, :]
+        logs += log_ndtr(-off) if is_bound else -0.5 * off**2 - np.log(_SPREADS)[None, :]
+    weights = np.exp(logs - logs.max())
+    return np.asarray(weights / weights.sum())

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError, NothingFits
+from search_spaces.gpus import GIB
+from search_spaces.models import load_model_spec
+from storage.records import Crashed, OutOfMemory
+from storage.surfaces import read_surface, surface_text
+from tests.sweep.imagined_study import TRIALS, a_record, a_snapshot
+
+MODEL = load_model_spec("mistral-7b-v0.3")
+HEADER: dict[str, Any] = {
+    "surface": 1,
+    "model": "mistral-7b-v0.3",
+    "model_config": MODEL.config,
+    "gpu": "h200",
+    "measured_on": "NVIDIA H200",
+}
+ROW: dict[str, Any] = {
+    "config": {"micro_batch_size": 8},
+    "verdict": "fits",
+    "tokens_per_second": 8000.0,
+    "step_seconds": 0.5,
+    "peak_allocated_bytes": 8 * GIB,
+    "peak_reserved_bytes": 9 * GIB,
+    "device_seconds": 6.0,
+}
+NO_NUMBERS = dict.fromkeys(
+    ("tokens_per_second", "step_seconds", "peak_allocated_bytes", "peak_reserved_bytes"), None
+)
+OOM = ROW | NO_NUMBERS | {"verdict": "oom"}
+
+
+def without(values: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != key}
+
+
+def a_file(directory: Path, *lines: Any) -> str:
+    path = directory / "s.jsonl"
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def test_a_surface_says_what_was_measured_and_a_key_left_out_takes_its_default(
+    tmp_path: Path,
+) -> None:
+    longer = OOM | {"config": {"micro_batch_size": 64, "packing": "none"}, "comment": "ignored"}
+    surface = read_surface(a_file(tmp_path, HEADER, ROW, "", longer))
+    assert surface.model.config["hidden_size"] == 4096
+    assert (surface.gpu, surface.card.name) == ("h200", "h200")
+    fits, oom = surface.rows
+    assert fits.config == TrialConfig(micro_batch_size=8)
+    assert oom.config == TrialConfig(micro_batch_size=64)
+    assert fits.fits(8 * GIB)
+    assert not fits.fits(8 * GIB - 1)
+    assert not oom.fits(1000 * GIB)
+    assert surface.fitting(8 * GIB) == (fits,)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "the file is empty"),
+        ([HEADER], "no trial in it"),
+        ([ROW], "line 1: surface is missing"),
+        ([HEADER | {"surface": 2}, ROW], "line 1: surface is of version 2, and this sweep reads 1"),
+        ([HEADER | {"surface": "1"}, ROW], "line 1: surface must be its version, 1, got '1'"),
+        ([HEADER | {"gpu": "h2000"}, ROW], "line 1: gpu: unknown GPU 'h2000'; did you mean 'h200'"),
+        (
+            [HEADER | {"measured_on": "Voodoo 2"}, ROW],
+            "line 1: measured_on: unknown GPU 'Voodoo 2'",
+        ),
+        ([without(HEADER, "model_config"), ROW], "line 1: model_config is missing"),
+        (
+            [HEADER | {"model_config": {"model_type": "llama"}}, ROW],
+            "line 1: model_config: num_hidden_layers is missing",
+        ),
+        ([HEADER, without(ROW, "verdict")], "line 2: verdict is missing"),
+        ([HEADER, without(ROW, "device_seconds")], "line 2: device_seconds is missing"),
+        ([HEADER, ROW | {"verdict": "pruned_slow"}], "line 2: verdict must be fits or oom, got"),
+        (
+            [HEADER, ROW | {"tokens_per_second": None}],
+            "line 2: tokens_per_second must be a number where the verdict is fits",
+        ),
+        ([HEADER, ROW | {"step_seconds": "1"}], "line 2: step_seconds must be a number, got '1'"),
+        ([HEADER, ROW | {"step_seconds": -1}], "line 2: step_seconds must be a number greater"),
+        (
+            [HEADER, ROW | {"config": {"micro_batch": 8}}],
+            "line 2: config: unknown key 'micro_batch'; did you mean 'micro_batch_size'",
+        ),
+        (
+            [HEADER, ROW | {"config": {"packing": "packed"}}],
+            "line 2: config: packing 'packed' is not known to this version",
+        ),
+        ([HEADER, "{"], "line 2: not valid JSON"),
+        ([HEADER, "[]"], "line 2: must be a JSON object"),
+        (
+            [HEADER, ROW, ROW | {"tokens_per_second": 9000.0}],
+            "line 3: tokens_per_second 9000.0 contradicts line 2, which says 8000.0",
+        ),
+        ([HEADER, ROW, OOM], "line 3: verdict 'oom' contradicts line 2, which says 'fits'"),
+    ],
+)
+def test_a_bad_surface_is_refused_naming_file_line_and_key(
+    tmp_path: Path, lines: list[Any], message: str
+) -> None:
+    name = a_file(tmp_path, *lines)
+    with pytest.raises(InputError) as caught:
+        read_surface(name)
+    assert str(caught.value).startswith(name)
+    assert message in str(caught.value)
+
+
+def test_rows_that_agree_count_once_however_the_configuration_is_written(tmp_path: Path) -> None:
+    same = ROW | {"config": {"micro_batch_size": 8, "lora_alpha": 32}, "tokens_per_second": 8100.0}
+    surface = read_surface(a_file(tmp_path, HEADER, ROW, same, ROW))
+    assert len(surface.rows) == 1
+    assert surface.repeated == 2
+
+
+def test_a_study_is_a_surface_of_what_was_measured(tmp_path: Path) -> None:
+    oom = a_record(10, TrialConfig(micro_batch_size=64), outcome=OutOfMemory(stage="forward"))
+    crashed = a_record(11, TrialConfig(micro_batch_size=32), outcome=Crashed(phase="attach"))
+    again = a_record(12, TRIALS[0].config, device_seconds=2.5)
+    snapshot = a_snapshot(*TRIALS, oom, crashed, again, emulated_on="NVIDIA H200")
+    surface = read_surface(a_file(tmp_path, surface_text(snapshot)))
+    assert surface.card.name == "h200"
+    assert surface.gpu == "a10"
+    assert {row.config for row in surface.rows} == {r.config for r in (*TRIALS, oom)}
+    by_config = {row.config: row for row in surface.rows}
+    assert by_config[oom.config].verdict == "oom"
+    row = by_config[again.config]
+    assert again.measurement is not None
+    assert row.tokens_per_second == again.measurement.tokens_per_second
+    assert row.device_seconds == 2.5
+
+
+def test_a_study_of_which_nothing_was_measured_is_no_surface() -> None:
+    with pytest.raises(NothingFits, match="has nothing to export"):
+        surface_text(a_snapshot())
+
+
+def test_a_study_on_a_card_that_the_catalogue_lacks_is_no_surface() -> None:
+    with pytest.raises(InputError, match="a surface is of a card of the catalogue"):
+        surface_text(a_snapshot(*TRIALS, emulated_on="Voodoo 2"))

@@ -1,0 +1,148 @@
+"""Memory of many configurations at once: each needs what it needs alone, and what a plain walk
+through its step, number by number, says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.models import load_model_spec
+from sweep.predict.memory.arrays import FITS
+from sweep.predict.memory.peaks import find_peaks
+from sweep.predict.memory.polynomials import evaluate
+from sweep.predict.memory.predictor import Fit, TracingPredictor
+from sweep.predict.memory.profile_store import TracingChild
+from sweep.predict.memory.profiles import Account
+from sweep.predict.memory.step import Step
+from tests.sweep.predict.memory.imagined_profile import KIB, MODEL, ImaginedTracer
+from tests.sweep.predict.memory.test_memory import FailingTracer
+from tests.sweep.predict.mixed_space import mixed_configs
+
+VARYING = ("gradients", "activations", "loss")
+
+
+def walked(step: Step) -> tuple[str, dict[str, int]]:
+    """When the most comes and goes, and how much of it is alive then."""
+    repeats = Counter(zip(step.profile.positions, step.flags, strict=True))
+
+    def scaled(account: Account, flag: bool) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for key, polynomial in account.items():
+            part, _, layer = key.partition(" ")
+            times = repeats[int(layer), flag] if layer else 1
+            total[part] += times * evaluate(polynomial, step.values)
+        return total
+
+    alive = dict.fromkeys(VARYING, 0)
+    best, moment, most = dict(alive), "forward", -1
+    for visit in step.visits():
+        own = visit.is_checkpointed
+        for peak in step.segment(visit).peaks:
+            parts = scaled(peak, own)
+            if sum(alive.values()) + sum(parts.values()) > most:
+                best = {part: alive[part] + parts[part] for part in VARYING}
+                most, moment = sum(best.values()), visit.moment
+        kept = scaled(step.segment(visit).kept, own)
+        for flag, profile in step.profiles.items():
+            if flag != own:
+                kept.update(scaled(profile.segments[visit.name].repeated, flag))
+        for part in VARYING:
+            if part != "gradients" or not step.accumulates:
+                alive[part] += kept[part]
+    return moment, best
+
+
+def assert_as_walked(steps: list[Step]) -> None:
+    peaks = find_peaks(steps)
+    for row, step in enumerate(steps):
+        moment, alive = walked(step)
+        passing = dict(zip(VARYING, (2, 4, 5), strict=True))
+        for part, index in passing.items():
+            assert peaks.passing[index, row] - peaks.there[index, row] == alive[part]
+        if peaks.moment(row) != "optimizer":
+            assert peaks.moment(row) == moment
+
+
+def steps_of(predictor: TracingPredictor, configs: list[TrialConfig]) -> list[Step]:
+    return list(predictor.predict_all(configs).steps.values())
+
+
+@pytest.mark.parametrize("tracer", [ImaginedTracer(), ImaginedTracer(loss_bytes=0, window=600)])
+def test_the_most_alive_is_that_of_a_walk_number_by_number(
+    tmp_path: Path, tracer: ImaginedTracer
+) -> None:
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    assert_as_walked(steps_of(predictor, mixed_configs(120)))
+
+
+def test_the_most_alive_in_a_real_model_is_that_of_a_walk_number_by_number(
+    tracing_child: TracingChild, profile_cache: Path
+) -> None:
+    model = load_model_spec("tinyllama-1.1b")
+    predictor = TracingPredictor(model, cache_dir=profile_cache, tracer=tracing_child)
+    held = {"target_modules": "attention", "compute_dtype": "bf16", "quantization": "nf4"}
+    alike = {"double_quant": True, "adapter_dtype": "fp32", "attention": "sdpa", "compile": False}
+    configs = mixed_configs(60, lora_dropout=0.0, kernels="fused-loss", **held, **alike)
+    assert_as_walked(steps_of(predictor, configs))
+
+
+def test_each_of_many_configurations_needs_what_it_needs_alone(tmp_path: Path) -> None:
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer(window=600))
+    configs = mixed_configs(100, seed=1)
+    memory = predictor.predict_all(configs)
+    peaks = memory.peak_allocated_bytes
+    for row, config in enumerate(configs):
+        alone = predictor.predict(config)
+        prediction = memory.prediction(row)
+        assert peaks[row] == prediction.peak_allocated_bytes == alone.peak_allocated_bytes
+        assert prediction.breakdown == alone.breakdown
+        assert prediction.moment == alone.moment
+        assert sum(prediction.breakdown.values()) == peaks[row]
+
+
+def test_each_of_many_configurations_fits_as_it_does_alone(tmp_path: Path) -> None:
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
+    configs = mixed_configs(150, seed=2)
+    memory = predictor.predict_all(configs)
+    found = set()
+    for budget in np.quantile(memory.peak_allocated_bytes, (0.0, 0.3, 0.5, 0.7, 1.0)).astype(int):
+        codes = memory.fits(int(budget))
+        expected = [predictor.predict(config).fits(int(budget)) for config in configs]
+        assert [FITS[code] for code in codes] == expected
+        found.update(expected)
+    assert found == set(Fit)
+
+
+def test_what_cannot_be_traced_has_no_peak_and_others_have(tmp_path: Path) -> None:
+    tracer = FailingTracer(InputError("no such modules"))
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    configs = [TrialConfig(target_modules=modules) for modules in ("qv", "attention")]
+    memory = predictor.predict_all(configs)
+    assert memory.peak_allocated_bytes.tolist() == [
+        -1,
+        predictor.predict(configs[1]).peak_allocated_bytes,
+    ]
+    assert [FITS[code] for code in memory.fits(10**15)] == [Fit.UNCERTAIN, Fit.YES]
+    assert [str(error) for error in memory.refused.values()] == ["no such modules"]
+
+
+def test_the_largest_sizes_that_can_be_typed_are_exact(tmp_path: Path) -> None:
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer(window=600))
+    huge = TrialConfig(micro_batch_size=65_536, seq_len=10_000_000)
+    memory = predictor.predict_all([TrialConfig(), huge])
+    prediction = memory.prediction(1)
+    assert prediction.breakdown["loss"] == 64 * KIB * 65_536 * 10_000_000
+    assert prediction.breakdown["activations"] > 65_536 * 10_000_000**2
+    assert_as_walked(steps_of(predictor, [huge]))
+    assert FITS[memory.fits(10**15)[1]] is Fit.NO
+
+
+def test_no_configuration_needs_nothing(tmp_path: Path) -> None:
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
+    assert predictor.predict_all([]).peak_allocated_bytes.shape == (0,)

@@ -1,0 +1,275 @@
+"""Where profiles come from when a whole space's are wanted: one process or several, or none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault, SweepError
+from search_spaces.models import ModelSpec
+from sweep.predict.memory import profile_store
+from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.profile_store import Traced, TracingChild, TracingChildren
+from sweep.predict.memory.profiles import Structure, Untraceable
+from tests.sweep.predict.memory.imagined_profile import MODEL, WEIGHTS, ImaginedTracer
+
+SPACE = [
+    TrialConfig(upcast_fp32=upcast, kernels=kernels, target_modules=targets, seq_len=length)
+    for upcast in (True, False)
+    for kernels in ("hf", "fused-loss", "liger")
+    for targets in ("qv", "attention")
+    for length in (256, 512)
+]
+STRUCTURES = 12
+
+
+class FaultyTracer(ImaginedTracer):
+    """Fails at structures of its choice, each time in the same way."""
+
+    def __init__(self, faults: dict[str, list[Exception]]) -> None:
+        super().__init__()
+        self.faults = faults
+
+    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
+        profile = super().trace(model, structure)
+        faults = self.faults.get(structure.config.kernels, [])
+        if faults:
+            raise faults.pop(0)
+        return profile
+
+
+def test_a_whole_space_is_traced_ahead_and_then_predicted_without_tracing(tmp_path: Path) -> None:
+    tracer, told = ImaginedTracer(), []
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    predictor.prepare(SPACE, on_progress=lambda done, of: told.append((done, of)))
+    assert told == [(done, STRUCTURES) for done in range(STRUCTURES + 1)]
+    for config in SPACE:
+        predictor.predict(config)
+    assert len(tracer.asked) == STRUCTURES
+
+
+def test_what_is_kept_is_neither_traced_nor_told_of(tmp_path: Path) -> None:
+    TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer()).prepare(SPACE)
+    tracer, told = ImaginedTracer(), []
+    TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer).prepare(
+        SPACE, on_progress=lambda *counts: told.append(counts)
+    )
+    assert (tracer.asked, told) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("fractions", "structures"), [([1.0], 1), ([0.0], 1), ([0.5], 2), ([0.0, 0.25, 1.0], 2)]
+)
+def test_recomputed_layers_and_others_are_traced_where_a_configuration_has_them(
+    tmp_path: Path, fractions: list[float], structures: int
+) -> None:
+    tracer = ImaginedTracer()
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    configs = [TrialConfig(checkpoint_fraction=fraction) for fraction in fractions]
+    predictor.prepare(configs)
+    assert len(tracer.asked) == structures
+    for config in configs:
+        predictor.predict(config)
+    assert len(tracer.asked) == structures
+
+
+def test_masks_are_traced_ahead_for_the_lengths_that_need_them(tmp_path: Path) -> None:
+    tracer = ImaginedTracer(window=400)
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    predictor.prepare(SPACE)
+    assert [structure.is_long for structure in tracer.asked] == [False] * 12 + [True] * 12
+    for config in SPACE:
+        predictor.predict(config)
+    assert len(tracer.asked) == 2 * STRUCTURES
+
+
+@pytest.mark.parametrize(("is_same", "traced"), [(True, ["bf16"]), (False, ["bf16", "fp16"])])
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_fp16_is_traced_only_where_it_is_not_known_to_come_to_the_same(
+    tmp_path: Path, is_same: bool, traced: list[str], is_prepared: bool
+) -> None:
+    tracer = ImaginedTracer(is_same_in_fp16=is_same)
+    config = TrialConfig(compute_dtype="fp16")
+    for _ in range(2):
+        predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+        if is_prepared:
+            predictor.prepare([config])
+        predictor.predict(config)
+        predictor.predict(config)
+    assert [structure.config.compute_dtype for structure in tracer.asked] == traced
+
+
+def test_structures_that_cannot_be_traced_leave_the_others_alone(tmp_path: Path) -> None:
+    tracer = FaultyTracer({"liger": [Untraceable("loops over the tokens")] * 99})
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    predictor.prepare(SPACE)
+    assert len(tracer.asked) == STRUCTURES
+    for config in SPACE:
+        if config.kernels == "liger":
+            with pytest.raises(Untraceable, match="loops over the tokens"):
+                predictor.predict(config)
+        else:
+            predictor.predict(config)
+    assert len(tracer.asked) == STRUCTURES
+
+
+def test_a_process_that_dies_now_and_then_loses_no_structure(tmp_path: Path) -> None:
+    tracer = FaultyTracer({"fused-loss": [EnvironmentFault("gave no answer")] * 2})
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    predictor.prepare(SPACE)
+    assert all(predictor.predict(c).peak_allocated_bytes > WEIGHTS for c in SPACE)
+    assert len(tracer.asked) == STRUCTURES + 2
+
+
+def test_a_process_that_dies_of_everything_is_given_up_after_three_structures(
+    tmp_path: Path,
+) -> None:
+    every = {kernels: [EnvironmentFault("gave no answer")] * 99 for kernels in ("hf", "liger")}
+    tracer = FaultyTracer({**every, "fused-loss": every["hf"]})
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    ended = []
+    for _ in range(6):
+        try:
+            predictor.prepare(SPACE)
+            ended.append("done")
+        except EnvironmentFault as error:
+            ended.append(str(error))
+    assert "cannot be traced: gave no answer" in ended[0]
+    assert ended[-1] == "done"
+    tried = len(tracer.asked)
+    with pytest.raises(Untraceable):
+        predictor.predict(SPACE[-1])
+    assert len(tracer.asked) == tried <= 3 * (1 + 2) + 6
+
+
+_ECHO = """
+import json, os, sys, time
+for line in sys.stdin:
+    structure = json.loads(line)["structure"]["config"]
+    if structure["kernels"] == sys.argv[1]:
+        {misbehave}
+    time.sleep({seconds})
+    print(json.dumps({{"profile": {{"pid": os.getpid(), **structure}}}}), flush=True)
+"""
+
+
+def _children(count: int, misbehave: str = "pass", *, seconds: float = 0.0) -> TracingChildren:
+    program = _ECHO.format(misbehave=misbehave, seconds=seconds)
+    return TracingChildren(count, command=(sys.executable, "-c", program, "liger"))
+
+
+def _structures(count: int, **keys: Any) -> list[Structure]:
+    targets = [TrialConfig(target_modules=(f"module_{number}",), **keys) for number in range(count)]
+    return [Structure.of(config, is_checkpointed=True) for config in targets]
+
+
+def _answers(children: TracingChildren, asked: list[Structure]) -> dict[Structure, Traced]:
+    return dict(children.trace_all(MODEL, asked))
+
+
+def test_several_children_share_the_structures_and_are_gone_afterwards() -> None:
+    asked = _structures(48)
+    children = _children(3, seconds=0.02)
+    answers = _answers(children, asked)
+    assert set(answers) == set(asked)
+    for structure, answer in answers.items():
+        assert isinstance(answer, dict)
+        assert tuple(answer["target_modules"]) == structure.config.target_modules
+    assert len({answer["pid"] for answer in answers.values() if isinstance(answer, dict)}) == 3
+    assert all(child._process is None for child in children._children)
+
+
+def test_a_few_structures_are_not_worth_a_further_child() -> None:
+    answers = _answers(_children(3), _structures(5))
+    assert len({answer["pid"] for answer in answers.values() if isinstance(answer, dict)}) == 1
+
+
+def test_a_child_that_dies_is_replaced_and_the_others_go_on() -> None:
+    fatal = _structures(1, kernels="liger")
+    answers = _answers(_children(2, "sys.exit('out of luck')"), [*_structures(30), *fatal])
+    faults = [s for s, answer in answers.items() if isinstance(answer, EnvironmentFault)]
+    assert faults == fatal
+    assert "out of luck" in str(answers[fatal[0]])
+    assert len(answers) == 31
+
+
+def test_a_child_that_hangs_is_killed_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(profile_store, "_DEADLINE_SECONDS", 1.0)
+    hanging = _structures(1, kernels="liger")
+    began = time.monotonic()
+    answers = _answers(_children(2, "time.sleep(60)"), [*hanging, *_structures(30)])
+    assert [s for s, a in answers.items() if isinstance(a, EnvironmentFault)] == hanging
+    assert len(answers) == 31
+    assert time.monotonic() - began < 30
+
+
+def test_children_end_where_nobody_waits_for_their_answers() -> None:
+    children = _children(2, seconds=0.01)
+    answers = children.trace_all(MODEL, _structures(30))
+    next(answers)
+    processes = [child._process for child in children._children]
+    answers.close()
+    assert all(process is not None and process.poll() is not None for process in processes)
+
+
+def test_two_real_children_trace_what_one_does(
+    tracing_child: TracingChild, profile_cache: Path
+) -> None:
+    """Their profiles depend neither on who traced them nor on what was traced before."""
+    model = ModelSpec(
+        "small",
+        "directory",
+        {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "vocab_size": 512,
+        },
+    )
+    asked = [
+        Structure.of(config.model_copy(update=keys), is_checkpointed=is_checkpointed)
+        for config in SPACE[::6]
+        for keys in (
+            {},
+            {"compute_dtype": "fp16"},
+            {"attention": "eager"},
+            {"attention": "eager", "compute_dtype": "fp16"},
+            {"adapter_dtype": "bf16"},
+            {"adapter_dtype": "bf16", "compute_dtype": "fp16"},
+        )
+        for is_checkpointed in (True, False)
+    ]
+    answers = dict(TracingChildren(2).trace_all(model, asked))
+    for structure in reversed(asked):
+        try:
+            alone: Traced = tracing_child.trace(model, structure)
+        except SweepError as error:
+            alone = error
+        assert answers[structure] == alone
+    shared = [s for s in asked if (twin := s.in_bf16()) and answers[twin]["is_same_in_fp16"]]
+    assert shared
+    assert all(answers[s] == answers[s.in_bf16()] for s in shared)
+    # A mask in fp32 widens the scores before the softmax; without it that sees a 16-bit type.
+    told_apart = [s for s in asked if s.config.attention == "eager" and not s.config.upcast_fp32]
+    assert not any(answers[s]["is_same_in_fp16"] for s in told_apart)
+
+
+def test_a_base_of_two_kinds_of_layers_takes_no_tracing_but_of_each_kind(tmp_path: Path) -> None:
+    tracer = ImaginedTracer()
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    configs = [TrialConfig(quantized_fraction=share) for share in (1.0, 0.75, 0.5, 0.25)]
+    predictor.prepare(configs)
+    assert {s.config.quantization for s in tracer.asked} == {"nf4", "none"}
+    assert len(tracer.asked) == 2
+    for config in configs:
+        predictor.predict(config)
+    assert len(tracer.asked) == 2

@@ -1,0 +1,93 @@
+"""Step times of many configurations at once: each is what it is alone, under any calibration."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.gpus import find_gpu
+from search_spaces.models import ModelSpec, load_model_spec
+from sweep.predict.speed.arrays import StepTimes
+from sweep.predict.speed.calibration import FACTORS, Calibration, calibrate
+from sweep.predict.speed.predictor import predict_step
+from tests.sweep.predict.mixed_space import mixed_configs
+
+MISTRAL = load_model_spec("mistral-7b-v0.3")
+CALIBRATION = Calibration("a10", 7, {f: 0.7 + 0.1 * i for i, f in enumerate(FACTORS)}, 0.02)
+
+
+@pytest.mark.parametrize("calibration", [None, CALIBRATION])
+@pytest.mark.parametrize("model", ["mistral-7b-v0.3", "qwen3-8b"])
+@pytest.mark.parametrize("gpu", ["a10", "t4", "rtx-4090"])
+def test_each_of_many_configurations_takes_as_long_as_it_does_alone(
+    gpu: str, model: str, calibration: Calibration | None
+) -> None:
+    configs, spec, card = mixed_configs(80), load_model_spec(model), find_gpu(gpu)
+    times = StepTimes(configs, model=spec, gpu=card)
+    seconds, uncertainty = times.seconds(calibration), times.uncertainty(calibration)
+    for row, config in enumerate(configs):
+        try:
+            alone = predict_step(config, model=spec, gpu=card, calibration=calibration)
+        except InputError:
+            assert math.isnan(seconds[row])
+            assert math.isnan(uncertainty[row])
+            continue
+        assert seconds[row] == pytest.approx(alone.step_seconds, rel=1e-9)
+        assert uncertainty[row] == pytest.approx(alone.uncertainty, rel=1e-9)
+        assert sum(alone.terms.values()) == pytest.approx(alone.step_seconds, rel=1e-9)
+
+
+def test_slopes_are_the_derivatives_of_the_seconds() -> None:
+    times = StepTimes(mixed_configs(60), model=MISTRAL, gpu=find_gpu("h200"))
+    slopes = times.slopes(CALIBRATION)
+    assert slopes @ np.array(list(CALIBRATION.factors.values())) == pytest.approx(
+        times.seconds(CALIBRATION), rel=1e-9
+    )
+    for column, factor in enumerate(FACTORS):
+        step = 1e-5
+        ends = [
+            times.seconds(
+                Calibration(
+                    "a10", 7, {**CALIBRATION.factors, factor: CALIBRATION.factors[factor] + side}, 0
+                )
+            )
+            for side in (-step, step)
+        ]
+        assert (ends[1] - ends[0]) / (2 * step) == pytest.approx(
+            slopes[:, column], rel=1e-4, abs=1e-9
+        )
+
+
+def test_an_architecture_that_is_not_known_has_no_step_time() -> None:
+    unknown = ModelSpec("new", "directory", {**MISTRAL.config, "model_type": "new"})
+    times = StepTimes(mixed_configs(3), model=unknown, gpu=find_gpu("a10"))
+    assert np.isnan(times.seconds(None)).all()
+    assert np.isnan(times.slopes(None)).all()
+    assert np.isnan(times.uncertainty(None)).all()
+
+
+def test_a_compute_type_that_the_card_has_no_rate_for_has_no_step_time() -> None:
+    configs = [TrialConfig(compute_dtype=dtype) for dtype in ("bf16", "fp16")]
+    times = StepTimes(configs, model=MISTRAL, gpu=find_gpu("t4"))
+    assert np.isnan(times.seconds(None)).tolist() == [True, False]
+    assert np.isnan(times.slopes(None)).all(axis=1).tolist() == [True, False]
+
+
+def test_no_configuration_is_no_number() -> None:
+    assert StepTimes([], model=MISTRAL, gpu=find_gpu("a10")).seconds(None).shape == (0,)
+
+
+def test_a_calibration_finds_the_card_that_trials_were_made_with() -> None:
+    gpu, draw = find_gpu("a10"), random.Random(1)
+    configs = mixed_configs(40, compute_dtype="bf16")
+    truth = Calibration("a10", 1, {f: draw.uniform(0.9, 1.3) for f in FACTORS}, 0.0)
+    seconds = StepTimes(configs, model=MISTRAL, gpu=gpu).seconds(truth)
+    found = calibrate(list(zip(configs, seconds.tolist(), strict=True)), model=MISTRAL, gpu=gpu)
+    assert found.relative_error < 0.005
+    others = StepTimes(mixed_configs(40, seed=1, compute_dtype="bf16"), model=MISTRAL, gpu=gpu)
+    assert others.seconds(found) == pytest.approx(others.seconds(truth), rel=0.03)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sweep.sampling.belief import (
+    Array,
+    Column,
+    Mixture,
+    Observed,
+    Peaks,
+    Seen,
+    SpeedBelief,
+    chance_to_fit,
+    gain_over,
+)
+from tests.sweep.simulated_device import OneFactor
+
+KINDS = np.repeat([0, 1, 2], 8)
+SIZES = np.tile(np.arange(8.0), 3)
+LOG_TOKENS = np.log(1000.0) + 0.0 * SIZES
+TRUTH = 9.0 + 0.08 * SIZES + np.array([0.0, 0.1, 0.25])[KINDS]
+
+
+def a_belief(log_speed: Array) -> SpeedBelief:
+    """A belief whose physical model forecasts so."""
+    columns = [Column.of_numbers(SIZES, scale=2.0), Column.of_kinds(list(KINDS), common=0.5)]
+    return SpeedBelief(columns, log_tokens=LOG_TOKENS, physics=OneFactor(LOG_TOKENS - log_speed))
+
+
+def observed(*rows: int) -> Observed:
+    at = np.array(rows, dtype=np.intp)
+    return Observed(at, TRUTH[at], np.full(len(at), 0.01))
+
+
+def test_one_trial_calibrates_a_forecast_that_is_off_by_a_factor() -> None:
+    speed = a_belief(TRUTH - 0.3).given(observed(3))
+    assert np.abs(speed.mean - TRUTH).max() < 0.03
+    assert speed.weights.argmax() == 0
+
+
+def test_a_reversed_forecast_loses_its_say_and_the_trials_decide() -> None:
+    belief = a_belief(-TRUTH)
+    speed = belief.given(observed(0, 7, 9, 14, 18))
+    assert speed.weights[0] < 0.01
+    assert TRUTH[int(speed.mean.argmax())] > TRUTH.max() - 0.1
+
+
+def test_what_one_structure_has_over_its_forecast_is_believed_of_its_like() -> None:
+    flat = TRUTH - np.array([0.0, 0.0, 0.25])[KINDS]
+    speed = a_belief(flat).given(observed(0, 4, 10, 16, 20))
+    others = speed.mean - flat
+    assert others[KINDS == 2].mean() > others[KINDS == 0].mean() + 0.1
+
+
+def test_uncertainty_falls_where_something_was_measured() -> None:
+    before = a_belief(TRUTH).given(observed())
+    after = a_belief(TRUTH).given(observed(3))
+    assert after.deviation[3] < 0.3 * before.deviation[3]
+    assert after.deviation[3] < after.deviation[20] < before.deviation[20]
+
+
+def test_the_expected_gain_is_that_of_draws_from_the_distribution() -> None:
+    draws = np.exp(0.05 + 0.2 * np.random.default_rng(0).standard_normal(200_000))
+    exact = gain_over(np.array([0.05]), np.array([0.2]), 0.0)[0]
+    assert exact == pytest.approx(np.maximum(draws - 1, 0).mean(), rel=0.01)
+
+
+def test_no_gain_is_expected_beyond_what_a_trial_can_gain() -> None:
+    nobody_knows = Mixture(np.ones(1), np.zeros((1, 1)), np.full((1, 1), 5.0))
+    assert 0.3 < nobody_knows.gain_over(0.0)[0] < 1.0
+
+
+# Memory
+
+BUDGET = float(np.log(20.0))
+PREDICTED = np.log([10.0, 15.0, 19.0, 19.9, 20.5, 24.0, 30.0])
+
+
+def chances(*seen: tuple[int, float, bool]) -> Array:
+    """The chances to fit 20, given rows, logarithms of bytes, and whether each is but a bound."""
+    peaks = Peaks(PREDICTED, np.full(7, 0.015), np.zeros(7, dtype=np.intp))
+    rows, numbers, bounds = zip(*seen, strict=True) if seen else ((), (), ())
+    known = Seen(np.array(rows, dtype=np.intp), np.array(numbers), np.array(bounds, dtype=np.bool_))
+    return chance_to_fit(peaks, known, log_budget=BUDGET)
+
+
+def test_what_is_predicted_well_below_the_budget_fits_and_well_above_does_not() -> None:
+    chance = chances()
+    assert chance[0] > 0.95
+    assert chance[6] < 0.1
+    assert (np.diff(chance) < 0).all()
+
+
+def test_a_prediction_that_is_too_high_loosens_once_a_peak_is_measured() -> None:
+    chance = chances((0, float(PREDICTED[0] - np.log(1.3)), False))
+    assert chance[5] > 0.9
+    assert chance[6] < 0.1
+
+
+def test_a_prediction_that_is_too_low_tightens_once_something_ran_out() -> None:
+    assert chances((1, BUDGET, True))[2] < 0.3
+    assert chances((1, float(PREDICTED[1] + np.log(1.4)), False))[2] < 0.02
+
+
+def test_what_is_not_predicted_is_left_to_the_device() -> None:
+    peaks = Peaks(np.array([np.nan, 3.0]), np.full(2, 0.015), np.zeros(2, dtype=np.intp))
+    nothing = Seen(np.array([], dtype=np.intp), np.array([]), np.array([], dtype=np.bool_))
+    assert chance_to_fit(peaks, nothing, log_budget=BUDGET)[0] == 1.0
+
+
+def test_compiled_layers_say_nothing_of_eager_ones() -> None:
+    kinds = np.array([0, 1], dtype=np.intp)
+    peaks = Peaks(np.log([19.0, 19.0]), np.full(2, 0.015), kinds)
+    ran_out = Seen(np.array([1]), np.array([BUDGET]), np.array([True]))
+    chance = chance_to_fit(peaks, ran_out, log_budget=BUDGET)
+    assert chance[0] > 0.9
+    assert chance[1] < 0.5
