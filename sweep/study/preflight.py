@@ -30,16 +30,9 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from sweep.predict.memory.arrays import PeakMemory
-from sweep.predict.memory.predictor import (
-    COMPILED,
-    EAGER,
-    Fit,
-    MemoryPrediction,
-    MemoryPredictor,
-    Residuals,
-    TracingPredictor,
-)
+from sweep.predict.memory.arrays import WholeMemory, predict_nothing
+from sweep.predict.memory.prediction import Fit, MemoryPrediction
+from sweep.predict.memory.predictor import MemoryPredictor, Residuals
 from sweep.predict.speed.calibration import Calibration, calibrate
 from sweep.predict.speed.log_factors import LogFactors
 from sweep.predict.speed.predictor import predict_step
@@ -192,11 +185,14 @@ class Preflight:
 
     def foresee(self, configs: Sequence[TrialConfig]) -> Foreseen:
         """Return what is predicted of many configurations, whatever the trials have shown."""
-        peaks = self._peaks(configs)
+        whole = self._whole(configs)
+        peaks = np.where(
+            whole.peak_allocated_bytes < 0, np.nan, whole.peak_allocated_bytes.astype(float)
+        )
         return Foreseen(
             physics=None if self._speed is None else self._speed.physics(configs),
-            peak_bytes=peaks,
-            uncertainty=_stated(configs),
+            peak_bytes=None if np.isnan(peaks).all() else peaks,
+            uncertainty=whole.uncertainty,
             budget_bytes=self.budget_bytes,
             is_cut_up=self._is_cut_up,
             trainable_parameters=_trainable(configs, self._model),
@@ -274,17 +270,18 @@ class Preflight:
             del self._memory[next(iter(self._memory))]
         return known
 
-    def _peaks(self, configs: Sequence[TrialConfig]) -> NDArray[np.float64] | None:
-        """Return the predicted peaks, not a number for what is not predicted; None for none."""
+    def _whole(self, configs: Sequence[TrialConfig]) -> WholeMemory:
+        """Return what is predicted of the configurations, nothing of those that cannot be."""
         if self._predictor is None:
-            return None
-        if isinstance(self._predictor, TracingPredictor):
-            whole = PeakMemory(configs, predictor=self._predictor).peak_allocated_bytes
-            peaks = np.where(whole < 0, np.nan, whole.astype(float))
-        else:
-            asked = [self._asked(config) for config in configs]
-            peaks = np.array([np.nan if p is None else p.peak_allocated_bytes for p in asked])
-        return None if np.isnan(peaks).all() else peaks
+            return predict_nothing(configs)
+        try:
+            whole = self._predictor.predict_all(configs)
+        except SweepError as error:
+            self._say_not_predicted(error)
+            return predict_nothing(configs)
+        for refused in whole.refused.values():
+            self._say_not_predicted(refused)
+        return whole
 
     def _asked(self, config: TrialConfig) -> MemoryPrediction | None:
         """Return the predictor's answer, and None where it has none."""
@@ -336,11 +333,6 @@ class SpeedForecast:
         if record.verdict is Verdict.FITS and record.measurement is not None:
             self._observations.append((record.config, record.measurement.step_seconds))
             self._calibration = None
-
-
-def _stated(configs: Sequence[TrialConfig]) -> NDArray[np.float64]:
-    """Return how far the peaks may be off, as predictions state it."""
-    return np.array([(COMPILED if c.compile else EAGER).allocated for c in configs])
 
 
 def _trainable(configs: Sequence[TrialConfig], model: ModelSpec) -> NDArray[np.float64] | None:

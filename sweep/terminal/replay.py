@@ -23,7 +23,6 @@ from search_spaces.errors import InputError, NothingFits, SweepError, did_you_me
 from search_spaces.gpus import GIB, find_gpu
 from storage.surfaces import Surface, read_surface
 from sweep.paths import cache_directory
-from sweep.predict.memory.arrays import PeakMemory
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.sampling.encoding import identity
 from sweep.study.surface_replay import SAMPLERS, Recorded, SamplerName, Search, search
@@ -118,7 +117,7 @@ def predicted_peaks(surface: Surface) -> dict[str, int]:
         predictor.prepare(
             configs, on_progress=_Progress(f"structures of {surface.model.name} traced")
         )
-        peaks = PeakMemory(configs, predictor=predictor).peak_allocated_bytes
+        peaks = predictor.predict_all(configs).peak_allocated_bytes
     except SweepError as error:
         note(f"warning: memory is not predicted, so every sampler goes without: {error}")
         return {}

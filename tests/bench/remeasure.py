@@ -84,6 +84,10 @@ PRODUCERS: dict[str, Producer] = {
         DATA / "held_out_h200.jsonl",
         lambda out, seconds: _table(out, seconds, "--held-out", DATA / "models"),
     ),
+    "compiled": Producer(
+        DATA / "compiled_h200.jsonl",
+        lambda out, seconds: [_bench("compiled_peaks.py", out, "--seconds", seconds)],
+    ),
     "study_steps": Producer(DATA / "study_steps_h200.jsonl", _study_steps),
 }
 

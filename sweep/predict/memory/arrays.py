@@ -224,6 +224,6 @@ class PeakMemory:
         return result
 
 
-def predict_nothing() -> WholeMemory:
-    """Return what is predicted of no configuration."""
-    return PeakMemory((), ())
+def predict_nothing(configs: Sequence[TrialConfig] = ()) -> WholeMemory:
+    """Return predictions that refuse every one of some configurations."""
+    return PeakMemory(configs, [InputError("nothing is predicted")] * len(configs))

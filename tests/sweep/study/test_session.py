@@ -82,7 +82,7 @@ def test_what_was_typed_overrides_what_the_space_says() -> None:
         ({"trials": 3}, "a10"),
         ({"study": "mine"}, "mine"),
         ({"held": {"lora_rank": 8}}, "a10-lora_rank-8"),
-        ({"held": {"double_quant": True}}, "a10"),
+        ({"held": {"double_quant": False}}, "a10"),
         ({"held": {"compile": True, "target_modules": "qv"}}, "a10-target_modules-qv-compile-true"),
     ],
 )

@@ -60,6 +60,16 @@ def test_a_machine_with_everything_is_healthy_without_a_word_of_advice() -> None
     assert "NVIDIA A10" in findings_text(findings)
 
 
+@pytest.mark.parametrize(("gib", "is_small"), [(8, True), (12, True), (16, False), (24, False)])
+def test_owners_of_small_cards_are_told_what_may_serve_them_better(
+    gib: int, is_small: bool
+) -> None:
+    card = a_card(memory_bytes=gib * GIB, free_bytes=gib * GIB)
+    findings = check(a_machine(card=card))
+    assert any("Unsloth" in finding.detail for finding in findings) is is_small
+    assert is_healthy(findings)
+
+
 def test_a_machine_without_a_gpu_can_run_the_demo_and_is_told_so() -> None:
     findings = check(a_machine(card=None, libraries=ON_CPU))
     assert is_healthy(findings)
