@@ -78,10 +78,10 @@ class Ranking:
     @cached_property
     def ranked(self) -> tuple[TrialRecord, ...]:
         """The trials of the space that fit, each configuration once, the recommended one first."""
-        if not self._by_merit or not self.is_measured_again(self._by_merit[0]):
+        if not self._by_merit or not self._is_steady(self._by_merit[0]):
             return self._by_merit
         best = self._by_merit[0]
-        alike = (best, *(r for r in self._tied_with(best) if self.is_measured_again(r)))
+        alike = (best, *(r for r in self._tied_with(best) if self._is_steady(r)))
         recommended = min(alike, key=_wear)
         others = (r for r in self._by_merit if r.number != recommended.number)
         return (recommended, *others)
@@ -163,6 +163,10 @@ class Ranking:
             if record.number != best.number
             and all(_is_tied(o, mine, measured_of(record)) for o in self.objectives)
         )
+
+    def _is_steady(self, record: TrialRecord) -> bool:
+        """Whether a trial was measured again and its runs agree: noise makes no tie."""
+        return self.is_measured_again(record) and not measured_of(record).is_noisy
 
     def is_measured_again(self, record: TrialRecord) -> bool:
         """Whether a trial's speed is that of several runs which confirm it."""

@@ -95,6 +95,7 @@ class SupervisedRunner:
         self._log_path = log_path
         self._deadlines = deadlines or Deadlines()
         self._module = module
+        self._has_run = False
         self._worker: WorkerProcess | None = None
         self._is_ready = False
         self._phase: Phase = "start"
@@ -114,6 +115,7 @@ class SupervisedRunner:
             worker = self._ready_worker()
             command = RunCommand(config=config, steps=steps, is_soak=is_soak)
             worker.send(command.model_dump_json())
+            self._has_run = True
             self._phase = "attach"
             return self._follow(worker, observe)
         except WorkerSilent:
@@ -159,8 +161,9 @@ class SupervisedRunner:
             self._worker.kill()
 
     def renew(self) -> None:
-        """See `runner.Runner.renew`: the next `run` starts another worker."""
-        self._discard()
+        """See `runner.Runner.renew`: a worker that ran nothing yet is as fresh as another."""
+        if self._has_run:
+            self._discard()
 
     def close(self) -> None:
         """See `runner.Runner.close`."""
@@ -206,6 +209,7 @@ class SupervisedRunner:
         return self._worker
 
     def _discard(self, *, patience: float = 0.0) -> int:
+        self._has_run = False
         self._is_ready = False
         worker, self._worker = self._worker, None
         return 0 if worker is None else worker.close(patience=patience)

@@ -225,6 +225,8 @@ class GuidedSampler(BaseSampler):
             if trial.number == besides:
                 continue
             record = self._record(trial)
+            if record is not None and not _tells_the_search(record):
+                continue
             config = self._config(trial) if record is None else record.config
             if config is None:
                 continue
@@ -448,6 +450,13 @@ def _seen_memory(
             return row, budget_bytes * (1.0 - slack), True
         case _:
             return None
+
+
+def _tells_the_search(record: TrialRecord) -> bool:
+    """Whether a run says something of the search: one that measured a winner again only that it
+    ran out of memory, as its speed is that of another process and another hour.
+    """
+    return record.purpose == "search" or isinstance(record.outcome, OutOfMemory)
 
 
 def _noise(record: TrialRecord) -> float:

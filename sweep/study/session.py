@@ -271,7 +271,7 @@ def drive(
     interruption = Interruption(cancel=runner.cancel)
     try:
         with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
-            if _has_trials_left(study):
+            if work is tune and _has_trials_left(study):
                 # Its imports take longer than all that is done here until the first trial.
                 runner.start()
                 _trace_space(space, preflight, interruption=interruption, listener=listener)

@@ -202,6 +202,14 @@ def test_of_what_cannot_be_told_apart_the_one_with_the_most_memory_left_is_recom
     assert ranking.tied == (FAST.number,)
 
 
+def test_what_only_noise_keeps_from_being_told_apart_is_no_tie_to_choose_from_by_memory() -> None:
+    runs = Runs().runs(FAST, 150.0, 260.0, peak=19 * GIB).runs(SLOW, 130.0, 200.0, peak=5 * GIB)
+    ranking = ranked(BASE, SLOW, FAST, runs=runs)
+    assert ranking.is_unclear
+    assert ranking.winner is not None
+    assert ranking.winner.number == FAST.number
+
+
 def test_a_faster_one_that_can_be_told_apart_is_recommended_whatever_it_needs() -> None:
     runs = Runs().runs(FAST, 230.0, 231.0, peak=19 * GIB).runs(SLOW, 204.0, 205.0, peak=11 * GIB)
     ranking = ranked(BASE, SLOW, FAST, runs=runs)

@@ -166,6 +166,23 @@ def test_cancelling_from_another_thread_loses_the_trial_and_nothing_else(
     assert isinstance(misbehave(runner, how.EXIT), Crashed)
 
 
+def test_a_renewal_replaces_a_worker_that_ran_something_and_no_other(tmp_path: Path) -> None:
+    config = TrialConfig(micro_batch_size=1, seq_len=32, lora_rank=4, compute_dtype="fp32")
+    with SupervisedRunner(
+        load_model_spec("demo"), target=CPU, log_path=tmp_path / "worker.log"
+    ) as runner:
+        before = runner._ready_worker().process
+        runner.renew()
+        assert runner._ready_worker().process is before
+        assert isinstance(runner.run(config, steps=STEPS), Measured)
+        runner.renew()
+        assert _is_gone(before.pid)
+        after = runner._ready_worker().process
+        assert after.pid != before.pid
+        runner.renew()
+        assert runner._ready_worker().process is after
+
+
 def test_the_whole_process_group_is_killed(runner: SupervisedRunner, tmp_path: Path) -> None:
     assert isinstance(misbehave(runner, how.GRANDCHILD), TimedOut)
     log = (tmp_path / "logs" / "worker.log").read_text()

@@ -250,3 +250,26 @@ def test_the_outlook_says_what_is_left_and_falls_as_trials_tell() -> None:
     assert sampler.outlook(study).gain < after_one.gain
     assert sampler.outlook(study, besides=6).looked_at == sampler.outlook(study).looked_at + 1
     assert all(trial.state is TrialState.COMPLETE for trial in study.get_trials())
+
+
+def test_runs_that_measure_a_winner_again_teach_nothing_but_that_it_ran_out() -> None:
+    space = a_space()
+
+    def outlook(again: Outcome | None) -> tuple[float, TrialConfig | None]:
+        study = a_study(space, Foresight())
+        records = [step(study, space) for _ in range(3)]
+        if again is not None:
+            trial = study.ask()
+            record = a_record(
+                records[-1].config, again, number=trial.number, purpose="confirm", series=1
+            )
+            result = mapping.to_optuna(record, objectives=space.objectives, budget_bytes=BUDGET)
+            trial.set_user_attr(mapping.RECORD, result.attributes[mapping.RECORD])
+            study.tell(trial, state=result.state)
+        assert isinstance(study.sampler, GuidedSampler)
+        found = study.sampler.outlook(study)
+        return found.gain, found.config
+
+    slower = train(TrialConfig(micro_batch_size=1))
+    assert outlook(slower) == outlook(None)
+    assert outlook(OutOfMemory(stage="forward")) != outlook(None)

@@ -272,6 +272,22 @@ def test_the_runner_is_started_before_the_space_is_traced_and_closed_in_the_end(
     assert {c.kernels for c in predictor.prepared} == {"hf", "fused-loss", "liger"}
 
 
+def test_measuring_again_alone_traces_nothing_however_many_trials_are_left(home: Path) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+    run(prepared(trials=3, confirm=False), url, new_runner=small)
+    stored = read_study("cpu-demo", url=url, home=runs_directory()).definition
+    runner = EagerRunner()
+    what = prepare_again(
+        "cpu-demo",
+        stored.model_copy(update={"space": stored.space.model_copy(update={"trials": 9})}),
+        confirm={},
+        card=lambda: None,
+    )
+    run(what, url, work=confirm_anew, new_runner=lambda _: runner)
+    assert runner.calls[0] == "run"
+    assert "start" not in runner.calls
+
+
 def test_a_request_to_stop_while_the_space_is_traced_stops_before_the_first_trial(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
