@@ -245,7 +245,7 @@ class SpeedBelief:
         if view.is_physical and view.trend is None:
             return self._physical(view, observed)
         basis, spread = self._hints(view)
-        level = float(np.mean(observed.log_speed)) if len(observed) else 0.0
+        level = float(np.mean(observed.log_speed)) if len(observed) else self._forecast_level()
         prior = np.full(len(self._log_tokens), level)
         return self._solve(view, observed, prior, basis, spread)
 
@@ -266,6 +266,14 @@ class SpeedBelief:
         seconds = physics.log_seconds(factors, slice(None))
         prior = self._log_tokens - seconds - basis @ factors
         return self._solve(view, observed, prior, basis, spread)
+
+    def _forecast_level(self) -> float:
+        """Return the mean forecast of all log speeds; 0 where nothing is forecast."""
+        if self._physics is None:
+            return 0.0
+        unchanged = np.zeros(len(self._physics.spread))
+        seconds = self._physics.log_seconds(unchanged, slice(None))
+        return float(np.mean(self._log_tokens - seconds))
 
     def _hints(self, view: View) -> tuple[Array, Array]:
         columns, variances = [np.ones_like(self._log_tokens)], [_LEVEL**2]

@@ -324,7 +324,9 @@ class GuidedSampler(BaseSampler):
         )
         best = [self._values(r) for r, _ in trials.measured if self._may_win(world, r)]
         gains, chances = expected_gains(goal, best)
-        merits = expected_gains(replace(goal, first=goal.first.surer(BOLDNESS)), best)[0] * fit
+        # Without a forecast there is nothing to be bold about.
+        share = 1.0 if world.foreseen.physics is None else BOLDNESS
+        merits = expected_gains(replace(goal, first=goal.first.surer(share)), best)[0] * fit
         if best:
             merits = merits / self._seconds(world, trials, speed)
         # Equals are told apart by seed and trial, so that a study that goes on is where it was.

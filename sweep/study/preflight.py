@@ -262,12 +262,21 @@ class Preflight:
         if self._predictor is None:
             return None
         if isinstance(self._predictor, TracingPredictor):
-            whole = PeakMemory(configs, predictor=self._predictor).peak_allocated_bytes
-            peaks = np.where(whole < 0, np.nan, whole.astype(float))
+            peaks = self._whole(configs, self._predictor)
         else:
             asked = [self._asked(config) for config in configs]
             peaks = np.array([np.nan if p is None else p.peak_allocated_bytes for p in asked])
         return None if np.isnan(peaks).all() else peaks
+
+    def _whole(
+        self, configs: Sequence[TrialConfig], predictor: TracingPredictor
+    ) -> NDArray[np.float64]:
+        try:
+            peaks = PeakMemory(configs, predictor=predictor).peak_allocated_bytes
+        except SweepError as error:
+            self._say_unpredicted(error)
+            return np.full(len(configs), np.nan)
+        return np.where(peaks < 0, np.nan, peaks.astype(float))
 
     def _asked(self, config: TrialConfig) -> MemoryPrediction | None:
         """Return the predictor's answer, and None where it has none."""
@@ -277,13 +286,14 @@ class Preflight:
             return self._predictor.predict(config)
         except SweepError as error:
             # Another structure may well be predicted, so the next is asked for all the same.
-            message = (
-                f"memory of some configurations is not predicted, so the device decides: {error}"
-            )
-            if message not in self._warned:
-                self._warned.add(message)
-                self._warn(message)
+            self._say_unpredicted(error)
             return None
+
+    def _say_unpredicted(self, error: SweepError) -> None:
+        message = f"memory of some configurations is not predicted, so the device decides: {error}"
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
 
 
 class SpeedForecast:

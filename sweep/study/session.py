@@ -218,6 +218,9 @@ def drive(
     interruption = Interruption(cancel=runner.cancel)
     try:
         with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
+            if isinstance(sampler, GuidedSampler):
+                with interruption.interruptible():
+                    sampler.prepare()
             return tune(
                 study,
                 runner=runner,
