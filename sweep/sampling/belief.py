@@ -37,6 +37,8 @@ class Column:
     """Which of the property's values each configuration has."""
     alike: Array
     """How much two values have in common, from 0 to 1, by their codes."""
+    is_kind: bool = False
+    """Whether they are words, of which one says nothing of another."""
 
     @classmethod
     def of_numbers(cls, values: Array, *, scale: float) -> Column:
@@ -51,7 +53,8 @@ class Column:
         known = {kind: code for code, kind in enumerate(dict.fromkeys(kinds))}
         alike = np.full((len(known), len(known)), common)
         np.fill_diagonal(alike, 1.0)
-        return cls(np.array([known[kind] for kind in kinds], dtype=np.intp), alike)
+        codes = np.array([known[kind] for kind in kinds], dtype=np.intp)
+        return cls(codes, alike, is_kind=True)
 
     @property
     def is_constant(self) -> bool:
@@ -118,6 +121,10 @@ LAUNCH_NOISE = 0.04
 """Relative error of such a step's speed beside its own: the host's pace from minute to minute."""
 GAIN_MAX = 1.0
 """Share by which a trial can be faster than the best so far, at most."""
+_LEAST = 1e-6
+UNTRIED = 0.2
+"""Standard deviation that each word (kernels, a compiler, ...) adds of which nothing was tried yet:
+what trials of others show to be right may be wrong of it."""
 _LEVEL = 3.0
 """Standard deviation of a log speed of which nothing is known."""
 
@@ -157,8 +164,9 @@ class Mixture:
         return np.asarray(np.sqrt(np.maximum(second - self.mean**2, 0.0)))
 
     def surer(self, share: float) -> Mixture:
-        """Return the same means, with so much of each deviation."""
-        return replace(self, deviations=self.deviations * share)
+        """Return one distribution of the same mean, with so much of the deviation."""
+        deviation = np.maximum(share * self.deviation, _LEAST)
+        return Mixture(np.ones(1), self.mean[None, :], deviation[None, :])
 
     def gain_over(self, log_speed: float) -> Array:
         """Return the expected share by which each is faster than a speed; never below 0.
@@ -221,15 +229,23 @@ class SpeedBelief:
         return Mixture(
             weights / weights.sum(),
             np.array([f[0] for f in found]),
-            np.array([f[1] for f in found]),
+            np.hypot([f[1] for f in found], self._untried(observed.rows)),
         )
+
+    def _untried(self, rows: Codes) -> Array:
+        """Return how far off the configurations may be for words of which nothing was tried."""
+        count = np.zeros(len(self._log_tokens))
+        if len(rows):
+            for column in self._columns:
+                count += column.is_kind * ~np.isin(column.codes, column.codes[rows])
+        return np.asarray(UNTRIED * np.sqrt(count))
 
     def _under(self, view: View, observed: Observed) -> tuple[Array, Array, float]:
         """Return mean and deviation of every log speed, and the log likelihood of the measured."""
         if view.is_physical and view.trend is None:
             return self._physical(view, observed)
         basis, spread = self._hints(view)
-        level = float(np.mean(observed.log_speed)) if len(observed) else 0.0
+        level = float(np.mean(observed.log_speed)) if len(observed) else self._forecast_level()
         prior = np.full(len(self._log_tokens), level)
         return self._solve(view, observed, prior, basis, spread)
 
@@ -250,6 +266,14 @@ class SpeedBelief:
         seconds = physics.log_seconds(factors, slice(None))
         prior = self._log_tokens - seconds - basis @ factors
         return self._solve(view, observed, prior, basis, spread)
+
+    def _forecast_level(self) -> float:
+        """Return the mean forecast of all log speeds; 0 where nothing is forecast."""
+        if self._physics is None:
+            return 0.0
+        unchanged = np.zeros(len(self._physics.spread))
+        seconds = self._physics.log_seconds(unchanged, slice(None))
+        return float(np.mean(self._log_tokens - seconds))
 
     def _hints(self, view: View) -> tuple[Array, Array]:
         columns, variances = [np.ones_like(self._log_tokens)], [_LEVEL**2]

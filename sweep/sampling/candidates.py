@@ -73,7 +73,8 @@ class SpaceCandidates:
         if self.is_listed:
             return self._all
         drawn = [*self._spread(), *(p for near in best for p in self._beside(near))]
-        return self._valid(self._encoding.with_whole_batches(p, draw=self._random) for p in drawn)
+        whole = (self._encoding.with_whole_batches(p, draw=self._random) for p in drawn)
+        return self._valid((params, self._encoding.config(params)) for params in whole)
 
     def config(self, params: Params) -> TrialConfig:
         """See `Candidates.config`."""
@@ -81,15 +82,16 @@ class SpaceCandidates:
 
     @cached_property
     def _all(self) -> tuple[Candidate, ...]:
-        free, size = self._encoding.free, self._encoding.size or 0
-        combinations = map(self._encoding.combination, range(size))
-        return self._valid({name: params[name] for name in free} for params in combinations)
+        free = self._encoding.free
+        return self._valid(
+            ({name: params[name] for name in free}, config)
+            for params, config in self._encoding.every()
+        )
 
-    def _valid(self, drawn: Iterable[Params]) -> tuple[Candidate, ...]:
+    def _valid(self, drawn: Iterable[tuple[Params, TrialConfig]]) -> tuple[Candidate, ...]:
         """Return each configuration once, without those that a rule forbids."""
         found: dict[str, Candidate] = {}
-        for params in drawn:
-            config = self._encoding.config(params)
+        for params, config in drawn:
             key = identity(config)
             if key not in found and self._is_valid(config):
                 found[key] = Candidate(params, config, key)

@@ -168,7 +168,7 @@ class GuidedSampler(BaseSampler):
         self._distributions = dict(distributions)
         self._steps = steps.warmup_min + steps.measured_min + STEPS_MORE
         self._steps_seconds_max = steps.seconds_max
-        self._random = np.random.default_rng(seed)
+        self._seed = seed
         self._independent = RandomSampler(seed=seed)
         self._records: dict[int, TrialRecord | None] = {}
         self._world: _World | None = None
@@ -326,10 +326,14 @@ class GuidedSampler(BaseSampler):
         )
         best = [self._values(r) for r, _ in trials.measured if self._may_win(world, r)]
         gains, chances = expected_gains(goal, best)
-        merits = expected_gains(replace(goal, first=goal.first.surer(BOLDNESS)), best)[0] * fit
+        # Without a forecast there is nothing to be bold about.
+        share = 1.0 if world.foreseen.physics is None else BOLDNESS
+        merits = expected_gains(replace(goal, first=goal.first.surer(share)), best)[0] * fit
         if best:
             merits = merits / self._seconds(world, trials, speed)
-        merits = merits * (1.0 + 1e-6 * self._random.random(len(merits)))
+        # Equals are told apart by seed and trial, so that a study that goes on is where it was.
+        draws = np.random.default_rng([self._seed, len(trials.tried)]).random(len(merits))
+        merits = merits * (1.0 + 1e-6 * draws)
         tried = [row for key, row in world.rows.items() if key in trials.tried]
         merits[tried] = -np.inf
         promised = gains * fit if best else np.full(len(gains), np.inf)

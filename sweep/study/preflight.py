@@ -213,7 +213,7 @@ class Preflight:
         try:
             self._predictor.prepare(valid, on_progress=on_progress)
         except SweepError as error:
-            self._say_not_predicted(error)
+            self._say_unpredicted(error)
 
     def expect(self, config: TrialConfig) -> Expected:
         """Return what is known of ``config``; the same value until a further trial is learned."""
@@ -277,10 +277,10 @@ class Preflight:
         try:
             whole = self._predictor.predict_all(configs)
         except SweepError as error:
-            self._say_not_predicted(error)
+            self._say_unpredicted(error)
             return predict_nothing(configs)
         for refused in whole.refused.values():
-            self._say_not_predicted(refused)
+            self._say_unpredicted(refused)
         return whole
 
     def _asked(self, config: TrialConfig) -> MemoryPrediction | None:
@@ -291,10 +291,10 @@ class Preflight:
             return self._predictor.predict(config)
         except SweepError as error:
             # Another structure may well be predicted, so the next is asked for all the same.
-            self._say_not_predicted(error)
+            self._say_unpredicted(error)
             return None
 
-    def _say_not_predicted(self, error: SweepError) -> None:
+    def _say_unpredicted(self, error: SweepError) -> None:
         message = f"memory of some configurations is not predicted, so the device decides: {error}"
         if message not in self._warned:
             self._warned.add(message)

@@ -275,6 +275,9 @@ def drive(
                 # Its imports take longer than all that is done here until the first trial.
                 runner.start()
                 _trace_space(space, preflight, interruption=interruption, listener=listener)
+                if isinstance(sampler, GuidedSampler):
+                    with interruption.interruptible():
+                        sampler.prepare()
             return work(
                 study,
                 runner=runner,

@@ -69,7 +69,7 @@ class Stopping:
         # The baseline alone says little, and where nothing can fit one verdict has to say so.
         is_begun = any(not record.is_baseline for record in records)
         # Twice in a row: one trial may make believe that there is nothing left, and the next may
-        # show otherwise. On 23 replays that leaves 0.5 % to be found instead of 1.2 %.
+        # show otherwise. On 24 replays that left 0.02 % to be found instead of 0.3 %.
         if is_begun and self._is_little_left(None) and self._is_little_left(records[-1].number):
             return StopReason.GAIN_SPENT
         return None

@@ -116,3 +116,8 @@ def test_compiled_layers_say_nothing_of_eager_ones() -> None:
     chance = chance_to_fit(peaks, ran_out, log_budget=BUDGET)
     assert chance[0] > 0.9
     assert chance[1] < 0.5
+
+
+def test_before_anything_is_measured_a_speed_is_as_forecast() -> None:
+    speed = a_belief(TRUTH).given(observed())
+    assert np.abs(speed.mean - TRUTH).max() < 0.1

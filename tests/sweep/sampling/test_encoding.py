@@ -70,3 +70,21 @@ def test_configurations_that_train_alike_are_one(
     one: dict[str, Any], other: dict[str, Any], same: bool
 ) -> None:
     assert (identity(TrialConfig(**one)) == identity(TrialConfig(**other))) is same
+
+
+def test_every_combination_comes_with_the_configuration_that_it_stands_for() -> None:
+    space = a_space(
+        dimensions={
+            "target_modules": {"choices": [["v_proj", "q_proj"], "all-linear"]},
+            "micro_batch_size": {"choices": [1, 2, 3]},
+            "effective_batch_size": {"choices": [None, 4]},
+            "checkpoint_fraction": {"choices": [0, 1]},
+        },
+        fixed={},
+    )
+    encoding = Encoding(space)
+    every = list(encoding.every())
+    assert len(every) == encoding.size
+    for params, config in every:
+        assert config == encoding.config(params)
+        assert config.key() == encoding.config(params).key()

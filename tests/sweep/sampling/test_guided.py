@@ -91,7 +91,7 @@ def speeds(records: Sequence[TrialRecord]) -> list[float]:
         pytest.param(Foresight(), 1, id="right"),
         pytest.param(Foresight(speed_off=lambda _: 3.0), 1, id="off-by-a-factor"),
         pytest.param(
-            Foresight(speed_off=lambda c: 1.34 if c.kernels == "liger" else 1.0), 4, id="structure"
+            Foresight(speed_off=lambda c: 1.34 if c.kernels == "liger" else 1.0), 8, id="structure"
         ),
         pytest.param(Foresight(memory_off=1.3), 8, id="memory-too-high"),
         pytest.param(Foresight(memory_off=0.7), 8, id="memory-too-low"),
@@ -244,7 +244,7 @@ def test_the_outlook_says_what_is_left_and_falls_as_trials_tell() -> None:
     first = step(study, space)
     after_one = sampler.outlook(study)
     assert after_one.config != first.config
-    assert after_one.gain < 0.05
+    assert after_one.gain < 0.15
     for _ in range(6):
         step(study, space)
     assert sampler.outlook(study).gain < after_one.gain

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault, InputError
+from storage.reading import read_study
+from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord, Verdict
+from storage.study import OpenStudy
+from sweep.running.replay import ReplayRunner
+from sweep.sampling.guided import GuidedSampler, Outlook
+from sweep.sampling.samplers import make_sampler
+from sweep.study.events import StopReason
+from sweep.study.preflight import Preflight
+from sweep.study.stopping import Spent, Stopping, price_of
+from sweep.study.tuner import tune
+from sweep.terminal.summary import not_ruled_out
+from tests.sweep.imagined_memory import imagined
+from tests.sweep.simulated_device import (
+    BUDGET,
+    MODEL,
+    OneFactor,
+    a_record,
+    a_space,
+    a_study,
+    best_speed,
+    peak_bytes,
+    tokens_per_second,
+    train,
+)
+
+RECORDS = [
+    a_record(TrialConfig(), number=0, is_baseline=True),
+    a_record(TrialConfig(lora_rank=8), number=1),
+]
+
+
+class Exact:
+    """Predicts what the simulated card will say."""
+
+    def prepare(self, configs: Any, **_: Any) -> None:
+        pass
+
+    def predict(self, config: TrialConfig) -> Any:
+        return imagined(peak_bytes(config), uncertainty=0.01)
+
+
+class Physical:
+    """Forecasts the simulated card's speed, but for a factor common to all."""
+
+    def predict(self, config: TrialConfig) -> float:
+        return tokens_per_second(config)
+
+    def physics(self, configs: Sequence[TrialConfig]) -> OneFactor:
+        return OneFactor(np.log([1.2 * c.tokens_per_step / tokens_per_second(c) for c in configs]))
+
+    def learn(self, record: TrialRecord) -> None:
+        pass
+
+
+def a_preflight() -> Preflight:
+    return Preflight(
+        model=MODEL,
+        budget_bytes=BUDGET,
+        violation=lambda _: None,
+        predictor=Exact(),
+        speed=Physical(),
+    )
+
+
+def run(home: Path, answer: Any = train, **changes: Any) -> tuple[StopReason, OpenStudy]:
+    """Run a guided study of the simulated card to its end."""
+    space, preflight = a_space(**changes), a_preflight()
+    sampler = make_sampler("guided", space, seed=0, preflight=preflight)
+    assert isinstance(sampler, GuidedSampler)
+    with a_study(home, sampler=sampler, **changes) as study:
+        stopping = Stopping(
+            space, outlook=lambda besides: sampler.outlook(study.study, besides=besides)
+        )
+        runner = ReplayRunner(otherwise=answer)
+        return tune(study, runner=runner, preflight=preflight, stopping=stopping), study
+
+
+def test_a_guided_study_ends_when_it_knows_and_says_what_it_could_not_rule_out(
+    tmp_path: Path,
+) -> None:
+    reason, study = run(tmp_path)
+    records = study.records()
+    assert reason is StopReason.GAIN_SPENT
+    assert len(records) < 30
+    found = max(r.measurement.tokens_per_second for r in records if r.measurement)
+    assert found > 0.98 * best_speed(a_space())
+    snapshot = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
+    assert snapshot.ended is not None
+    assert snapshot.ended["reason"] == "gain_spent"
+    assert 0 <= snapshot.ended["most_promising"]["gain"] < 0.01
+    assert json.loads(json.dumps(snapshot.ended)) == snapshot.ended
+    said = not_ruled_out(snapshot)
+    assert said is not None
+    assert "the most promising, " in said
+
+
+def test_without_a_threshold_a_guided_study_goes_on_to_its_last_trial(tmp_path: Path) -> None:
+    reason, study = run(tmp_path, stop_below_gain=0, trials=14)
+    assert reason is StopReason.TRIALS_SPENT
+    assert len(study.records()) == 14
+
+
+def test_a_space_of_one_point_is_tried_once(tmp_path: Path) -> None:
+    one = {"dimensions": {"micro_batch_size": {"choices": [4]}}, "fixed": {}}
+    reason, study = run(tmp_path, **one)
+    assert reason is StopReason.EXHAUSTED
+    assert [r.config.micro_batch_size for r in study.records()] == [8, 4]
+
+
+def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(tmp_path: Path) -> None:
+    huge = {
+        "dimensions": {"micro_batch_size": {"choices": [200, 400, 800]}},
+        "fixed": {"seq_len": 4096},
+        "baseline": {"micro_batch_size": 300},
+    }
+    reason, study = run(tmp_path, **huge)
+    _, first = study.records()
+    assert reason is StopReason.GAIN_SPENT
+    assert first.verdict is Verdict.PREDICTED_OOM
+    assert first.config.micro_batch_size == 200
+
+
+def test_a_card_on_which_everything_runs_out_ends_a_search(tmp_path: Path) -> None:
+    reason, study = run(tmp_path, lambda _: OutOfMemory(stage="load"))
+    assert reason is StopReason.GAIN_SPENT
+    assert len(study.records()) < 10
+
+
+def test_a_card_on_which_everything_crashes_ends_a_search(tmp_path: Path) -> None:
+    def crash(_: TrialConfig) -> Outcome:
+        return Crashed(phase="attach", detail="segfault")
+
+    with pytest.raises(EnvironmentFault):
+        run(tmp_path, crash)
+
+
+def stops(*gains: float, **changes: Any) -> StopReason | None:
+    """Why a search ends by what is to be gained, now and before the last trial."""
+    answers = {None: Outlook(gains[0]), 1: Outlook(gains[1])}
+    stopping = Stopping(a_space(**changes), outlook=answers.__getitem__)
+    spent = Spent(trials=2, seconds=1.0, seconds_of_study=1.0)
+    return stopping.out_of_trials(spent, is_exhausted=lambda: False, records=RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "threshold", "reason"),
+    [
+        (0.005, 0.005, 0.01, StopReason.GAIN_SPENT),
+        (0.005, 0.5, 0.01, None),
+        (0.5, 0.005, 0.01, None),
+        (0.005, 0.005, 0.001, None),
+        (0.005, 0.005, 0, None),
+        (0.0, 0.0, 0, None),
+    ],
+)
+def test_a_search_ends_where_two_looks_in_a_row_promise_too_little(
+    now: float, before: float, threshold: float, reason: StopReason | None
+) -> None:
+    assert stops(now, before, stop_below_gain=threshold) is reason
+
+
+def test_a_sampler_that_expects_nothing_never_ends_a_search_by_gain() -> None:
+    spent = Spent(trials=2, seconds=1.0, seconds_of_study=1.0)
+    stopping = Stopping(a_space())
+    assert stopping.out_of_trials(spent, is_exhausted=lambda: False, records=RECORDS) is None
+
+
+@pytest.mark.parametrize(("seconds", "is_over"), [(3599.0, False), (3600.0, True)])
+def test_dollars_are_spent_by_all_runs_at_the_price_of_the_card(
+    seconds: float, is_over: bool
+) -> None:
+    stopping = Stopping(a_space(max_dollars=0.5), usd_per_hour=0.5)
+    reason = stopping.out_of_time(Spent(trials=1, seconds=1.0, seconds_of_study=seconds))
+    assert (reason is StopReason.DOLLARS_SPENT) is is_over
+
+
+def test_a_limit_in_dollars_needs_a_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    assert price_of(a_space(), gpu="no-such-card") is None
+    assert price_of(a_space(max_dollars=1), gpu="a10") is not None
+    with pytest.raises(InputError, match="no price is known for 'no-such-card'"):
+        price_of(a_space(max_dollars=1), gpu="no-such-card")

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB, find_gpu
+from storage.surfaces import Surface, SurfaceRow
+from sweep.cli import main
+from sweep.sampling.encoding import identity
+from sweep.study.surface_replay import Recorded, search, trials_of
+from sweep.terminal.replay import document_of
+from tests.bench.replays import wrong
+from tests.storage.test_surfaces import HEADER, OOM, ROW, a_file
+from tests.sweep.predict.rows import HELD_OUT, TABLE, config_of, model_of
+
+BUDGET = int(21.5 * GIB)
+
+
+def recorded(name: str = "mistral-7b-v0.3") -> Recorded:
+    """The committed measurements of a model on an H200 as a surface, memory predicted to 1 %."""
+    measured = {identity(config_of(r)): r for r in (*TABLE, *HELD_OUT) if r["model"] == name}
+    rows = tuple(_row(config_of(row), row) for row in measured.values())
+    model = model_of(next(iter(measured.values())))
+    surface = Surface("rows.jsonl", model, "h200", find_gpu("h200"), rows)
+    peaks = {
+        identity(row.config): int(row.peak_allocated_bytes * (0.99, 1.01)[number % 2])
+        for number, row in enumerate(rows)
+        if row.peak_allocated_bytes is not None
+    }
+    return Recorded(surface, BUDGET, peaks)
+
+
+def _row(config: TrialConfig, row: dict[str, Any]) -> SurfaceRow:
+    seconds = row["step_seconds"]
+    peaks = row["peak_allocated_bytes"], row["peak_reserved_bytes"]
+    speed = config.tokens_per_step / seconds
+    return SurfaceRow(config, "fits", speed, seconds, *peaks, 1.0 + 10 * seconds)
+
+
+@pytest.mark.parametrize("budget_gib", [21.5, 39.0])
+def test_the_guided_sampler_needs_a_fraction_of_the_trials(budget_gib: float) -> None:
+    surface = replace(recorded(), budget_bytes=int(budget_gib * GIB))
+    guided = [search(surface, "guided", seed=seed) for seed in range(3)]
+    chance = [search(surface, "random", seed=seed).trials for seed in range(8)]
+    assert max(one.trials for one in guided) <= 5
+    assert max(one.oom for one in guided) <= 1
+    assert statistics.median(chance) > 4 * statistics.median(one.trials for one in guided)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "tinyllama-1.1b", "qwen2.5-7b", "llama-2-13b"])
+def test_on_other_models_it_is_there_in_two_trials(name: str) -> None:
+    assert search(recorded(name), "guided", seed=0).trials <= 2
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("memory", [0.7, 1.3])
+def test_wrong_priors_cost_trials_and_never_the_optimum(is_reversed: bool, memory: float) -> None:
+    foreseen_wrongly = wrong(recorded(), is_reversed=is_reversed, memory=memory)
+    assert search(foreseen_wrongly, "guided", seed=0).trials <= 15
+
+
+@pytest.mark.parametrize("sampler", ["guided", "tpe", "random"])
+def test_the_order_of_the_lines_tells_a_sampler_nothing(sampler: Any) -> None:
+    surface = recorded()
+    turned = replace(surface.surface, rows=surface.surface.rows[::-1])
+    first = search(surface, sampler, seed=3)
+    second = search(replace(surface, surface=turned), sampler, seed=3)
+    assert (first.trials, first.oom) == (second.trials, second.oom)
+
+
+@pytest.mark.parametrize("sampler", ["guided", "tpe", "random"])
+def test_every_row_is_asked_for_once_and_nothing_else_is(sampler: Any) -> None:
+    surface = recorded("llama-3.1-8b")
+    asked = [identity(trial.row.config) for trial in trials_of(surface, sampler, seed=1)]
+    assert sorted(asked) == sorted(identity(row.config) for row in surface.surface.rows)
+
+
+@pytest.mark.slow
+def test_optunas_gaussian_process_searches_rows_too() -> None:
+    assert search(recorded("llama-2-13b"), "gp", seed=0).trials <= 15
+
+
+def test_what_surely_does_not_fit_costs_no_sampler_a_trial() -> None:
+    surface = replace(recorded("llama-3.1-8b"), budget_bytes=12 * GIB)
+    fitting = len(surface.surface.fitting(12 * GIB))
+    for trial in list(trials_of(surface, "random", seed=0))[:fitting]:
+        assert trial.row.fits(12 * GIB)
+
+
+def test_the_document_has_what_scripts_rely_on() -> None:
+    surface = recorded("llama-3.1-8b")
+    done = search(surface, "guided", seed=0)
+    document = document_of(surface, {"guided": [done, done]})
+    assert document.keys() == {
+        "surface",
+        "budget_bytes",
+        "configurations",
+        "fitting",
+        "best",
+        "samplers",
+    }
+    assert document["best"]["tokens_per_second"] == surface.best.tokens_per_second
+    guided = document["samplers"]["guided"]
+    assert guided["trials"] == {"median": done.trials, "p95": done.trials}
+    assert guided.keys() == {"trials", "oom", "device_seconds", "ask_seconds"}
+    assert guided["device_seconds"]["median"] == pytest.approx(done.device_seconds)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--samplers", "guidid"], 2, "unknown sampler 'guidid'; did you mean 'guided'"),
+        (["--seeds", "0"], 2, "--seeds must be from 1 to"),
+        (["--budget-gib", "-1"], 2, "--budget-gib must be greater than 0, got -1"),
+        (
+            ["--budget-gib", "5"],
+            1,
+            "none of 2 configurations fits 5.00 GiB; the least that one of them needs is 8.00 GiB: "
+            "ask with --budget-gib 8 or more",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_is_said(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    code: int,
+    message: str,
+) -> None:
+    longer = OOM | {"config": {"micro_batch_size": 64}}
+    name = a_file(tmp_path, HEADER, ROW, longer)
+    assert main(["replay", name, *options]) == code
+    assert message in capsys.readouterr().err
