@@ -34,6 +34,16 @@ _MIDDLE_SEGMENT_BYTES = 20 * MIB
 the page of an expandable one."""
 _LARGE_GRAIN_BYTES = 2 * MIB
 """``kRoundLarge``: a segment of a request's own size is rounded up to a multiple of this."""
+_ADDRESS_BITS = 96
+"""More than the addresses of any simulation take."""
+_ADDRESS = (1 << _ADDRESS_BITS) - 1
+
+Block = int
+"""A block's size above its address, as one number: blocks are then in the order they are searched
+in, and of a block and a request's size the difference is what is left over."""
+Event = tuple[Block, int]
+"""A request, as the block of its size at address zero, and where to note the block that serves it;
+or zero, and where the block is noted that is given back."""
 
 
 def rounded(size: int) -> int:
@@ -52,6 +62,11 @@ def paged(allocated_bytes: Any) -> Any:
     return pages * _MIDDLE_SEGMENT_BYTES + SMALL_SEGMENT_BYTES
 
 
+def request(size: int) -> Block:
+    """Return a request for so many bytes, rounded up, for an `Event`."""
+    return -(-size // GRAIN_BYTES) * GRAIN_BYTES << _ADDRESS_BITS
+
+
 @dataclass
 class _Pool:
     """Free blocks of one kind: by size, to serve a request, and by their ends, to merge.
@@ -61,24 +76,22 @@ class _Pool:
 
     unsplit_bytes: int
     """A remainder up to this stays with its block."""
-    by_size: list[tuple[int, int]] = field(default_factory=list)
-    """(size, address), in order."""
-    sizes: dict[int, int] = field(default_factory=dict)
-    """Size by address."""
-    starts: dict[int, int] = field(default_factory=dict)
-    """Address by the address where the block ends."""
+    by_size: list[Block] = field(default_factory=list)
+    """In order; of equal ones the lowest address first."""
+    starts: dict[int, Block] = field(default_factory=dict)
+    """By the address where it starts."""
+    ends: dict[int, Block] = field(default_factory=dict)
+    """By the address where it ends."""
 
-    def put(self, address: int, size: int) -> None:
-        self.sizes[address] = size
-        self.starts[address + size] = address
-        insort(self.by_size, (size, address))
+    def put(self, block: Block) -> None:
+        address = block & _ADDRESS
+        self.starts[address] = self.ends[address + (block >> _ADDRESS_BITS)] = block
+        insort(self.by_size, block)
 
-    def forget(self, address: int) -> int:
-        """Drop a block and return its size."""
-        size = self.sizes.pop(address)
-        del self.starts[address + size]
-        del self.by_size[bisect_left(self.by_size, (size, address))]
-        return size
+    def forget(self, block: Block) -> None:
+        address = block & _ADDRESS
+        del self.starts[address], self.ends[address + (block >> _ADDRESS_BITS)]
+        del self.by_size[bisect_left(self.by_size, block)]
 
 
 class OutOfSegments(Exception):  # noqa: N818 - an outcome of the simulation, not a fault
@@ -116,12 +129,12 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = reserved_bytes
         self._small, self._large = _Pool(unsplit_bytes=0), _Pool(unsplit_bytes=SMALL_BYTES)
         self._limit_bytes = limit_bytes
-        self._used: dict[int, int] = {}
-        self._remainders: dict[int, int] = {}
+        self._used: dict[int, Block] = {}
+        self._remainders: dict[Block, int] = {}
         self._segments: dict[int, int] = {}
         self._next_address = GRAIN_BYTES
         for size in holes:
-            self._large.put(self._place(size), size)
+            self._large.put(size << _ADDRESS_BITS | self._place(size))
 
     def allocate(self, size: int) -> int:
         """Return the address of a block for a request: the smallest free one that holds it.
@@ -129,60 +142,96 @@ class CachingAllocator:
         Raises:
             OutOfSegments: it would pass the limit.
         """
-        # Written out, as is `free`: a step goes through this thousands of times.
-        size = -(-size // GRAIN_BYTES) * GRAIN_BYTES
-        pool = self._small if size <= SMALL_BYTES else self._large
-        # Best fit, of equal ones the lowest address: `get_free_block` takes the pool's lower bound,
-        # in the order of `BlockComparatorSize`.
-        by_size = pool.by_size
-        index = bisect_left(by_size, (size, 0))
-        if index < len(by_size):
-            length, address = by_size.pop(index)
-            del pool.sizes[address]
-        else:
-            length, address = self._new_segment(size)
-        rest, end = length - size, address + length
-        # `should_split`: what stays with the block instead counts as allocated, in torch as here.
-        if rest > pool.unsplit_bytes:
-            pool.sizes[end - rest] = rest
-            pool.starts[end] = end - rest
-            insort(by_size, (rest, end - rest))
-            length = size
-        else:
-            pool.starts.pop(end, None)
-            if rest:
-                self._remainders[address] = rest
-        self._used[address] = length
-        self.allocated_bytes += length
-        self.requested_bytes += size
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
-        if self.requested_bytes > self.peak_requested_bytes:
-            self.peak_requested_bytes = self.requested_bytes
+        blocks = [0]
+        self._run(self._small if size <= SMALL_BYTES else self._large, [(request(size), 0)], blocks)
+        address = blocks[0] & _ADDRESS
+        self._used[address] = blocks[0]
         return address
 
     def free(self, address: int) -> None:
         """Give a block back; it merges with the free ones that it touches."""
-        size = self._used.pop(address)
-        self.allocated_bytes -= size
-        self.requested_bytes -= size
-        if address in self._remainders:
-            self.requested_bytes += self._remainders.pop(address)
+        block = self._used.pop(address)
         # A small block is always cut to its request, so that the size in use tells the pool.
-        pool = self._small if size <= SMALL_BYTES else self._large
-        sizes, starts, by_size = pool.sizes, pool.starts, pool.by_size
-        end = address + size
-        if end in sizes:
-            size = sizes.pop(end)
-            del by_size[bisect_left(by_size, (size, end))]
-            end += size
-        if address in starts:
-            address = starts.pop(address)
-            del by_size[bisect_left(by_size, (sizes[address], address))]
-        size = end - address
-        sizes[address] = size
-        starts[end] = address
-        insort(by_size, (size, address))
+        is_small = block >> _ADDRESS_BITS <= SMALL_BYTES
+        self._run(self._small if is_small else self._large, [(0, 0)], [block])
+
+    def run(self, events: Iterable[Event], blocks: list[Block]) -> None:
+        """Serve many large requests and give blocks back, in order.
+
+        Args:
+            events: what happens.
+            blocks: where blocks are noted.
+
+        Raises:
+            OutOfSegments: a request would pass the limit.
+        """
+        self._run(self._large, events, blocks)
+
+    def _run(self, pool: _Pool, events: Iterable[Event], blocks: list[Block]) -> None:
+        # One loop without a call for each event, as a step goes through it thousands of times.
+        bits, mask = _ADDRESS_BITS, _ADDRESS
+        by_size, starts, ends = pool.by_size, pool.starts, pool.ends
+        least_split = (pool.unsplit_bytes + 1) << bits
+        remainders = self._remainders
+        requested, most_requested = self.requested_bytes, self.peak_requested_bytes
+        wasted, most = self.allocated_bytes - requested, self.peak_allocated_bytes
+        try:
+            for wanted, place in events:
+                if wanted:
+                    # Best fit, of equal ones the lowest address: `get_free_block` takes the pool's
+                    # lower bound, in the order of `BlockComparatorSize`.
+                    index = bisect_left(by_size, wanted)
+                    if index < len(by_size):
+                        block = by_size.pop(index)
+                        address = block & mask
+                        del starts[address]
+                    else:
+                        block = self._new_segment(wanted >> bits)
+                        address = block & mask
+                    rest = block - wanted
+                    # `should_split`: what stays with the block instead counts as allocated, in
+                    # torch as here.
+                    if rest >= least_split:
+                        size = wanted >> bits
+                        rest += size
+                        starts[address + size] = ends[address + (block >> bits)] = rest
+                        insort(by_size, rest)
+                        blocks[place] = wanted | address
+                    else:
+                        ends.pop(address + (block >> bits), None)
+                        blocks[place] = block
+                        size = wanted >> bits
+                        if rest != address:
+                            remainders[block] = rest = rest >> bits
+                            wasted += rest
+                    requested += size
+                    if requested > most_requested:
+                        most_requested = requested
+                    if requested + wasted > most:
+                        most = requested + wasted
+                else:
+                    block = blocks[place]
+                    size, address = block >> bits, block & mask
+                    end = address + size
+                    if block in remainders:
+                        rest = remainders.pop(block)
+                        wasted -= rest
+                        requested += rest
+                    requested -= size
+                    if end in starts:
+                        other = starts.pop(end)
+                        del by_size[bisect_left(by_size, other)]
+                        end += other >> bits
+                    if address in ends:
+                        other = ends.pop(address)
+                        del by_size[bisect_left(by_size, other)]
+                        address = other & mask
+                    block = end - address << bits | address
+                    starts[address] = ends[end] = block
+                    insort(by_size, block)
+        finally:
+            self.requested_bytes, self.peak_requested_bytes = requested, most_requested
+            self.allocated_bytes, self.peak_allocated_bytes = requested + wasted, most
 
     def take_segment(self, length: int) -> None:
         """Reserve so many bytes, for good where the caller keeps them.
@@ -208,16 +257,18 @@ class CachingAllocator:
         One block in use keeps the whole of a segment: that is what fragmentation costs.
         """
         for pool in (self._small, self._large):
-            for address, size in list(pool.sizes.items()):
+            for address, block in list(pool.starts.items()):
+                size = block >> _ADDRESS_BITS
                 if self._segments.get(address) == size:
-                    self.reserved_bytes -= pool.forget(address)
+                    pool.forget(block)
+                    self.reserved_bytes -= size
 
     def holes(self) -> list[int]:
         """Return the sizes of the free blocks that serve large requests."""
-        return [size for size, _ in self._large.by_size]
+        return [block >> _ADDRESS_BITS for block in self._large.by_size]
 
-    def _new_segment(self, size: int) -> tuple[int, int]:
-        """Return the size and the address of a segment for a request (``get_allocation_size``)."""
+    def _new_segment(self, size: int) -> Block:
+        """Return a new segment for a request (``get_allocation_size``)."""
         if size <= SMALL_BYTES:
             length = SMALL_SEGMENT_BYTES
         elif size < _MIDDLE_BYTES:
@@ -227,7 +278,7 @@ class CachingAllocator:
         self.take_segment(length)
         address = self._place(length)
         self._segments[address] = length
-        return length, address
+        return length << _ADDRESS_BITS | address
 
     def _place(self, length: int) -> int:
         address = self._next_address

@@ -6,7 +6,7 @@ of steps only scale them. Knows nothing of how profiles are made, kept or used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -108,6 +108,23 @@ the layers that what dies lived through.
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """A part of a tape, up to where something dies that an earlier segment has left.
+
+    Every tensor that is born in a tape has a place, counted from zero.
+    """
+
+    births: Sequence[tuple[int, int, int]]
+    """Births and deaths in order: the index of the size that is born, or -1; that of what is born
+    or dies; its place.
+    """
+    leaves: Sequence[tuple[str, int, int]]
+    """What is born to outlive the segment: its path, the index of its size, its place."""
+    fetched: tuple[str, int | None] | None
+    """The path of what dies at the end, and the layers it lived through; None for all layers'."""
+
+
+@dataclass(frozen=True)
 class Segment:
     """A stretch of a training step."""
 
@@ -122,6 +139,29 @@ class Segment:
     def repeated(self) -> Account:
         """The part of `kept` that each layer adds."""
         return {key: part for key, part in self.kept.items() if " " in key}
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The tape, in a form that is fast to go through at any sizes."""
+        places: dict[int | str, tuple[int, int]] = {}
+        found: list[Stretch] = []
+        births: list[tuple[int, int, int]] = []
+        leaves: list[tuple[str, int, int]] = []
+        count = 0
+        for what, key, value in self.tape:
+            if what in (BIRTH, LEAVE):
+                places[key] = value, count
+                births.append((value, value, count))
+                if what == LEAVE:
+                    leaves.append((str(key), value, count))
+                count += 1
+            elif what == DEATH:
+                births.append((-1, *places.pop(key)))
+            else:
+                fetched = str(key), value if what == FETCH else None
+                found.append(Stretch(births, leaves, fetched))
+                births, leaves = [], []
+        return (*found, Stretch(births, leaves, None))
 
     @cached_property
     def births(self) -> int:

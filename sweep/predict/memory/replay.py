@@ -6,21 +6,37 @@ by one, which takes milliseconds. Knows nothing of where tapes come from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from sweep.predict.memory.allocator import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
+    Block,
     CachingAllocator,
+    Event,
     OutOfSegments,
+    request,
 )
 from sweep.predict.memory.polynomials import evaluate
-from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, LEAVE, Entry
+from sweep.predict.memory.profiles import Segment
 from sweep.predict.memory.step import Step, Visit
 
 _HEAVY_STATES = 0.05
 """Share of what is allocated, above which it matters where the optimizer's states lie."""
+
+
+@dataclass(frozen=True)
+class SizedStretch:
+    """A stretch of a tape at real sizes, without small requests."""
+
+    events: list[Event]
+    leaves: list[tuple[str, int, int]]
+    """Path, place, and the bytes of what is small, which has nothing in its place."""
+    fetched: tuple[str, int | None] | None
+    """As in `Stretch`."""
 
 
 @dataclass(frozen=True)
@@ -31,90 +47,97 @@ class SizedTape:
     that pool grows.
     """
 
-    entries: list[Entry]
-    """With bytes for the index of a size; negative for what is small and outlives the tape."""
+    stretches: list[SizedStretch]
+    places: int
     small_peak_bytes: int
     """How high small requests rise above where the tape begins."""
 
 
-def sized(tape: Sequence[Entry], sizes: Sequence[int]) -> SizedTape:
-    """Return a tape at real sizes, given in bytes by the tape's index."""
-    entries: list[Entry] = []
-    small: dict[int | str, int] = {}
-    rise = peak = 0
-    for what, key, value in tape:
-        is_birth = what in (BIRTH, LEAVE)
-        size = sizes[value] if is_birth else 0
-        if size > SMALL_BYTES:
-            entries.append((what, key, size))
-        elif is_birth:
-            small[key] = size
-            rise += size
-            peak = max(peak, rise)
-            if what == LEAVE:
-                entries.append((LEAVE, key, -size))
-        elif what == DEATH and key in small:
-            rise -= small.pop(key)
-        else:
-            entries.append((what, key, value))
-    return SizedTape(entries, peak)
+class Sizes:
+    """The sizes of a profile's tapes.
+
+    Args:
+        sizes: bytes, by the tapes' index.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._small = [size if size <= SMALL_BYTES else 0 for size in sizes]
+        # A death, whose birth has the index -1, requests nothing.
+        self._requests = [request(size) if size > SMALL_BYTES else 0 for size in sizes] + [0]
+        # At -1 - index is what a death gives back.
+        self._changes = self._small + [-size for size in reversed(self._small)]
+
+    def tape(self, segment: Segment) -> SizedTape:
+        """Return a segment's tape at these sizes."""
+        requests, small = self._requests, self._small
+        stretches = [
+            SizedStretch(
+                [(requests[birth], place) for birth, of, place in part.births if requests[of]],
+                [(path, place, small[of]) for path, of, place in part.leaves],
+                part.fetched,
+            )
+            for part in segment.stretches
+        ]
+        return SizedTape(stretches, segment.births, self._rise(segment))
+
+    def _rise(self, segment: Segment) -> int:
+        changes = self._changes
+        moves = [
+            changes[of if birth >= 0 else -1 - of]
+            for part in segment.stretches
+            for birth, of, _ in part.births
+        ]
+        return max(accumulate(moves, initial=0))
 
 
 class Replay:
     """Replays tapes one after another, a layer's as often as there are such layers.
 
     What outlives its segment is kept by its path and the layer that left it, as `tapes` names it:
-    a later segment finds it by how many layers lie between, whichever layers were traced.
+    a later segment finds it by how many layers lie between, whichever layers were traced. Of what
+    is small its bytes are kept, negative, in place of its block.
     """
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
         self._small_bytes = self._small_room_bytes = 0
-        self._left: dict[int | str, dict[int, int]] = {}
+        self._left: dict[str, dict[int, Block]] = defaultdict(dict)
 
-    def hold(self, sizes: Iterable[int]) -> None:
+    def hold(self, sizes: Collection[int]) -> None:
         """Allocate what stays."""
-        for size in sizes:
-            self._allocate(size if size > SMALL_BYTES else -size)
+        large = [(request(size), 0) for size in sizes if size > SMALL_BYTES]
+        self._allocator.run(large, [0])
+        self._small_bytes += sum(size for size in sizes if size <= SMALL_BYTES)
         self._make_small_room(0)
 
     def play(self, tape: SizedTape, *, layer: int) -> None:
         """Replay a segment of a layer of the whole model, or of the step as a whole."""
         self._make_small_room(tape.small_peak_bytes)
-        temporaries: dict[int | str, int] = {}
-        allocate, free = self._allocator.allocate, self._allocator.free
-        for what, key, value in tape.entries:
-            if what == BIRTH:
-                temporaries[key] = allocate(value)
-            elif what == DEATH:
-                free(temporaries.pop(key))
-            elif what == LEAVE:
-                self._left.setdefault(key, {})[layer] = self._allocate(value)
-            elif what == FETCH:
-                self._free(self._left.get(key, {}).pop(layer - value, 0))
-            else:
-                for address in self._left.pop(key, {}).values():
-                    self._free(address)
+        blocks = [0] * tape.places
+        for stretch in tape.stretches:
+            self._allocator.run(stretch.events, blocks)
+            for path, place, small_bytes in stretch.leaves:
+                self._left[path][layer] = blocks[place] or -small_bytes
+                self._small_bytes += small_bytes
+            if stretch.fetched is not None:
+                self._fetch(*stretch.fetched, layer)
 
     def end_step(self) -> None:
         """Free what was left and never fetched: the gradients."""
-        for addresses in self._left.values():
-            for address in addresses.values():
-                self._free(address)
-        self._left.clear()
+        for path in list(self._left):
+            self._fetch(path, None, 0)
 
-    def _allocate(self, size: int) -> int:
-        """Return the block's address; for a small request, which comes negative, itself."""
-        if size > 0:
-            return self._allocator.allocate(size)
-        self._small_bytes -= size
-        return size
-
-    def _free(self, address: int) -> None:
-        if address > 0:
-            self._allocator.free(address)
+    def _fetch(self, path: str, back: int | None, layer: int) -> None:
+        """Free what was left so many layers back, or in all."""
+        left = self._left[path]
+        if back is None:
+            blocks = list(left.values())
+            left.clear()
         else:
-            self._small_bytes += address
+            blocks = [left.pop(layer - back)] if layer - back in left else []
+        self._small_bytes += sum(block for block in blocks if block < 0)
+        large = [block for block in blocks if block > 0]
+        self._allocator.run([(0, place) for place in range(len(large))], large)
 
     def _make_small_room(self, peak_bytes: int) -> None:
         missing = self._small_bytes + peak_bytes - self._small_room_bytes
@@ -187,20 +210,22 @@ class _Tapes:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._sizes: dict[bool, list[int]] = {}
+        self._sizes: dict[bool, Sizes] = {}
         self._known: dict[tuple[str, bool], SizedTape] = {}
 
     def of(self, visit: Visit) -> SizedTape:
         """Return the tape of a segment."""
-        if visit.key not in self._known:
+        key = visit.key
+        if key not in self._known:
             sizes = self._sizes_of(visit.is_checkpointed)
-            self._known[visit.key] = sized(self._step.segment(visit).tape, sizes)
-        return self._known[visit.key]
+            self._known[key] = sizes.tape(self._step.segment(visit))
+        return self._known[key]
 
-    def _sizes_of(self, is_checkpointed: bool) -> list[int]:
+    def _sizes_of(self, is_checkpointed: bool) -> Sizes:
         if is_checkpointed not in self._sizes:
             sizes = self._step.profiles[is_checkpointed].sizes
-            self._sizes[is_checkpointed] = [evaluate(size, self._step.values) for size in sizes]
+            values = self._step.values
+            self._sizes[is_checkpointed] = Sizes([evaluate(size, values) for size in sizes])
         return self._sizes[is_checkpointed]
 
 
