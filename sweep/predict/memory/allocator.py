@@ -34,21 +34,15 @@ _MIDDLE_SEGMENT_BYTES = 20 * MIB
 the page of an expandable one."""
 _LARGE_GRAIN_BYTES = 2 * MIB
 """``kRoundLarge``: a segment of a request's own size is rounded up to a multiple of this."""
-_ADDRESS_BITS = 96
-"""More than the addresses of any simulation take."""
-_ADDRESS = (1 << _ADDRESS_BITS) - 1
 
-Block = int
-"""A block's size above its address, as one number: blocks are then in the order they are searched
-in, and of a block and a request's size the difference is what is left over."""
-Event = tuple[Block, int]
-"""A request, as the block of its size at address zero, and where to note the block that serves it;
-or zero, and where the block is noted that is given back."""
+Event = tuple[int, int]
+"""The grains of a request, and the place where the address of its block is noted; or zero, and
+where the address is noted of a block that is given back."""
 
 
 def rounded(size: int) -> int:
     """Return the bytes of the smallest block for a request of so many (``round_size``)."""
-    return -(-size // GRAIN_BYTES) * GRAIN_BYTES
+    return grains(size) * GRAIN_BYTES
 
 
 def paged(allocated_bytes: Any) -> Any:
@@ -62,36 +56,47 @@ def paged(allocated_bytes: Any) -> Any:
     return pages * _MIDDLE_SEGMENT_BYTES + SMALL_SEGMENT_BYTES
 
 
-def request(size: int) -> Block:
-    """Return a request for so many bytes, rounded up, for an `Event`."""
-    return -(-size // GRAIN_BYTES) * GRAIN_BYTES << _ADDRESS_BITS
+def grains(size: int) -> int:
+    """Return how many grains a request for so many bytes takes."""
+    return -(-size // GRAIN_BYTES)
 
 
 @dataclass
 class _Pool:
     """Free blocks of one kind: by size, to serve a request, and by their ends, to merge.
 
-    Segments lie apart, so that blocks of two never touch: they could not be merged on a card.
+    Segments lie apart, so that blocks of two never touch: they could not be merged on a card. Sizes
+    and addresses are in grains: small numbers are fast.
     """
 
-    unsplit_bytes: int
+    unsplit: int
     """A remainder up to this stays with its block."""
-    by_size: list[Block] = field(default_factory=list)
-    """In order; of equal ones the lowest address first."""
-    starts: dict[int, Block] = field(default_factory=dict)
-    """By the address where it starts."""
-    ends: dict[int, Block] = field(default_factory=dict)
-    """By the address where it ends."""
+    sizes: list[int] = field(default_factory=list)
+    """Those that there are, in order."""
+    addresses: dict[int, list[int]] = field(default_factory=dict)
+    """In order, by size."""
+    starts: dict[int, int] = field(default_factory=dict)
+    """Size by address."""
+    ends: dict[int, int] = field(default_factory=dict)
+    """Address by the address where the block ends."""
 
-    def put(self, block: Block) -> None:
-        address = block & _ADDRESS
-        self.starts[address] = self.ends[address + (block >> _ADDRESS_BITS)] = block
-        insort(self.by_size, block)
+    def put(self, address: int, size: int) -> None:
+        self.starts[address] = size
+        self.ends[address + size] = address
+        if size in self.addresses:
+            insort(self.addresses[size], address)
+        else:
+            self.addresses[size] = [address]
+            insort(self.sizes, size)
 
-    def forget(self, block: Block) -> None:
-        address = block & _ADDRESS
-        del self.starts[address], self.ends[address + (block >> _ADDRESS_BITS)]
-        del self.by_size[bisect_left(self.by_size, block)]
+    def drop(self, address: int, size: int) -> None:
+        """Take a block off those that are searched; its ends are left to the caller."""
+        alike = self.addresses[size]
+        if len(alike) == 1:
+            del self.addresses[size]
+            del self.sizes[bisect_left(self.sizes, size)]
+        else:
+            alike.remove(address)
 
 
 class OutOfSegments(Exception):  # noqa: N818 - an outcome of the simulation, not a fault
@@ -127,14 +132,15 @@ class CachingAllocator:
         self.allocated_bytes = self.peak_allocated_bytes = allocated_bytes
         self.requested_bytes = self.peak_requested_bytes = allocated_bytes
         self.reserved_bytes = self.peak_reserved_bytes = reserved_bytes
-        self._small, self._large = _Pool(unsplit_bytes=0), _Pool(unsplit_bytes=SMALL_BYTES)
+        self._small, self._large = _Pool(unsplit=0), _Pool(unsplit=grains(SMALL_BYTES))
         self._limit_bytes = limit_bytes
-        self._used: dict[int, Block] = {}
-        self._remainders: dict[Block, int] = {}
+        # In grains, by address.
+        self._used: dict[int, int] = {}
+        self._remainders: dict[int, int] = {}
         self._segments: dict[int, int] = {}
-        self._next_address = GRAIN_BYTES
-        for size in holes:
-            self._large.put(size << _ADDRESS_BITS | self._place(size))
+        self._next_address = 1
+        for size in map(grains, holes):
+            self._large.put(self._place(size), size)
 
     def allocate(self, size: int) -> int:
         """Return the address of a block for a request: the smallest free one that holds it.
@@ -142,96 +148,122 @@ class CachingAllocator:
         Raises:
             OutOfSegments: it would pass the limit.
         """
-        blocks = [0]
-        self._run(self._small if size <= SMALL_BYTES else self._large, [(request(size), 0)], blocks)
-        address = blocks[0] & _ADDRESS
-        self._used[address] = blocks[0]
-        return address
+        addresses = [0]
+        pool = self._small if size <= SMALL_BYTES else self._large
+        self._run(pool, [(grains(size), 0)], addresses)
+        return addresses[0]
 
     def free(self, address: int) -> None:
         """Give a block back; it merges with the free ones that it touches."""
-        block = self._used.pop(address)
         # A small block is always cut to its request, so that the size in use tells the pool.
-        is_small = block >> _ADDRESS_BITS <= SMALL_BYTES
-        self._run(self._small if is_small else self._large, [(0, 0)], [block])
+        is_small = self._used[address] <= grains(SMALL_BYTES)
+        self._run(self._small if is_small else self._large, [(0, 0)], [address])
 
-    def run(self, events: Iterable[Event], blocks: list[Block]) -> None:
+    def run(self, events: Iterable[Event], addresses: list[int]) -> None:
         """Serve many large requests and give blocks back, in order.
 
         Args:
             events: what happens.
-            blocks: where blocks are noted.
+            addresses: of blocks, by place.
 
         Raises:
             OutOfSegments: a request would pass the limit.
         """
-        self._run(self._large, events, blocks)
+        self._run(self._large, events, addresses)
 
-    def _run(self, pool: _Pool, events: Iterable[Event], blocks: list[Block]) -> None:
-        # One loop without a call for each event, as a step goes through it thousands of times.
-        bits, mask = _ADDRESS_BITS, _ADDRESS
-        by_size, starts, ends = pool.by_size, pool.starts, pool.ends
-        least_split = (pool.unsplit_bytes + 1) << bits
-        remainders = self._remainders
-        requested, most_requested = self.requested_bytes, self.peak_requested_bytes
-        wasted, most = self.allocated_bytes - requested, self.peak_allocated_bytes
+    def _run(self, pool: _Pool, events: Iterable[Event], addresses: list[int]) -> None:
+        # One loop without calls, as a step goes through it thousands of times.
+        sizes, bins, starts, ends = pool.sizes, pool.addresses, pool.starts, pool.ends
+        used, remainders, unsplit = self._used, self._remainders, pool.unsplit
+        requested = wasted = most_requested = most = 0
         try:
             for wanted, place in events:
                 if wanted:
                     # Best fit, of equal ones the lowest address: `get_free_block` takes the pool's
                     # lower bound, in the order of `BlockComparatorSize`.
-                    index = bisect_left(by_size, wanted)
-                    if index < len(by_size):
-                        block = by_size.pop(index)
-                        address = block & mask
+                    index = bisect_left(sizes, wanted)
+                    if index < len(sizes):
+                        size = sizes[index]
+                        alike = bins[size]
+                        address = alike.pop(0)
+                        if not alike:
+                            del bins[size], sizes[index]
                         del starts[address]
                     else:
-                        block = self._new_segment(wanted >> bits)
-                        address = block & mask
-                    rest = block - wanted
+                        address, size = self._new_segment(wanted)
+                    rest = size - wanted
                     # `should_split`: what stays with the block instead counts as allocated, in
                     # torch as here.
-                    if rest >= least_split:
-                        size = wanted >> bits
-                        rest += size
-                        starts[address + size] = ends[address + (block >> bits)] = rest
-                        insort(by_size, rest)
-                        blocks[place] = wanted | address
+                    if rest > unsplit:
+                        start = address + wanted
+                        starts[start] = rest
+                        ends[address + size] = start
+                        if rest in bins:
+                            insort(bins[rest], start)
+                        else:
+                            bins[rest] = [start]
+                            insort(sizes, rest)
+                        used[address] = wanted
                     else:
-                        ends.pop(address + (block >> bits), None)
-                        blocks[place] = block
-                        size = wanted >> bits
-                        if rest != address:
-                            remainders[block] = rest = rest >> bits
+                        ends.pop(address + size, None)
+                        used[address] = size
+                        if rest:
+                            remainders[address] = rest
                             wasted += rest
-                    requested += size
+                    addresses[place] = address
+                    requested += wanted
                     if requested > most_requested:
                         most_requested = requested
                     if requested + wasted > most:
                         most = requested + wasted
                 else:
-                    block = blocks[place]
-                    size, address = block >> bits, block & mask
-                    end = address + size
-                    if block in remainders:
-                        rest = remainders.pop(block)
+                    address = addresses[place]
+                    size = used.pop(address)
+                    requested -= size
+                    if address in remainders:
+                        rest = remainders.pop(address)
                         wasted -= rest
                         requested += rest
-                    requested -= size
+                    end = address + size
                     if end in starts:
-                        other = starts.pop(end)
-                        del by_size[bisect_left(by_size, other)]
-                        end += other >> bits
+                        more = starts.pop(end)
+                        alike = bins[more]
+                        if len(alike) == 1:
+                            del bins[more], sizes[bisect_left(sizes, more)]
+                        else:
+                            alike.remove(end)
+                        size += more
+                        end += more
                     if address in ends:
-                        other = ends.pop(address)
-                        del by_size[bisect_left(by_size, other)]
-                        address = other & mask
-                    block = end - address << bits | address
-                    starts[address] = ends[end] = block
-                    insort(by_size, block)
+                        start = ends.pop(address)
+                        more = address - start
+                        alike = bins[more]
+                        if len(alike) == 1:
+                            del bins[more], sizes[bisect_left(sizes, more)]
+                        else:
+                            alike.remove(start)
+                        size += more
+                        address = start
+                    starts[address] = size
+                    ends[end] = address
+                    if size in bins:
+                        insort(bins[size], address)
+                    else:
+                        bins[size] = [address]
+                        insort(sizes, size)
         finally:
-            self.requested_bytes, self.peak_requested_bytes = requested, most_requested
-            self.allocated_bytes, self.peak_allocated_bytes = requested + wasted, most
+            self._count(requested, most_requested, requested + wasted, most)
+
+    def _count(self, requested: int, most_requested: int, allocated: int, most: int) -> None:
+        """Take over by how many grains more is asked for and in use, in the end and at most."""
+        self.peak_requested_bytes = max(
+            self.peak_requested_bytes, self.requested_bytes + most_requested * GRAIN_BYTES
+        )
+        self.peak_allocated_bytes = max(
+            self.peak_allocated_bytes, self.allocated_bytes + most * GRAIN_BYTES
+        )
+        self.requested_bytes += requested * GRAIN_BYTES
+        self.allocated_bytes += allocated * GRAIN_BYTES
 
     def take_segment(self, length: int) -> None:
         """Reserve so many bytes, for good where the caller keeps them.
@@ -257,18 +289,20 @@ class CachingAllocator:
         One block in use keeps the whole of a segment: that is what fragmentation costs.
         """
         for pool in (self._small, self._large):
-            for address, block in list(pool.starts.items()):
-                size = block >> _ADDRESS_BITS
+            for address, size in list(pool.starts.items()):
                 if self._segments.get(address) == size:
-                    pool.forget(block)
-                    self.reserved_bytes -= size
+                    pool.drop(address, size)
+                    del pool.starts[address], pool.ends[address + size]
+                    self.reserved_bytes -= size * GRAIN_BYTES
 
     def holes(self) -> list[int]:
         """Return the sizes of the free blocks that serve large requests."""
-        return [block >> _ADDRESS_BITS for block in self._large.by_size]
+        large = self._large
+        return [size * GRAIN_BYTES for size in large.sizes for _ in large.addresses[size]]
 
-    def _new_segment(self, size: int) -> Block:
-        """Return a new segment for a request (``get_allocation_size``)."""
+    def _new_segment(self, wanted: int) -> tuple[int, int]:
+        """Return where a segment for a request is and its size (``get_allocation_size``)."""
+        size = wanted * GRAIN_BYTES
         if size <= SMALL_BYTES:
             length = SMALL_SEGMENT_BYTES
         elif size < _MIDDLE_BYTES:
@@ -276,12 +310,12 @@ class CachingAllocator:
         else:
             length = -(-size // _LARGE_GRAIN_BYTES) * _LARGE_GRAIN_BYTES
         self.take_segment(length)
-        address = self._place(length)
-        self._segments[address] = length
-        return length << _ADDRESS_BITS | address
+        address = self._place(grains(length))
+        self._segments[address] = grains(length)
+        return address, grains(length)
 
-    def _place(self, length: int) -> int:
+    def _place(self, size: int) -> int:
         address = self._next_address
         # A gap behind each segment, so that no block ends where the next segment starts.
-        self._next_address += length + GRAIN_BYTES
+        self._next_address += size + 1
         return address

@@ -14,11 +14,10 @@ from itertools import accumulate
 from sweep.predict.memory.allocator import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
-    Block,
     CachingAllocator,
     Event,
     OutOfSegments,
-    request,
+    grains,
 )
 from sweep.predict.memory.polynomials import evaluate
 from sweep.predict.memory.profiles import Segment
@@ -63,7 +62,7 @@ class Sizes:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._small = [size if size <= SMALL_BYTES else 0 for size in sizes]
         # A death, whose birth has the index -1, requests nothing.
-        self._requests = [request(size) if size > SMALL_BYTES else 0 for size in sizes] + [0]
+        self._requests = [grains(size) if size > SMALL_BYTES else 0 for size in sizes] + [0]
         # At -1 - index is what a death gives back.
         self._changes = self._small + [-size for size in reversed(self._small)]
 
@@ -95,17 +94,17 @@ class Replay:
 
     What outlives its segment is kept by its path and the layer that left it, as `tapes` names it:
     a later segment finds it by how many layers lie between, whichever layers were traced. Of what
-    is small its bytes are kept, negative, in place of its block.
+    is small its bytes are kept, negative, in place of an address.
     """
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
         self._small_bytes = self._small_room_bytes = 0
-        self._left: dict[str, dict[int, Block]] = defaultdict(dict)
+        self._left: dict[str, dict[int, int]] = defaultdict(dict)
 
     def hold(self, sizes: Collection[int]) -> None:
         """Allocate what stays."""
-        large = [(request(size), 0) for size in sizes if size > SMALL_BYTES]
+        large = [(grains(size), 0) for size in sizes if size > SMALL_BYTES]
         self._allocator.run(large, [0])
         self._small_bytes += sum(size for size in sizes if size <= SMALL_BYTES)
         self._make_small_room(0)
@@ -113,11 +112,11 @@ class Replay:
     def play(self, tape: SizedTape, *, layer: int) -> None:
         """Replay a segment of a layer of the whole model, or of the step as a whole."""
         self._make_small_room(tape.small_peak_bytes)
-        blocks = [0] * tape.places
+        addresses = [0] * tape.places
         for stretch in tape.stretches:
-            self._allocator.run(stretch.events, blocks)
+            self._allocator.run(stretch.events, addresses)
             for path, place, small_bytes in stretch.leaves:
-                self._left[path][layer] = blocks[place] or -small_bytes
+                self._left[path][layer] = addresses[place] or -small_bytes
                 self._small_bytes += small_bytes
             if stretch.fetched is not None:
                 self._fetch(*stretch.fetched, layer)
@@ -131,13 +130,14 @@ class Replay:
         """Free what was left so many layers back, or in all."""
         left = self._left[path]
         if back is None:
-            blocks = list(left.values())
+            gone = list(left.values())
             left.clear()
         else:
-            blocks = [left.pop(layer - back)] if layer - back in left else []
-        self._small_bytes += sum(block for block in blocks if block < 0)
-        large = [block for block in blocks if block > 0]
-        self._allocator.run([(0, place) for place in range(len(large))], large)
+            gone = [left.pop(layer - back)] if layer - back in left else []
+        self._small_bytes += sum(address for address in gone if address < 0)
+        large = [address for address in gone if address > 0]
+        if large:
+            self._allocator.run([(0, place) for place in range(len(large))], large)
 
     def _make_small_room(self, peak_bytes: int) -> None:
         missing = self._small_bytes + peak_bytes - self._small_room_bytes
