@@ -27,15 +27,8 @@ _HEAVY_STATES = 0.05
 """Share of what is allocated, above which it matters where the optimizer's states lie."""
 
 
-@dataclass(frozen=True)
-class SizedStretch:
-    """A stretch of a tape at real sizes, without small requests."""
-
-    events: list[Event]
-    leaves: list[tuple[str, int, int]]
-    """Path, place, and the bytes of what is small, which has nothing in its place."""
-    fetched: tuple[str, int | None] | None
-    """As in `Stretch`."""
+Fetched = tuple[str, int | None] | None
+"""As in `Stretch`."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,10 @@ class SizedTape:
     that pool grows.
     """
 
-    stretches: list[SizedStretch]
+    stretches: list[tuple[list[Event], Fetched]]
+    """What happens, and what is fetched then."""
+    leaves: list[tuple[str, int, int]]
+    """Path, place, and the bytes of what is small, which has nothing in its place."""
     places: int
     small_peak_bytes: int
     """How high small requests rise above where the tape begins."""
@@ -69,15 +65,13 @@ class Sizes:
     def tape(self, segment: Segment) -> SizedTape:
         """Return a segment's tape at these sizes."""
         requests, small = self._requests, self._small
+        parts = segment.stretches
         stretches = [
-            SizedStretch(
-                [(requests[birth], place) for birth, of, place in part.births if requests[of]],
-                [(path, place, small[of]) for path, of, place in part.leaves],
-                part.fetched,
-            )
-            for part in segment.stretches
+            ([(requests[birth], at) for birth, of, at in part.births if requests[of]], part.fetched)
+            for part in parts
         ]
-        return SizedTape(stretches, segment.births, self._rise(segment))
+        leaves = [(path, at, small[of]) for part in parts for path, of, at in part.leaves]
+        return SizedTape(stretches, leaves, segment.births, self._rise(segment))
 
     def _rise(self, segment: Segment) -> int:
         changes = self._changes
@@ -104,40 +98,45 @@ class Replay:
 
     def hold(self, sizes: Collection[int]) -> None:
         """Allocate what stays."""
-        large = [(grains(size), 0) for size in sizes if size > SMALL_BYTES]
-        self._allocator.run(large, [0])
-        self._small_bytes += sum(size for size in sizes if size <= SMALL_BYTES)
+        large = [size for size in sizes if size > SMALL_BYTES]
+        self._allocator.run([(grains(size), 0) for size in large], [0])
+        self._small_bytes += sum(sizes) - sum(large)
         self._make_small_room(0)
 
     def play(self, tape: SizedTape, *, layer: int) -> None:
         """Replay a segment of a layer of the whole model, or of the step as a whole."""
         self._make_small_room(tape.small_peak_bytes)
         addresses = [0] * tape.places
-        for stretch in tape.stretches:
-            self._allocator.run(stretch.events, addresses)
-            for path, place, small_bytes in stretch.leaves:
-                self._left[path][layer] = addresses[place] or -small_bytes
-                self._small_bytes += small_bytes
-            if stretch.fetched is not None:
-                self._fetch(*stretch.fetched, layer)
+        events: list[Event] = []
+        for before, fetched in tape.stretches:
+            events += before
+            if fetched is not None:
+                self._fetch(*fetched, layer, events, addresses)
+        self._allocator.run(events, addresses)
+        for path, place, small_bytes in tape.leaves:
+            self._left[path][layer] = addresses[place] or -small_bytes
+            self._small_bytes += small_bytes
 
     def end_step(self) -> None:
         """Free what was left and never fetched: the gradients."""
+        events: list[Event] = []
+        addresses: list[int] = []
         for path in list(self._left):
-            self._fetch(path, None, 0)
+            self._fetch(path, None, 0, events, addresses)
+        self._allocator.run(events, addresses)
 
-    def _fetch(self, path: str, back: int | None, layer: int) -> None:
-        """Free what was left so many layers back, or in all."""
+    def _fetch(
+        self, path: str, back: int | None, layer: int, events: list[Event], addresses: list[int]
+    ) -> None:
+        """Add that it is freed what was left so many layers back, or in all."""
         left = self._left[path]
-        if back is None:
-            gone = list(left.values())
-            left.clear()
-        else:
-            gone = [left.pop(layer - back)] if layer - back in left else []
-        self._small_bytes += sum(address for address in gone if address < 0)
-        large = [address for address in gone if address > 0]
-        if large:
-            self._allocator.run([(0, place) for place in range(len(large))], large)
+        layers = list(left) if back is None else [layer - back]
+        for address in [left.pop(layer, 0) for layer in layers]:
+            if address > 0:
+                events.append((0, len(addresses)))
+                addresses.append(address)
+            else:
+                self._small_bytes += address
 
     def _make_small_room(self, peak_bytes: int) -> None:
         missing = self._small_bytes + peak_bytes - self._small_room_bytes

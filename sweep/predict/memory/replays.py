@@ -5,6 +5,7 @@ Knows nothing of what replays are for.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -69,7 +70,7 @@ def _in_processes(
 ) -> Iterator[tuple[slice, list[Uncapped]]]:
     # Not forked: this process may have threads, of which a child would have the locks alone.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processors, context, initializer=_leave_interrupts) as pool:
+    with ProcessPoolExecutor(processors, context, initializer=_settle_in) as pool:
         running = {pool.submit(_replay, steps[chunk]): chunk for chunk in chunks}
         try:
             for done in as_completed(running):
@@ -78,8 +79,12 @@ def _in_processes(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _leave_interrupts() -> None:
-    """Leave Ctrl-C to the process that started this one."""
+def _settle_in() -> None:
+    """Leave Ctrl-C to the process that started this one, and garbage be.
+
+    Replays leave none, and it would be looked for all the time.
+    """
+    gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
