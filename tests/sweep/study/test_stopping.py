@@ -13,6 +13,7 @@ from search_spaces.errors import EnvironmentFault, InputError
 from storage.reading import read_study
 from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord, Verdict
 from storage.study import OpenStudy
+from sweep.predict.memory.arrays import OneByOne
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler
@@ -49,6 +50,9 @@ class Exact:
 
     def predict(self, config: TrialConfig) -> Any:
         return imagined(peak_bytes(config), uncertainty=0.01)
+
+    def predict_all(self, configs: Sequence[TrialConfig]) -> OneByOne:
+        return OneByOne(self.predict, configs)
 
 
 class Physical:

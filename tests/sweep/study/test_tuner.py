@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from storage.records import (
     Verdict,
 )
 from storage.study import OpenStudy
-from sweep.predict.memory.predictor import MemoryPrediction
+from sweep.predict.memory.arrays import OneByOne
+from sweep.predict.memory.prediction import MemoryPrediction
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
 from sweep.study.events import (
@@ -70,8 +71,14 @@ class Clock:
 class Exact:
     """Predicts what the simulated card will say."""
 
+    def prepare(self, configs: Any, **_: Any) -> None:
+        pass
+
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         return imagined(peak_bytes(config), uncertainty=0.01)
+
+    def predict_all(self, configs: Sequence[TrialConfig]) -> OneByOne:
+        return OneByOne(self.predict, configs)
 
 
 def a_preflight(**changes: Any) -> Preflight:
