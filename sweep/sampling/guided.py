@@ -57,8 +57,6 @@ NOISE_UNEVEN = 0.10
 FRAGMENTATION = 0.06
 """How far below the budget the peak of a trial may be that ran out of memory all the same, where
 free memory is in pieces."""
-LOOKED_UP_MAX = 200
-"""Candidates that are held against the pre-flight for one choice before it gives up."""
 REFINED = 4
 """Best candidates around which a space that is not listed is looked at more closely."""
 BOLDNESS = 0.25
@@ -207,8 +205,11 @@ class GuidedSampler(BaseSampler):
         trials = self._read(study, besides=besides)
         world = self._seen(trials)
         weighed = self._weigh(world, trials)
-        left = [row for row in range(len(world.candidates)) if weighed.merits[row] > -np.inf]
-        row = self._best_acceptable(world, weighed)
+        left = np.flatnonzero(weighed.merits[: len(world.candidates)] > -np.inf)
+        # Not the next trial, which may be the one that gains less and takes less time.
+        row = self._first_acceptable(
+            world, left[np.lexsort((-weighed.merits[left], -weighed.gains[left]))]
+        )
         if row is None:
             return Outlook(gain=0.0)
         return Outlook(
@@ -253,13 +254,14 @@ class GuidedSampler(BaseSampler):
     def _choose(self, trials: _Trials) -> Candidate | None:
         world = self._seen(trials)
         weighed = self._weigh(world, trials)
-        row = self._best_acceptable(world, weighed)
+        merits = weighed.merits[: len(world.candidates)]
+        order = np.argsort(-merits)
+        row = self._first_acceptable(world, order[merits[order] > -np.inf])
         if row is None:
             # All that is left is refused, or was tried: it gets its verdict without the device.
             left = [c for c in world.candidates if c.key not in trials.tried]
             return min(left or world.candidates, key=self._need(world), default=None)
-        order = np.argsort(-weighed.merits[: len(world.candidates)])[:REFINED]
-        self._best = tuple(world.candidates[at].params for at in order)
+        self._best = tuple(world.candidates[at].params for at in order[:REFINED])
         return world.candidates[row]
 
     def _need(self, world: _World) -> Any:
@@ -267,24 +269,14 @@ class GuidedSampler(BaseSampler):
         peaks = world.foreseen.peak_bytes
         return lambda c: 0.0 if peaks is None else np.nan_to_num(peaks[world.rows[c.key]], nan=1e30)
 
-    def _best_acceptable(self, world: _World, weighed: _Weighed) -> int | None:
-        """Return the best candidate that the pre-flight does not refuse; None where there is none.
+    def _first_acceptable(self, world: _World, rows: Codes) -> int | None:
+        """Return the first candidate that the pre-flight does not refuse; None where there is none.
 
-        What looks best is held against the pre-flight one by one, as few are ever needed.
+        They are held against it one by one, as few are ever needed.
         """
-        merits = weighed.merits[: len(world.candidates)]
-        if not len(merits):
-            return None
-        for row in np.argsort(-merits)[:LOOKED_UP_MAX]:
-            if merits[row] == -np.inf:
-                return None
-            if not self._preflight.expect(world.candidates[row].config).is_refused:
-                return int(row)
-        rest = np.flatnonzero(merits > -np.inf)
-        return next((int(r) for r in rest if not self._is_refused(world, int(r))), None)
-
-    def _is_refused(self, world: _World, row: int) -> bool:
-        return self._preflight.expect(world.candidates[row].config).is_refused
+        expect, candidates = self._preflight.expect, world.candidates
+        acceptable = (row for row in rows.tolist() if not expect(candidates[row].config).is_refused)
+        return next(acceptable, None)
 
     # What is foreseen
 

@@ -219,8 +219,8 @@ class _Driver:
         """Begin the next trial: the baseline, then what failed, then what the sampler asks.
 
         A sampler that knows what is fastest before anything ran goes before the baseline: the
-        answer comes the sooner. After a failure the sampler goes first, so that a fault of the machine shows as different
-        configurations failing alike.
+        answer comes the sooner. After a failure the sampler goes first, so that a fault of the
+        machine shows as different configurations failing alike.
         """
         records = self.study.records()
         retries = to_retry(records, since=self._since)

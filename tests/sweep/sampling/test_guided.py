@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,10 @@ class Foresight:
     memory_off: float = 1.0
     is_reversed: bool = False
 
+    refused: set[TrialConfig] = field(default_factory=set)
+
     def expect(self, config: TrialConfig) -> Expectation:
-        return NothingExpected()
+        return NothingExpected(is_refused=config in self.refused)
 
     def is_valid(self, config: TrialConfig) -> bool:
         return True
@@ -250,6 +252,23 @@ def test_the_outlook_says_what_is_left_and_falls_as_trials_tell() -> None:
     assert sampler.outlook(study).gain < after_one.gain
     assert sampler.outlook(study, besides=6).looked_at == sampler.outlook(study).looked_at + 1
     assert all(trial.state is TrialState.COMPLETE for trial in study.get_trials())
+
+
+def test_the_outlook_is_of_the_trial_that_promises_most_whatever_that_takes() -> None:
+    space = a_space()
+    foresight = Foresight(speed_off=lambda c: 1.3 if c.kernels == "liger" else 1.0)
+    study = a_study(space, foresight)
+    for _ in range(3):
+        step(study, space)
+    assert isinstance(study.sampler, GuidedSampler)
+    gains = []
+    for _ in range(40):
+        found = study.sampler.outlook(study)
+        assert found.config is not None
+        gains.append(found.gain)
+        foresight.refused.add(found.config)
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] > gains[-1]
 
 
 def test_runs_that_measure_a_winner_again_teach_nothing_but_that_it_ran_out() -> None:
