@@ -208,7 +208,8 @@ class EveryCombination(BaseSampler):
             )
         if size > GRID_MAX:
             raise InputError(
-                f"space '{name}': a grid of {size:,} combinations is too large; use --sampler guided"
+                f"space '{name}': a grid of {size:,} combinations is too large; "
+                "use --sampler guided"
             )
         self._encoding = encoding
         self._order = random.Random(seed).sample(range(size), size)

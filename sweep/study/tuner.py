@@ -333,7 +333,7 @@ class _Driver:
         return all(record.config != self._baseline for record in records)
 
     def _is_foreseen(self, records: Sequence[TrialRecord]) -> bool:
-        """Whether the first trial is to be the fastest that is foreseen, and a second may follow."""
+        """Whether the first trial is to be the fastest that is foreseen, with another after it."""
         is_guided = self._space.sampler == "guided" and self.preflight.predicts_speed
         return is_guided and not records and self._space.trials > 1
 
