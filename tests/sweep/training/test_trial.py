@@ -579,6 +579,24 @@ class _TimedMark:
         return self._seconds - earlier._seconds
 
 
+@pytest.mark.parametrize(("silence", "signs"), [(0.0, 4), (60.0, 2)], ids=["long", "short"])
+def test_a_micro_step_that_takes_long_is_a_sign_of_life_before_its_step_is_queued(
+    silence: float, signs: int
+) -> None:
+    config = tiny_config(**ACCUMULATING)
+    beats: list[Beat] = []
+
+    def hear(beat: Beat) -> bool:
+        beats.append(beat)
+        return False
+
+    with tiny_base(config) as base:
+        trial_on(base, config, steps=BRIEF, report=hear, silence_seconds=silence).run()
+    of_first = [b for b in beats if b.phase == "warmup" and b.step == 0]
+    # One where the phase begins; then of two micro-steps that are queued, and that are done.
+    assert len(of_first) == 1 + signs
+
+
 def test_a_step_that_was_queued_has_its_own_seconds_and_is_counted_once() -> None:
     config = tiny_config()
     steps = StepBudget(warmup_min=1, warmup_max=9, measured_min=6, measured_max=6)
