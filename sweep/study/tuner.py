@@ -187,6 +187,9 @@ class _Driver:
                 with interruptible():
                     trial = self.ask()
                     refused = self.check(trial)
+                    if refused is None and self.should_stop():
+                        # Asked while it was chosen: nothing runs yet that is to be waited for.
+                        raise KeyboardInterrupt
             except KeyboardInterrupt:
                 self.study.abandon()
                 return StopReason.INTERRUPTED
@@ -333,7 +336,7 @@ class _Driver:
         return all(record.config != self._baseline for record in records)
 
     def _is_foreseen(self, records: Sequence[TrialRecord]) -> bool:
-        """Whether the first trial is to be the fastest that is foreseen, with another after it."""
+        """Whether the first trial is the fastest that is foreseen, and a second may follow."""
         is_guided = self._space.sampler == "guided" and self.preflight.predicts_speed
         return is_guided and not records and self._space.trials > 1
 

@@ -587,6 +587,25 @@ def test_a_second_request_between_the_check_and_the_launch_launches_nothing(tmp_
     assert runner.ran == []
 
 
+def test_a_request_while_a_trial_is_chosen_waits_for_nothing(tmp_path: Path) -> None:
+    runner = ReplayRunner(otherwise=train)
+    stopping: list[bool] = []
+
+    def violation(_: TrialConfig) -> Violation | None:
+        stopping.append(True)
+        return None
+
+    with a_study(tmp_path, **ONE) as study:
+        preflight = a_preflight(violation=violation)
+        reason = run(study, runner=runner, preflight=preflight, should_stop=lambda: bool(stopping))
+        assert reason is StopReason.INTERRUPTED
+        assert (runner.ran, study.records()) == ([], ())
+    with a_study(tmp_path, **ONE) as study:
+        run(study)
+        (record,) = study.records()
+    assert (record.verdict, record.is_baseline, record.attempt) == (Verdict.FITS, True, 1)
+
+
 def test_a_trial_that_was_interrupted_before_it_ran_is_no_attempt(tmp_path: Path) -> None:
     def interrupted(_: TrialConfig) -> Violation | None:
         raise KeyboardInterrupt
