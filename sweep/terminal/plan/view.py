@@ -277,14 +277,14 @@ def _space_lines(survey: Survey, plan: CardPlan) -> Iterator[str]:
         yield (
             f"a study of {units.plural(survey.trials, 'trial')} takes about "
             f"{units.duration(seconds[0])} to {units.duration(seconds[1])} on the {plan.gpu.name}"
-            f"{_how_it_ends(survey.space)}"
+            f"{_sooner(survey.space)}"
         )
 
 
-def _how_it_ends(space: SearchSpace) -> str:
-    """Return what the seconds of all trials leave out."""
-    sooner = "; it ends sooner where it knows" if space.sampler == "guided" else ""
-    return sooner + ("; measuring its winner again is apart" if space.confirm else "")
+def _sooner(space: SearchSpace) -> str:
+    """Return that a search may end before its last trial, where it may."""
+    may_end = space.sampler == "guided" and space.stop_below_gain > 0
+    return "; it ends sooner, once no trial is expected to gain enough" if may_end else ""
 
 
 def _space_words(survey: Survey, plan: CardPlan) -> str:
