@@ -219,8 +219,8 @@ class _Driver:
         """Begin the next trial: the baseline, then what failed, then what the sampler asks.
 
         A sampler that knows what is fastest before anything ran goes before the baseline: the
-        answer comes the sooner. After a failure the sampler goes first, so that a fault of the machine shows as different
-        configurations failing alike.
+        answer comes the sooner. After a failure the sampler goes first, so that a fault of the
+        machine shows as different configurations failing alike.
         """
         records = self.study.records()
         retries = to_retry(records, since=self._since)
@@ -333,7 +333,7 @@ class _Driver:
         return all(record.config != self._baseline for record in records)
 
     def _is_foreseen(self, records: Sequence[TrialRecord]) -> bool:
-        """Whether the first trial is to be the fastest that is foreseen, and a second may follow."""
+        """Whether the first trial is the fastest that is foreseen, and a second may follow."""
         is_guided = self._space.sampler == "guided" and self.preflight.predicts_speed
         return is_guided and not records and self._space.trials > 1
 

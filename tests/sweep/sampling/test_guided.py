@@ -10,9 +10,11 @@ import pytest
 from optuna.trial import TrialState
 
 from search_spaces.config import TrialConfig
+from search_spaces.loading import shipped_presets
 from search_spaces.space import SearchSpace
 from storage import mapping
 from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord
+from sweep.sampling.candidates import SpaceCandidates
 from sweep.sampling.encoding import Encoding
 from sweep.sampling.expecting import Expectation, Foreseen, NothingExpected
 from sweep.sampling.guided import GuidedSampler
@@ -197,6 +199,12 @@ def _volume(study: optuna.Study, objectives: list[str]) -> float:
     points = [np.array(t.values) * sign for t in study.get_trials() if t.values]
     draws = low + np.random.default_rng(0).random((20_000, len(objectives))) * (high - low)
     return float(np.mean(np.any([np.all(draws <= p, axis=1) for p in points], axis=0)))
+
+
+@pytest.mark.parametrize("preset", shipped_presets(), ids=lambda space: str(space.name))
+def test_every_preset_is_looked_at_whole(preset: SearchSpace) -> None:
+    candidates = SpaceCandidates(Encoding(preset), is_valid=lambda _: True, seed=0)
+    assert candidates.is_listed
 
 
 def test_a_continuous_range_is_searched_to_its_best() -> None:
