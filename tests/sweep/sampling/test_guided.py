@@ -260,6 +260,22 @@ def test_the_outlook_says_what_is_left_and_falls_as_trials_tell() -> None:
     assert all(trial.state is TrialState.COMPLETE for trial in study.get_trials())
 
 
+@pytest.mark.parametrize(("kernels", "off"), [("liger", 1.34), ("liger", 1.2), ("fused-loss", 0.8)])
+def test_little_is_left_only_where_little_is_left_of_what_was_never_tried(
+    kernels: str, off: float
+) -> None:
+    space = a_space()
+    wrong = Foresight(speed_off=lambda config: off if config.kernels == kernels else 1.0)
+    study = a_study(space, wrong)
+    assert isinstance(study.sampler, GuidedSampler)
+    records, gain, before = [step(study, space)], 1.0, 1.0
+    while max(gain, before) >= 0.01 and len(records) < 12:
+        records.append(step(study, space))
+        gain, before = study.sampler.outlook(study).gain, gain
+    assert max(speeds(records)) > 0.98 * best_speed(space)
+    assert len(records) < 12
+
+
 def test_runs_that_measure_a_winner_again_teach_nothing_but_that_it_ran_out() -> None:
     space = a_space()
 

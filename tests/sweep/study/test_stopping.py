@@ -120,7 +120,7 @@ def test_a_space_of_one_point_is_tried_once(tmp_path: Path) -> None:
     one = {"dimensions": {"micro_batch_size": {"choices": [4]}}, "fixed": {}}
     reason, study = run(tmp_path, **one)
     assert reason is StopReason.EXHAUSTED
-    assert [r.config.micro_batch_size for r in study.records()] == [8, 4]
+    assert [r.config.micro_batch_size for r in study.records()] == [4, 8]
 
 
 def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(tmp_path: P
         "baseline": {"micro_batch_size": 300},
     }
     reason, study = run(tmp_path, **huge)
-    _, first = study.records()
+    first, _ = study.records()
     assert reason is StopReason.GAIN_SPENT
     assert first.verdict is Verdict.PREDICTED_OOM
     assert first.config.micro_batch_size == 200
