@@ -131,7 +131,7 @@ def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(tmp_path: P
         "baseline": {"micro_batch_size": 300},
     }
     reason, study = run(tmp_path, **huge)
-    first, _ = study.records()
+    first, baseline = study.records()
     assert reason is StopReason.GAIN_SPENT
     assert first.verdict is Verdict.PREDICTED_OOM
     assert first.config.micro_batch_size == 200
