@@ -126,9 +126,23 @@ def shape(config: TrialConfig) -> str:
     return f"{size(config)}, {phrase('lora_rank', config.lora_rank)}"
 
 
+def differing(config: TrialConfig, other: TrialConfig) -> dict[str, Any]:
+    """Return the settings of ``config`` that differ from the other's and mean something in it.
+
+    A 16-bit base has no double quantization to speak of.
+    """
+    changed = config.changes_from(other)
+    knobs = {key: KNOBS[key] for key in changed}
+    return {
+        key: changed[key]
+        for key, knob in knobs.items()
+        if knob.applies is None or knob.applies(config)
+    }
+
+
 def changes(config: TrialConfig, *, baseline: TrialConfig) -> str:
     """Return in words where a configuration differs from the baseline, its shape first."""
-    differing = config.changes_from(baseline)
-    order = [*_SHAPE_FIRST, *(key for key in differing if key not in _SHAPE_FIRST)]
-    words = [phrase(key, differing[key]) for key in order if key in differing]
+    changed = differing(config, baseline)
+    order = [*_SHAPE_FIRST, *(key for key in changed if key not in _SHAPE_FIRST)]
+    words = [phrase(key, changed[key]) for key in order if key in changed]
     return ", ".join(words) if words else "as the baseline"

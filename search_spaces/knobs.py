@@ -72,6 +72,8 @@ class Knob:
 
     Two configurations that come to the same in every knob train the same way.
     """
+    applies: Callable[[Knobs], bool] | None = None
+    """Whether it means anything in a configuration, and is worth a word; None where always."""
 
     memory: Literal["grows", "shrinks", "untouched", "unknown"] = "unknown"
     """Whether peak memory can only grow with it, only shrink with it, has nothing to do with it, or
@@ -317,6 +319,7 @@ class Knobs(BaseModel):
             help="Quantize the quantization constants too.",
             # Without quantization there are none.
             resolved=lambda config: config.double_quant and config.is_quantized,
+            applies=lambda config: config.is_quantized,
             lean_first=(True,),
             shapes_base=True,
             traced=_same,
@@ -333,6 +336,7 @@ class Knobs(BaseModel):
             help="Share of layers held in 4 bits, 0 to 1.",
             # Without quantization there are none.
             resolved=lambda config: config.quantized_fraction if config.is_quantized else 1.0,
+            applies=lambda config: config.is_quantized,
             shapes_base=True,
             # Its structures are put together from those of 4-bit layers and of 16-bit ones.
             traced=_same,

@@ -147,7 +147,8 @@ def pool(
 ) -> Measurement:
     """Return several runs of one configuration as one measurement.
 
-    Its step is the geometric mean of their median steps; memory is the most that any took.
+    Its step is the geometric mean of their median steps; memory is the most that any took, and what
+    was spent on them, in steps and in seconds, adds up.
 
     Args:
         runs: at least two.
@@ -173,7 +174,10 @@ def pool(
             "peak_reserved_bytes": _most(m.peak_reserved_bytes for m in runs),
             "peak_device_bytes": _most(m.peak_device_bytes for m in runs),
             "flops_utilization": None if used is None else used * faster,
+            "setup_seconds": sum(m.setup_seconds for m in runs),
             "measured_seconds": sum(m.measured_seconds for m in runs),
+            "training_seconds": _sum(m.training_seconds for m in runs),
+            "compile_seconds": _sum(m.compile_seconds for m in runs),
             "allocator_retries": retries,
             "joules_per_token": statistics.fmean(energies) if energies else None,
             "flags": _flags(runs, is_noisy=half > math.log1p(UNSURE_FROM), retries=retries),
@@ -212,6 +216,11 @@ def _logarithms(runs: Sequence[Measurement]) -> list[float]:
 
 def _most(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _run_seconds(record: TrialRecord) -> float:

@@ -61,8 +61,10 @@ def compare(ranking: Ranking) -> Comparison | None:
         reason = _doubt(ranking, winner, baseline)
         return Comparison(baseline, None if reason else _gain(winner, baseline), reason)
     fastest = ranking.fastest_of_baselines_class
-    is_sure = fastest is not None and all(map(ranking.is_measured_again, (fastest, baseline)))
-    class_gain = _gain(fastest, baseline) if is_sure and fastest is not None else None
+    class_gain = None
+    if fastest is not None and ranking.is_confirmed:
+        is_sure = all(map(ranking.is_measured_again, (fastest, baseline)))
+        class_gain = _gain(fastest, baseline) if is_sure else None
     return Comparison(baseline, None, "another_class", fastest, class_gain)
 
 

@@ -318,7 +318,7 @@ def rankable(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
 
     Such numbers come from a broken clock or a damaged record; nothing can be ranked by them.
     """
-    return tuple(r for r in records if r.measurement is None or _is_sound(r.measurement))
+    return tuple(r for r in records if r.measurement is None or is_sound(r.measurement))
 
 
 def fitting(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
@@ -435,7 +435,8 @@ def _fastest_first(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
     return tuple(sorted(records, key=order))
 
 
-def _is_sound(measured: Measurement) -> bool:
+def is_sound(measured: Measurement) -> bool:
+    """Whether anything can be ranked by a measurement: its numbers are finite and positive."""
     interval = measured.step_seconds_ci95 or ()
     numbers = (measured.tokens_per_second, measured.step_seconds, *interval)
     return all(math.isfinite(number) and number > 0 for number in numbers)

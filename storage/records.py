@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from search_spaces.config import TrialConfig
 
@@ -251,8 +251,6 @@ Outcome = Annotated[
     Field(discriminator="verdict"),
 ]
 """How a trial ended, by verdict. Match it to the end."""
-
-outcome_adapter: TypeAdapter[Outcome] = TypeAdapter(Outcome)
 
 
 class PredictionRecord(_Frozen):

@@ -26,6 +26,8 @@ SPEED_REPEATS_WITHIN = 0.05
 """Relative: two measurements of one configuration that are further apart contradict each other."""
 PEAK_REPEATS_WITHIN = 0.01
 """The same of the allocated peak, which repeats to the byte on one machine."""
+LEAST_TOO_LARGE = 1e18
+"""No speed, time or amount of memory reaches it."""
 
 _HEADER = ("surface", "model", "model_config", "gpu", "measured_on")
 _NUMBERS = ("tokens_per_second", "step_seconds", "peak_allocated_bytes", "device_seconds")
@@ -141,7 +143,11 @@ def _gpu(name: str, *, where: str) -> str:
     try:
         return find_gpu(name).name
     except InputError as error:
-        raise InputError(f"{where}: gpu: {error}") from error
+        # A product's name is as clear as the catalogue's.
+        card = match_product(name)
+        if card is None:
+            raise InputError(f"{where}: gpu: {error}") from error
+        return card.name
 
 
 def _card(product: str, *, where: str) -> GpuSpec:
@@ -190,9 +196,13 @@ def _number(value: object, where: str) -> Any:
         return None
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InputError(f"{where} must be a number, got {quote(value)}")
-    # NaN, which Python reads as JSON, is not greater than anything.
-    if not 0 < value < float("inf"):
-        raise InputError(f"{where} must be a number greater than 0, got {quote(value)}")
+    # NaN, which Python reads as JSON, is not greater than anything; nor is every whole number that
+    # it reads small enough to be reckoned with.
+    if not 0 < value < LEAST_TOO_LARGE:
+        raise InputError(
+            f"{where} must be a number greater than 0 and less than {LEAST_TOO_LARGE:g}, got "
+            f"{quote(value)}"
+        )
     return value
 
 

@@ -31,6 +31,8 @@ from sweep.predict.speed.predictor import SpeedPrediction, predict_steps
 UNBUILDABLE = "cannot-be-built"
 """The rule of what only the model's own code forbids: a target module that it does not have."""
 
+TRACED = "structures traced"
+"""What is always the first to take its time."""
 Progress = Callable[[str], OnProgress]
 """Returns what is told how much is done of what is named, and of how much."""
 
@@ -151,7 +153,7 @@ class Forecaster:
         Raises:
             EnvironmentFault: the tracing process has never answered.
         """
-        self._predictor.prepare(configs, on_progress=progress("structures traced"))
+        self._predictor.prepare(configs, on_progress=progress(TRACED))
         whole = self._whole = self._predictor.predict_all(configs)
         if one_by_one:
             whole.replay(on_progress=progress("steps replayed"))

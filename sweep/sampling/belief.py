@@ -22,8 +22,6 @@ from scipy.special import log_ndtr, ndtr
 Array = NDArray[np.float64]
 Codes = NDArray[np.intp]
 
-NOISE = 0.02
-"""Relative error of one trial's speed: its median's interval, and the host's pace that minute."""
 JITTER = 1e-8
 LINEARIZATIONS = 4
 """Times that the physical model is made straight around its fitted factors."""

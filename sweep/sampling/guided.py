@@ -68,6 +68,9 @@ Its whole uncertainty sends a search to what is little known, which costs trials
 came within 2 % of the best in 1.25 trials instead of 1.7 (mean of 32 surfaces cut out of two), and
 the best forecast alone needed 1.8. What ends a search is the whole uncertainty.
 """
+WORTH_BOLDNESS = 0.01
+"""Expected gain, its uncertainty taken whole, below which the boldest choice is none: the next is
+then the one that most is to be gained of, however little is known of it."""
 OPEN_CHANCE = 0.05
 """Probability of being faster than the best so far from which a configuration is not ruled out."""
 
@@ -208,7 +211,7 @@ class GuidedSampler(BaseSampler):
         world = self._seen(trials)
         weighed = self._weigh(world, trials)
         left = [row for row in range(len(world.candidates)) if weighed.merits[row] > -np.inf]
-        row = self._best_acceptable(world, weighed)
+        row = self._first_acceptable(world, weighed.doubted)
         if row is None:
             return Outlook(gain=0.0)
         return Outlook(
@@ -272,13 +275,18 @@ class GuidedSampler(BaseSampler):
 
         What looks best is held against the pre-flight one by one, as few are ever needed.
         """
-        merits = weighed.merits[: len(world.candidates)]
-        if not len(merits):
-            return None
+        row = self._first_acceptable(world, weighed.merits)
+        if row is None or weighed.gains[row] >= WORTH_BOLDNESS:
+            return row
+        # What looks best is as good as found: what may be better by surprise has its turn.
+        return self._first_acceptable(world, weighed.doubted)
+
+    def _first_acceptable(self, world: _World, merits: Array) -> int | None:
+        merits = merits[: len(world.candidates)]
         for row in np.argsort(-merits)[:LOOKED_UP_MAX]:
             if merits[row] == -np.inf:
                 return None
-            if not self._preflight.expect(world.candidates[row].config).is_refused:
+            if not self._is_refused(world, int(row)):
                 return int(row)
         rest = np.flatnonzero(merits > -np.inf)
         return next((int(r) for r in rest if not self._is_refused(world, int(r))), None)
@@ -329,6 +337,7 @@ class GuidedSampler(BaseSampler):
         # Without a forecast there is nothing to be bold about.
         share = 1.0 if world.foreseen.physics is None else BOLDNESS
         merits = expected_gains(replace(goal, first=goal.first.surer(share)), best)[0] * fit
+        promised = gains * fit if best else np.full(len(gains), np.inf)
         if best:
             merits = merits / self._seconds(world, trials, speed)
         # Equals are told apart by seed and trial, so that a study that goes on is where it was.
@@ -336,8 +345,9 @@ class GuidedSampler(BaseSampler):
         merits = merits * (1.0 + 1e-6 * draws)
         tried = [row for key, row in world.rows.items() if key in trials.tried]
         merits[tried] = -np.inf
-        promised = gains * fit if best else np.full(len(gains), np.inf)
-        return _Weighed(merits, promised, chances * fit)
+        doubted = promised.copy()
+        doubted[tried] = -np.inf
+        return _Weighed(merits, doubted, promised, chances * fit)
 
     def _may_win(self, world: _World, record: TrialRecord) -> bool:
         """Whether a trial counts among the best: it ran to its end, and the space holds it."""
@@ -402,6 +412,9 @@ class _Weighed:
 
     merits: Array
     """By which one is chosen: expected gain per second; minus infinity for what was tried."""
+    doubted: Array
+    """By which one is chosen that merits leave aside: expected gain, the uncertainty taken whole;
+    minus infinity for what was tried."""
     gains: Array
     """Expected, relative to the best so far."""
     chances: Array

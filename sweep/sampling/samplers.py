@@ -204,11 +204,12 @@ class EveryCombination(BaseSampler):
         name, size = encoding.space.name, encoding.size
         if size is None:
             raise InputError(
-                f"space '{name}': a grid needs a step for every range; or use --sampler tpe"
+                f"space '{name}': a grid needs a step for every range; or use --sampler guided"
             )
         if size > GRID_MAX:
             raise InputError(
-                f"space '{name}': a grid of {size:,} combinations is too large; use --sampler tpe"
+                f"space '{name}': a grid of {size:,} combinations is too large; "
+                "use --sampler guided"
             )
         self._encoding = encoding
         self._order = random.Random(seed).sample(range(size), size)

@@ -15,9 +15,11 @@ from datetime import UTC, datetime
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.space import ConfirmBudget, StepBudget
 from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_enough
-from storage.ranking import Ranking, measured_of, rank
+from storage.ranking import Ranking, is_sound, measured_of, rank
 from storage.records import (
+    Crashed,
     Errand,
+    Measured,
     Outcome,
     OutOfMemory,
     Purpose,
@@ -253,7 +255,7 @@ class _Confirming:
         is_baseline = run.config == self.study.definition.space.baseline_config()
         self.on_event(TrialStarted(handle.number, run.config, is_baseline, attempt, run.errand))
         launched = self.clock()
-        outcome = self._measure(run, handle.number)
+        outcome = _sound(self._measure(run, handle.number))
         record = TrialRecord(
             number=handle.number,
             config=run.config,
@@ -287,6 +289,13 @@ class _Confirming:
             ),
             should_stop=self.should_stop,
         )
+
+
+def _sound(outcome: Outcome) -> Outcome:
+    """Return an outcome, or a failure where nothing can be ranked by it: such runs have an end."""
+    if isinstance(outcome, Measured) and not is_sound(outcome.measurement):
+        return Crashed(phase="measure", detail="a speed was measured that is not a finite number")
+    return outcome
 
 
 def run_steps(steps: StepBudget, budget: ConfirmBudget) -> StepBudget:

@@ -179,6 +179,11 @@ class Preflight:
         is can change."""
         self._warned: set[str] = set()
 
+    @property
+    def predicts_speed(self) -> bool:
+        """Whether any speed is known."""
+        return self._speed is not None
+
     def is_valid(self, config: TrialConfig) -> bool:
         """Return whether no rule forbids ``config``."""
         return self._violation(config) is None

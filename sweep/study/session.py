@@ -274,10 +274,7 @@ def drive(
             if work is tune and _has_trials_left(study):
                 # Its imports take longer than all that is done here until the first trial.
                 runner.start()
-                _trace_space(space, preflight, interruption=interruption, listener=listener)
-                if isinstance(sampler, GuidedSampler):
-                    with interruption.interruptible():
-                        sampler.prepare()
+                _look_ahead(space, sampler, preflight, interruption, listener)
             return work(
                 study,
                 runner=runner,
@@ -303,10 +300,14 @@ def _has_trials_left(study: OpenStudy) -> bool:
     return trials_spent(records, since=next_number(records)) < study.definition.space.trials
 
 
-def _trace_space(
-    space: SearchSpace, preflight: Preflight, *, interruption: Interruption, listener: Listener
+def _look_ahead(
+    space: SearchSpace,
+    sampler: BaseSampler,
+    preflight: Preflight,
+    interruption: Interruption,
+    listener: Listener,
 ) -> None:
-    """Trace what the space's memory is predicted from.
+    """Trace what the space's memory is predicted from, and foresee the whole space.
 
     Raises:
         KeyboardInterrupt: somebody asked to stop; nothing has begun that could be lost.
@@ -319,6 +320,8 @@ def _trace_space(
 
     with interruption.interruptible():
         preflight.prepare(one_of_each_kind(space), on_progress=tell)
+        if isinstance(sampler, GuidedSampler):
+            sampler.prepare()
 
 
 def _outlook(sampler: BaseSampler, study: OpenStudy, besides: int | None) -> Outlook | None:

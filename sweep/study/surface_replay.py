@@ -16,7 +16,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import optuna
-from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState
@@ -27,8 +26,8 @@ from search_spaces.space import StepBudget
 from storage import mapping
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.surfaces import Surface, SurfaceRow
-from sweep.predict.memory.arrays import FITS, WholeMemory
-from sweep.predict.memory.prediction import Fit, MemoryPrediction, stated_uncertainty
+from sweep.predict.memory.arrays import OneByOne, WholeMemory
+from sweep.predict.memory.prediction import MemoryPrediction, stated_uncertainty
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.sampling.candidates import Candidate
 from sweep.sampling.encoding import Params, identity
@@ -193,7 +192,7 @@ class _RecordedPeaks:
 
     def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        return _RecordedWhole(self, tuple(configs))
+        return OneByOne(self.predict, configs)
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         """See `MemoryPredictor.predict`."""
@@ -209,72 +208,6 @@ class _RecordedPeaks:
             reserved_uncertainty=stated.reserved,
             step=cast(Any, None),
         )
-
-
-@dataclass(frozen=True)
-class _RecordedWhole:
-    """Satisfies `WholeMemory` one configuration at a time: a surface has some hundreds."""
-
-    _predictor: _RecordedPeaks
-    _configs: tuple[TrialConfig, ...]
-
-    @cached_property
-    def _predictions(self) -> tuple[MemoryPrediction | InputError, ...]:
-        return tuple(map(self._asked, self._configs))
-
-    def _asked(self, config: TrialConfig) -> MemoryPrediction | InputError:
-        try:
-            return self._predictor.predict(config)
-        except InputError as error:
-            return error
-
-    @property
-    def refused(self) -> Mapping[int, InputError]:
-        """See `WholeMemory`."""
-        known = enumerate(self._predictions)
-        return {row: error for row, error in known if isinstance(error, InputError)}
-
-    @property
-    def peak_allocated_bytes(self) -> NDArray[np.int64]:
-        """See `WholeMemory`."""
-        known = (
-            -1 if isinstance(p, InputError) else p.peak_allocated_bytes for p in self._predictions
-        )
-        return np.fromiter(known, np.int64, len(self._predictions))
-
-    @property
-    def least_allocated_bytes(self) -> NDArray[np.int64]:
-        """See `WholeMemory`."""
-        return self.peak_allocated_bytes
-
-    @property
-    def uncertainty(self) -> NDArray[np.float64]:
-        """See `WholeMemory`."""
-        return np.array([stated_uncertainty(config).allocated for config in self._configs])
-
-    def prediction(self, row: int) -> MemoryPrediction:
-        """See `WholeMemory`."""
-        return self._predictor.predict(self._configs[row])
-
-    def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
-        """Do nothing: a surface is judged by the allocated peak."""
-
-    def fits(
-        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
-    ) -> NDArray[np.int8]:
-        """See `WholeMemory`."""
-        stated = self.uncertainty if uncertainty is None else uncertainty
-        fits = (
-            Fit.UNCERTAIN if isinstance(p, InputError) else p.widened(error).fits(budget_bytes)
-            for p, error in zip(self._predictions, stated, strict=True)
-        )
-        return np.array([FITS.index(fit) for fit in fits], np.int8)
-
-    def quick_fits(
-        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
-    ) -> NDArray[np.int8]:
-        """See `WholeMemory`."""
-        return self.fits(budget_bytes, uncertainty=uncertainty)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Knows nothing of processes, databases, samplers or terminals: each is handed in.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -187,6 +187,9 @@ class _Driver:
                 with interruptible():
                     trial = self.ask()
                     refused = self.check(trial)
+                    if refused is None and self.should_stop():
+                        # Asked while it was chosen: nothing runs yet that is to be waited for.
+                        raise KeyboardInterrupt
             except KeyboardInterrupt:
                 self.study.abandon()
                 return StopReason.INTERRUPTED
@@ -206,6 +209,8 @@ class _Driver:
         reason = self.stopping.out_of_time(spent)
         if reason is not None or to_retry(records, since=self._since):
             return reason
+        if self._lacks_baseline(records) and spent.trials < self._space.trials:
+            return None
         return self.stopping.out_of_trials(spent, is_exhausted=self._is_exhausted, records=records)
 
     def end(self, reason: StopReason) -> None:
@@ -214,15 +219,16 @@ class _Driver:
             self.study.note_end(outlook_document(reason, self.stopping.outlook(None)))
 
     def ask(self) -> _OpenTrial:
-        """Begin the next trial: the baseline first, then what failed, then what the sampler asks.
+        """Begin the next trial: the baseline, then what failed, then what the sampler asks.
 
-        After a failure the sampler goes first, so that a fault of the machine shows as different
-        configurations failing alike.
+        A sampler that knows what is fastest before anything ran goes before the baseline: the
+        answer comes the sooner. After a failure the sampler goes first, so that a fault of the
+        machine shows as different configurations failing alike.
         """
         records = self.study.records()
         retries = to_retry(records, since=self._since)
         has_room = trials_spent(records, since=self._since) + len(retries) < self._space.trials
-        if all(record.config != self._baseline for record in records):
+        if self._lacks_baseline(records) and not self._is_foreseen(records):
             return self._begin(self._baseline)
         if retries and not (self._failures and has_room and not self._is_exhausted()):
             return self._begin(retries[0])
@@ -325,6 +331,14 @@ class _Driver:
             )
         )
         return trial
+
+    def _lacks_baseline(self, records: Sequence[TrialRecord]) -> bool:
+        return all(record.config != self._baseline for record in records)
+
+    def _is_foreseen(self, records: Sequence[TrialRecord]) -> bool:
+        """Whether the first trial is the fastest that is foreseen, and a second may follow."""
+        is_guided = self._space.sampler == "guided" and self.preflight.predicts_speed
+        return is_guided and not records and self._space.trials > 1
 
     def _is_exhausted(self) -> bool:
         return self._frontier.is_exhausted({identity(r.config) for r in self.study.records()})

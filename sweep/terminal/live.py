@@ -26,6 +26,7 @@ from storage.gain import Gain, compare
 from storage.ranking import Ranking, rank
 from storage.records import TrialRecord
 from storage.recovery import next_number
+from sweep.planning.forecast import TRACED
 from sweep.running.runner import Progress
 from sweep.study.events import (
     ConfirmationStarted,
@@ -39,7 +40,7 @@ from sweep.study.events import (
 )
 from sweep.study.tuner import trials_spent
 from sweep.terminal.console import Unfailing, note
-from sweep.terminal.working import TRACED, progress_words
+from sweep.terminal.working import progress_words
 
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTH = 40

@@ -11,7 +11,6 @@ import math
 import multiprocessing
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, cast
@@ -23,14 +22,14 @@ from search_spaces.errors import InputError, NothingFits, SweepError, did_you_me
 from search_spaces.gpus import GIB, find_gpu
 from storage.surfaces import Surface, read_surface
 from sweep.paths import cache_directory
+from sweep.planning.forecast import TRACED, Progress, silent
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.sampling.encoding import identity
 from sweep.study.surface_replay import SAMPLERS, Recorded, SamplerName, Search, search
 from sweep.terminal.console import note, say, table
+from sweep.terminal.working import working
 
 SEEDS_MAX = 1000
-NOTE_SECONDS = 1.0
-"""What takes longer than this says how far it is, and so often."""
 ALONE_SECONDS = 5.0
 """Work that one process does in about this long is not worth starting others for."""
 _SECONDS_OF_SEARCH = {"guided": 0.3, "tpe": 1.0, "gp": 6.0, "random": 0.1}
@@ -62,8 +61,9 @@ def replay(
             "had said; each configuration counts once."
         )
     _check_fits(recorded, budget_bytes)
-    predicted = Recorded(recorded, budget_bytes, predicted_peaks(recorded))
-    searches = run_searches(predicted, names, seeds=seeds)
+    with working("replaying") as progress:
+        predicted = Recorded(recorded, budget_bytes, predicted_peaks(recorded, progress=progress))
+        searches = run_searches(predicted, names, seeds=seeds, progress=progress)
     document = document_of(predicted, searches)
     say(json.dumps(document) if as_json else _text(document, predicted))
     return 0
@@ -105,7 +105,7 @@ def _check_fits(surface: Surface, budget_bytes: int) -> None:
     )
 
 
-def predicted_peaks(surface: Surface) -> dict[str, int]:
+def predicted_peaks(surface: Surface, *, progress: Progress = silent) -> dict[str, int]:
     """Return the predicted peak of each row by its identity, without those that have none."""
     predictor = TracingPredictor(
         surface.model,
@@ -114,9 +114,7 @@ def predicted_peaks(surface: Surface) -> dict[str, int]:
     )
     configs = [row.config for row in surface.rows]
     try:
-        predictor.prepare(
-            configs, on_progress=_Progress(f"structures of {surface.model.name} traced")
-        )
+        predictor.prepare(configs, on_progress=progress(TRACED))
         peaks = predictor.predict_all(configs).peak_allocated_bytes
     except SweepError as error:
         note(f"warning: memory is not predicted, so every sampler goes without: {error}")
@@ -125,22 +123,12 @@ def predicted_peaks(surface: Surface) -> dict[str, int]:
     return {identity(config): peak for config, peak in known if peak >= 0}
 
 
-class _Progress:
-    """Says how much is done of what takes long, once a second."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._said = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Take in how much is done."""
-        if time.monotonic() - self._said >= NOTE_SECONDS:
-            self._said = time.monotonic()
-            note(f"{done:,} of {total:,} {self._what} ...")
-
-
 def run_searches(
-    recorded: Recorded, names: Sequence[SamplerName], *, seeds: int
+    recorded: Recorded,
+    names: Sequence[SamplerName],
+    *,
+    seeds: int,
+    progress: Progress = silent,
 ) -> dict[SamplerName, list[Search]]:
     """Return every sampler's searches, one for each seed, on all cores where that is worth it."""
     tasks = [(name, seed) for name in names for seed in range(seeds)]
@@ -150,14 +138,14 @@ def run_searches(
     workers = min(cores or 1, len(tasks))
     if workers == 1 or expected < ALONE_SECONDS:
         results: Iterable[Search] = (search(recorded, name, seed=seed) for name, seed in tasks)
-        _collect(tasks, results, found)
+        _collect(tasks, results, found, progress)
         return found
     # A fork of a process that has threads may never come back.
     context = multiprocessing.get_context("spawn")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         futures = [pool.submit(search, recorded, name, seed=seed) for name, seed in tasks]
-        _collect(tasks, (future.result() for future in futures), found)
+        _collect(tasks, (future.result() for future in futures), found, progress)
     return found
 
 
@@ -165,11 +153,12 @@ def _collect(
     tasks: Sequence[tuple[SamplerName, int]],
     results: Iterable[Search],
     found: dict[SamplerName, list[Search]],
+    progress: Progress,
 ) -> None:
-    progress = _Progress("searches done")
+    tell = progress("searches done")
     for done, ((name, _), result) in enumerate(zip(tasks, results, strict=True), start=1):
         found[name].append(result)
-        progress(done, len(tasks))
+        tell(done, len(tasks))
 
 
 def document_of(recorded: Recorded, searches: dict[SamplerName, list[Search]]) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from functools import partial
 
 from rich.console import Console
 
+from sweep.planning.forecast import TRACED
 from sweep.terminal.console import note
-
-TRACED = "structures traced"
 
 
 def progress_words(what: str, done: int, of: int) -> str:

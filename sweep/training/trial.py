@@ -44,6 +44,9 @@ _OBSERVED_STEPS = 2
 """The first step makes the optimizer's state, the second has it from the start: the peak is in one
 of them."""
 _DETAIL_LENGTH = 600
+_SILENCE_SECONDS = 10.0
+"""Of queueing, after which a micro-step that is queued is a sign of life: where one takes so long,
+the host is hardly ahead of the device. A beat costs the host what a short step cannot spare."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Trial:
     budget_bytes: int | None = None
     micro_steps_max: int = MICRO_STEPS_TIMED
     is_soak: bool = False
+    silence_seconds: float = _SILENCE_SECONDS
     phase: Phase = "build"
     report: Callable[[Beat], bool] = lambda _: False
     started: float = field(default_factory=time.perf_counter)
@@ -302,8 +306,15 @@ class Trial:
     def _queue(self, loop: TrainingLoop) -> None:
         """Queue one optimizer step, with a mark where it begins and where each micro-step ends."""
         ended: list[Mark] = []
+        started = time.perf_counter()
+
+        def note() -> None:
+            ended.append(self.device.mark())
+            if time.perf_counter() - started >= self.silence_seconds:
+                self.report(Beat(phase=self.phase, step=self._steps_of_phase()))
+
         begun = self.device.mark()
-        loss = loop.step(on_micro_step=lambda: ended.append(self.device.mark()))
+        loss = loop.step(on_micro_step=note)
         # The loss is on its way to the host behind the last micro-step.
         ended[-1] = self.device.mark()
         self._queued.append(_QueuedStep(begun, ended, loss))
@@ -312,7 +323,7 @@ class Trial:
         """Wait for the oldest step that is queued, and take in its seconds and its loss."""
         step = self._queued.popleft()
         is_warmup = self.phase == "warmup"
-        done = len(self._meter.warmup if is_warmup else self._meter.measured)
+        done = self._steps_of_phase()
         for mark in step.ended:
             mark.wait()
             self.report(Beat(phase=self.phase, step=done))
@@ -324,6 +335,9 @@ class Trial:
         if not is_warmup:
             self._is_slow = self._report_rate() or self._is_slow
         return None
+
+    def _steps_of_phase(self) -> int:
+        return len(self._meter.warmup if self.phase == "warmup" else self._meter.measured)
 
     def _report_rate(self) -> bool:
         measured = self._meter.measured

@@ -64,6 +64,15 @@ def test_a_configuration_is_told_by_its_differences_from_the_baseline_its_shape_
     assert units.changes(baseline, baseline=baseline) == "as the baseline"
 
 
+def test_nothing_is_said_of_the_quantization_of_a_base_that_has_none() -> None:
+    baseline = TrialConfig()
+    plain = TrialConfig(quantization="none", double_quant=False, quantized_fraction=0.125)
+    shared = TrialConfig(double_quant=False, quantized_fraction=0.125)
+    assert units.changes(plain, baseline=baseline) == "16-bit base"
+    expected = "single quantization, 12 % of layers quantized"
+    assert units.changes(shared, baseline=baseline) == expected
+
+
 def test_every_knob_has_words_for_its_default() -> None:
     defaults = TrialConfig().model_dump(mode="json")
     assert all(units.phrase(key, defaults[key]) for key in CONFIG_KEYS)

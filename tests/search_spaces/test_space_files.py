@@ -43,7 +43,7 @@ def test_a_file_that_is_there_comes_before_a_preset_written_otherwise(
     monkeypatch.chdir(tmp_path)
     Path("A10").write_text(SMALL)
     assert load_space("A10").size() == 3
-    assert load_space("a10").size() == 10_368
+    assert load_space("a10").size() == 20_736
 
 
 def test_the_short_forms_of_a_dimension_are_choices_and_ranges() -> None:

@@ -158,6 +158,15 @@ def test_energy_is_the_mean_of_the_runs_that_told_it() -> None:
     assert pool([a_measurement()] * 2, spread=Spread(0.0, 1)).joules_per_token is None
 
 
+def test_what_was_spent_on_the_runs_adds_up() -> None:
+    spent = {"setup_seconds": 2.0, "measured_seconds": 3.0, "training_seconds": 4.0}
+    pooled = pool([a_measurement(**spent)] * 2, spread=Spread(0.0, 1))
+    assert (pooled.setup_seconds, pooled.measured_seconds, pooled.training_seconds) == (4, 6, 8)
+    assert pooled.compile_seconds is None
+    compiled = [a_measurement(compile_seconds=seconds) for seconds in (5.0, 0.5)]
+    assert pool(compiled, spread=Spread(0.0, 1)).compile_seconds == 5.5
+
+
 def test_confirmed_is_measured_again_and_soaked() -> None:
     again = Runs().runs(FAST, 209.0, 210.0)
     assert not ranked(FAST, runs=again).is_confirmed

@@ -92,6 +92,10 @@ def test_a_surface_says_what_was_measured_and_a_key_left_out_takes_its_default(
         ([HEADER, ROW | {"step_seconds": "1"}], "line 2: step_seconds must be a number, got '1'"),
         ([HEADER, ROW | {"step_seconds": -1}], "line 2: step_seconds must be a number greater"),
         (
+            [HEADER, ROW | {"peak_allocated_bytes": 10**400}],
+            "line 2: peak_allocated_bytes must be a number greater than 0 and less than 1e+18, got",
+        ),
+        (
             [HEADER, ROW | {"config": {"micro_batch": 8}}],
             "line 2: config: unknown key 'micro_batch'; did you mean 'micro_batch_size'",
         ),
@@ -116,6 +120,11 @@ def test_a_bad_surface_is_refused_naming_file_line_and_key(
         read_surface(name)
     assert str(caught.value).startswith(name)
     assert message in str(caught.value)
+
+
+def test_the_card_may_be_named_as_its_product_is(tmp_path: Path) -> None:
+    surface = read_surface(a_file(tmp_path, HEADER | {"gpu": "NVIDIA H200"}, ROW))
+    assert surface.gpu == "h200"
 
 
 def test_rows_that_agree_count_once_however_the_configuration_is_written(tmp_path: Path) -> None:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
 from search_spaces.gpus import GIB
-from sweep.predict.memory.arrays import FITS
-from sweep.predict.memory.prediction import Fit, MemoryPrediction
+from sweep.predict.memory.arrays import OneByOne
+from sweep.predict.memory.prediction import MemoryPrediction
 
 BASE_BYTES = 5 * GIB
 BYTES_PER_TOKEN = 1024 * 1024
@@ -52,65 +48,19 @@ def imagined(peak_bytes: int, *, uncertainty: float) -> ImaginedMemory:
     )
 
 
-class ImaginedWhole:
-    """What is imagined of many configurations, one after the other. See `WholeMemory`."""
+class ImaginedWhole(OneByOne):
+    """What is imagined of many configurations, with a note of the rows that were looked at."""
 
     def __init__(self, predictor: ImaginedPredictor, configs: Sequence[TrialConfig]) -> None:
-        self.predictions: list[ImaginedMemory | InputError] = []
+        super().__init__(predictor.predict, configs)
         self.shown = predictor.shown
-        for config in configs:
-            try:
-                self.predictions.append(predictor.predict(config))
-            except InputError as error:
-                self.predictions.append(error)
 
-    @property
-    def refused(self) -> dict[int, InputError]:
-        rows = enumerate(self.predictions)
-        return {row: known for row, known in rows if isinstance(known, InputError)}
-
-    @property
-    def peak_allocated_bytes(self) -> NDArray[np.int64]:
-        return np.array([getattr(p, "peak_allocated_bytes", -1) for p in self.predictions], int)
-
-    @property
-    def least_allocated_bytes(self) -> NDArray[np.int64]:
-        return self.peak_allocated_bytes
-
-    @property
-    def uncertainty(self) -> NDArray[np.float64]:
-        return np.array([getattr(p, "uncertainty", 0.0) for p in self.predictions], float)
-
-    def prediction(self, row: int) -> ImaginedMemory:
+    def prediction(self, row: int) -> MemoryPrediction:
         self.shown.append(row)
-        known = self.predictions[row]
-        if isinstance(known, InputError):
-            raise known
-        return known
+        return super().prediction(row)
 
     def replay(self, *, on_progress: Callable[[int, int], None] = lambda done, of: None) -> None:
         on_progress(0, 0)
-
-    def fits(
-        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
-    ) -> NDArray[np.int8]:
-        unsure = self.uncertainty if uncertainty is None else uncertainty
-        return np.array(
-            [
-                FITS.index(
-                    Fit.UNCERTAIN
-                    if isinstance(known, InputError)
-                    else known.widened(error).fits(budget_bytes)
-                )
-                for known, error in zip(self.predictions, unsure.tolist(), strict=True)
-            ],
-            np.int8,
-        )
-
-    def quick_fits(
-        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
-    ) -> NDArray[np.int8]:
-        return self.fits(budget_bytes, uncertainty=uncertainty)
 
 
 class ImaginedPredictor:

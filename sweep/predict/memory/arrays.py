@@ -6,7 +6,7 @@ nothing. Pure; knows nothing of how steps come about.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -222,6 +222,73 @@ class PeakMemory:
         result = np.full(len(self._configs), -1, np.int64)
         result[list(self.steps)] = np.minimum(peaks.total_bytes, np.iinfo(np.int64).max)
         return result
+
+
+class OneByOne:
+    """Answers as `PeakMemory` does from predictions that were made one at a time.
+
+    Args:
+        predict: as `MemoryPredictor.predict`.
+        configs: what is to be trained.
+    """
+
+    def __init__(
+        self, predict: Callable[[TrialConfig], MemoryPrediction], configs: Sequence[TrialConfig]
+    ) -> None:
+        self._known: list[MemoryPrediction | InputError] = []
+        for config in configs:
+            try:
+                self._known.append(predict(config))
+            except InputError as error:
+                self._known.append(error.with_traceback(None))
+
+    @property
+    def refused(self) -> Mapping[int, InputError]:
+        """See `WholeMemory`."""
+        rows = enumerate(self._known)
+        return {row: known for row, known in rows if isinstance(known, InputError)}
+
+    @property
+    def peak_allocated_bytes(self) -> NDArray[np.int64]:
+        """See `WholeMemory`."""
+        return np.array([getattr(p, "peak_allocated_bytes", -1) for p in self._known], np.int64)
+
+    @property
+    def least_allocated_bytes(self) -> NDArray[np.int64]:
+        """See `WholeMemory`."""
+        return self.peak_allocated_bytes
+
+    @property
+    def uncertainty(self) -> NDArray[np.float64]:
+        """See `WholeMemory`."""
+        return np.array([getattr(p, "uncertainty", 0.0) for p in self._known], np.float64)
+
+    def prediction(self, row: int) -> MemoryPrediction:
+        """See `WholeMemory`."""
+        known = self._known[row]
+        if isinstance(known, InputError):
+            raise type(known)(*known.args)
+        return known
+
+    def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
+        """Do nothing: each replays its own step when it is asked."""
+
+    def fits(
+        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
+    ) -> NDArray[np.int8]:
+        """See `WholeMemory`."""
+        unsure = self.uncertainty if uncertainty is None else uncertainty
+        fits = (
+            Fit.UNCERTAIN if isinstance(p, InputError) else p.widened(error).fits(budget_bytes)
+            for p, error in zip(self._known, unsure.tolist(), strict=True)
+        )
+        return np.array([FITS.index(fit) for fit in fits], np.int8)
+
+    def quick_fits(
+        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
+    ) -> NDArray[np.int8]:
+        """See `WholeMemory`."""
+        return self.fits(budget_bytes, uncertainty=uncertainty)
 
 
 def predict_nothing(configs: Sequence[TrialConfig] = ()) -> WholeMemory:

@@ -84,7 +84,7 @@ def knobs(config: TrialConfig) -> str:
 
 
 def _changed(config: TrialConfig) -> Iterator[str]:
-    for key, value in config.changes_from(TrialConfig()).items():
+    for key, value in units.differing(config, TrialConfig()).items():
         if key not in (*SIZE_KEYS, *CAPACITY_KEYS):
             yield units.phrase(key, value)
 

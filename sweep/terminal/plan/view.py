@@ -14,6 +14,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
 from search_spaces.linears import CapacityClass, parameters
 from search_spaces.models import ModelSpec
+from search_spaces.space import SearchSpace
 from sweep.planning.forecast import Forecast
 from sweep.planning.plan import CardComparison, CardPlan
 from sweep.planning.recommendation import STANDARD, certainty
@@ -276,7 +277,14 @@ def _space_lines(survey: Survey, plan: CardPlan) -> Iterator[str]:
         yield (
             f"a study of {units.plural(survey.trials, 'trial')} takes about "
             f"{units.duration(seconds[0])} to {units.duration(seconds[1])} on the {plan.gpu.name}"
+            f"{_sooner(survey.space)}"
         )
+
+
+def _sooner(space: SearchSpace) -> str:
+    """Return that a search may end before its last trial, where it may."""
+    may_end = space.sampler == "guided" and space.stop_below_gain > 0
+    return "; it ends sooner, once no trial is expected to gain enough" if may_end else ""
 
 
 def _space_words(survey: Survey, plan: CardPlan) -> str:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,11 @@ import pytest
 from optuna.trial import TrialState
 
 from search_spaces.config import TrialConfig
+from search_spaces.loading import shipped_presets
 from search_spaces.space import SearchSpace
 from storage import mapping
 from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord
+from sweep.sampling.candidates import SpaceCandidates
 from sweep.sampling.encoding import Encoding
 from sweep.sampling.expecting import Expectation, Foreseen, NothingExpected
 from sweep.sampling.guided import GuidedSampler
@@ -39,8 +41,10 @@ class Foresight:
     memory_off: float = 1.0
     is_reversed: bool = False
 
+    refused: set[TrialConfig] = field(default_factory=set)
+
     def expect(self, config: TrialConfig) -> Expectation:
-        return NothingExpected()
+        return NothingExpected(is_refused=config in self.refused)
 
     def is_valid(self, config: TrialConfig) -> bool:
         return True
@@ -199,6 +203,12 @@ def _volume(study: optuna.Study, objectives: list[str]) -> float:
     return float(np.mean(np.any([np.all(draws <= p, axis=1) for p in points], axis=0)))
 
 
+@pytest.mark.parametrize("preset", shipped_presets(), ids=lambda space: str(space.name))
+def test_every_preset_is_looked_at_whole(preset: SearchSpace) -> None:
+    candidates = SpaceCandidates(Encoding(preset), is_valid=lambda _: True, seed=0)
+    assert candidates.is_listed
+
+
 def test_a_continuous_range_is_searched_to_its_best() -> None:
     space = a_space(
         dimensions={
@@ -250,6 +260,39 @@ def test_the_outlook_says_what_is_left_and_falls_as_trials_tell() -> None:
     assert sampler.outlook(study).gain < after_one.gain
     assert sampler.outlook(study, besides=6).looked_at == sampler.outlook(study).looked_at + 1
     assert all(trial.state is TrialState.COMPLETE for trial in study.get_trials())
+
+
+def test_the_outlook_is_of_the_trial_that_promises_most_whatever_that_takes() -> None:
+    space = a_space()
+    foresight = Foresight(speed_off=lambda c: 1.3 if c.kernels == "liger" else 1.0)
+    study = a_study(space, foresight)
+    for _ in range(3):
+        step(study, space)
+    assert isinstance(study.sampler, GuidedSampler)
+    gains = []
+    for _ in range(40):
+        found = study.sampler.outlook(study)
+        assert found.config is not None
+        gains.append(found.gain)
+        foresight.refused.add(found.config)
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] > gains[-1]
+
+
+@pytest.mark.parametrize(("kernels", "off"), [("liger", 1.34), ("liger", 1.2), ("fused-loss", 0.8)])
+def test_little_is_left_only_where_little_is_left_of_what_was_never_tried(
+    kernels: str, off: float
+) -> None:
+    space = a_space()
+    wrong = Foresight(speed_off=lambda config: off if config.kernels == kernels else 1.0)
+    study = a_study(space, wrong)
+    assert isinstance(study.sampler, GuidedSampler)
+    records, gain, before = [step(study, space)], 1.0, 1.0
+    while max(gain, before) >= 0.01 and len(records) < 12:
+        records.append(step(study, space))
+        gain, before = study.sampler.outlook(study).gain, gain
+    assert max(speeds(records)) > 0.98 * best_speed(space)
+    assert len(records) < 12
 
 
 def test_runs_that_measure_a_winner_again_teach_nothing_but_that_it_ran_out() -> None:

@@ -440,6 +440,26 @@ def test_every_run_of_a_confirmation_crashing_is_an_end_and_no_loop(tmp_path: Pa
     assert len(runner.ran) == 3 + 2 * 3
 
 
+def test_speeds_of_a_broken_clock_are_failures_and_no_loop(tmp_path: Path) -> None:
+    runner = _BrokenClock(otherwise=train, soaking=soaking)
+    with opened(tmp_path, **SPACE) as study:
+        assert drive(study, runner) is StopReason.EXHAUSTED
+        assert {record.verdict for record in study.confirmations()} == {"crashed"}
+        assert not ranking_of(study).is_confirmed
+
+
+class _BrokenClock(ReplayRunner):
+    """After the search, time stands still."""
+
+    def run(self, config: TrialConfig, **asked: Any) -> Outcome:
+        assert len(self.ran) < 40, "it goes on for ever"
+        outcome = super().run(config, **asked)
+        if not self.renewals or not isinstance(outcome, Measured):
+            return outcome
+        endless = {"tokens_per_second": float("inf"), "samples_per_second": float("inf")}
+        return Measured(measurement=outcome.measurement.model_copy(update=endless))
+
+
 def test_where_nothing_fits_nothing_is_confirmed(tmp_path: Path) -> None:
     runner = a_runner(lambda _: OutOfMemory(stage="forward"))
     with opened(tmp_path, **SPACE) as study:

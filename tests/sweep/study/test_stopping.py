@@ -13,6 +13,7 @@ from search_spaces.errors import EnvironmentFault, InputError
 from storage.reading import read_study
 from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord, Verdict
 from storage.study import OpenStudy
+from sweep.predict.memory.arrays import OneByOne
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler
@@ -49,6 +50,9 @@ class Exact:
 
     def predict(self, config: TrialConfig) -> Any:
         return imagined(peak_bytes(config), uncertainty=0.01)
+
+    def predict_all(self, configs: Sequence[TrialConfig]) -> OneByOne:
+        return OneByOne(self.predict, configs)
 
 
 class Physical:
@@ -116,7 +120,8 @@ def test_a_space_of_one_point_is_tried_once(tmp_path: Path) -> None:
     one = {"dimensions": {"micro_batch_size": {"choices": [4]}}, "fixed": {}}
     reason, study = run(tmp_path, **one)
     assert reason is StopReason.EXHAUSTED
-    assert [r.config.micro_batch_size for r in study.records()] == [8, 4]
+    # What is foreseen to be the fastest goes before the baseline.
+    assert [r.config.micro_batch_size for r in study.records()] == [4, 8]
 
 
 def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(tmp_path: Path) -> None:
@@ -126,10 +131,11 @@ def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(tmp_path: P
         "baseline": {"micro_batch_size": 300},
     }
     reason, study = run(tmp_path, **huge)
-    _, first = study.records()
+    first, baseline = study.records()
     assert reason is StopReason.GAIN_SPENT
     assert first.verdict is Verdict.PREDICTED_OOM
     assert first.config.micro_batch_size == 200
+    assert baseline.is_baseline
 
 
 def test_a_card_on_which_everything_runs_out_ends_a_search(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from storage.records import (
     Verdict,
 )
 from storage.study import OpenStudy
-from sweep.predict.memory.predictor import MemoryPrediction
+from sweep.predict.memory.arrays import OneByOne
+from sweep.predict.memory.prediction import MemoryPrediction
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
 from sweep.study.events import (
@@ -70,8 +71,14 @@ class Clock:
 class Exact:
     """Predicts what the simulated card will say."""
 
+    def prepare(self, configs: Any, **_: Any) -> None:
+        pass
+
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         return imagined(peak_bytes(config), uncertainty=0.01)
+
+    def predict_all(self, configs: Sequence[TrialConfig]) -> OneByOne:
+        return OneByOne(self.predict, configs)
 
 
 def a_preflight(**changes: Any) -> Preflight:
@@ -578,6 +585,25 @@ def test_a_second_request_between_the_check_and_the_launch_launches_nothing(tmp_
     assert reason is StopReason.INTERRUPTED
     assert record.verdict is Verdict.LOST
     assert runner.ran == []
+
+
+def test_a_request_while_a_trial_is_chosen_waits_for_nothing(tmp_path: Path) -> None:
+    runner = ReplayRunner(otherwise=train)
+    stopping: list[bool] = []
+
+    def violation(_: TrialConfig) -> Violation | None:
+        stopping.append(True)
+        return None
+
+    with a_study(tmp_path, **ONE) as study:
+        preflight = a_preflight(violation=violation)
+        reason = run(study, runner=runner, preflight=preflight, should_stop=lambda: bool(stopping))
+        assert reason is StopReason.INTERRUPTED
+        assert (runner.ran, study.records()) == ([], ())
+    with a_study(tmp_path, **ONE) as study:
+        run(study)
+        (record,) = study.records()
+    assert (record.verdict, record.is_baseline, record.attempt) == (Verdict.FITS, True, 1)
 
 
 def test_a_trial_that_was_interrupted_before_it_ran_is_no_attempt(tmp_path: Path) -> None:

@@ -501,6 +501,7 @@ def test_people_see_table_breakdown_bottleneck_cost_and_grounds(
         "6 configurations",
         "4 surely fit, 0 are too close to say, 2 cannot fit",
         "file mine: 6 configurations",
+        " on the a10; it ends sooner, once no trial is expected to gain enough",
         "Recommended: the fastest that surely fits, of rank 16 on q,k,v,o",
         "8 x 512, rank 16",
         "the published recipe's capacity",

@@ -9,6 +9,7 @@ import torch
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
+from sweep.predict.speed.layout import Layout
 from sweep.predict.speed.work import step_work
 from sweep.training.adapters import attached
 from sweep.training.model import build_base
@@ -65,4 +66,5 @@ def test_both_counts_of_a_steps_flops_are_the_same(
             counted = flops_per_token(attachment, base.model.config, config.seq_len)
     finally:
         base.close()
-    assert step_work(config, model).model_flops == counted * config.tokens_per_step
+    work = step_work(Layout.of([config], model))
+    assert work.model_flops == counted * config.tokens_per_step

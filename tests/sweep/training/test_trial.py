@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from accelerate.state import PartialState
 
@@ -544,6 +546,71 @@ def test_a_step_that_was_queued_when_measuring_ended_counts() -> None:
     assert isinstance(outcome, Measured)
     assert outcome.measurement.steps_measured == 7
     assert device.log[-1] == "wait 8"
+
+
+class _Timed(CpuDevice):
+    """A device that takes so long for each step, and is done with it once it is waited for."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__()
+        ends = itertools.accumulate(seconds, initial=0.0)
+        # Of each step the three marks of `_Behind`.
+        self._marks = [at for begun, end in itertools.pairwise(ends) for at in (begun, end, end)]
+        self.marked = 0
+
+    def mark(self) -> Mark:
+        self.marked += 1
+        return _TimedMark(self._marks[self.marked - 1])
+
+
+class _TimedMark:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._is_passed = False
+
+    def is_passed(self) -> bool:
+        return self._is_passed
+
+    def wait(self) -> None:
+        self._is_passed = True
+
+    def seconds_since(self, earlier: _TimedMark) -> float:
+        assert self._is_passed
+        return self._seconds - earlier._seconds
+
+
+@pytest.mark.parametrize(("silence", "signs"), [(0.0, 4), (60.0, 2)], ids=["long", "short"])
+def test_a_micro_step_that_takes_long_is_a_sign_of_life_before_its_step_is_queued(
+    silence: float, signs: int
+) -> None:
+    config = tiny_config(**ACCUMULATING)
+    beats: list[Beat] = []
+
+    def hear(beat: Beat) -> bool:
+        beats.append(beat)
+        return False
+
+    with tiny_base(config) as base:
+        trial_on(base, config, steps=BRIEF, report=hear, silence_seconds=silence).run()
+    of_first = [b for b in beats if b.phase == "warmup" and b.step == 0]
+    # One where the phase begins; then of two micro-steps that are queued, and that are done.
+    assert len(of_first) == 1 + signs
+
+
+def test_a_step_that_was_queued_has_its_own_seconds_and_is_counted_once() -> None:
+    config = tiny_config()
+    steps = StepBudget(warmup_min=1, warmup_max=9, measured_min=6, measured_max=6)
+    warming, measuring = [9.0, 5.0, 1.0, 1.0], [2.0, 2.5, 3.0, 3.5, 4.0, 9.0]
+    device = _Timed(*warming, *measuring)
+    with tiny_base(config) as base:
+        outcome = trial_on(base, config, device=device, steps=steps).run()
+    assert isinstance(outcome, Measured)
+    found = outcome.measurement
+    assert (found.steps_warmup, found.steps_measured) == (4, 6)
+    assert device.marked == 3 * 10
+    assert found.step_seconds == pytest.approx(3.25)
+    assert found.measured_seconds == pytest.approx(sum(measuring))
+    assert found.training_seconds == pytest.approx(sum(warming) + sum(measuring))
 
 
 def test_a_loss_that_stops_being_finite_is_found_one_step_later_at_most() -> None:

@@ -58,7 +58,7 @@ def test_each_is_as_long_as_the_space_goes() -> None:
 def test_they_need_the_structures_that_the_whole_preset_needs(tmp_path: Any, window: Any) -> None:
     space = load_space("a10")
     tracers = [ImaginedTracer(window=window, is_same_in_fp16=False) for _ in range(2)]
-    every = (space.config(params) for params in space.combinations())
+    every = [space.baseline_config(), *map(space.config, space.combinations())]
     for number, configs in enumerate((one_of_each_kind(space), every)):
         cache = tmp_path / str(number)
         TracingPredictor(MODEL, cache_dir=cache, tracer=tracers[number]).prepare(configs)
