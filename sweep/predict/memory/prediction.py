@@ -57,12 +57,6 @@ FRAGMENTATION = 1.4
 
 1.29 was measured and 1.32 is replayed at most.
 """
-_SECOND_STEP = 1.1
-"""More than a second step ever reserves for a byte that the replay without a limit reserves; what
-fits even so is not replayed under one.
-
-Of 650 steps of two models 3 needed more than 1.06.
-"""
 _NEED_GRAIN = 0.01
 """How closely the least cap is looked for."""
 
@@ -181,8 +175,6 @@ class MemoryPrediction:
     def _runs_under(self, limit_bytes: int) -> bool:
         if self._expands:
             return self.peak_reserved_bytes <= limit_bytes
-        if self.uncapped and self.uncapped.reserved_bytes * _SECOND_STEP <= limit_bytes:
-            return True
         return runs_under(self.step, limit_bytes=limit_bytes)
 
 
