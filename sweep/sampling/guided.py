@@ -279,7 +279,7 @@ class GuidedSampler(BaseSampler):
         if row is None or weighed.gains[row] >= WORTH_BOLDNESS:
             return row
         # What looks best is as good as found: what may be better by surprise has its turn.
-        return self._first_acceptable(world, weighed.doubted)
+        return self._first_acceptable(world, weighed.doubted / weighed.seconds)
 
     def _first_acceptable(self, world: _World, merits: Array) -> int | None:
         merits = merits[: len(world.candidates)]
@@ -338,8 +338,9 @@ class GuidedSampler(BaseSampler):
         share = 1.0 if world.foreseen.physics is None else BOLDNESS
         merits = expected_gains(replace(goal, first=goal.first.surer(share)), best)[0] * fit
         promised = gains * fit if best else np.full(len(gains), np.inf)
+        seconds = self._seconds(world, trials, speed)
         if best:
-            merits = merits / self._seconds(world, trials, speed)
+            merits = merits / seconds
         # Equals are told apart by seed and trial, so that a study that goes on is where it was.
         draws = np.random.default_rng([self._seed, len(trials.tried)]).random(len(merits))
         merits = merits * (1.0 + 1e-6 * draws)
@@ -347,7 +348,7 @@ class GuidedSampler(BaseSampler):
         merits[tried] = -np.inf
         doubted = promised.copy()
         doubted[tried] = -np.inf
-        return _Weighed(merits, doubted, promised, chances * fit)
+        return _Weighed(merits, doubted, promised, chances * fit, seconds)
 
     def _may_win(self, world: _World, record: TrialRecord) -> bool:
         """Whether a trial counts among the best: it ran to its end, and the space holds it."""
@@ -419,6 +420,8 @@ class _Weighed:
     """Expected, relative to the best so far."""
     chances: Array
     """Of fitting and being better."""
+    seconds: Array
+    """Of the device that a trial is expected to take."""
 
 
 def columns(configs: Sequence[TrialConfig]) -> list[Column]:
