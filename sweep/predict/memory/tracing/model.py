@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoConfig, PreTrainedModel
 
 from search_spaces.config import TrialConfig
@@ -171,3 +173,38 @@ def attach(base: BaseModel, config: TrialConfig, *, rank: int) -> Traceable:
     with torch.device("meta"):
         model = with_adapters(base, ranked, init_lora_weights=False)
     return Traceable(base=base.model, model=model.train(), layers=layers)
+
+
+def share_input_copies(model: torch.nn.Module) -> None:
+    """Let adapters beside 16-bit layers keep their input as they do under ``torch.compile``.
+
+    PEFT casts it to the adapters' type, and autocast casts it back. The compiler keeps neither but
+    one copy in the type that it had, for all layers that read it: measured on an H200, 8 KiB a
+    token and layer of width 4,096 where q, k, v and o are adapted, which is attention's output
+    twice.
+    """
+    copies = _Copies()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module._cast_input_dtype = copies.of
+
+
+class _Copies:
+    """Copies of tensors, each made once for as long as somebody holds it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
+
+    def of(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of a tensor; itself where it needs no cast."""
+        if x.dtype == dtype:
+            return x
+        known, copy = (look() for look in self._known.get(id(x), (_nothing, _nothing)))
+        if known is not x or copy is None:
+            copy = x.clone()
+            self._known[id(x)] = weakref.ref(x), weakref.ref(copy)
+        return copy
+
+
+def _nothing() -> None:
+    return None

@@ -30,6 +30,7 @@ from sweep.predict.memory.tracing.model import (
     attach,
     build_base,
     excerpt,
+    share_input_copies,
 )
 from sweep.predict.memory.tracing.segments import accounts, tapes
 from sweep.predict.memory.tracing.walk import Walk, walk
@@ -71,6 +72,8 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         fourbit.compile_layers(base.model)
     with liger.patched(base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
         target = _attach(base, config, symbols)
+        if config.compile:
+            share_input_copies(target.base)
         walked = _walk(target, symbols, structure)
     ledger = walked.ledger
     sizes, tape_of = tapes(ledger, symbols)

@@ -171,3 +171,10 @@ def test_a_compiled_configuration_at_three_quarters_of_a_budget_surely_fits(
     (row,) = (r for r in TABLE if is_compiled(r) and not r["config"]["checkpoint_fraction"])
     prediction = predict_row(row)
     assert prediction.fits(int(prediction.peak_allocated_bytes / 0.77)) is Fit.YES
+
+
+def test_compiled_layers_of_a_16_bit_base_keep_what_was_measured(predict_row: Predict) -> None:
+    """The compiler keeps a copy of what an adapter reads, and not PEFT's wider casts of it."""
+    rows = [row for row in COMPILED if row["config"]["quantization"] == "none"]
+    assert len(rows) >= 2
+    assert max(map(abs, _allocated(predict_row, rows))) < 0.01
