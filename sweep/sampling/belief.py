@@ -333,7 +333,7 @@ class Peaks:
     uncertainty: Array
     """Relative: all but a few truths are within it."""
     kinds: Codes
-    """Of which prediction's errors each partakes: compiled layers keep other tensors."""
+    """Of which prediction's errors each partakes; all of a kind state the same uncertainty."""
 
 
 @dataclass(frozen=True)

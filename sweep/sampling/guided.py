@@ -452,8 +452,11 @@ def _compared(key: str, config: TrialConfig) -> Any:
 def _peaks(configs: Sequence[TrialConfig], foreseen: Foreseen) -> Peaks | None:
     if foreseen.peak_bytes is None or foreseen.uncertainty is None:
         return None
-    # Compiled layers keep other tensors than eager ones: each says nothing of the other.
-    kinds = np.array([int(config.compile) for config in configs], dtype=np.intp)
+    # Compiled layers keep other tensors than eager ones, and recomputed ones are foretold worse:
+    # each says nothing of the other.
+    is_compiled = np.array([config.compile for config in configs], dtype=float)
+    pairs = np.column_stack([is_compiled, foreseen.uncertainty])
+    _, kinds = np.unique(pairs, axis=0, return_inverse=True)
     return Peaks(np.log(foreseen.peak_bytes), foreseen.uncertainty, kinds)
 
 

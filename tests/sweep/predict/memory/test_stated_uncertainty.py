@@ -53,11 +53,15 @@ class Statement:
         return sizes[round(self.share * len(sizes)) - 1] * (1 + 3 / len(sizes))
 
 
-def _rows(*, compiled: bool, recomputed: bool | None = None) -> list[Row]:
+def _rows(
+    *, compiled: bool, recomputed: bool | None = None, upcast: bool | None = None
+) -> list[Row]:
     return [
         row
         for row in (*TABLE, *HELD_OUT, *COMPILED)
-        if is_compiled(row) is compiled and recomputed in (None, is_recomputed(row))
+        if is_compiled(row) is compiled
+        and recomputed in (None, is_recomputed(row))
+        and upcast in (None, row["config"]["upcast_fp32"])
     ]
 
 
@@ -88,7 +92,11 @@ def _wrong_side(prediction: MemoryPrediction, row: Row) -> float:
 
 KINDS: dict[str, tuple[memory.Uncertainty, list[Row]]] = {
     "eager": (memory.EAGER, _rows(compiled=False)),
-    "compiled": (memory.COMPILED, _rows(compiled=True, recomputed=False)),
+    "compiled": (memory.COMPILED, _rows(compiled=True, recomputed=False, upcast=False)),
+    "compiled, upcast": (
+        memory.COMPILED_UPCAST,
+        _rows(compiled=True, recomputed=False, upcast=True),
+    ),
     "compiled, recomputed": (memory.COMPILED_RECOMPUTED, _rows(compiled=True, recomputed=True)),
 }
 
