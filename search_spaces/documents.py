@@ -9,7 +9,7 @@ import errno
 import json
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -233,4 +233,31 @@ def read_json(path: Path, *, label: str) -> dict[str, Any]:
         raise InputError(f"{label}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"{label}: expected a JSON object, got {quote(values)}")
+    return values
+
+
+def parse_object(line: str, *, where: str) -> dict[str, Any]:
+    """Read a line of a file of JSON objects, each of whose keys is given once.
+
+    Raises:
+        InputError: a syntax error, a key that is given twice, or something other than an object.
+    """
+    try:
+        values = json.loads(line, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{where}: must be a JSON object, got {quote(values)}")
+    return values
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object whose keys are each given once."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"key {quote(key)} is given twice")
+        values[key] = value
     return values

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from search_spaces.config import TrialConfig, canonical, parse_config
-from search_spaces.documents import read_text
+from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, NothingFits, quote
 from search_spaces.gpus import GpuSpec, find_gpu, match_product
 from search_spaces.models import ModelSpec, checked_config
@@ -99,7 +99,7 @@ def read_surface(name: str) -> Surface:
     model, gpu, card = _header(*lines[0])
     known: dict[str, tuple[str, SurfaceRow]] = {}
     for where, line in lines[1:]:
-        row = _row(_object(line, where=where), where=where)
+        row = _row(parse_object(line, where=where), where=where)
         first = known.setdefault(canonical(row.config).key(), (where, row))
         _check_agreement(first, (where, row))
     if not known:
@@ -109,7 +109,7 @@ def read_surface(name: str) -> Surface:
 
 
 def _header(where: str, line: str) -> tuple[ModelSpec, str, GpuSpec]:
-    values = _object(line, where=where)
+    values = parse_object(line, where=where)
     if "surface" not in values:
         raise InputError(
             f"{where}: surface is missing: the first line says what the surface is of, "
@@ -244,26 +244,6 @@ def _agree(old: Any, new: Any, *, within: float) -> bool:
     if isinstance(old, int | float) and isinstance(new, int | float):
         return abs(old - new) <= within * max(old, new)
     return bool(old == new or (within and None in (old, new)))
-
-
-def _object(line: str, *, where: str) -> dict[str, Any]:
-    try:
-        values = json.loads(line, object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{where}: must be a JSON object, got {quote(values)}")
-    return values
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise ValueError(f"key {quote(twice)} is given twice")
-    return dict(pairs)
 
 
 def surface_text(snapshot: StudySnapshot) -> str:

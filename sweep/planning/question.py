@@ -6,16 +6,15 @@ options are read, nor of answers.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from search_spaces.config import TrialConfig, parse_config
-from search_spaces.documents import read_text
-from search_spaces.errors import InputError, did_you_mean, quote
+from search_spaces.documents import parse_object, read_text
+from search_spaces.errors import InputError, did_you_mean
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_names, match_product
 from search_spaces.loading import load_space, preset_name, shipped_presets, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
@@ -232,7 +231,7 @@ def read_configurations(
     """
     label, text = _text(name, stdin or sys.stdin.buffer)
     configurations = [
-        (where, parse_config(_object(line, where=where), where=where))
+        (where, parse_config(parse_object(line, where=where), where=where))
         for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
         for where in [f"{label}: line {number}"]
@@ -249,25 +248,3 @@ def _text(name: str, stdin: BinaryIO) -> tuple[str, str]:
         return "stdin", stdin.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"stdin: not UTF-8 text, byte {error.start} is wrong") from error
-
-
-def _object(line: str, *, where: str) -> dict[str, Any]:
-    try:
-        values = json.loads(line, object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{where}: must be a JSON object, got {quote(values)}")
-    return values
-
-
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object whose keys are each given once."""
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"key '{key}' is given twice")
-        values[key] = value
-    return values
