@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,11 @@ from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.study import OpenStudy, open_study
+from sweep.predict.memory.arrays import OneByOne
+from sweep.predict.memory.prediction import MemoryPrediction
 from sweep.sampling.belief import Array
 from sweep.sampling.expecting import Expectation, Foreseen, NothingExpected
+from tests.sweep.imagined_memory import imagined
 
 BUDGET = int(21.5 * GIB)
 MODEL = ModelSpec(
@@ -72,6 +75,19 @@ def tokens_per_second(config: TrialConfig) -> float:
     roof *= {"hf": 1.0, "fused-loss": 1.15, "liger": 1.3}[config.kernels]
     roof *= 1.0 if config.upcast_fp32 else 1.15
     return roof * config.tokens_per_micro_batch / (config.tokens_per_micro_batch + 700)
+
+
+class Exact:
+    """Predicts the memory that the simulated card will say was taken."""
+
+    def prepare(self, configs: Iterable[TrialConfig], **_: Any) -> None:
+        pass
+
+    def predict(self, config: TrialConfig) -> MemoryPrediction:
+        return imagined(peak_bytes(config), uncertainty=0.01)
+
+    def predict_all(self, configs: Sequence[TrialConfig]) -> OneByOne:
+        return OneByOne(self.predict, configs)
 
 
 def a_measurement(config: TrialConfig, *, spread: float = 0.005, **changes: Any) -> Measurement:

@@ -13,7 +13,6 @@ from search_spaces.errors import EnvironmentFault, InputError
 from storage.reading import read_study
 from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord, Verdict
 from storage.study import OpenStudy
-from sweep.predict.memory.arrays import OneByOne
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler
@@ -22,16 +21,15 @@ from sweep.study.preflight import Preflight
 from sweep.study.stopping import Spent, Stopping, price_of
 from sweep.study.tuner import tune
 from sweep.terminal.summary import not_ruled_out
-from tests.sweep.imagined_memory import imagined
 from tests.sweep.simulated_device import (
     BUDGET,
     MODEL,
+    Exact,
     OneFactor,
     a_record,
     a_space,
     a_study,
     best_speed,
-    peak_bytes,
     tokens_per_second,
     train,
 )
@@ -40,19 +38,6 @@ RECORDS = [
     a_record(TrialConfig(), number=0, is_baseline=True),
     a_record(TrialConfig(lora_rank=8), number=1),
 ]
-
-
-class Exact:
-    """Predicts what the simulated card will say."""
-
-    def prepare(self, configs: Any, **_: Any) -> None:
-        pass
-
-    def predict(self, config: TrialConfig) -> Any:
-        return imagined(peak_bytes(config), uncertainty=0.01)
-
-    def predict_all(self, configs: Sequence[TrialConfig]) -> OneByOne:
-        return OneByOne(self.predict, configs)
 
 
 class Physical:

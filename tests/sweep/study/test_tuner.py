@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from storage.records import (
     Verdict,
 )
 from storage.study import OpenStudy
-from sweep.predict.memory.arrays import OneByOne
-from sweep.predict.memory.prediction import MemoryPrediction
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
 from sweep.study.events import (
@@ -39,10 +37,10 @@ from sweep.study.events import (
 )
 from sweep.study.preflight import Preflight
 from sweep.study.tuner import trials_spent, tune
-from tests.sweep.imagined_memory import imagined
 from tests.sweep.simulated_device import (
     BUDGET,
     MODEL,
+    Exact,
     a_measurement,
     a_record,
     a_space,
@@ -66,19 +64,6 @@ class Clock:
     def __call__(self) -> float:
         self.seconds += 1.0
         return self.seconds
-
-
-class Exact:
-    """Predicts what the simulated card will say."""
-
-    def prepare(self, configs: Any, **_: Any) -> None:
-        pass
-
-    def predict(self, config: TrialConfig) -> MemoryPrediction:
-        return imagined(peak_bytes(config), uncertainty=0.01)
-
-    def predict_all(self, configs: Sequence[TrialConfig]) -> OneByOne:
-        return OneByOne(self.predict, configs)
 
 
 def a_preflight(**changes: Any) -> Preflight:
