@@ -11,7 +11,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import find_gpu
-from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.models import load_model_spec
 from storage.definition import StudySnapshot
 from storage.records import OutOfMemory, TrialRecord
 from sweep.planning.target_speed import with_target_speeds
@@ -42,7 +42,8 @@ def test_a_step_holds_the_tokens_that_it_was_measured_with() -> None:
     padded = synthetic.fits(1, 8_500.0, step_seconds=4096 / 17_000.0)
     snapshot = study(full, padded)
     whole, half = snapshot.target_speed(full), snapshot.target_speed(padded)
-    assert whole is not None and half is not None
+    assert whole is not None
+    assert half is not None
     assert half.tokens_per_second == pytest.approx(whole.tokens_per_second / 2)
 
 
