@@ -18,21 +18,23 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.io.json import to_json_plotly
-from plotly.offline import get_plotlyjs
 
 from reports import units
 from reports.document import document_of
 from reports.figures.all import figures_of
 from reports.figures.figure import PageFigure
 from reports.figures.style import themes
+from reports.front import front_of
 from reports.opening import opening_of
 from reports.tables import environment_of, tables_of
+from reports.trials import trials_of
 from search_spaces.errors import EnvironmentFault
 from storage.definition import StudySnapshot
 
@@ -48,13 +50,24 @@ class Section:
 
 SECTIONS: tuple[Section, ...] = (
     Section("opening", opening_of),
+    Section("front", front_of),
     Section("figures", figures_of),
+    Section("trials", trials_of),
     Section("tables", tables_of),
     Section("environment", environment_of),
 )
 """The page, from top to bottom."""
 
-_SCRIPTS = ("document.js", "figures.js", "copy.js")
+_SCRIPTS = (
+    "document.js",
+    "words.js",
+    "copy.js",
+    "selection.js",
+    "figures.js",
+    "front.js",
+    "table.js",
+    "start.js",
+)
 """Files of `templates/scripts`, in the order in which they run."""
 
 
@@ -76,7 +89,7 @@ def render(snapshot: StudySnapshot) -> str:
     made = [(section.name, section.make(snapshot)) for section in SECTIONS]
     sections = [(name, value) for name, value in made if value is not None]
     figures = [figure for _, value in sections for figure in getattr(value, "figures", ())]
-    scripts = [_plotly_script(), *(_source(f"scripts/{name}") for name in _SCRIPTS)]
+    scripts = [_plotly(), *(_source(f"scripts/{name}") for name in _SCRIPTS)]
     return (
         _environment()
         .get_template("report.html.j2")
@@ -93,7 +106,7 @@ def render(snapshot: StudySnapshot) -> str:
 
 def _page_data(snapshot: StudySnapshot, figures: Iterable[PageFigure]) -> str:
     """Return trials, figures and themes as JSON that is safe inside a script element."""
-    drawings = {figure.id: figure.plain for figure in figures}
+    drawings = {figure.id: {**figure.plain, "controls": figure.controls} for figure in figures}
     data = {"document": document_of(snapshot), "figures": drawings, "themes": themes()}
     return str(to_json_plotly(_visible(data)))
 
@@ -136,8 +149,9 @@ def _source(name: str) -> str:
 
 
 @cache
-def _plotly_script() -> str:
-    return str(get_plotlyjs())
+def _plotly() -> str:
+    """Return plotly's bundle of flat figures, a third of the one that its Python package has."""
+    return files("reports").joinpath("vendor", "plotly-cartesian.min.js").read_text("utf-8")
 
 
 @cache

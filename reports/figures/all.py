@@ -8,22 +8,12 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from reports.figures.figure import PageFigure
-from reports.figures.pareto import pareto_figure
 from reports.figures.settings import settings_figure
 from reports.figures.sizes import sizes_figure
 from reports.figures.timeline import timeline_figure
 from storage.definition import StudySnapshot
 
 _FIGURES: tuple[tuple[str, str, str, Callable[[StudySnapshot], go.Figure]], ...] = (
-    (
-        "throughput",
-        "Throughput against peak memory",
-        "Every trial. Up is faster, left needs less memory; whiskers are 95 % intervals. Trials "
-        "without a speed are in the lanes below, at the memory that they need at least or are "
-        "predicted to need; what ran out needs more than the budget. Beyond 1.3 budgets they are "
-        "drawn at 1.3, and a question mark means that no memory figure is known.",
-        pareto_figure,
-    ),
     (
         "shapes",
         "Micro-batch and sequence length",

@@ -17,10 +17,10 @@ from reports.figures.style import (
     FRONT_COLOUR,
     HOVER_TEMPLATE,
     MARKS,
-    frame,
     hover,
     lanes_of,
     measured_trials,
+    panels,
 )
 from reports.outcomes import VERDICT_LABELS
 from storage.definition import StudySnapshot
@@ -85,7 +85,8 @@ def timeline_figure(snapshot: StudySnapshot) -> go.Figure:
         here = [span for span in spans if span.record.verdict is verdict]
         hovers = [_hover(span, budget_bytes) for span in here]
         _add_lane(figure, here, hovers, lane=lane, seen_seconds=spans[-1].end / _BARS_ACROSS)
-    frame(figure, lanes=lanes, x_axis={"title": {"text": "minutes"}, "rangemode": "tozero"})
+    figure.update_layout(panels(lanes=[MARKS[verdict].lane for verdict in lanes]))
+    figure.update_xaxes(title={"text": "minutes"}, rangemode="tozero")
     _add_pauses(figure, spans)
     return figure
 

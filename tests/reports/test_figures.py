@@ -11,7 +11,6 @@ import plotly.graph_objects as go
 import pytest
 
 from reports.figures.all import figures_of
-from reports.figures.pareto import FAR_BEYOND_BUDGET, memory_position_gib, pareto_figure
 from reports.figures.settings import VALUES_SHOWN, effects_of, settings_figure
 from reports.figures.sizes import cells_of, sizes_figure
 from reports.figures.style import MARKS, hover
@@ -57,147 +56,18 @@ def _in_verdict(study: StudySnapshot, verdict: Verdict) -> list[TrialRecord]:
     return [record for record in study.records if record.verdict is verdict]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_every_measured_trial_is_a_point_at_its_memory_and_speed(seed: int) -> None:
-    study = plausible_study(seed)
-    points = _trace(pareto_figure(study), "fits")
-    measured = [r.measurement for r in _in_verdict(study, Verdict.FITS) if r.measurement]
-    assert list(points.x) == [m.peak_allocated_bytes / GIB for m in measured]
-    assert list(points.y) == [m.tokens_per_second for m in measured]
-
-
-def test_whiskers_end_at_the_interval_of_the_speed() -> None:
-    study = snapshot([fits(0, 8_000.0)])
-    points = _trace(pareto_figure(study), "fits")
-    low, high = measurement(8_000.0).speed_interval or (0.0, 0.0)
-    assert points.y[0] + points.error_y.array[0] == pytest.approx(high)
-    assert points.y[0] - points.error_y.arrayminus[0] == pytest.approx(low)
-
-
-def test_nothing_without_a_speed_is_drawn_among_the_speeds() -> None:
-    study = snapshot(one_of_each())
-    figure = pareto_figure(study)
-    speeds = {m.tokens_per_second for r in study.records if (m := r.measurement)}
-    drawn = {y for trace in _traces(figure, "y") for y in trace.y}
-    assert drawn == speeds
-    without = [r for r in study.records if r.verdict not in HAVE_SPEED]
-    assert sum(len(trace.x) for trace in _traces(figure, "y2")) == len(without)
-
-
-def test_every_verdict_without_a_speed_has_a_lane_of_its_own_with_its_name() -> None:
-    figure = pareto_figure(snapshot(one_of_each()))
-    lanes = {trace.name: set(trace.y) for trace in _traces(figure, "y2")}
-    assert len(lanes) == len(Verdict) - len(HAVE_SPEED)
-    assert sorted(lane for (lane,) in lanes.values()) == list(range(len(lanes)))
-    names = [MARKS[verdict].lane for verdict in Verdict if verdict not in HAVE_SPEED]
-    assert list(figure.layout.yaxis2.ticktext) == names
-
-
 def test_no_two_verdicts_look_alike() -> None:
     assert set(MARKS) == set(Verdict)
     assert len({mark.symbol for mark in MARKS.values()}) == len(Verdict)
     assert len({mark.lane for mark in MARKS.values()}) == len(Verdict)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_front_is_the_ranking_s_from_least_memory_to_most(seed: int) -> None:
-    study = plausible_study(seed)
-    line = _trace(pareto_figure(study), "best for its memory (Pareto front)")
-    front = ranking.pareto_front(study.records, ("tokens_per_second", "peak_memory"))
-    expected = {
-        (m.peak_allocated_bytes / GIB, m.tokens_per_second) for r in front if (m := r.measurement)
-    }
-    assert set(zip(line.x, line.y, strict=True)) == expected
-    assert list(line.x) == sorted(line.x)
-    assert list(line.y) == sorted(line.y)
-
-
-def test_a_baseline_outside_the_space_is_marked_and_neither_wins_nor_draws_a_front() -> None:
+def test_a_baseline_outside_the_space_is_in_no_figure_of_the_space() -> None:
     outside = fits(0, 90_000.0, TrialConfig(lora_rank=64), peak_allocated_bytes=GIB)
     study = snapshot([outside, fits(1, 16_000.0, FAST)])
-    figure = pareto_figure(study)
-    assert list(_trace(figure, "baseline").y) == [90_000.0]
-    assert list(_trace(figure, "winner").y) == [16_000.0]
-    assert list(_trace(figure, "best for its memory (Pareto front)").y) == [16_000.0]
     assert list(_trace(timeline_figure(study), "fastest so far").y) == [16_000.0, 16_000.0]
     assert set(cells_of(study)) == {(512, 10)}
     assert effects_of(study) == ()
-
-
-def test_of_several_objectives_the_knee_is_marked_and_a_front_of_others_is_ringed() -> None:
-    trials = [
-        fits(0, 8_000.0, peak_allocated_bytes=4 * GIB),
-        fits(1, 16_000.0, FAST, peak_allocated_bytes=20 * GIB),
-        fits(2, 15_500.0, peak_allocated_bytes=8 * GIB, trainable_parameters=1),
-    ]
-    trials[2] = trials[2].model_copy(update={"config": TrialConfig(micro_batch_size=6)})
-    both = {"objectives": ["tokens_per_second", "peak_memory"]}
-    study = snapshot(trials, definition=definition(space=both))
-    assert list(_trace(pareto_figure(study), "knee of the front").y) == [15_500.0]
-    other = {"objectives": ["tokens_per_second", "trainable_parameters"]}
-    ringed = pareto_figure(snapshot(trials, definition=definition(space=other)))
-    assert list(_trace(ringed, "on the front of the objectives").y) == [16_000.0]
-
-
-def test_a_speed_without_an_interval_has_no_whiskers_and_says_so() -> None:
-    study = snapshot([fits(0, 8_000.0, steps_measured=3)])
-    points = _trace(pareto_figure(study), "fits")
-    assert (points.error_y.array[0], points.error_y.arrayminus[0]) == (0.0, 0.0)
-    assert "no interval: 3 steps are too few" in points.hovertext[0]
-
-
-def test_the_need_in_a_hover_text_is_the_one_that_the_figure_is_placed_at() -> None:
-    failed = OutOfMemory(stage="backward", peak_allocated_bytes=20 * GIB, requested_bytes=GIB)
-    trial = record(1, failed)
-    text = hover(trial, budget_bytes=BUDGET_BYTES)
-    assert "backward, needs at least 21.50 GiB" in text
-    assert memory_position_gib(trial, budget_bytes=BUDGET_BYTES) == 21.5
-
-
-def test_the_budget_is_a_line_across_both_panels_with_its_size() -> None:
-    figure = pareto_figure(plausible_study())
-    (line,) = figure.layout.shapes
-    assert line.x0 == line.x1 == BUDGET_BYTES / GIB
-    assert "21.50 GiB" in figure.layout.annotations[0].text
-
-
-def test_winner_and_baseline_are_marked() -> None:
-    figure = pareto_figure(snapshot([fits(0, 8_000.0), fits(1, 16_000.0, FAST)]))
-    assert list(_trace(figure, "winner").y) == [16_000.0]
-    assert list(_trace(figure, "baseline").y) == [8_000.0]
-
-
-@pytest.mark.parametrize(
-    ("outcome", "expected_gib"),
-    [
-        (
-            OutOfMemory(stage="forward", peak_allocated_bytes=20 * GIB, requested_bytes=3 * GIB),
-            21.5,
-        ),
-        (OutOfMemory(stage="forward", peak_allocated_bytes=23 * GIB), 23.0),
-        (OutOfMemory(stage="forward"), 21.5),
-        (PredictedOutOfMemory(predicted_bytes=24 * GIB), 24.0),
-        (PredictedOutOfMemory(predicted_bytes=400 * GIB), 21.5 * FAR_BEYOND_BUDGET),
-    ],
-)
-def test_what_did_not_fit_is_placed_at_its_need_or_at_the_budget(
-    outcome: OutOfMemory | PredictedOutOfMemory, expected_gib: float
-) -> None:
-    assert memory_position_gib(record(1, outcome), budget_bytes=BUDGET_BYTES) == pytest.approx(
-        expected_gib
-    )
-
-
-def test_a_trial_of_unknown_memory_is_shown_with_a_question_mark() -> None:
-    figure = pareto_figure(snapshot([fits(0, 8_000.0), record(1, Crashed(phase="build"))]))
-    assert list(_trace(figure, "crashed").text) == ["?"]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_every_mark_lies_within_the_memory_axis(seed: int) -> None:
-    figure = pareto_figure(plausible_study(seed))
-    left, right = figure.layout.xaxis.range
-    assert all(left <= x <= right for trace in figure.data for x in trace.x)
 
 
 def test_the_hover_text_names_the_verdict_the_numbers_and_every_setting() -> None:
@@ -388,16 +258,3 @@ def test_any_study_can_be_drawn_without_a_number_that_is_not_finite(
 
 def test_an_empty_study_has_no_figures() -> None:
     assert figures_of(snapshot()).figures == ()
-
-
-def test_little_memory_has_an_axis_in_mib() -> None:
-    study = snapshot(
-        [fits(0, 8_000.0, peak_allocated_bytes=2**25)],
-        definition=definition(budget_bytes=2**26),
-    )
-    figure = pareto_figure(study)
-    axis = figure.layout.xaxis
-    assert axis.title.text == "peak allocated memory (MiB)"
-    assert axis.ticktext == ("40", "50", "60")
-    assert [tick * 1024 for tick in axis.tickvals] == pytest.approx([40, 50, 60])
-    assert "64.00 MiB" in figure.layout.annotations[0].text
