@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from reports import confirmation, objectives, uncertainty, units
 from search_spaces.config import canonical
 from storage.definition import StudySnapshot, Target
-from storage.gain import compare
+from storage.gain import Comparison, compare
 from storage.ranking import Ranking, measured_of, rank_study
 from storage.records import RETRYABLE, Measurement, TrialRecord, Verdict
 
@@ -170,16 +170,27 @@ def _gain_tile(ranking: Ranking) -> Tile:
     if comparison is None or winner is None:
         return Tile(units.DASH, "gain over the baseline", "the baseline was not measured")
     baseline = comparison.baseline
-    reached = uncertainty.speed(measured_of(baseline))
-    reference = f"baseline: {reached} ({units.shape(baseline.config)})"
+    over = baseline if comparison.over is None else comparison.over
+    reached = uncertainty.speed(measured_of(over))
+    named = uncertainty.reference(ranking) if comparison.over else "the baseline"
+    what = f"{named.removeprefix('the ')}: {reached} ({units.shape(over.config)})"
+    own = _own_class(comparison, ranking)
     if comparison.gain is None:
         why = uncertainty.why_no_gain(comparison, winner.config)
-        return Tile(units.DASH, "gain over the baseline", f"{why}; {reference}")
+        return Tile(units.DASH, "gain over the baseline", f"{why}; {own}{what}")
     sure = confirmation.status_words(ranking, study="")
-    is_itself = comparison.gain.trial.number == baseline.number
+    is_itself = comparison.gain.trial.number == over.number
     ends = "" if is_itself else f"interval {uncertainty.factor_interval(comparison.gain)}; "
     factor = uncertainty.factor(comparison.gain)
-    return Tile(factor, "the baseline's speed", f"{sure}; {ends}{reference}")
+    label = "the baseline's speed" if comparison.is_over_the_baseline else f"the speed of {named}"
+    return Tile(factor, label, f"{sure}; {ends}{own}{what}")
+
+
+def _own_class(comparison: Comparison, ranking: Ranking) -> str:
+    winner = ranking.winner
+    if winner is None or ranking.is_in_baselines_class(winner):
+        return ""
+    return f"{uncertainty.within_the_baselines_class(comparison)}; "
 
 
 def _memory_tile(measured: Measurement, target: Target) -> Tile:

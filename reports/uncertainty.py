@@ -11,7 +11,7 @@ from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
 from storage.gain import Comparison, Gain, NoGain
-from storage.ranking import measured_of
+from storage.ranking import Ranking, measured_of
 from storage.records import Measurement, Need
 
 _DOUBTS = ("noisy", "neighbour", "throttled")
@@ -80,6 +80,19 @@ def capacity(config: TrialConfig) -> str:
     return f"{rank} on {targets_in_words(config.target_modules)}"
 
 
+def reference(ranking: Ranking) -> str:
+    """Return what a gain is over: ``the baseline``, ``the baseline at rank 8 on q,v``."""
+    winner = ranking.winner
+    if winner is None or ranking.is_in_baselines_class(winner):
+        return "the baseline"
+    return at_capacity(winner.config)
+
+
+def at_capacity(config: TrialConfig) -> str:
+    """Return what the baseline is called in the class of ``config``, another than its own."""
+    return f"the baseline at {capacity(config)}"
+
+
 def why_no_gain(comparison: Comparison, winner: TrialConfig) -> str:
     """Return why no gain is stated, and what the baseline's own class gained; empty with a gain."""
     match comparison.reason:
@@ -90,9 +103,11 @@ def why_no_gain(comparison: Comparison, winner: TrialConfig) -> str:
         case "another_class":
             return (
                 f"no gain is stated: the winner ({capacity(winner)}) is in another capacity class "
-                f"than the baseline ({capacity(comparison.baseline.config)}); "
-                f"{_within_the_class(comparison)}"
+                f"than the baseline ({capacity(comparison.baseline.config)}), and "
+                f"{at_capacity(winner)} was not measured beside it"
             )
+        case "recipe_did_not_fit":
+            return f"no gain is stated: {at_capacity(winner)} did not fit"
         case "not_confirmed":
             return "no gain is stated: the winner is not confirmed"
         case "baseline_not_confirmed":
@@ -101,11 +116,15 @@ def why_no_gain(comparison: Comparison, winner: TrialConfig) -> str:
             return f"no gain is stated: {_WHO_IS_NOISY[reason]} noisy"
 
 
-def _within_the_class(comparison: Comparison) -> str:
+def within_the_baselines_class(comparison: Comparison) -> str:
+    """Return what the baseline's own class gained, where the winner is in another."""
     fastest, gain = comparison.fastest_of_class, comparison.class_gain
     if fastest is None or fastest.measurement is None:
         return "nothing of the space was measured in the baseline's class"
-    named = f"the fastest of the baseline's class is trial {fastest.number}"
+    of_class = "the fastest of the baseline's class"
+    if fastest.number == comparison.baseline.number:
+        return f"{of_class} that was measured is the baseline itself"
+    named = f"{of_class} is trial {fastest.number}"
     if gain is None:
         noisy = fastest.measurement.is_noisy or measured_of(comparison.baseline).is_noisy
         why = "too noisy to compare" if noisy else "not confirmed"
