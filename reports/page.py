@@ -27,6 +27,7 @@ from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
 from reports import units
+from reports.decision import decision_of
 from reports.document import document_of
 from reports.figures.all import figures_of
 from reports.figures.figure import PageFigure
@@ -47,6 +48,7 @@ class Section:
 
 
 SECTIONS: tuple[Section, ...] = (
+    Section("decision", decision_of),
     Section("opening", opening_of),
     Section("figures", figures_of),
     Section("tables", tables_of),
@@ -54,7 +56,8 @@ SECTIONS: tuple[Section, ...] = (
 )
 """The page, from top to bottom."""
 
-_SCRIPTS = ("document.js", "figures.js", "copy.js")
+_STYLES = ("report.css", "decision.css")
+_SCRIPTS = ("document.js", "figures.js", "copy.js", "decision.js")
 """Files of `templates/scripts`, in the order in which they run."""
 
 
@@ -83,7 +86,7 @@ def render(snapshot: StudySnapshot) -> str:
         .render(
             snapshot=snapshot,
             sections=sections,
-            styles=Markup(_source("report.css")),
+            styles=Markup("".join(map(_source, _STYLES))),
             page_data=Markup(_page_data(snapshot, figures)),
             scripts=[Markup(script) for script in scripts],
             script_hashes=[_csp_hash(script) for script in scripts],

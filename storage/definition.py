@@ -180,6 +180,8 @@ class StudySnapshot:
     """At what the target card can be rented; None where no price is known."""
     target_speeds: Mapping[int, TargetSpeed] = field(default_factory=dict)
     """What is predicted of the target card where another stood in, by trial number."""
+    job_tokens: float | None = None
+    """Tokens of the training that a report is asked to price; None where nobody said."""
 
     def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
         """Return how fast a measured trial is on the target card: as measured where that ran it.

@@ -69,32 +69,36 @@ def compare(ranking: Ranking) -> Comparison | None:
         return None
     if winner is None:
         return Comparison(baseline, None, "no_winner")
-    over = ranking.reference
-    reason = _doubt(ranking, winner, over)
-    gain = None if reason or over is None else _gain(winner, over)
+    over = ranking.reference_for(winner.config)
+    gain, reason = gain_of(ranking, winner)
     if ranking.is_in_baselines_class(winner):
         return Comparison(baseline, gain, reason, over)
     fastest = ranking.fastest_of_baselines_class
-    class_gain = None
-    if fastest is not None and ranking.is_confirmed:
-        is_sure = all(map(ranking.is_measured_again, (fastest, baseline)))
-        class_gain = _gain(fastest, baseline) if is_sure else None
+    class_gain = gain_of(ranking, fastest)[0] if fastest and ranking.is_confirmed else None
     return Comparison(baseline, gain, reason, over, fastest, class_gain)
 
 
-def _doubt(ranking: Ranking, winner: TrialRecord, over: TrialRecord | None) -> NoGain | None:
-    """Return why the winner's gain is not stated; None where it is."""
-    if not ranking.is_measured_again(winner):
-        is_within = ranking.is_in_baselines_class(winner)
-        return "not_confirmed" if is_within else "another_class"
-    if over is None:
-        recipe = ranking.recipe
-        has_fallen = recipe is not None and canonical(recipe) in ranking.confirmations.fallen
+def gain_of(ranking: Ranking, trial: TrialRecord) -> tuple[Gain | None, NoGain | None]:
+    """Return what a trial gained within its capacity class, or why that is not stated."""
+    over = ranking.reference_for(trial.config)
+    reason = _doubt(ranking, trial, over)
+    if reason is not None or over is None:
+        return None, reason
+    return _gain(trial, over), None
+
+
+def _doubt(ranking: Ranking, trial: TrialRecord, over: TrialRecord | None) -> NoGain | None:
+    """Return why a trial's gain is not stated; None where it is."""
+    is_winner = ranking.winner is not None and trial.number == ranking.winner.number
+    if over is None and not ranking.is_of_baselines_class(trial.config):
+        has_fallen = canonical(ranking.recipe_for(trial.config)) in ranking.confirmations.fallen
         return "recipe_did_not_fit" if has_fallen else "another_class"
-    noise = _noise(winner, over)
+    if over is None or not ranking.is_measured_again(trial):
+        return "not_confirmed"
+    noise = _noise(trial, over)
     if noise is not None:
         return noise
-    if not ranking.is_confirmed:
+    if is_winner and not ranking.is_confirmed:
         return "not_confirmed"
     # A recipe that no search asked for was measured beside the winner and at no other time.
     is_again = over.purpose == "confirm" or ranking.is_measured_again(over)

@@ -221,25 +221,23 @@ class Ranking:
 
         It is the baseline itself where the winner is in its class, however that spells its modules.
         """
+        return None if self.winner is None else self.recipe_for(self.winner.config)
+
+    def recipe_for(self, config: TrialConfig) -> TrialConfig:
+        """Return the baseline in the capacity class of ``config``."""
         baseline = self.definition.space.baseline_config()
-        if self.winner is None:
-            return None
-        won = self.winner.config
-        if self.is_of_baselines_class(won):
+        if self.is_of_baselines_class(config):
             return baseline
         return baseline.model_copy(
-            update={"lora_rank": won.lora_rank, "target_modules": won.target_modules}
+            update={"lora_rank": config.lora_rank, "target_modules": config.target_modules}
         )
 
-    @cached_property
-    def reference(self) -> TrialRecord | None:
-        """What the winner's gain is stated over: the measured baseline, or in another class what
-        was measured of the recipe beside the winner; None where that was not."""
-        if self.winner is None or self.recipe is None:
-            return None
-        if self.is_in_baselines_class(self.winner):
+    def reference_for(self, config: TrialConfig) -> TrialRecord | None:
+        """Return what the gain of ``config`` is stated over: the measured baseline, or in another
+        class what was measured of the recipe beside the winner; None where that was not."""
+        if self.baseline is not None and self.is_of_baselines_class(config):
             return self.baseline
-        wanted, known = canonical(self.recipe), self.confirmations
+        wanted, known = canonical(self.recipe_for(config)), self.confirmations
         pooled = known.pooled(wanted)
         if pooled is None or wanted in known.fallen:
             return None

@@ -112,7 +112,8 @@ class Board:
     @property
     def reference(self) -> str:
         """What that is over."""
-        return uncertainty.reference(self._ranking)
+        best = self._ranking.winner
+        return "" if best is None else uncertainty.reference_of(self._ranking, best.config)
 
     @property
     def is_first(self) -> bool:

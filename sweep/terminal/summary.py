@@ -105,18 +105,20 @@ def not_ruled_out(snapshot: StudySnapshot) -> str | None:
     if snapshot.ended is None or promising is None:
         return None
     config, gain = TrialConfig.model_validate(promising["config"]), promising["gain"]
-    count = snapshot.ended["open"]
+    count, chance = snapshot.ended["open"], promising["chance"]
     opening = (
         f"Not ruled out: {units.plural(count, 'configuration')} with a chance of one in twenty or "
         "more of being better"
         if count
         else "Nothing that is left has a chance of one in twenty of being better"
     )
-    expected = "" if gain is None else f", and is expected to gain {gain:.1%}"
-    return (
-        f"{opening}; the most promising, {units.shape(config)}, has a chance of "
-        f"{promising['chance']:.0%}{expected}."
+    likeliest = (
+        f"{opening}; the most promising, {units.shape(config)}, has a chance of {chance:.0%}"
     )
+    if gain is None or chance <= 0:
+        return f"{likeliest}."
+    # Expected over all cases is the chance times what is gained where it comes true.
+    return f"{likeliest}, and would then be {gain / chance:.1%} better."
 
 
 def _best_of(summary: StudySummary) -> str:
@@ -159,8 +161,8 @@ def _winner(snapshot: StudySnapshot) -> Iterator[str]:
     summary = summary_of(snapshot)
     yield summary.sentence
     if summary.configuration:
-        for tile in summary.tiles:
-            yield f"  {tile.value} {tile.label} ({tile.detail})"
+        for fact in summary.facts:
+            yield f"  {fact.value} {fact.label} ({fact.detail})"
 
 
 def _measured_again(snapshot: StudySnapshot) -> list[str]:
