@@ -86,12 +86,7 @@ def emulation_note(target: Target) -> str | None:
 
 def _winner_sentence(snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord) -> str:
     baseline = ranking.definition.space.baseline_config()
-    ties = len(ranking.tied)
-    what = objectives.names(ranking.objectives)
-    memory = "; it leaves the most memory" if ranking.is_measured_again(winner) else ""
-    tie = (
-        f" {units.plural(ties, 'other')} cannot be told from it by {what}{memory}." if ties else ""
-    )
+    tie = _tie(ranking, winner)
     differing = (
         "It is the baseline itself."
         if canonical(winner.config) == canonical(baseline)
@@ -107,6 +102,20 @@ def _winner_sentence(snapshot: StudySnapshot, ranking: Ranking, winner: TrialRec
         f"{objectives.best(ranking.objectives)} is trial {winner.number}. "
         f"{differing}{tie}{front} {sure}"
     )
+
+
+def _tie(ranking: Ranking, winner: TrialRecord) -> str:
+    """Return who cannot be told from the winner, and why it is recommended, as a sentence."""
+    tied = [measured_of(r) for r in ranking.ranked if r.number in ranking.tied]
+    if not tied:
+        return ""
+    what = objectives.names(ranking.objectives)
+    peak = measured_of(winner).peak_allocated_bytes
+    is_frugal = all(peak <= other.peak_allocated_bytes for other in tied)
+    again = "" if is_frugal or not ranking.is_measured_again(winner) else " of those measured again"
+    is_chosen = is_frugal or bool(again)
+    memory = f"; it leaves the most memory{again}" if is_chosen else ""
+    return f" {units.plural(len(tied), 'other')} cannot be told from it by {what}{memory}."
 
 
 def _no_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
@@ -132,6 +141,8 @@ def answer(snapshot: StudySnapshot, ranking: Ranking) -> str:
     if ranking.is_unclear:
         return confirmation.no_clear_winner(snapshot, ranking)
     best, number = objectives.best(ranking.objectives), winner.number
+    if ranking.tied:
+        best = f"Recommended, of {len(ranking.tied) + 1} that tie,"
     speed = uncertainty.speed_on_target(snapshot, winner)
     comparison = compare(ranking)
     gain = None if comparison is None else comparison.gain

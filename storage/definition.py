@@ -230,9 +230,11 @@ class StudySummary:
     best_number: int | None
     """The best trial of the space that fits, by those; None where nothing fits yet."""
     best: Measurement | None
-    """What was measured of it."""
+    """What was measured of it, on whatever card ran it."""
     wall_seconds: float
     holder: str | None
     """Who drives it now (``host:pid``)."""
     is_confirmed: bool = False
     """Whether the best was measured again."""
+    speed: TargetSpeed | None = None
+    """Of the best on the target card; None where that is not known."""

@@ -181,7 +181,7 @@ def status(study: str | None, *, storage: str | None) -> int:
     """Print what ran, what is running and the best so far, of one study or of all."""
     url = storage_url(storage)
     if study is None:
-        say(studies_text(list_studies(url, runs_directory())))
+        say(studies_text(list_studies(url, runs_directory(), completed=with_target_speeds)))
     else:
         say(status_text(_read(study, url=url)))
     return DONE

@@ -16,7 +16,7 @@ from reports.summary import emulation_note, summary_of
 from search_spaces.config import TrialConfig
 from storage.definition import StudySnapshot, StudySummary
 from storage.ranking import rank_study
-from storage.records import Invalid
+from storage.records import Invalid, Measurement
 from sweep.terminal.console import table
 
 _CONFIGURATION_COLUMNS = ("trial", "tokens/s", "95 % interval", "peak", "budget", "configuration")
@@ -126,13 +126,23 @@ def _best_of(summary: StudySummary) -> str:
     if summary.best is None:
         return units.DASH
     asked = summary.objectives
-    parts = [uncertainty.speed(summary.best)]
+    parts = [_speed_of(summary, summary.best)]
     if "peak_memory" in asked:
         parts.append(units.gib(summary.best.peak_allocated_bytes))
     if "trainable_parameters" in asked:
         parts.append(f"{units.count(summary.best.trainable_parameters)} trainable")
     parts.append("confirmed" if summary.is_confirmed else "not confirmed")
     return ", ".join(parts)
+
+
+def _speed_of(summary: StudySummary, measured: Measurement) -> str:
+    """Return the best's speed on the target card: measured, or predicted where another ran it."""
+    speed = summary.speed
+    if speed is None or speed.basis == "measured":
+        return uncertainty.speed(measured)
+    known = None if speed.low is None or speed.high is None else (speed.low, speed.high)
+    ends = "" if known is None else f" {units.rate_interval(known)}"
+    return f"{units.rate(speed.tokens_per_second)} tokens/s (predicted{ends})"
 
 
 def why_invalid(snapshot: StudySnapshot) -> Invalid | None:
