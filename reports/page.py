@@ -27,6 +27,7 @@ from markupsafe import Markup
 from plotly.io.json import to_json_plotly
 
 from reports import units
+from reports.decision import decision_of
 from reports.document import document_of
 from reports.figures.all import figures_of
 from reports.figures.figure import PageFigure
@@ -49,6 +50,7 @@ class Section:
 
 
 SECTIONS: tuple[Section, ...] = (
+    Section("decision", decision_of),
     Section("opening", opening_of),
     Section("front", front_of),
     Section("figures", figures_of),
@@ -58,6 +60,7 @@ SECTIONS: tuple[Section, ...] = (
 )
 """The page, from top to bottom."""
 
+_STYLES = ("report.css", "decision.css")
 _SCRIPTS = (
     "document.js",
     "words.js",
@@ -66,6 +69,7 @@ _SCRIPTS = (
     "figures.js",
     "front.js",
     "table.js",
+    "decision.js",
     "start.js",
 )
 """Files of `templates/scripts`, in the order in which they run."""
@@ -96,7 +100,7 @@ def render(snapshot: StudySnapshot) -> str:
         .render(
             snapshot=snapshot,
             sections=sections,
-            styles=Markup(_source("report.css")),
+            styles=Markup("".join(map(_source, _STYLES))),
             page_data=Markup(_page_data(snapshot, figures)),
             scripts=[Markup(script) for script in scripts],
             script_hashes=[_csp_hash(script) for script in scripts],

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reports import units
+from reports.decision import Job
 from reports.page import render, write_report
 from reports.summary import emulation_note
 from search_spaces.errors import EnvironmentFault, InputError
@@ -180,7 +181,7 @@ def status(study: str | None, *, storage: str | None) -> int:
     """Print what ran, what is running and the best so far, of one study or of all."""
     url = storage_url(storage)
     if study is None:
-        say(studies_text(list_studies(url, runs_directory())))
+        say(studies_text(list_studies(url, runs_directory(), completed=with_target_speeds)))
     else:
         say(status_text(_read(study, url=url)))
     return DONE
@@ -193,9 +194,9 @@ def best(study: str, *, storage: str | None, as_json: bool) -> int:
     return DONE if has_fit(snapshot) else NOTHING_FITS
 
 
-def report(study: str, *, storage: str | None, output: Path | None) -> int:
+def report(study: str, *, job: Job, storage: str | None, output: Path | None) -> int:
     """Print a study's report, or write it and print where it is."""
-    snapshot = _read(study, url=storage_url(storage))
+    snapshot = job.priced(_read(study, url=storage_url(storage)))
     if output is not None and str(output) == STDOUT:
         say(render(snapshot))
         return DONE
@@ -205,10 +206,12 @@ def report(study: str, *, storage: str | None, output: Path | None) -> int:
     return DONE
 
 
-def export(study: str, *, format: str, storage: str | None, output: Path | None) -> int:
-    """Print a study's winner as a recipe, or write it and print where it is."""
+def export(
+    study: str, *, format: str, trial: int | None, storage: str | None, output: Path | None
+) -> int:
+    """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
     snapshot = _read(study, url=storage_url(storage))
-    text = formats.export(snapshot, format=format)
+    text = formats.export(snapshot, format=format, number=trial)
     if output is None or str(output) == STDOUT:
         say(text.removesuffix("\n"))
     else:

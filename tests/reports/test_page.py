@@ -136,13 +136,12 @@ def test_the_answer_comes_first() -> None:
     for said in (
         "trial 1",
         "micro-batch 10, no checkpointing",
-        "16,800 tokens/s",
+        "measured on NVIDIA H200: 16,800",
         "2.1x",
         "confirmed (2 runs)",
-        "interval 2.07–2.13x",
-        "20.00 GiB",
-        "93 % of the 21.50 GiB budget of a10",
-        "the fit is real, the speed is that of NVIDIA H200",
+        "2.07–2.13x",
+        "20.00 GiB of 21.50 GiB, 1.50 GiB left",
+        "the fit is real; where it says measured, the speed is that of NVIDIA H200",
     ):
         assert said in opening
     assert '"micro_batch_size": 10' in text
