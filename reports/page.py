@@ -29,10 +29,12 @@ from plotly.offline import get_plotlyjs
 from reports import units
 from reports.document import document_of
 from reports.figures.all import figures_of
+from reports.figures.effects import knobs_of
 from reports.figures.figure import PageFigure
 from reports.figures.style import themes
 from reports.opening import opening_of
 from reports.tables import environment_of, tables_of
+from reports.wall import wall_of
 from search_spaces.errors import EnvironmentFault
 from storage.definition import StudySnapshot
 
@@ -49,6 +51,8 @@ class Section:
 SECTIONS: tuple[Section, ...] = (
     Section("opening", opening_of),
     Section("figures", figures_of),
+    Section("wall", wall_of),
+    Section("knobs", knobs_of),
     Section("tables", tables_of),
     Section("environment", environment_of),
 )

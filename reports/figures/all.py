@@ -9,8 +9,6 @@ import plotly.graph_objects as go
 
 from reports.figures.figure import PageFigure
 from reports.figures.pareto import pareto_figure
-from reports.figures.settings import settings_figure
-from reports.figures.sizes import sizes_figure
 from reports.figures.timeline import timeline_figure
 from storage.definition import StudySnapshot
 
@@ -25,26 +23,11 @@ _FIGURES: tuple[tuple[str, str, str, Callable[[StudySnapshot], go.Figure]], ...]
         pareto_figure,
     ),
     (
-        "shapes",
-        "Micro-batch and sequence length",
-        "Best tokens/s of what fitted in each cell, whatever the other settings. ✕ OOM: no trial "
-        "there fits, and one at least ran out of memory for real; ✕ over budget: by prediction or "
-        "comparison alone. ~: stopped as too slow, measured in part. A blank cell was not tried.",
-        sizes_figure,
-    ),
-    (
         "timeline",
         "Course of the study",
         "Above, the speeds as they were measured, with the fastest so far; below, when each trial "
         "ran, in the lane of how it ended. Pauses of the study are cut out and marked.",
         timeline_figure,
-    ),
-    (
-        "effects",
-        "Settings",
-        "Speed of what fitted, by the value of each dimension that was searched. Values were not "
-        "tried in equal company, so a difference of medians is a hint and not an effect.",
-        settings_figure,
     ),
 )
 
