@@ -49,6 +49,22 @@ def document_of(snapshot: StudySnapshot) -> dict[str, Any]:
     }
 
 
+def no_document() -> dict[str, Any]:
+    """Return the data of a page that is about no single study: it has no trials."""
+    return {
+        "study": "",
+        "gpu": "",
+        "measured_on": None,
+        "budget_gib": 0.0,
+        "recipe": {},
+        "columns": dict(COLUMNS),
+        "classes": [],
+        "verdicts": {},
+        "named": {},
+        "trials": [],
+    }
+
+
 def effective_records(ranking: Ranking, snapshot: StudySnapshot) -> tuple[TrialRecord, ...]:
     """Return every trial of the search in the order of the page, as the ranking takes it.
 
