@@ -34,8 +34,9 @@ from reports.figures.comparison import words_of
 from reports.figures.effects import knobs_of
 from reports.figures.figure import PageFigure
 from reports.figures.style import themes
+from reports.figures.trust import trust_section
 from reports.opening import opening_of
-from reports.tables import environment_of, tables_of
+from reports.tables import tables_of
 from reports.wall import wall_of
 from search_spaces.errors import EnvironmentFault
 from storage.definition import StudySnapshot
@@ -56,7 +57,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("wall", wall_of),
     Section("knobs", knobs_of),
     Section("tables", tables_of),
-    Section("environment", environment_of),
+    Section("trust", trust_section),
 )
 """The page, from top to bottom."""
 

@@ -160,18 +160,6 @@ def verdict_rows(snapshot: StudySnapshot) -> tuple[VerdictRow, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """How a study was measured, on what and with what."""
-
-    facts: tuple[FactRow, ...]
-
-
-def environment_of(snapshot: StudySnapshot) -> Surroundings:
-    """Return how a study was measured."""
-    return Surroundings(environment_rows(snapshot))
-
-
 def environment_rows(snapshot: StudySnapshot) -> tuple[FactRow, ...]:
     """Return what the study ran on and with: the target first, then the stored fingerprint."""
     target, space = snapshot.definition.target, snapshot.definition.space

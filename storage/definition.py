@@ -180,6 +180,8 @@ class StudySnapshot:
     """At what the target card can be rented; None where no price is known."""
     target_speeds: Mapping[int, TargetSpeed] = field(default_factory=dict)
     """What is predicted of the target card where another stood in, by trial number."""
+    memory_parts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """Bytes of each part of a trial's peak by prediction, by number, where that is at hand."""
 
     def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
         """Return how fast a measured trial is on the target card: as measured where that ran it.

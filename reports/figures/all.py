@@ -9,7 +9,6 @@ import plotly.graph_objects as go
 
 from reports.figures.figure import PageFigure
 from reports.figures.pareto import pareto_figure
-from reports.figures.timeline import timeline_figure
 from storage.definition import StudySnapshot
 
 _FIGURES: tuple[tuple[str, str, str, Callable[[StudySnapshot], go.Figure]], ...] = (
@@ -21,13 +20,6 @@ _FIGURES: tuple[tuple[str, str, str, Callable[[StudySnapshot], go.Figure]], ...]
         "predicted to need; what ran out needs more than the budget. Beyond 1.3 budgets they are "
         "drawn at 1.3, and a question mark means that no memory figure is known.",
         pareto_figure,
-    ),
-    (
-        "timeline",
-        "Course of the study",
-        "Above, the speeds as they were measured, with the fastest so far; below, when each trial "
-        "ran, in the lane of how it ended. Pauses of the study are cut out and marked.",
-        timeline_figure,
     ),
 )
 

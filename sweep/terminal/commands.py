@@ -36,12 +36,14 @@ from storage.study import OpenStudy
 from storage.urls import redact
 from sweep.export import formats
 from sweep.paths import (
+    cache_directory,
     comparison_path,
     own_price_file,
     report_path,
     runs_directory,
     storage_url,
 )
+from sweep.planning.memory_parts import with_memory_parts
 from sweep.planning.target_speed import with_target_speeds
 from sweep.running.device_info import read_card
 from sweep.study.events import Listener, StopReason
@@ -132,7 +134,8 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
 
 def _read(study: str, *, url: str) -> StudySnapshot:
     """Return a study, with its speeds on the target card and that card's cheapest offer."""
-    snapshot = with_target_speeds(read_study(study, url=url, home=runs_directory()))
+    stored = with_target_speeds(read_study(study, url=url, home=runs_directory()))
+    snapshot = with_memory_parts(stored, cache_dir=cache_directory() / "memory")
     try:
         offers = load_prices(own_price_file()).get(snapshot.definition.target.gpu)
     except InputError as error:
