@@ -25,8 +25,9 @@ from search_spaces.config import canonical
 from search_spaces.knobs import KNOBS
 from storage.definition import StudySnapshot
 
-PAIRS_ENOUGH = 3
-"""From so many matched pairs on they are told rather than the fit."""
+PAIRS_ENOUGH = 6
+"""From so many matched pairs on they are told rather than the fit, whose interval is narrower than
+that of fewer."""
 DEGREES_ENOUGH = 3
 """The fewest trials that a fit must have beyond what it determines: with fewer, what it misses is
 hardly seen."""
