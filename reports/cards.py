@@ -83,6 +83,8 @@ class Option:
     peak_bytes: int | None
     number: int | None
     """Of the trial; None in a plan."""
+    fits_surely: bool = True
+    """False where a plan is not sure that it fits."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,15 @@ def _planned(
     peak = one.get("peak_allocated_bytes")
     speed = TargetSpeed(float(one["tokens_per_second"]), low, high, "predicted")
     ground = Ground(fingerprint, name, capacity, config.seq_len)
-    return Option(ground, config, _range_of(speed), "predicted", peak, None)
+    return Option(
+        ground,
+        config,
+        _range_of(speed),
+        "predicted",
+        peak,
+        None,
+        fits_surely=one.get("fits_certainty", "sure") == "sure",
+    )
 
 
 def _once(options: Sequence[Option]) -> list[Option]:

@@ -233,7 +233,7 @@ def _amount(value: float) -> str:
 def _row(entry: Entry, group: Group) -> CardRow:
     option, rent = entry.option, entry.card.rent
     share = None if option.peak_bytes is None else option.peak_bytes / entry.card.budget_bytes
-    peak = units.gib(option.peak_bytes)
+    peak = units.gib(option.peak_bytes) if option.fits_surely else "may not fit"
     return CardRow(
         card=entry.card.label,
         source=entry.card.source,

@@ -225,3 +225,19 @@ def test_names_that_people_chose_are_no_markup_in_the_figures() -> None:
         assert "<img" not in str(figure.plain)
     cards: tuple[Card, ...] = _compared(study, _study("other", 5_000.0)).cards
     assert cards[0].label == HOSTILE
+
+
+def test_what_a_plan_is_not_sure_fits_says_so() -> None:
+    plan = _plan()
+    plan["recommended"] |= {"fits_certainty": "uncertain"}
+    cards = cards_of_plan({"plans": [plan, _plan("t4")]}, where="plan.json")
+    rows = words_of(compare_cards(cards, work=Work())).groups[0].rows
+    assert [row.peak.startswith("may not fit") for row in rows].count(True) == 1
+
+
+def test_a_card_that_is_not_in_a_comparison_is_named_with_the_command_that_brings_it_in() -> None:
+    other = _study("long rows", 8_000.0, config=TrialConfig(micro_batch_size=8, seq_len=1024))
+    comparison = _compared(_study("one", 4_000.0), _study("two", 5_000.0), other)
+    absent = words_of(comparison).groups[0].verdicts[-1]
+    assert absent.startswith("long rows is not compared here")
+    assert "sweep plan a10 --model mistral-7b-v0.3 --rank 16 --target-modules attention" in absent
