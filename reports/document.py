@@ -82,6 +82,12 @@ def document_of(snapshot: StudySnapshot) -> dict[str, Any]:
     }
 
 
+def no_document() -> dict[str, Any]:
+    """Return the data of a page that is about no single study: it has no trials."""
+    empty: dict[str, Any] = {"study": "", "gpu": "", "budget_gib": 0.0, "classes": [], "trials": []}
+    return empty | {key: {} for key in ("recipe", "space", "columns", "verdicts", "named")}
+
+
 def effective_records(ranking: Ranking, snapshot: StudySnapshot) -> tuple[TrialRecord, ...]:
     """Return every trial of the search in the order of the page, as the ranking takes it.
 
@@ -159,6 +165,7 @@ def _measured(measured: Measurement, snapshot: StudySnapshot) -> dict[str, Any]:
         "trainable_parameters": measured.trainable_parameters,
         # Of random weights a loss says nothing about quality.
         "final_loss": measured.final_loss if is_real else None,
+        "joules_per_token": measured.joules_per_token,
         "doubts": uncertainty.doubts(measured) or None,
         "flags": list(measured.flags) or None,
     }

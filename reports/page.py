@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -27,15 +27,18 @@ from markupsafe import Markup
 from plotly.io.json import to_json_plotly
 
 from reports import units
+from reports.comparison import Comparison
 from reports.decision import decision_of
-from reports.document import document_of
-from reports.figures.all import figures_of
+from reports.document import document_of, no_document
+from reports.figures.comparison import words_of
+from reports.figures.effects import knobs_of
 from reports.figures.figure import PageFigure
 from reports.figures.style import themes
+from reports.figures.trust import trust_section
 from reports.front import front_of
 from reports.opening import opening_of
-from reports.tables import environment_of, tables_of
 from reports.trials import trials_of
+from reports.wall import wall_of
 from search_spaces.errors import EnvironmentFault
 from storage.definition import StudySnapshot
 
@@ -51,12 +54,12 @@ class Section:
 
 SECTIONS: tuple[Section, ...] = (
     Section("decision", decision_of),
-    Section("opening", opening_of),
     Section("front", front_of),
-    Section("figures", figures_of),
+    Section("wall", wall_of),
+    Section("knobs", knobs_of),
+    Section("opening", opening_of),
     Section("trials", trials_of),
-    Section("tables", tables_of),
-    Section("environment", environment_of),
+    Section("trust", trust_section),
 )
 """The page, from top to bottom."""
 
@@ -76,42 +79,77 @@ _SCRIPTS = (
 
 
 def write_report(snapshot: StudySnapshot, path: Path) -> None:
-    """Write a study's report to ``path``, whole or not at all; missing directories are made.
+    """Write a study's report to ``path``, as `write_page` does."""
+    write_page(render(snapshot), path)
+
+
+def write_page(page: str, path: Path) -> None:
+    """Write a page to ``path``, whole or not at all; missing directories are made.
 
     Raises:
         EnvironmentFault: it cannot be written there; what was there before is untouched.
     """
-    page = render(snapshot).encode("utf-8", errors="replace")
     try:
-        write_whole(path, page)
+        write_whole(path, page.encode("utf-8", errors="replace"))
     except OSError as error:
         raise EnvironmentFault(f"cannot write the report {path}: {error.strerror}") from error
 
 
 def render(snapshot: StudySnapshot) -> str:
     """Return a study's report as HTML."""
+    sections = _sections(snapshot)
+    title = f"{snapshot.name} · QLoRA study"
+    return _page(title, sections, document=document_of(snapshot), snapshot=snapshot)
+
+
+def figures_of(snapshot: StudySnapshot) -> tuple[PageFigure, ...]:
+    """Return the figures of a study's report, in the order of the page."""
+    return _figures(_sections(snapshot))
+
+
+def _sections(snapshot: StudySnapshot) -> list[tuple[str, Any]]:
+    """Return the name and the value of every section that has something to say."""
     made = [(section.name, section.make(snapshot)) for section in SECTIONS]
-    sections = [(name, value) for name, value in made if value is not None]
-    figures = [figure for _, value in sections for figure in getattr(value, "figures", ())]
+    return [(name, value) for name, value in made if value is not None]
+
+
+def _figures(sections: Iterable[tuple[str, Any]]) -> tuple[PageFigure, ...]:
+    return tuple(figure for _, value in sections for figure in getattr(value, "figures", ()))
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """Return the page of several cards as HTML. Its figures are of cards, not of trials."""
+    words = words_of(comparison)
+    return _page(words.title, [("comparison", words)], document=no_document(), snapshot=None)
+
+
+def _page(
+    title: str,
+    sections: Sequence[tuple[str, Any]],
+    *,
+    document: Mapping[str, Any],
+    snapshot: StudySnapshot | None,
+) -> str:
     scripts = [_plotly(), *(_source(f"scripts/{name}") for name in _SCRIPTS)]
     return (
         _environment()
         .get_template("report.html.j2")
         .render(
+            title=title,
             snapshot=snapshot,
             sections=sections,
             styles=Markup("".join(map(_source, _STYLES))),
-            page_data=Markup(_page_data(snapshot, figures)),
+            page_data=Markup(_page_data(document, _figures(sections))),
             scripts=[Markup(script) for script in scripts],
             script_hashes=[_csp_hash(script) for script in scripts],
         )
     )
 
 
-def _page_data(snapshot: StudySnapshot, figures: Iterable[PageFigure]) -> str:
+def _page_data(document: Mapping[str, Any], figures: Iterable[PageFigure]) -> str:
     """Return trials, figures and themes as JSON that is safe inside a script element."""
     drawings = {figure.id: {**figure.plain, "controls": figure.controls} for figure in figures}
-    data = {"document": document_of(snapshot), "figures": drawings, "themes": themes()}
+    data = {"document": document, "figures": drawings, "themes": themes()}
     return str(to_json_plotly(_visible(data)))
 
 

@@ -182,6 +182,8 @@ class StudySnapshot:
     """What is predicted of the target card where another stood in, by trial number."""
     job_tokens: float | None = None
     """Tokens of the training that a report is asked to price; None where nobody said."""
+    memory_parts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """Bytes of each part of a trial's peak by prediction, by number, where that is at hand."""
 
     def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
         """Return how fast a measured trial is on the target card: as measured where that ran it.

@@ -198,19 +198,30 @@ def best(
 
 @app.command()
 def report(
-    study: opt.StudyArgument,
+    studies: opt.StudiesArgument = None,
+    plans: opt.PlanFilesOption = None,
     tokens: opt.TokensOption = None,
     dataset_samples: opt.DatasetOption = None,
     epochs: opt.EpochsOption = None,
     output: opt.ReportOption = None,
     storage: opt.StorageOption = None,
 ) -> int:
-    """Write a study's report, one HTML file, with what your training costs."""
+    """Write a study's report, or set several cards beside each other; one HTML file.
+
+    Several studies, and plans that `sweep plan --json` printed, are compared: which card is the
+    cheapest, which the soonest, and what cannot be told. Example: sweep report a10 a100-40gb --plan
+    l4.json --dataset-samples 50000
+    """
     from reports.decision import Job
     from sweep.terminal import commands
 
-    job = Job(tokens=tokens, dataset_samples=dataset_samples, epochs=epochs)
-    return commands.report(study, job=job, storage=storage, output=_output(output))
+    return commands.report(
+        studies or (),
+        plans=plans or (),
+        job=Job(tokens=tokens, dataset_samples=dataset_samples, epochs=epochs),
+        storage=storage,
+        output=_output(output),
+    )
 
 
 @app.command()

@@ -7,6 +7,7 @@ Knows nothing of what is in them. Reads the environment variables ``SWEEP_HOME``
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from search_spaces.documents import home_expanded
@@ -33,6 +34,11 @@ def default_storage() -> str:
 def report_path(study: str) -> Path:
     """Return where a study's report is written."""
     return runs_directory() / study / "report.html"
+
+
+def comparison_path(studies: Sequence[str]) -> Path:
+    """Return where the report of several studies is written: beside that of the first."""
+    return runs_directory() / (studies[0] if studies else "") / "comparison.html"
 
 
 def own_price_file() -> Path | None:

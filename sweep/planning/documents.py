@@ -174,6 +174,10 @@ def _brief(forecast: Forecast) -> dict[str, Any]:
         "config": forecast.config.model_dump(mode="json"),
         "fits_certainty": _certainty(forecast),
         "tokens_per_second": forecast.tokens_per_second,
+        "tokens_per_second_range": _range(forecast),
+        "peak_allocated_bytes": (
+            None if forecast.memory is None else forecast.memory.peak_allocated_bytes
+        ),
     }
 
 

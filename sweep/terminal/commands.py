@@ -9,7 +9,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from reports import units
+from reports.cards import card_of_study, cards_of_plan
+from reports.comparison import Comparison, Work, compare_cards
 from reports.decision import Job
-from reports.page import render, write_report
+from reports.page import render, render_comparison, write_page, write_report
 from reports.summary import emulation_note
+from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import gpu_catalogue
 from search_spaces.linears import parameters
 from search_spaces.loading import shipped_presets
-from search_spaces.models import shipped_models
+from search_spaces.models import ModelSpec, shipped_models
 from search_spaces.prices import load_prices
 from storage.best import best_document
 from storage.definition import StudySnapshot
@@ -33,7 +36,15 @@ from storage.recovery import next_number
 from storage.study import OpenStudy
 from storage.urls import redact
 from sweep.export import formats
-from sweep.paths import own_price_file, report_path, runs_directory, storage_url
+from sweep.paths import (
+    cache_directory,
+    comparison_path,
+    own_price_file,
+    report_path,
+    runs_directory,
+    storage_url,
+)
+from sweep.planning.memory_parts import with_memory_parts
 from sweep.planning.target_speed import with_target_speeds
 from sweep.running.device_info import read_card
 from sweep.study.events import Listener, StopReason
@@ -124,7 +135,8 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
 
 def _read(study: str, *, url: str) -> StudySnapshot:
     """Return a study, with its speeds on the target card and that card's cheapest offer."""
-    snapshot = with_target_speeds(read_study(study, url=url, home=runs_directory()))
+    stored = with_target_speeds(read_study(study, url=url, home=runs_directory()))
+    snapshot = with_memory_parts(stored, cache_dir=cache_directory() / "memory")
     try:
         offers = load_prices(own_price_file()).get(snapshot.definition.target.gpu)
     except InputError as error:
@@ -194,16 +206,57 @@ def best(study: str, *, storage: str | None, as_json: bool) -> int:
     return DONE if has_fit(snapshot) else NOTHING_FITS
 
 
-def report(study: str, *, job: Job, storage: str | None, output: Path | None) -> int:
-    """Print a study's report, or write it and print where it is."""
-    snapshot = job.priced(_read(study, url=storage_url(storage)))
-    if output is not None and str(output) == STDOUT:
-        say(render(snapshot))
+def report(
+    studies: Sequence[str],
+    *,
+    plans: Sequence[str],
+    job: Job,
+    storage: str | None,
+    output: Path | None,
+) -> int:
+    """Print the report of a study, or of several cards, or write it and print where it is."""
+    snapshots = [_read(study, url=storage_url(storage)) for study in studies]
+    if len(studies) == 1 and not plans:
+        return _put(render(job.priced(snapshots[0])), output or report_path(studies[0]))
+    if job.tokens is not None:
+        raise InputError("--tokens is for one study; several compare by --dataset-samples")
+    samples = None if job.dataset_samples is None else job.dataset_samples * (job.epochs or 1.0)
+    page = render_comparison(compared(snapshots, plans, samples=samples))
+    return _put(page, output or comparison_path(studies))
+
+
+def _put(page: str, path: Path) -> int:
+    """Print a page, or write it and print where it is."""
+    if str(path) == STDOUT:
+        say(page)
         return DONE
-    path = output or report_path(study)
-    write_report(snapshot, path)
+    write_page(page, path)
     say(str(path))
     return DONE
+
+
+def compared(
+    snapshots: Sequence[StudySnapshot], plans: Sequence[str], *, samples: float | None
+) -> Comparison:
+    """Return studies and plans beside each other.
+
+    Args:
+        snapshots: the studies.
+        plans: files with what `sweep plan --json` printed.
+        samples: rows of full length that are to be trained.
+
+    Raises:
+        InputError: a file is no plan, or there is nothing to compare.
+    """
+    models = [
+        (snapshot.definition.model_fingerprint, ModelSpec.from_json(snapshot.definition.model))
+        for snapshot in snapshots
+    ]
+    cards = [card_of_study(snapshot) for snapshot in snapshots]
+    for file in plans:
+        document = parse_object(read_text(Path(file), label=file), where=file)
+        cards += cards_of_plan(document, where=file, models=models)
+    return compare_cards(cards, work=Work(samples))
 
 
 def export(

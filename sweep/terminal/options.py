@@ -29,6 +29,10 @@ SpaceOrCardArgument = Annotated[
     str | None, typer.Argument(metavar="SPACE", help="A preset, a YAML file or a card.")
 ]
 StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
+StudiesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="STUDY...", help="One study for its report; several to compare."),
+]
 AnyStudyArgument = Annotated[
     str | None, typer.Argument(metavar="[STUDY]", help="One study; all of them without.")
 ]
@@ -143,10 +147,17 @@ FormatOption = Annotated[
 TrialOption = Annotated[
     int | None, typer.Option("--trial", help="Number of another trial than the winner.")
 ]
+PlanFilesOption = Annotated[
+    list[str] | None,
+    typer.Option("--plan", help="A file of `sweep plan --json` to compare with; repeatable."),
+]
 ReportOption = Annotated[
     str | None,
     typer.Option(
-        "-o", "--output", help="runs/STUDY/report.html; - is stdout.", callback=_named("--output")
+        "-o",
+        "--output",
+        help="runs/STUDY/report.html, or comparison.html; - is stdout.",
+        callback=_named("--output"),
     ),
 ]
 ExportOption = Annotated[

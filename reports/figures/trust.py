@@ -1,0 +1,291 @@
+"""Owns the section on how far a study can be trusted: its words, tables and figures.
+
+Pure: a study's snapshot in, a value out. Where the numbers come from is `trust`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reports import tables, units
+from reports.figures.figure import DataTable, PageFigure
+from reports.figures.style import LIMIT_COLOUR, MARKS
+from reports.figures.timeline import timeline_figure
+from reports.outcomes import VERDICT_LABELS
+from reports.trust import Accuracy, Course, Steps, Trust, WinnerMemory, trust_of
+from search_spaces.gpus import GIB
+from storage.definition import StudySnapshot
+from storage.records import Measurement, TrialRecord, Verdict
+
+_WORST_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The steps of one trial, as text."""
+
+    number: int
+    step: str
+    interval: str
+    steps: str
+    runs: str
+
+
+@dataclass(frozen=True)
+class SpentRow:
+    """What the trials of one verdict took, as text."""
+
+    label: str
+    trials: int
+    device: str
+
+
+@dataclass(frozen=True)
+class PartRow:
+    """One part of the winner's peak."""
+
+    name: str
+    size: str
+    share: float
+    """Of all parts, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class TrustSection:
+    """What the page says of trust; folded."""
+
+    summary: str
+    """In one line, for who does not unfold it."""
+    accuracy: tuple[str, ...]
+    accuracy_figures: tuple[PageFigure, ...]
+    steps: tuple[StepRow, ...]
+    spent: tuple[SpentRow, ...]
+    savings: tuple[str, ...]
+    course: PageFigure | None
+    memory: tuple[str, ...]
+    """What was measured of the winner's memory."""
+    parts: tuple[PartRow, ...]
+    changes: tuple[str, ...]
+    """Versions that changed between runs, and what else is to be known."""
+    facts: tuple[tables.FactRow, ...]
+
+    @property
+    def figures(self) -> tuple[PageFigure, ...]:
+        """Every figure of the section."""
+        return (*self.accuracy_figures, *(() if self.course is None else (self.course,)))
+
+
+def trust_section(snapshot: StudySnapshot) -> TrustSection:
+    """Return the section on trust."""
+    known = trust_of(snapshot)
+    accuracies = [one for one in (known.memory, known.speed) if one is not None]
+    return TrustSection(
+        summary=_summary(known),
+        accuracy=tuple(map(accuracy_words, accuracies)),
+        accuracy_figures=tuple(_accuracy_figure(one, snapshot) for one in accuracies),
+        steps=tuple(map(_step_row, known.steps)),
+        spent=tuple(_spent_rows(known.course)),
+        savings=tuple(_savings(known.course)),
+        course=_course_figure(snapshot),
+        memory=() if known.winner is None else tuple(_memory_words(known.winner)),
+        parts=() if known.winner is None else _part_rows(known.winner),
+        changes=snapshot.warnings,
+        facts=tables.environment_rows(snapshot),
+    )
+
+
+def _summary(known: Trust) -> str:
+    parts = [
+        f"{one.quantity} predicted within {units.error(one.median)} (median)"
+        for one in (known.memory, known.speed)
+        if one is not None
+    ]
+    parts.append(f"{units.duration(_device_seconds(known.course))} of device time")
+    return ", ".join(parts)
+
+
+def _device_seconds(course: Course) -> float:
+    return course.confirming_seconds + sum(spent.device_seconds for spent in course.spent)
+
+
+def accuracy_words(known: Accuracy) -> str:
+    """Return how far predictions were off, in a sentence."""
+    number, worst = known.worst
+    what = {"memory": "Peak memory", "speed": "Speed on the card that ran it"}[known.quantity]
+    which = (
+        {"memory": "too much", "speed": "too fast"},
+        {"memory": "too little", "speed": "too slow"},
+    )
+    sign = which[worst < 0][known.quantity]
+    return (
+        f"{what} was predicted with a median error of {units.error(known.median)} over "
+        f"{units.plural(len(known.errors), 'trial')} that fitted; the worst, trial {number}, was "
+        f"predicted {units.error(abs(worst))} {sign}."
+    )
+
+
+_AXES: Mapping[str, tuple[str, str, str]] = {
+    "memory": ("predicted_peak_gib", "peak_allocated_gib", "peak allocated memory (GiB)"),
+    "speed": ("predicted_tokens_per_second", "tokens_per_second", "tokens/s"),
+}
+
+
+def _accuracy_figure(known: Accuracy, snapshot: StudySnapshot) -> PageFigure:
+    predicted, measured, title = _AXES[known.quantity]
+    places = {record.number: row for row, record in enumerate(snapshot.records)}
+    rows = [places[number] for number, _ in known.errors]
+    mark = MARKS[Verdict.FITS]
+    trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": VERDICT_LABELS[Verdict.FITS],
+        "rows": rows,
+        "x": f"@{predicted}",
+        "y": f"@{measured}",
+        "marker": {"color": mark.colour, "symbol": mark.symbol, "size": 9},
+        "showlegend": False,
+        "hoverinfo": "none",
+    }
+    return PageFigure(
+        f"predicted-{known.quantity}",
+        f"Predicted against measured {known.quantity}",
+        "Each mark is a trial that fitted; on the line, what was predicted before it ran is what "
+        "was measured.",
+        {"data": [trace], "layout": _square(known, snapshot.records, title)},
+        _worst_table(known, snapshot.records),
+    )
+
+
+def _square(known: Accuracy, records: Sequence[TrialRecord], title: str) -> dict[str, Any]:
+    """Return axes that are alike, with the line on which both are the same."""
+    ends = [end for pair in _pairs(known, records) for end in pair]
+    low, high = 0.95 * min(ends), 1.05 * max(ends)
+    axis = {"range": [low, high], "tickformat": ",~r"}
+    line = {"color": LIMIT_COLOUR, "width": 1, "dash": "dash"}
+    return {
+        "height": 380,
+        "margin": {"l": 8, "r": 12, "t": 12, "b": 52},
+        "hovermode": "closest",
+        "xaxis": {**axis, "title": {"text": f"predicted {title}"}},
+        "yaxis": {**axis, "title": {"text": f"measured {title}"}},
+        "shapes": [{"type": "line", "x0": low, "y0": low, "x1": high, "y1": high, "line": line}],
+    }
+
+
+def _pairs(known: Accuracy, records: Sequence[TrialRecord]) -> Iterator[tuple[float, float]]:
+    """Yield what was predicted and measured, in the figure's units."""
+    by_number = {record.number: record for record in records}
+    for number, error in known.errors:
+        measured = _measured(by_number[number], known.quantity)
+        yield measured * (1 + error), measured
+
+
+def _measured(record: TrialRecord, quantity: str) -> float:
+    measured = record.measurement
+    assert measured is not None, "only what was measured has an error"
+    if quantity == "memory":
+        return measured.peak_allocated_bytes / GIB
+    return measured.tokens_per_second
+
+
+def _worst_table(known: Accuracy, records: Sequence[TrialRecord]) -> DataTable:
+    """Return the trials that were furthest off; all of them are in the table of trials."""
+    by_number = {record.number: record for record in records}
+    worst = sorted(known.errors, key=lambda pair: -abs(pair[1]))[:_WORST_SHOWN]
+    rows = []
+    for number, error in worst:
+        measured = _measured(by_number[number], known.quantity)
+        both = (measured * (1 + error), measured)
+        shown = [units.gib(v * GIB) if known.quantity == "memory" else units.rate(v) for v in both]
+        rows.append((str(number), *shown, f"{100 * error:+.2g} %"))
+    return DataTable(
+        ("trial, the furthest off first", "predicted", "measured", "error"), tuple(rows)
+    )
+
+
+def _step_row(known: Steps) -> StepRow:
+    runs = ", ".join(units.step_time(run.step_seconds) for run in known.runs)
+    return StepRow(
+        number=known.record.number,
+        step=units.step_time(known.searched.step_seconds),
+        interval=_step_interval(known.searched),
+        steps=f"{known.searched.steps_measured} after {known.searched.steps_warmup} to warm up",
+        runs=runs or "not measured again",
+    )
+
+
+def _step_interval(measured: Measurement) -> str:
+    if measured.step_seconds_ci95 is None:
+        return "too few steps for one"
+    low, high = measured.step_seconds_ci95
+    return f"{units.step_time(low)} to {units.step_time(high)}"
+
+
+def _spent_rows(course: Course) -> Iterator[SpentRow]:
+    for spent in course.spent:
+        device = units.duration(spent.device_seconds) if spent.device_seconds else units.DASH
+        yield SpentRow(VERDICT_LABELS[spent.verdict], spent.trials, device)
+
+
+def _savings(course: Course) -> Iterator[str]:
+    if course.confirming_seconds:
+        yield f"Measuring winners again took {units.duration(course.confirming_seconds)} more."
+    if course.pruned is not None:
+        saved = course.pruned
+        yield (
+            f"Stopping {units.plural(saved.trials, 'trial')} early saved about "
+            f"{units.duration(saved.seconds)}: each up to {saved.each:g} steps at its own pace, "
+            f"the median of the {saved.basis} that were measured to the end."
+        )
+    if course.refused is not None:
+        saved = course.refused
+        what = "setting up took" if course.refused_by_setup else "those that did run out took"
+        yield (
+            f"Not launching {units.plural(saved.trials, 'trial')} that could not fit saved about "
+            f"{units.duration(saved.seconds)}: each {units.duration(saved.each)}, the median of "
+            f"what {what} ({units.plural(saved.basis, 'trial')})."
+        )
+
+
+def _course_figure(snapshot: StudySnapshot) -> PageFigure | None:
+    figure = timeline_figure(snapshot)
+    if not figure.data:
+        return None
+    return PageFigure(
+        "timeline",
+        "Course of the search",
+        "Above, the speeds as they were measured, with the fastest so far; below, when each trial "
+        "ran, in the lane of how it ended. Pauses of the study are cut out and marked.",
+        figure,
+        None,
+    )
+
+
+def _memory_words(winner: WinnerMemory) -> Iterator[str]:
+    measured = winner.measured
+    seen = [
+        f"{units.gib(measured.peak_allocated_bytes)} allocated",
+        f"{units.gib(measured.peak_reserved_bytes)} reserved by the allocator",
+        f"{units.gib(measured.peak_device_bytes)} in use on the device",
+    ]
+    yield f"Measured peaks of trial {winner.number}: {', '.join(seen)}."
+    if winner.parts:
+        predicted = sum(size for _, size in winner.parts)
+        yield (
+            f"What the peak is made of is predicted, and adds up to {units.gib(predicted)}: a "
+            "running card tells only how much there is of all."
+        )
+    else:
+        yield (
+            "What the peak is made of is not known here: its structure was not traced on this "
+            "machine. sweep plan traces it."
+        )
+
+
+def _part_rows(winner: WinnerMemory) -> tuple[PartRow, ...]:
+    total = sum(size for _, size in winner.parts)
+    return tuple(
+        PartRow(name, units.gib(size), size / total) for name, size in winner.parts if size > 0
+    )

@@ -1,0 +1,335 @@
+"""Owns the wall of a study: which micro-batches and lengths fit, and where memory ends, by panel.
+
+A panel has the trials of one checkpoint fraction and one kind of kernels, as far as several were
+tried, and of one value of whatever else divides what fits from what does not. A cell is the best of
+the trials at its size; one where nothing fits has what came nearest. Pure: a study's snapshot in,
+a value out. Knows nothing of colours.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from reports import uncertainty, units
+from reports.outcomes import VERDICT_LABELS
+from search_spaces.config import canonical
+from search_spaces.knobs import KNOBS, SIZE_KEYS
+from storage.definition import StudySnapshot
+from storage.ranking import fitting, measured_of, rank_study
+from storage.records import OUT_OF_MEMORY, Need, TrialRecord, Verdict, need_of, predicted_need
+
+PANEL_KNOBS = ("checkpoint_fraction", "kernels")
+"""What parts the panels wherever it was tried at several values."""
+PANELS_MAX = 12
+BATCHES_MAX, LENGTHS_MAX = 14, 8
+"""With more values than these, neighbours share a row or a column."""
+NEAREST_SHOWN = 3
+
+CellKind = Literal["fits", "partial", "oom", "refused", "unknown", "untried"]
+"""Measured to the end; stopped as slow; out of memory for real; not launched, by prediction or by
+comparison with one that ran out; came to nothing that tells; not tried."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the trials of one panel at one size came to."""
+
+    kind: CellKind
+    text: str = ""
+    """The speed, or the mark of why there is none."""
+    memory: str = ""
+    """Peak or need in GiB; a need that is a lower bound begins with a sign that says so."""
+    words: str = "not tried"
+    """The same in a sentence."""
+    level: float = 0.0
+    """Its speed over that of the fastest cell."""
+    trial: int | None = None
+    """The trial that it speaks of."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The sizes of one structure."""
+
+    title: str
+    trials: int
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+    """A micro-batch, or several, with a cell for each length."""
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """A configuration that did not fit, by how little it is predicted to miss."""
+
+    number: int
+    changes: str
+    need: str
+    excess: str
+    tokens_per_second: str
+    """As predicted."""
+
+
+@dataclass(frozen=True)
+class Wall:
+    """Where the memory of a study's trials ends."""
+
+    lengths: tuple[str, ...]
+    panels: tuple[Panel, ...]
+    common: tuple[str, ...]
+    """What all panels have in common of the knobs that usually part them."""
+    best_over: tuple[str, ...]
+    """Knobs that vary within a panel: a cell is the best over them."""
+    nearest: tuple[Nearest, ...]
+    unpredicted: int
+    """Trials that did not fit and whose need nothing predicted: they cannot be ranked."""
+    budget: str
+
+
+def wall_of(snapshot: StudySnapshot) -> Wall | None:
+    """Return the wall of a study; None where it has no trial of its space.
+
+    A baseline that the space does not hold is left out: it differs in what the space fixes.
+    """
+    records = rank_study(snapshot).of_space
+    if not records:
+        return None
+    budget_bytes = snapshot.definition.target.budget_bytes
+    knobs = _panel_knobs(records)
+    batches = _bands({r.config.micro_batch_size for r in records}, most=BATCHES_MAX)
+    lengths = _bands({r.config.seq_len for r in records}, most=LENGTHS_MAX)
+    cells = _Cells(budget_bytes, _fastest(records))
+    panels = (
+        Panel(_title(values), len(group), cells.rows(group, batches=batches, lengths=lengths))
+        for values, group in _by_values(records, knobs)
+    )
+    return Wall(
+        lengths=tuple(map(_band_name, lengths)),
+        panels=tuple(panels),
+        common=_common(records, knobs),
+        best_over=_labels(_varying(records, without=(*SIZE_KEYS, *knobs))),
+        nearest=_nearest(snapshot, records),
+        unpredicted=sum(predicted_need(r) is None for r in records if r.verdict in OUT_OF_MEMORY),
+        budget=units.gib(budget_bytes),
+    )
+
+
+def _value(record: TrialRecord, key: str) -> Any:
+    return getattr(canonical(record.config), key)
+
+
+def _varying(records: Sequence[TrialRecord], *, without: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the knobs that were tried at several values, less those that follow from another."""
+    skipped = {*without, "lora_alpha", "effective_batch_size"}
+    configs = [canonical(record.config) for record in records]
+    return tuple(
+        key
+        for key in KNOBS
+        if key not in skipped and len({getattr(config, key) for config in configs}) > 1
+    )
+
+
+def _panel_knobs(records: Sequence[TrialRecord]) -> tuple[str, ...]:
+    """Return what parts the panels: the usual knobs, then what divides the wall the most.
+
+    A cell that holds both trials that fit and trials that do not is divided by none of them yet.
+    """
+    varying = _varying(records, without=SIZE_KEYS)
+    chosen = tuple(key for key in PANEL_KNOBS if key in varying)
+    left = _mixed(records, chosen)
+    while left:
+        wider = [(*chosen, key) for key in varying if key not in chosen]
+        few = [keys for keys in wider if len(_by_values(records, keys)) <= PANELS_MAX]
+        best = min(few, key=lambda keys: _mixed(records, keys), default=chosen)
+        # What parts a single cell, or a few of many, is no reason for twice the panels.
+        parted = left - _mixed(records, best)
+        if parted < max(2, 0.3 * left):
+            break
+        chosen, left = best, _mixed(records, best)
+    return chosen
+
+
+def _mixed(records: Sequence[TrialRecord], keys: Sequence[str]) -> int:
+    """Return in how many cells some trials fit and others do not."""
+    seen: dict[Hashable, set[bool]] = defaultdict(set)
+    for record in records:
+        if record.verdict in OUT_OF_MEMORY or record.measurement is not None:
+            place = tuple(_value(record, key) for key in (*SIZE_KEYS, *keys))
+            seen[place].add(record.measurement is not None)
+    return sum(len(ends) > 1 for ends in seen.values())
+
+
+Values = tuple[tuple[str, Any], ...]
+"""Knobs with their values."""
+
+
+def _by_values(
+    records: Sequence[TrialRecord], keys: Sequence[str]
+) -> list[tuple[Values, list[TrialRecord]]]:
+    """Return the trials by the values of some knobs, in order."""
+    groups: dict[Values, list[TrialRecord]] = defaultdict(list)
+    for record in records:
+        groups[tuple((key, _value(record, key)) for key in keys)].append(record)
+    return sorted(groups.items(), key=lambda item: [_place(*pair) for pair in item[0]])
+
+
+def _place(key: str, value: Any) -> tuple[float, str]:
+    lean = KNOBS[key].lean_first
+    if isinstance(value, bool | int | float):
+        return float(value), ""
+    return float(lean.index(value) if value in lean else len(lean)), str(value)
+
+
+def _title(values: Values) -> str:
+    words = [units.short(units.phrase(key, value)) for key, value in values]
+    return ", ".join(words) if words else "all trials"
+
+
+def _common(records: Sequence[TrialRecord], knobs: Sequence[str]) -> tuple[str, ...]:
+    alike = (key for key in PANEL_KNOBS if key not in knobs)
+    return tuple(units.phrase(key, _value(records[0], key)) for key in alike)
+
+
+def _labels(keys: Iterable[str]) -> tuple[str, ...]:
+    return tuple(KNOBS[key].label for key in keys)
+
+
+Band = tuple[int, int]
+"""The first and the last value that share a row or a column."""
+
+
+def _bands(values: set[int], *, most: int) -> tuple[Band, ...]:
+    ordered = sorted(values)
+    size = -(-len(ordered) // most)
+    parts = (ordered[start : start + size] for start in range(0, len(ordered), size))
+    return tuple((part[0], part[-1]) for part in parts)
+
+
+def _band_name(band: Band) -> str:
+    first, last = band
+    return units.count(first) if first == last else f"{units.count(first)}–{units.count(last)}"
+
+
+def _fastest(records: Iterable[TrialRecord]) -> float:
+    return max((r.measurement.tokens_per_second for r in records if r.measurement), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Makes cells that compare with each other."""
+
+    budget_bytes: int
+    fastest: float
+    """Tokens/s of the fastest trial of the wall."""
+
+    def rows(
+        self, records: Sequence[TrialRecord], *, batches: Sequence[Band], lengths: Sequence[Band]
+    ) -> tuple[tuple[str, tuple[Cell, ...]], ...]:
+        """Return the cells of a panel."""
+        known: dict[tuple[Band, Band], list[TrialRecord]] = defaultdict(list)
+        for record in records:
+            config = record.config
+            place = _band_of(config.micro_batch_size, batches), _band_of(config.seq_len, lengths)
+            known[place].append(record)
+        return tuple(
+            (
+                _band_name(batch),
+                tuple(self._cell(known.get((batch, length), [])) for length in lengths),
+            )
+            for batch in batches
+        )
+
+    def _cell(self, records: Sequence[TrialRecord]) -> Cell:
+        if not records:
+            return Cell("untried")
+        best = next(iter(fitting(records)), None)
+        if best is not None:
+            return self._measured("fits", best, records)
+        partial = [record for record in records if record.measurement is not None]
+        if partial:
+            fastest = max(partial, key=lambda record: measured_of(record).tokens_per_second)
+            return self._measured("partial", fastest, records)
+        unfit = [record for record in records if record.verdict in OUT_OF_MEMORY]
+        if unfit:
+            return self._unfit(unfit, len(records))
+        last = records[-1]
+        return Cell(
+            "unknown", "?", "", f"{VERDICT_LABELS[last.verdict]}: no speed", 0.0, last.number
+        )
+
+    def _measured(self, kind: CellKind, best: TrialRecord, records: Sequence[TrialRecord]) -> Cell:
+        measured = measured_of(best)
+        unfit = sum(record.verdict in OUT_OF_MEMORY for record in records)
+        mark = {"fits": "", "partial": "~"}.get(kind, "")
+        part = " so far: it was stopped as too slow" if kind == "partial" else ""
+        beside = (
+            f"; {unfit} of {units.plural(len(records), 'trial')} here did not fit" if unfit else ""
+        )
+        return Cell(
+            kind,
+            f"{mark}{units.short_rate(measured.tokens_per_second)}{' ◩' if unfit else ''}",
+            _gib(measured.peak_allocated_bytes),
+            f"trial {best.number}: {units.rate(measured.tokens_per_second)} tokens/s{part}, peak "
+            f"{units.gib(measured.peak_allocated_bytes)}, best of {len(records)}{beside}",
+            measured.tokens_per_second / self.fastest,
+            best.number,
+        )
+
+    def _unfit(self, records: Sequence[TrialRecord], tried: int) -> Cell:
+        """Return the cell of what did not fit: where a trial ran out a fact, else as foreseen."""
+        real = [record for record in records if record.verdict is Verdict.OOM]
+        needs = [(self._need(record), record) for record in real or records]
+        need, nearest = min(needs, key=lambda pair: (pair[0].allocated_bytes, pair[1].number))
+        sign = "≥ " if need.is_lower_bound else ""
+        return Cell(
+            "oom" if real else "refused",
+            "✕" if real else "△",
+            f"{sign}{_gib(need.allocated_bytes)}",
+            f"trial {nearest.number}: {VERDICT_LABELS[nearest.verdict]}, needs "
+            f"{uncertainty.need(need)}; {units.plural(tried, 'trial')} here",
+            0.0,
+            nearest.number,
+        )
+
+    def _need(self, record: TrialRecord) -> Need:
+        need = need_of(record, budget_bytes=self.budget_bytes)
+        assert need is not None, "what did not fit has a need"
+        return need
+
+
+def _band_of(value: int, bands: Sequence[Band]) -> Band:
+    return next(band for band in bands if band[0] <= value <= band[1])
+
+
+def _gib(count: int) -> str:
+    """Return bytes for a cell: GiB with one decimal, and MiB where that would be nothing."""
+    return units.gib(count) if units.is_small(count) else f"{count / 2**30:.1f}"
+
+
+def _nearest(snapshot: StudySnapshot, records: Sequence[TrialRecord]) -> tuple[Nearest, ...]:
+    """Return what is predicted to miss the budget by the least, nearest first.
+
+    By the prediction, never by the allocation that happened to fail: that says where a training
+    was, not what it needs.
+    """
+    unfit = {canonical(r.config): r for r in records if r.verdict in OUT_OF_MEMORY}
+    predicted = [(need, r) for r in unfit.values() if (need := predicted_need(r)) is not None]
+    ranked = sorted(predicted, key=lambda pair: (pair[0], pair[1].number))
+    return tuple(_miss(record, snapshot) for _, record in ranked[:NEAREST_SHOWN])
+
+
+def _miss(record: TrialRecord, snapshot: StudySnapshot) -> Nearest:
+    budget_bytes = snapshot.definition.target.budget_bytes
+    need = need_of(record, budget_bytes=budget_bytes)
+    assert need is not None, "what did not fit has a need"
+    expected = None if record.prediction is None else record.prediction.tokens_per_second
+    baseline = snapshot.definition.space.baseline_config()
+    return Nearest(
+        record.number,
+        units.changes(record.config, baseline=baseline),
+        uncertainty.need(need),
+        uncertainty.excess(need, budget_bytes=budget_bytes),
+        units.rate(expected),
+    )
