@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -268,6 +269,20 @@ PUBLISHED = {
 def test_the_shipped_architectures_are_listed_with_their_true_sizes() -> None:
     sizes = [(model.name, parameters(model)) for model in shipped_models()]
     assert sizes == list(PUBLISHED.items())
+
+
+def test_the_page_says_of_every_shipped_model_where_it_was_read() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/models.md").read_text(encoding="utf-8")
+    for model in shipped_models():
+        if model.name == "demo":
+            continue
+        size = PUBLISHED[model.name]
+        row = re.search(
+            rf"^\| {re.escape(model.name)} \| {model.model_type} \| {size:,} \|(.*)", page, re.M
+        )
+        assert row, model.name
+        for source in re.findall(r"\[(.+?)\]", row[1]):
+            assert f"\n[{source}]: https://" in page
 
 
 def test_a_count_of_parameters_needs_sizes_that_the_config_states() -> None:
