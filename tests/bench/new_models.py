@@ -60,6 +60,7 @@ NUMBERS = (
     "peak_allocated_bytes",
     "peak_reserved_bytes",
     "step_seconds",
+    "step_seconds_ci95",
     "tokens_per_second",
     "trainable_parameters",
 )
