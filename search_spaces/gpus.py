@@ -168,15 +168,17 @@ def gpu_catalogue() -> dict[str, GpuSpec]:
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """Return the card that ``name`` or an alias of it names.
+    """Return the card that ``name`` names: its own name, an alias, or what drivers call it.
+
+    Case, the maker's name and spaces do not count: ``NVIDIA L40S`` and ``RTX 4090`` are found.
 
     Raises:
         InputError: no such card; the message names the nearest one.
     """
-    wanted, names = name.strip().lower(), gpu_names()
-    if wanted not in names:
-        raise InputError(f"unknown GPU '{name}'{did_you_mean(wanted, names)}")
-    return names[wanted]
+    spec = match_product(name)
+    if spec is None:
+        raise InputError(f"unknown GPU '{name}'{did_you_mean(name.strip().lower(), gpu_names())}")
+    return spec
 
 
 def gpu_names() -> dict[str, GpuSpec]:
@@ -186,14 +188,20 @@ def gpu_names() -> dict[str, GpuSpec]:
 
 
 def match_product(product: str) -> GpuSpec | None:
-    """Return the catalogue's card for what NVML calls it, or None where it has none."""
-    wanted = _bare(product)
+    """Return the catalogue's card for what NVML or a person calls it, or None where it has none."""
+    return _by_bare_name().get(_bare(product))
+
+
+@cache
+def _by_bare_name() -> dict[str, GpuSpec]:
+    found: dict[str, GpuSpec] = {}
     for spec in gpu_catalogue().values():
-        if wanted in map(_bare, (spec.product, *spec.aliases)):
-            return spec
-    return None
+        for name in (spec.name, spec.product, *spec.aliases):
+            found.setdefault(_bare(name), spec)
+    return found
 
 
-def _bare(product: str) -> str:
-    """Return a product's name without the maker, case and spaces: ``a100-80gb-pcie``."""
-    return product.lower().replace("nvidia", "").strip().replace(" ", "-")
+def _bare(name: str) -> str:
+    """Return a card's name without maker, family, case and spaces: ``a100-80gb-pcie``."""
+    words = name.lower().replace("_", " ").replace("-", " ").split()
+    return "-".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})

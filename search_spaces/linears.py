@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from search_spaces.config import TrialConfig
+from search_spaces.experts import expert_weights
 from search_spaces.models import ModelSpec
 
 if TYPE_CHECKING:
@@ -108,8 +109,16 @@ Others have a default of their own, which only transformers knows."""
 _OWN_HEAD_DIM = frozenset({"gemma", "gemma2", "gemma3_text", "qwen3"})
 """Types whose heads have a width of their own where the config does not say."""
 
-_COUNTED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_COUNTED = frozenset({"gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"})
 """Model types whose biases and norms `parameters` knows."""
+_COUNTED_EXPERTS = frozenset({"gpt_oss", "qwen3_moe"})
+"""The same of types whose feed-forward blocks are experts."""
+_NORMED_HEADS = frozenset({"gemma3_text", "qwen3", "qwen3_moe"})
+"""Types that normalize the queries and keys of every head with one weight vector each."""
+_TIED = frozenset({"gemma", "gemma2", "gemma3_text", "smollm3"})
+"""Types whose head is the embedding where the config does not say (read in transformers 5.17)."""
+_FOUR_NORMS = frozenset({"gemma3_text"})
+"""Types that normalize after attention and feed-forward as well as before."""
 
 
 def known_linear_modules(model: ModelSpec) -> tuple[str, ...] | None:
@@ -245,14 +254,46 @@ def training_flops_per_token(
 
 def parameters(model: ModelSpec) -> int | None:
     """Return the parameters of the whole model; None where the architecture is not known."""
-    shapes = linear_shapes(model)
-    if shapes is None or model.model_type not in _COUNTED:
+    kind, hidden = model.model_type, model.hidden_size
+    shapes = _attention_shapes(model) if kind in _COUNTED_EXPERTS else linear_shapes(model)
+    experts = _experts(model) if kind in _COUNTED_EXPERTS else 0
+    if shapes is None or experts is None or kind not in _COUNTED | _COUNTED_EXPERTS:
         return None
-    config, hidden = model.config, model.hidden_size
-    embeddings = model.vocab_size * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    embeddings = model.vocab_size * hidden * (1 if is_tied(model) else 2)
     linears = sum(rows * columns for rows, columns in shapes.values())
-    per_layer = linears + _biases(model, shapes) + 2 * hidden + _head_norms(model)
-    return embeddings + model.hidden_layers * per_layer + hidden
+    norms = hidden * (4 if kind in _FOUR_NORMS else 2) + _head_norms(model)
+    per_layer = linears + _biases(model, shapes) + norms
+    return embeddings + model.hidden_layers * per_layer + experts + hidden
+
+
+def is_tied(model: ModelSpec) -> bool:
+    """Whether the head and the embedding are one matrix; some types are where nothing is said."""
+    return bool(model.config.get("tie_word_embeddings", model.model_type in _TIED))
+
+
+def _attention_shapes(model: ModelSpec) -> dict[str, Shape] | None:
+    """Return the shapes of q, k, v and o of a type that states its heads and their width."""
+    config, hidden = model.config, model.hidden_size
+    if not {"head_dim", "num_key_value_heads"} <= config.keys():
+        return None
+    queries = int(config["num_attention_heads"]) * int(config["head_dim"])
+    keys = int(config["num_key_value_heads"]) * int(config["head_dim"])
+    sizes = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden))
+    return dict(zip(_ATTENTION, sizes, strict=True))
+
+
+def _experts(model: ModelSpec) -> int | None:
+    """Return the parameters of all experts and of what chooses them; None where not known."""
+    weights = expert_weights(model)
+    if weights is None:
+        return None
+    config, hidden, layers = model.config, model.hidden_size, model.hidden_layers
+    if model.model_type == "gpt_oss":
+        # Experts and router have biases, and each head a weight that stands for an attention sink.
+        count, width = int(config["num_local_experts"]), int(config["intermediate_size"])
+        biases = count * (2 * width + hidden + 1)
+        return weights + layers * (hidden * count + biases + int(config["num_attention_heads"]))
+    return weights + layers * hidden * int(config["num_experts"])
 
 
 def _biases(model: ModelSpec, shapes: dict[str, Shape]) -> int:
@@ -264,11 +305,8 @@ def _biases(model: ModelSpec, shapes: dict[str, Shape]) -> int:
         biased = ("q_proj", "k_proj", "v_proj", "o_proj")
     if model.config.get("mlp_bias"):
         biased += ("gate_proj", "up_proj", "down_proj")
-    return sum(shapes[name][1] for name in biased)
+    return sum(shapes[name][1] for name in biased if name in shapes)
 
 
 def _head_norms(model: ModelSpec) -> int:
-    """Qwen3 normalizes the queries and keys of every head with one weight vector each."""
-    if model.model_type != "qwen3":
-        return 0
-    return 2 * int(model.config["head_dim"])
+    return 2 * int(model.config["head_dim"]) if model.model_type in _NORMED_HEADS else 0

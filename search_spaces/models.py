@@ -24,6 +24,7 @@ from search_spaces.hub import fetch_config
 SIZE_MAX = 10**7
 """No size of a decoder model reaches this; a larger one is a lie or a slip."""
 
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
@@ -156,8 +157,14 @@ def located(name: str, *, beside: Path) -> str:
 
 
 def shipped_models() -> list[ModelSpec]:
-    """Return the shipped architectures by name."""
-    return [load_model_spec(name) for name in sorted(_shipped())]
+    """Return the shipped architectures by name, where 4b comes before 12b."""
+    return [load_model_spec(name) for name in sorted(_shipped(), key=_natural)]
+
+
+def _natural(name: str) -> list[str | float]:
+    """Return a name in parts that sort as people read them: every second one is a number."""
+    parts = _NUMBER.split(name)
+    return [float(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
 @cache

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from search_spaces.documents import Document, KeyPath, parse_yaml, read_text
 from search_spaces.errors import InputError, quote
@@ -46,6 +46,8 @@ class Offer(Assumptions):
     provider: Text
     usd_per_hour: Annotated[Number, Field(gt=0, le=USD_PER_HOUR_MAX)]
     """Dollars per card and hour, taxes and storage excluded."""
+    cards: Annotated[StrictInt, Field(ge=1)] = 1
+    """Cards of the machine that is rented: all of them are paid for, at this price each."""
     billing_seconds: Annotated[Number, Field(gt=0)] = 1.0
     """Granularity: the billed time is rounded up to a multiple of this."""
     minimum_seconds: Seconds = 0.0
@@ -69,8 +71,12 @@ class Offer(Assumptions):
 
     @property
     def label(self) -> str:
-        """Name in tables: card, provider and, where it is one, ``spot``."""
-        return f"{self.gpu} {self.provider}{' spot' if self.is_spot else ''}"
+        """Name in tables: card, provider and, where they hold, ``spot`` and ``x8``.
+
+        The last says how many cards are rented at once.
+        """
+        spot, many = " spot" if self.is_spot else "", f" x{self.cards}" if self.cards > 1 else ""
+        return f"{self.gpu} {self.provider}{spot}{many}"
 
 
 _LIST_KEYS = tuple(key for key in Offer.model_fields if key != "gpu")
@@ -118,7 +124,7 @@ def merge_prices(documents: Iterable[Document]) -> dict[str, tuple[Offer, ...]]:
             for offer in _offers(document, ("offers", index), {**assumptions, **terms}):
                 offers[offer.gpu, offer.provider.lower(), offer.is_spot] = offer
     grouped: dict[str, list[Offer]] = {}
-    for offer in sorted(offers.values(), key=lambda offer: offer.usd_per_hour):
+    for offer in sorted(offers.values(), key=lambda offer: (offer.usd_per_hour, offer.cards)):
         grouped.setdefault(offer.gpu, []).append(offer)
     return {gpu: tuple(grouped[gpu]) for gpu in sorted(grouped)}
 

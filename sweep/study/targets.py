@@ -11,7 +11,7 @@ from reports import units
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.experts import expert_weights
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, match_product
-from search_spaces.linears import linear_shapes
+from search_spaces.linears import is_tied, linear_shapes
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from storage.definition import Target
@@ -94,7 +94,7 @@ def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
         return None
     halves = 4 if set(space.values_of("quantization")) == {"none"} else 1
     linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
-    tables = 1 if model.config.get("tie_word_embeddings") else 2
+    tables = 1 if is_tied(model) else 2
     return linears * halves // 2 + 2 * tables * model.vocab_size * model.hidden_size
 
 

@@ -31,11 +31,14 @@ BOXES = {
     "rtx-5090": 32,
     "a6000": 48,
     "l40s": 48,
+    "rtx-6000-ada": 48,
     "a100-40gb": 40,
     "a100-80gb": 80,
     "a100-80gb-pcie": 80,
     "h100-80gb": 80,
     "h100-pcie": 80,
+    "h100-nvl": 94,
+    "rtx-pro-6000": 96,
     "h200": 141,
     "b200": 192,
 }
@@ -144,7 +147,20 @@ def test_an_a10_leaves_about_21_and_a_half_gib_for_a_training() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "name"),
-    [("A10", "a10"), (" h100 ", "h100-80gb"), ("H100-SXM", "h100-80gb"), ("4090", "rtx-4090")],
+    [
+        ("A10", "a10"),
+        (" h100 ", "h100-80gb"),
+        ("H100-SXM", "h100-80gb"),
+        ("H100 NVL", "h100-nvl"),
+        ("4090", "rtx-4090"),
+        ("RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("nvidia l40s", "l40s"),
+        ("RTX_6000_Ada", "rtx-6000-ada"),
+        ("RTX PRO 6000 Blackwell", "rtx-pro-6000"),
+        ("A100 80GB", "a100-80gb"),
+        ("tesla v100", "v100-16gb"),
+    ],
 )
 def test_a_card_is_found_by_name_or_alias(typed: str, name: str) -> None:
     assert find_gpu(typed).name == name
@@ -153,6 +169,16 @@ def test_a_card_is_found_by_name_or_alias(typed: str, name: str) -> None:
 def test_an_unknown_card_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(InputError, match=r"'A100'; did you mean 'a100-40gb', 'a100-80gb' or 'a10"):
         find_gpu("A100")
+
+
+def test_cards_of_which_next_to_no_training_was_seen_say_so() -> None:
+    for name in ("rtx-6000-ada", "rtx-pro-6000", "h100-nvl", "b200"):
+        assert find_gpu(name).device_uncertainty == 0.5
+
+
+def test_cards_are_listed_from_the_smallest_memory_to_the_largest() -> None:
+    boxes = [BOXES[name] for name in gpu_catalogue()]
+    assert boxes == sorted(boxes)
 
 
 def test_no_name_or_alias_is_used_twice() -> None:
@@ -175,9 +201,24 @@ def test_no_name_or_alias_is_used_twice() -> None:
         ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
         ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
         ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("NVIDIA RTX 6000D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("Quadro P400", None),
         ("", None),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from huggingface_hub.errors import (
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.hub import translate
-from search_spaces.linears import parameters
+from search_spaces.linears import is_tied, parameters
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 
 GOOD: dict[str, Any] = {
@@ -236,17 +237,70 @@ def test_offline_a_hub_model_comes_from_the_cache_or_not_at_all(tmp_path: Path) 
     assert fetch_offline(tmp_path) == ["100", "False"]
 
 
+PUBLISHED = {
+    "demo": 1_311_872,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+    "gpt-oss-20b": 20_914_757_184,
+    "llama-2-13b": 13_015_864_320,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-small-24b": 23_572_403_200,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-32b": 32_762_123_264,
+    "smollm3-3b": 3_075_098_624,
+    "tinyllama-1.1b": 1_100_048_384,
+}
+"""In the order in which they are listed; docs/models.md says who published each."""
+
+
 def test_the_shipped_architectures_are_listed_with_their_true_sizes() -> None:
-    sizes = {model.name: parameters(model) for model in shipped_models()}
-    assert sizes == {
-        "demo": 1_311_872,
-        "llama-2-13b": 13_015_864_320,
-        "llama-3.1-8b": 8_030_261_248,
-        "mistral-7b-v0.3": 7_248_023_552,
-        "qwen2.5-7b": 7_615_616_512,
-        "qwen3-8b": 8_190_735_360,
-        "tinyllama-1.1b": 1_100_048_384,
-    }
+    sizes = [(model.name, parameters(model)) for model in shipped_models()]
+    assert sizes == list(PUBLISHED.items())
+
+
+def test_the_page_says_of_every_shipped_model_where_it_was_read() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/models.md").read_text(encoding="utf-8")
+    for model in shipped_models():
+        if model.name == "demo":
+            continue
+        size = PUBLISHED[model.name]
+        row = re.search(
+            rf"^\| {re.escape(model.name)} \| {model.model_type} \| {size:,} \|(.*)", page, re.M
+        )
+        assert row, model.name
+        for source in re.findall(r"\[(.+?)\]", row[1]):
+            assert f"\n[{source}]: https://" in page
+
+
+def test_a_count_of_parameters_needs_sizes_that_the_config_states() -> None:
+    for name, key in (("qwen3-30b-a3b", "head_dim"), ("gpt-oss-20b", "num_local_experts")):
+        spec = load_model_spec(name)
+        config = {k: v for k, v in spec.config.items() if k != key}
+        assert parameters(ModelSpec(name, "directory", config)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"), [("gemma-3-1b", True), ("qwen3-4b", True), ("phi-4", False)]
+)
+def test_a_head_that_is_the_embedding_counts_once(name: str, is_one: bool) -> None:
+    spec = load_model_spec(name)
+    assert is_tied(spec) is is_one
+    unsaid = {k: v for k, v in spec.config.items() if k != "tie_word_embeddings"}
+    # Gemma's is where its config says nothing; the published one does not.
+    assert is_tied(ModelSpec(name, "directory", unsaid)) is name.startswith("gemma")
 
 
 def test_the_demo_packs_into_whole_quantization_blocks() -> None:

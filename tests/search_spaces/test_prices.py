@@ -67,6 +67,36 @@ def test_an_offer_says_what_it_is() -> None:
     labels = {offer.label for offers in load_prices().values() for offer in offers}
     assert "a10 Lambda" in labels
     assert "l40s Verda spot" in labels
+    assert "a100-40gb AWS x8" in labels
+
+
+def test_every_card_of_the_catalogue_has_a_price_or_is_known_to_have_none() -> None:
+    assert set(gpu_catalogue()) - set(load_prices()) == {"v100-32gb"}
+
+
+@pytest.mark.parametrize(
+    "provider", ["AWS", "GCP", "Azure", "OCI", "Lambda", "Modal", "Runpod", "Runpod Community"]
+)
+def test_the_providers_that_people_rent_from_are_there(provider: str) -> None:
+    offers = [o for of_card in load_prices().values() for o in of_card if o.provider == provider]
+    assert len({offer.gpu for offer in offers}) >= 2
+
+
+@pytest.mark.parametrize("gpu", ["a10", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "l40s"])
+def test_what_is_cheapest_is_not_one_lists_word_alone(gpu: str) -> None:
+    """Each of these has offers of three providers or more, from two lists or more."""
+    offers = load_prices()[gpu]
+    assert len({offer.provider for offer in offers}) >= 3
+    assert len({offer.source for offer in offers}) >= 2
+    assert offers[0].cards == 1
+
+
+def test_a_machine_of_eight_cards_says_so_and_costs_the_card(tmp_path: Path) -> None:
+    (offer,) = [o for o in load_prices()["h100-80gb"] if o.provider == "AWS"]
+    assert (offer.cards, offer.usd_per_hour) == (8, 6.88)
+    file = write(tmp_path, f"offers: [{{{HEAD}, cards: 0, usd_per_hour: {{a10: 1}}}}]\n")
+    with pytest.raises(InputError, match="a10: cards must be at least 1, got 0"):
+        load_prices(file)
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,9 @@ def test_what_is_not_known_is_not_guessed() -> None:
     assert known_linear_modules(UNKNOWN) is None
     assert linear_shapes(UNKNOWN) is None
     assert parameters(UNKNOWN) is None
-    assert parameters(PHI3) is None
+    granite = ModelSpec("g", "directory", {**MISTRAL.config, "model_type": "granite"})
+    assert linear_shapes(granite) is not None
+    assert parameters(granite) is None
     assert lora_parameters(parse_config({}), UNKNOWN) is None
     assert lora_parameters(parse_config({"target_modules": ["lm_head"]}), MISTRAL) is None
 

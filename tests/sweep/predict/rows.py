@@ -31,6 +31,9 @@ HELD_OUT = read_rows("held_out_h200.jsonl")
 COMPILED = read_rows("compiled_h200.jsonl")
 EDGES = read_rows("edges_h200.jsonl")
 STUDY_STEPS = read_rows("study_steps_h200.jsonl")
+IS_NEW_MEASURED = (DATA / "new_models_h200.jsonl").exists()
+NEW_MODELS = read_rows("new_models_h200.jsonl") if IS_NEW_MEASURED else []
+"""What `tests/bench/new_models.py` measured of the shipped models that had not been measured."""
 
 
 def config_of(row: Row) -> TrialConfig:

@@ -157,7 +157,8 @@ def _patch_loss(model: Any, chunk_tokens: int) -> None:
     head.forward = lambda hidden: hidden
     model.config.final_logit_softcapping = None
 
-    def loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    # Gemma 3 and the mixtures of experts hand the size of the vocabulary in by position.
+    def loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         shifted = functional.pad(labels, (0, 1), value=_IGNORED_LABEL)[..., 1:].contiguous()
         hidden = logits.view(-1, logits.shape[-1])
         return _FusedLoss.apply(hidden, head.weight, shifted.view(-1), chunk_tokens)

@@ -266,6 +266,22 @@ def test_the_default_targets_are_found_under_other_names(predictor: Any, kind: s
     assert prediction.breakdown["adapters"] > 0
 
 
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3", "smollm3", "phi3", "mixtral"])
+def test_the_fused_loss_spares_the_logits_whatever_the_model_hands_it(
+    predictor: Any, kind: str
+) -> None:
+    """Gemma 3 and Mixtral hand the size of the vocabulary in by position, others by name."""
+    changes = MOE if kind == "mixtral" else {"num_attention_heads": 8}
+    spec = model(kind, **changes, vocab_size=50_000)
+    written, fused = (
+        predictor(spec).predict(TrialConfig(kernels=kernels, quantization="none"))
+        for kernels in ("hf", "fused-loss")
+    )
+    logits = 4 * 512 * 50_000 * 4
+    assert written.peak_allocated_bytes - fused.peak_allocated_bytes > logits
+    assert fused.breakdown["loss"] < logits
+
+
 def test_a_multimodal_config_is_refused_by_the_name_of_its_decoder(predictor: Any) -> None:
     with pytest.raises(InputError, match=r"multimodal.*model_type 'gemma3_text'"):
         predictor(model("gemma3")).predict(TrialConfig())
