@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import qlora_sweep
 from reports import units
+from search_spaces.errors import install_extra
 from search_spaces.gpus import GIB, match_product
 from storage.environment import PACKAGES, fingerprint
 from sweep.paths import runs_directory
@@ -195,7 +196,7 @@ def _packages(machine: Machine) -> Iterator[Finding]:
             "note",
             "liger-kernel",
             "not installed, so kernels fused-loss and liger cannot run",
-            "pip install 'qlora-sweep[gpu]'",
+            install_extra("gpu"),
         )
 
 
