@@ -11,5 +11,5 @@ myst_links_external_new_tab = True
 html_theme = "furo"
 html_title = f"qlora-sweep {version}"
 html_copy_source = False
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}

@@ -24,7 +24,7 @@ import pytest
 from qlora_sweep import EXIT_CODE, NAMES
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: `make test` installs it")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[1]
 DEPENDENCIES = sorted({path for path in sys.path if Path(path).name == "site-packages"})
 

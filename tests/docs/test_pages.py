@@ -135,6 +135,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if any(b.language == "console" and b.is_run for b in blocks(page))],
