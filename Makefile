@@ -10,7 +10,7 @@ LOWEST := .venv-lowest
 WORKERS ?= logical
 PYTEST := -m pytest -m "not gpu" -n $(WORKERS) --maxprocesses 4
 
-.PHONY: demo test test-lowest test-gpu lint format clean help
+.PHONY: demo test test-lowest test-gpu lint format docs wheel clean help
 
 # Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
 waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo "another make $(2): waiting for it" >&2; flock 9; fi
@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	if [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]; then exit 0; fi; \
 	set -ex; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,postgresql]'; \
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,docs,postgresql,dashboard]'; \
 	touch $@
 
 demo: $(READY)   ## a real study on the CPU: summary in the terminal, report in runs/demo/report.html
@@ -53,5 +53,11 @@ format: $(READY) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:           ## remove the environments and every study
-	rm -rf $(VENV) $(VENV).lock $(LOWEST) runs
+docs: $(READY)   ## the documentation as pages, in build/docs/index.html; a warning is an error
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -b dirhtml docs build/docs
+
+wheel: $(READY)  ## the wheel and the source distribution, in dist/
+	$(BIN)/python -m hatchling build
+
+clean:           ## remove the environments, what was built and every study
+	rm -rf $(VENV) $(VENV).lock $(LOWEST) build dist runs

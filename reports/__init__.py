@@ -1,1 +1,1 @@
-"""What people read: tables, figures and the page. Reads storage alone, never the engine."""
+"""qlora-sweep: what people read. Tables, figures and the page; reads storage, never the engine."""

@@ -1,1 +1,1 @@
-"""What may be tried, and on what: configurations, spaces, models, GPUs. Imports nothing of ours."""
+"""qlora-sweep: what may be tried, and on what. Spaces, models, GPUs; imports nothing of ours."""

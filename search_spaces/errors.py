@@ -40,6 +40,11 @@ class EnvironmentFault(SweepError):  # noqa: N818 - nothing in what was typed is
     exit_code = 3
 
 
+def install_extra(name: str) -> str:
+    """Return the command that installs what one of the extras in pyproject.toml brings."""
+    return f"pip install 'qlora-sweep[{name}]'"
+
+
 def quote(value: object) -> str:
     """Return a value as a message quotes it: as it was typed in YAML or JSON, cut where long."""
     try:

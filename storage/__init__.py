@@ -1,1 +1,1 @@
-"""What was observed: records of trials and the the studies that hold them, not how trials run."""
+"""qlora-sweep: what was observed. Records of trials and their studies, not how trials run."""

@@ -21,7 +21,7 @@ from optuna.storages import RDBStorage
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from search_spaces.errors import EnvironmentFault, words_of
+from search_spaces.errors import EnvironmentFault, install_extra, words_of
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 T = TypeVar("T")
@@ -151,8 +151,7 @@ def _opening(url: DatabaseUrl) -> Iterator[None]:
             yield
     except ImportError:
         raise EnvironmentFault(
-            f"database {url}: the PostgreSQL driver is not installed; "
-            'run: pip install "qlora-sweep[postgresql]"'
+            f"database {url}: the PostgreSQL driver is not installed: {install_extra('postgresql')}"
         ) from None
     except RuntimeError as error:
         raise EnvironmentFault(f"database {url}: {_scrubbed(str(error), url)}") from None

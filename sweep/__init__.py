@@ -1,1 +1,6 @@
-"""How a configuration is tried: the tuner, the runner, the worker and the predictors."""
+"""qlora-sweep: how a configuration is tried. The tuner, the runner, the worker, the predictors."""
+
+from qlora_sweep import refuse_namesakes
+
+# Every process of ours comes by here first: the command, `python -m sweep.cli`, each child.
+refuse_namesakes()

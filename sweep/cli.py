@@ -368,3 +368,7 @@ def _report_crash(error: Exception) -> str:
             continue
         return f"{message}\nThis is a mistake in sweep; the traceback is in {directory / name}"
     return message
+
+
+if __name__ == "__main__":
+    sys.exit(main())

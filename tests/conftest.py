@@ -17,8 +17,10 @@ settings.load_profile("any-machine")
 _SHARING = (
     "tests/contract/test_runners.py",
     "tests/contract/test_storages.py",
+    "tests/docs/test_pages.py::test_the_commands",
     "tests/search_spaces/test_real_architectures.py",
     "tests/sweep/predict/",
+    "tests/test_wheel.py",
 )
 """Tests under one of these share what takes seconds to make: one worker runs them all."""
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import qlora_sweep
 from reports import units
+from search_spaces.errors import install_extra
 from search_spaces.gpus import GIB, match_product
 from storage.environment import PACKAGES, fingerprint
 from sweep.paths import runs_directory
@@ -65,6 +67,10 @@ class Machine:
     runs: Path
     is_writable: bool
     free_disk_bytes: int
+    changed_files: tuple[str, ...] = ()
+    """Files of our packages that are gone, or not what was installed."""
+    sharers: tuple[str, ...] = ()
+    """Other distributions that installed something under our packages' names."""
 
 
 def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> Machine:
@@ -80,6 +86,8 @@ def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> Mac
         runs=runs,
         is_writable=os.access(nearest, os.W_OK | os.X_OK),
         free_disk_bytes=shutil.disk_usage(nearest).free,
+        changed_files=tuple(qlora_sweep.changed_files()),
+        sharers=tuple(qlora_sweep.sharers()),
     )
 
 
@@ -119,6 +127,7 @@ def check(machine: Machine) -> tuple[Finding, ...]:
     """Return every finding, what fails included."""
     return (
         Finding("ok", "python", machine.python),
+        _installation(machine),
         *_libraries(machine),
         *_packages(machine),
         *_card(machine),
@@ -129,6 +138,29 @@ def check(machine: Machine) -> tuple[Finding, ...]:
 def is_healthy(findings: tuple[Finding, ...]) -> bool:
     """Whether a study can run here, be it only the demo on the CPU."""
     return all(finding.state != "fail" for finding in findings)
+
+
+def _installation(machine: Machine) -> Finding:
+    """Return whether our packages are ours; had one been replaced, nothing would have started."""
+    others = " and ".join(machine.sharers)
+    if machine.changed_files:
+        shown = ", ".join(machine.changed_files[:3])
+        more = f" and {len(machine.changed_files) - 3} more" if machine.changed_files[3:] else ""
+        return Finding(
+            "fail",
+            "installation",
+            f"{shown}{more}: not what was installed; replaced by {others or 'something else'}",
+            qlora_sweep.APART,
+        )
+    if machine.sharers:
+        return Finding(
+            "note",
+            "installation",
+            f"{others} installed files under {', '.join(qlora_sweep.NAMES)} too: "
+            "removing or updating it takes files of sweep away",
+            qlora_sweep.APART,
+        )
+    return Finding("ok", "installation", f"its own packages, in {qlora_sweep.ROOT}")
 
 
 def _libraries(machine: Machine) -> Iterator[Finding]:
@@ -164,7 +196,7 @@ def _packages(machine: Machine) -> Iterator[Finding]:
             "note",
             "liger-kernel",
             "not installed, so kernels fused-loss and liger cannot run",
-            "pip install 'qlora-sweep[gpu]'",
+            install_extra("gpu"),
         )
 
 

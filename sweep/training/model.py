@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, install_extra
 from search_spaces.models import ModelSpec
 from search_spaces.space import Weights
 from sweep.training.matrices import matrices, quantized_share
@@ -80,7 +80,7 @@ def build_base(
             upcast(model, config)
         model.requires_grad_(False)
         model.train()
-        with _needing("kernels", is_own=config.kernels != "hf"):
+        with _needing("kernels", is_own=config.kernels != "hf", cure=install_extra("gpu")):
             undo.enter_context(_kernels(model, config.kernels))
         return BaseModel(
             config=config.base(),
@@ -92,14 +92,14 @@ def build_base(
 
 
 @contextlib.contextmanager
-def _needing(knob: str, *, is_own: bool) -> Iterator[None]:
+def _needing(knob: str, *, is_own: bool, cure: str = "") -> Iterator[None]:
     """Say which knob's value cannot be had where a package of its own is missing."""
     try:
         yield
     except ImportError as error:
         if not is_own:
             raise
-        raise Unavailable(knob, str(error)) from error
+        raise Unavailable(knob, f"{error}: {cure}" if cure else str(error)) from error
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:

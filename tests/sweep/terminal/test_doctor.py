@@ -160,3 +160,21 @@ def test_a_card_of_which_little_is_told_is_described_all_the_same() -> None:
     memory = found(machine, "GPU memory")
     assert "shared with the host" in memory.detail
     assert "does not tell how much is free" in memory.detail
+
+
+def test_files_that_another_distribution_replaced_are_named_with_what_to_do() -> None:
+    changed = tuple(f"storage/{name}.py" for name in ("study", "records", "lease", "urls"))
+    machine = a_machine(changed_files=changed, sharers=("blobs 1.2",))
+    finding = found(machine, "installation")
+    assert finding.state == "fail"
+    assert "storage/study.py" in finding.detail
+    assert "and 1 more" in finding.detail
+    assert "blobs 1.2" in finding.detail
+    assert "python -m venv" in finding.advice
+
+
+def test_a_distribution_that_shares_a_name_is_a_note_as_long_as_nothing_is_replaced() -> None:
+    machine = a_machine(sharers=("blobs 1.2",))
+    assert found(machine, "installation").state == "note"
+    assert "blobs 1.2" in found(machine, "installation").detail
+    assert is_healthy(check(machine))

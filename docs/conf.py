@@ -1,0 +1,15 @@
+"""Builds the pages: ``make docs``. Markdown by MyST, the furo theme; nothing is fetched."""
+
+from importlib.metadata import version as version_of
+
+project = "qlora-sweep"
+author = "the authors of qlora-sweep"
+version = release = version_of("qlora-sweep")
+extensions = ["myst_parser"]
+myst_heading_anchors = 3
+myst_links_external_new_tab = True
+html_theme = "furo"
+html_title = f"qlora-sweep {version}"
+html_copy_source = False
+html_show_sphinx = html_show_copyright = False
+html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}

@@ -1,0 +1,218 @@
+"""Code on the pages is right: commands run, or at least parse, and every file loads.
+
+A block of commands (``console``) runs in a directory of its page's own, with the studies of all
+pages together. One that cannot run here has a comment in front of it, ``<!-- not run: why -->``:
+what it types is then held against the commands' options alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from search_spaces.config import parse_config
+from search_spaces.gpus import GpuSpec
+from search_spaces.knobs import KNOBS
+from search_spaces.loading import parse_space
+from search_spaces.prices import load_prices
+from sweep import cli
+from sweep.terminal.knob_options import add_knobs
+from tests.bench import knob_effects
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FIRST = [DOCS / "quickstart.md"]
+"""Makes the study that other pages go on with; each would make it itself."""
+PAGES = [*FIRST, *sorted({ROOT / "README.md", *DOCS.rglob("*.md")} - set(FIRST))]
+LANGUAGES = {"console", "json", "python", "text", "yaml", "{toctree}"}
+NOT_RUN = "<!-- not run: "
+_FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_PATH = re.compile(r"`((?:search_spaces|storage|sweep|reports|tests|docs)/[\w/.-]+)`")
+_COMMAND = re.compile(r"`sweep ([a-z]+)[^`]*`")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code on a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    is_run: bool
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def commands(self) -> list[list[str]]:
+        lines = [line[2:] for line in self.text.splitlines() if line.startswith("$ ")]
+        return [shlex.split(line, comments=True) for line in lines]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for found in _FENCE.finditer(text):
+        before = text[: found.start()].rstrip("\n").rpartition("\n")[2]
+        yield Block(
+            page,
+            text.count("\n", 0, found.start()) + 1,
+            found[2],
+            re.sub(rf"^{found[1]}", "", found[3], flags=re.MULTILINE),
+            not before.strip().startswith(NOT_RUN),
+        )
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def of(language: str) -> list[Any]:
+    return [pytest.param(one, id=str(one)) for one in BLOCKS if one.language == language]
+
+
+@pytest.fixture(scope="module")
+def commands() -> dict[str, Any]:
+    """The commands with every option, the knobs' too."""
+    for command in (cli.run, cli.plan):
+        add_knobs(command, KNOBS)
+    return dict(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    fences = re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(fences) == 2 * len(list(blocks(page)))
+    assert {block.language for block in blocks(page)} <= LANGUAGES
+
+
+@pytest.mark.parametrize("block", of("console"))
+def test_every_command_is_one(block: Block, commands: dict[str, Any]) -> None:
+    assert block.commands
+    for program, *arguments in block.commands:
+        if program == "sweep" and arguments[0] in commands:
+            commands[arguments[0]].make_context(arguments[0], arguments[1:])
+        else:
+            assert _is_known(program, arguments), f"{block}: {program} {' '.join(arguments)}"
+
+
+def _is_known(program: str, arguments: list[str]) -> bool:
+    """Whether something else than our commands is there to be typed."""
+    match [program, *arguments]:
+        case ["sweep", "--version" | "--help"] | ["python3", "-m", "venv", _] | [".", _]:
+            return True
+        case ["make", target]:
+            return f"\n{target}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
+        case ["pip", "install", *_, what]:
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+            extras = re.findall(r"\[(.*)\]", what)
+            return set(extras) <= project["optional-dependencies"].keys()
+        case ["python", "-m", module, *_]:
+            return importlib.util.find_spec(module) is not None
+        case ["python", script, *_]:
+            return (ROOT / script).is_file()
+        case _:
+            return False
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(b.language == "console" and b.is_run for b in blocks(page))],
+    ids=lambda page: page.name,
+)
+def test_the_commands_of_a_page_run_one_after_another(
+    page: Path, home: Path, tmp_path: Path
+) -> None:
+    environment = os.environ | {
+        "SWEEP_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    wanted = [block for block in blocks(page) if block.language == "console" and block.is_run]
+    for program, *arguments in (command for block in wanted for command in block.commands):
+        if program != "sweep":
+            continue
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "sweep", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        assert done.returncode == 0, f"sweep {shlex.join(arguments)}: {done.stderr}"
+        assert done.stdout.strip() or "-o" in arguments
+
+
+@pytest.mark.parametrize("block", of("yaml"))
+def test_every_yaml_file_loads_as_what_it_is(block: Block, tmp_path: Path) -> None:
+    values = yaml.safe_load(block.text)
+    if "offers" in values:
+        path = tmp_path / "prices.yaml"
+        path.write_text(block.text, encoding="utf-8")
+        assert load_prices(path)
+    elif "gpus" in values:
+        assert [GpuSpec.model_validate(card).budget_bytes > 0 for card in values["gpus"]]
+    else:
+        assert parse_space(block.text, label=str(block)).dimensions
+
+
+@pytest.mark.parametrize("block", of("json"))
+def test_every_json_example_holds_configurations(block: Block) -> None:
+    try:
+        documents = [json.loads(block.text)]
+    except json.JSONDecodeError:
+        documents = [json.loads(line) for line in block.text.splitlines()]
+    for document in documents:
+        assert parse_config(document.get("config", document), where=str(block))
+
+
+@pytest.mark.parametrize("block", of("python"))
+def test_every_piece_of_python_parses(block: Block) -> None:
+    assert ast.parse(block.text).body
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_and_command_that_a_page_names_is_there(
+    page: Path, commands: dict[str, Any]
+) -> None:
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    missing = {path for path in _PATH.findall(text) if not (ROOT / path).exists()}
+    assert missing - {"search_spaces/architectures/NAME.json"} == set()
+    assert set(_COMMAND.findall(text)) <= commands.keys()
+
+
+def test_every_knob_is_on_its_page_as_declared_and_measured() -> None:
+    written = knob_effects.PAGE.read_text(encoding="utf-8")
+    assert written == knob_effects.page(), "run: python -m tests.bench.knob_effects"
+
+
+def test_every_effect_comes_from_pairs_that_differ_in_one_knob() -> None:
+    rows = list(knob_effects.measured())
+    found = list(knob_effects.pairs(rows, "upcast_fp32"))
+    assert len(found) > 10
+    assert all(pair.change == "`true` to `false`" for pair in found)
+    # Without the upcast there are fewer bytes in every pair, whatever else is configured.
+    assert all(pair.gib < 0 for pair in found)
