@@ -139,6 +139,8 @@ class RunningTrial:
     config: TrialConfig | None
     started_at: str | None
     purpose: Purpose = "search"
+    confirms: int | None = None
+    """Number of the trial that it measures again."""
 
 
 @dataclass(frozen=True)

@@ -136,11 +136,13 @@ def _snapshot(
 
 
 def _running(trial: FrozenTrial) -> RunningTrial:
+    errand = mapping.errand_of(trial)
     return RunningTrial(
         trial.number,
         mapping.config_of(trial),
         trial.user_attrs.get(mapping.STARTED_AT),
-        mapping.errand_of(trial).purpose,
+        errand.purpose,
+        errand.confirms,
     )
 
 

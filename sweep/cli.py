@@ -21,7 +21,13 @@ import typer
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
 from sweep.paths import crash_log_directory, runs_directory, storage_url
 from sweep.terminal import options as opt
-from sweep.terminal.console import STDOUT, ReaderGoneError, note, prepare_streams
+from sweep.terminal.console import (
+    STDOUT,
+    ReaderGoneError,
+    announce_if_slow,
+    note,
+    prepare_streams,
+)
 from sweep.terminal.knob_options import add_knobs, takes_knobs
 
 if TYPE_CHECKING:
@@ -73,6 +79,7 @@ def run(
 
     Options of a configuration are held fixed and the rest of the space is searched.
     """
+    announce_if_slow("Loading libraries and looking at the card ...")
     from sweep.terminal import commands
 
     if no_confirm and soak is not None:
@@ -166,11 +173,16 @@ def _read_study(name: str, storage: str | None) -> StudySnapshot:
 
 
 @app.command()
-def status(study: opt.AnyStudyArgument = None, storage: opt.StorageOption = None) -> int:
+def status(
+    study: opt.AnyStudyArgument = None,
+    watch: opt.WatchOption = False,
+    storage: opt.StorageOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
     """Show what ran, what is running, and the best so far."""
-    from sweep.terminal import commands
+    from sweep.terminal import listings
 
-    return commands.status(study, storage=storage)
+    return listings.status(study, storage=storage, as_json=as_json, watch=watch)
 
 
 @app.command()
@@ -254,27 +266,27 @@ def _output(typed: str | None) -> Path | None:
 
 
 @app.command()
-def presets() -> int:
+def presets(as_json: opt.JsonOption = False) -> int:
     """List the shipped search spaces."""
-    from sweep.terminal import commands
+    from sweep.terminal import listings
 
-    return commands.presets()
+    return listings.presets(as_json=as_json)
 
 
 @app.command()
-def gpus() -> int:
+def gpus(as_json: opt.JsonOption = False) -> int:
     """List the cards of the catalogue."""
-    from sweep.terminal import commands
+    from sweep.terminal import listings
 
-    return commands.gpus()
+    return listings.gpus(as_json=as_json)
 
 
 @app.command()
-def models() -> int:
+def models(as_json: opt.JsonOption = False) -> int:
     """List the shipped architectures."""
-    from sweep.terminal import commands
+    from sweep.terminal import listings
 
-    return commands.models()
+    return listings.models(as_json=as_json)
 
 
 @app.command()

@@ -39,7 +39,7 @@ from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
-from sweep.study.events import Listener, SpaceTraced, StopReason
+from sweep.study.events import GainForeseen, Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.stopping import Stopping, price_of
@@ -282,7 +282,7 @@ def drive(
                 stopping=Stopping(
                     space,
                     usd_per_hour=price_of(space, gpu=prepared.target.gpu),
-                    outlook=partial(_outlook, sampler, study),
+                    outlook=partial(_outlook, sampler, study, listener),
                 ),
                 on_event=listener,
                 should_stop=interruption.is_requested,
@@ -324,11 +324,16 @@ def _look_ahead(
             sampler.prepare()
 
 
-def _outlook(sampler: BaseSampler, study: OpenStudy, besides: int | None) -> Outlook | None:
-    """Return what is still to be gained; None from a sampler that cannot tell."""
+def _outlook(
+    sampler: BaseSampler, study: OpenStudy, listener: Listener, besides: int | None
+) -> Outlook | None:
+    """Return what is still to be gained, and say it; None from a sampler that cannot tell."""
     if not isinstance(sampler, GuidedSampler):
         return None
-    return sampler.outlook(study.study, besides=besides)
+    outlook = sampler.outlook(study.study, besides=besides)
+    if besides is None:
+        listener(GainForeseen(outlook.gain, outlook.open))
+    return outlook
 
 
 def _sampler(space: SearchSpace, preflight: Preflight) -> BaseSampler:

@@ -43,6 +43,9 @@ StorageOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
 ]
+WatchOption = Annotated[
+    bool, typer.Option("--watch", help="Follow the study until nobody drives it any more.")
+]
 ModelOption = Annotated[
     str | None,
     typer.Option(
