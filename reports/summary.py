@@ -137,7 +137,7 @@ def _tiles(
         yield from (speed, _gain_tile(ranking), memory)
     if "trainable_parameters" in ranking.objectives:
         yield _parameters_tile(winner, measured)
-    yield from _cost_tile(snapshot, measured)
+    yield from _cost_tile(snapshot, winner)
     yield _trials_tile(snapshot)
 
 
@@ -146,8 +146,8 @@ def _parameters_tile(winner: TrialRecord, measured: Measurement) -> Tile:
     return Tile(units.count(measured.trainable_parameters), "trainable parameters", detail)
 
 
-def _cost_tile(snapshot: StudySnapshot, measured: Measurement) -> Iterator[Tile]:
-    dollars, offer = snapshot.usd_per_million_tokens(measured), snapshot.offer
+def _cost_tile(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[Tile]:
+    dollars, offer = snapshot.usd_per_million_tokens(winner), snapshot.offer
     if dollars is not None and offer is not None:
         hour = f"{offer.label} at ${offer.usd_per_hour:.2f} an hour, as of {offer.date}"
         yield Tile(f"${dollars:.3g}", "per million tokens", hour)

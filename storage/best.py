@@ -20,6 +20,7 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
     records, target = snapshot.records, snapshot.definition.target
     ranking = rank_study(snapshot)
     winner = ranking.winner
+    speed = None if winner is None else _target_speed(snapshot, winner)
     is_front = len(ranking.objectives) > 1
     return {
         "study": snapshot.name,
@@ -37,8 +38,9 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
         },
         "trials": {"total": len(records), **verdict_counts(records)},
         "ended": snapshot.ended,
-        "best": None if winner is None else _trial(winner),
-        "cost": None if winner is None else _cost(snapshot, measured_of(winner)),
+        "best": None if winner is None else _trial(winner) | {"target_tokens_per_second": speed},
+        "cost": None if winner is None else _cost(snapshot, winner),
+        "target_tokens_per_second": speed,
         "front": [_on_front(record, ranking) for record in ranking.front],
         "knee": winner.number if winner is not None and is_front else None,
         "baseline": _baseline(ranking),
@@ -101,13 +103,28 @@ def _certainty(record: TrialRecord) -> dict[str, Any]:
     }
 
 
-def _cost(snapshot: StudySnapshot, measured: Measurement) -> dict[str, Any] | None:
-    """Return what tokens cost as the winner trains, and under which offer."""
-    dollars, offer = snapshot.usd_per_million_tokens(measured), snapshot.offer
+def _cost(snapshot: StudySnapshot, winner: TrialRecord) -> dict[str, Any] | None:
+    """Return what tokens cost as the winner trains on the target card, and under which offer."""
+    dollars, offer = snapshot.usd_per_million_tokens(winner), snapshot.offer
     if dollars is None or offer is None:
         return None
+    low, high = snapshot.usd_interval(winner) or (None, None)
     shown = offer.model_dump(mode="json", include={"usd_per_hour", "provider", "is_spot", "date"})
-    return {"usd_per_million_tokens": dollars, **shown}
+    return {
+        "usd_per_million_tokens": dollars,
+        "usd_per_million_tokens_low": low,
+        "usd_per_million_tokens_high": high,
+        **shown,
+    }
+
+
+def _target_speed(snapshot: StudySnapshot, winner: TrialRecord) -> dict[str, Any] | None:
+    """Return the winner's speed on the card that the study is for; None where it is not known."""
+    speed = snapshot.target_speed(winner)
+    if speed is None:
+        return None
+    ends = {"low": speed.low, "high": speed.high}
+    return {"value": speed.tokens_per_second, **ends, "basis": speed.basis}
 
 
 def _on_front(record: TrialRecord, ranking: Ranking) -> dict[str, Any]:

@@ -6,7 +6,8 @@ Two definitions differ where trials of the one cannot be compared with trials of
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -144,6 +145,19 @@ class RunningTrial:
 
 
 @dataclass(frozen=True)
+class TargetSpeed:
+    """How fast a configuration trains on the card that a study is for."""
+
+    tokens_per_second: float
+    """Tokens that carry loss."""
+    low: float | None
+    """Of the 95 % interval of what was measured, or of the range that a prediction states."""
+    high: float | None
+    basis: Literal["measured", "predicted"]
+    """Predicted where another card stood in for the target: its speed is its own."""
+
+
+@dataclass(frozen=True)
 class StudySnapshot:
     """A study as it stands in storage: all that reports, `status` and `best` read."""
 
@@ -166,15 +180,40 @@ class StudySnapshot:
     """Why the search ended last, and what it was not able to rule out; None where it has not."""
     offer: Offer | None = None
     """At what the target card can be rented; None where no price is known."""
+    target_speeds: Mapping[int, TargetSpeed] = field(default_factory=dict)
+    """What is predicted of the target card where another stood in, by trial number."""
 
-    def usd_per_million_tokens(self, measured: Measurement) -> float | None:
-        """Return what tokens cost at a measured speed; None where no price is known.
+    def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
+        """Return how fast a measured trial is on the target card: as measured where that ran it.
 
-        Nor is it where another card stood in: the speed is that card's, the price the target's.
+        Where another card stood in it is what is predicted; None where nothing was measured, or
+        nothing can be predicted.
         """
-        if self.offer is None or self.definition.target.emulated_on is not None:
+        measured = record.measurement
+        if measured is None:
             return None
-        return self.offer.usd_per_hour / 3600 / measured.tokens_per_second * 1e6
+        if self.definition.target.emulated_on is not None:
+            return self.target_speeds.get(record.number)
+        low, high = measured.speed_interval or (None, None)
+        return TargetSpeed(measured.tokens_per_second, low, high, "measured")
+
+    def usd_per_million_tokens(self, record: TrialRecord) -> float | None:
+        """Return what tokens cost at a trial's speed on the target card; None without a price."""
+        speed = self.target_speed(record)
+        return None if speed is None else self._usd(speed.tokens_per_second)
+
+    def usd_interval(self, record: TrialRecord) -> tuple[float, float] | None:
+        """Return the least and the most that a million tokens cost, by that speed's interval."""
+        speed = self.target_speed(record)
+        if speed is None or speed.low is None or speed.high is None:
+            return None
+        least, most = self._usd(speed.high), self._usd(speed.low)
+        return None if least is None or most is None else (least, most)
+
+    def _usd(self, tokens_per_second: float) -> float | None:
+        if self.offer is None:
+            return None
+        return self.offer.usd_per_hour / 3600 / tokens_per_second * 1e6
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.prices import Offer, load_prices
 from storage.best import best_document
-from storage.definition import StudySnapshot
+from storage.definition import StudySnapshot, TargetSpeed
 from storage.records import OutOfMemory, PredictedOutOfMemory, TrialRecord, Verdict
 from tests.storage.builders import a_definition, a_record, confirmed, fits
 
@@ -174,9 +174,12 @@ def test_several_objectives_have_a_front_with_their_values_and_its_knee() -> Non
 
 def test_what_tokens_cost_is_a_view_of_the_winners_speed_at_a_price() -> None:
     offer = load_prices()["a10"][0]
-    found = document(a_record(0, fits(100.0)), a_record(1, fits(200.0), batch=2), offer=offer)
+    fastest = fits(200.0, step_seconds_ci95=(4096 / 220.0, 4096 / 180.0))
+    found = document(a_record(0, fits(100.0)), a_record(1, fastest, batch=2), offer=offer)
     assert found["cost"] == {
         "usd_per_million_tokens": pytest.approx(offer.usd_per_hour / 3600 / 200 * 1e6),
+        "usd_per_million_tokens_low": pytest.approx(offer.usd_per_hour / 3600 / 220 * 1e6),
+        "usd_per_million_tokens_high": pytest.approx(offer.usd_per_hour / 3600 / 180 * 1e6),
         "usd_per_hour": offer.usd_per_hour,
         "provider": offer.provider,
         "is_spot": offer.is_spot,
@@ -186,14 +189,38 @@ def test_what_tokens_cost_is_a_view_of_the_winners_speed_at_a_price() -> None:
     assert document(a_record(0, OOM), offer=offer)["cost"] is None
 
 
-def test_another_cards_speed_has_no_cost_at_the_targets_price() -> None:
+def on_another_card(**values: Any) -> StudySnapshot:
     definition = a_definition()
     target = definition.target.model_copy(update={"emulated_on": "NVIDIA H200"})
-    snapshot = StudySnapshot(
+    return StudySnapshot(
         "study",
         definition.model_copy(update={"target": target}),
         {},
         (a_record(0, fits(100.0)),),
         offer=load_prices()["a10"][0],
+        **values,
     )
-    assert best_document(snapshot)["cost"] is None
+
+
+def test_another_cards_speed_has_no_cost_at_the_targets_price() -> None:
+    found = best_document(on_another_card())
+    assert (found["cost"], found["target_tokens_per_second"]) == (None, None)
+
+
+def test_the_speed_on_the_target_is_predicted_where_another_card_stood_in() -> None:
+    known = {0: TargetSpeed(20.0, 16.0, 25.0, "predicted")}
+    found = best_document(on_another_card(target_speeds=known))
+    speed = {"value": 20.0, "low": 16.0, "high": 25.0, "basis": "predicted"}
+    assert found["target_tokens_per_second"] == found["best"]["target_tokens_per_second"] == speed
+    assert found["best"]["measurement"]["tokens_per_second"] == 100.0
+    per_second = load_prices()["a10"][0].usd_per_hour / 3600
+    keys = ("", "_low", "_high")
+    cost = [found["cost"][f"usd_per_million_tokens{key}"] for key in keys]
+    assert cost == pytest.approx([per_second / speed * 1e6 for speed in (20.0, 25.0, 16.0)])
+
+
+def test_the_speed_on_the_target_is_the_measured_one_where_it_ran_itself() -> None:
+    found = document(a_record(0, fits(100.0, step_seconds_ci95=None)))
+    unsure = {"value": 100.0, "low": None, "high": None, "basis": "measured"}
+    assert found["target_tokens_per_second"] == unsure
+    assert document(a_record(0, OOM))["target_tokens_per_second"] is None
