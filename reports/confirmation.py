@@ -58,7 +58,7 @@ def sentences(snapshot: StudySnapshot, ranking: Ranking) -> Iterator[str]:
     """Yield what is to be said of the winner's confirmation, a sentence each."""
     known = status_words(ranking, study=snapshot.name, is_driven=snapshot.holder is not None)
     if not ranking.is_unclear:
-        yield f"It is {known}{soak_words(ranking)}."
+        yield f"It is {known}{_soak_words(ranking)}."
     for number, run in ranking.fallen.items():
         yield f"Trial {number} fitted in the search and {fell_in_words(run)}, so it lost."
 
@@ -79,7 +79,7 @@ def no_clear_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
     )
 
 
-def soak_words(ranking: Ranking) -> str:
+def _soak_words(ranking: Ranking) -> str:
     """Return what the soak was, as the end of a sentence; nothing without one."""
     record = ranking.soak
     if record is None or record.measurement is None:

@@ -100,8 +100,8 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
         say(json.dumps(best_document(snapshot)))
     else:
         option = f" --storage {shlex.quote(redact(storage))}" if storage else ""
-        text = last_screen(snapshot, report=report, storage_option=option)
-        say(folded(text, width_of(sys.stdout), indent=2))
+        width = width_of(sys.stdout)
+        say(last_screen(snapshot, report=report, storage_option=option, width=width))
     if fault is not None:
         raise fault
     if reason is StopReason.INTERRUPTED:

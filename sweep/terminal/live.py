@@ -187,9 +187,9 @@ def _panel(
             board.take(event)
             if isinstance(event, ConfirmationStarted):
                 keep(confirming_line(event))
-            elif isinstance(event, TrialFinished):
+            if isinstance(event, TrialFinished):
                 keep(trial_line(board, event))
-            elif not isinstance(event, TrialProgress):
+            if not isinstance(event, TrialProgress):
                 live.refresh()
 
         yield listen

@@ -14,12 +14,13 @@ from reports.advice import advice_title, how_to_go_faster
 from reports.confirmation import (
     confirmation_rows,
     no_clear_winner,
-    soak_words,
     status_words,
 )
 from reports.outcomes import verdict_words
 from reports.summary import emulation_note, summary_of
 from search_spaces.config import TrialConfig
+from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
+from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot, StudySummary
 from storage.gain import compare
 from storage.ranking import Ranking, measured_of, rank_study
@@ -31,7 +32,11 @@ _CONFIGURATION_COLUMNS = ("trial", "tokens/s", "95 % interval", "peak", "budget"
 
 
 def last_screen(
-    snapshot: StudySnapshot, *, report: Path | None = None, storage_option: str = ""
+    snapshot: StudySnapshot,
+    *,
+    report: Path | None = None,
+    storage_option: str = "",
+    width: int | None = None,
 ) -> str:
     """Return the end of a run, short enough to be pasted into a chat; `best_text` has all of it.
 
@@ -39,18 +44,20 @@ def last_screen(
         snapshot: the study.
         report: where its report was written.
         storage_option: what the next commands need to find the database again.
+        width: columns of the terminal; None for lines without end.
     """
     ranking, summary = rank_study(snapshot), summary_of(snapshot)
     winner = ranking.winner
     if winner is None:
-        lines = [f"{_about(snapshot)}: {summary.sentence}", *_facts(_counted(snapshot))]
+        lines = [f"{_about(snapshot)}: {summary.sentence}", *_facts(_counted(snapshot), width)]
         lines += _bullets(list(how_to_go_faster(snapshot))[:_REASONS_SHOWN])
     else:
-        lines = [_answer(snapshot, ranking), *_facts(_winner_facts(snapshot, ranking, winner))]
+        facts = _winner_facts(snapshot, ranking, winner)
+        lines = [_answer(snapshot, ranking), *_facts(facts, width)]
     commands = [f"  {command}{storage_option}" for command in _next(snapshot, ranking)]
     if report is not None:
         commands.append(f"  report: {report}")
-    return "\n".join([*lines, *_section("Next", commands)])
+    return folded("\n".join([*lines, *_section("Next", commands)]), width, indent=2)
 
 
 def _about(snapshot: StudySnapshot) -> str:
@@ -75,9 +82,7 @@ def _winner_facts(
 ) -> Iterator[tuple[str, str]]:
     """Yield what a person asks of a winner, in the order in which they do."""
     target, measured = snapshot.definition.target, measured_of(winner)
-    baseline = snapshot.definition.space.baseline_config()
-    yield "what", f"{uncertainty.capacity(winner.config)}, {units.size(winner.config)}"
-    yield "set", units.changes(winner.config, baseline=baseline)
+    yield "what", _in_words(winner, snapshot.definition.space)
     yield "speed", _speed(snapshot, winner)
     share = units.percent(measured.peak_allocated_bytes / target.budget_bytes)
     peak = units.gib(measured.peak_allocated_bytes)
@@ -89,6 +94,13 @@ def _winner_facts(
         yield "cost", f"${cost:.3g} per million tokens ({hour}, {snapshot.offer.date})"
     yield "sure", _sureness(snapshot, ranking)
     yield from _counted(snapshot)
+
+
+def _in_words(winner: TrialRecord, space: SearchSpace) -> str:
+    """Return the size and the capacity of a configuration, and where else it is no baseline."""
+    changed = units.differing(winner.config, space.baseline_config())
+    rest = (units.phrase(k, v) for k, v in changed.items() if k not in SIZE_KEYS + CAPACITY_KEYS)
+    return ", ".join([units.size(winner.config), uncertainty.capacity(winner.config), *rest])
 
 
 def _speed(snapshot: StudySnapshot, winner: TrialRecord) -> str:
@@ -118,7 +130,7 @@ def _gain(ranking: Ranking) -> str:
     if comparison is None or winner is None:
         return "none stated: the baseline was not measured"
     if comparison.gain is None:
-        why = uncertainty.why_no_gain(comparison, winner.config)
+        why = uncertainty.why_no_gain(comparison, winner.config).partition("; ")[0]
         return why.replace("no gain is stated", "none stated")
     ends = uncertainty.factor_interval(comparison.gain)
     return f"{uncertainty.factor(comparison.gain)} the baseline's speed ({ends})"
@@ -126,10 +138,12 @@ def _gain(ranking: Ranking) -> str:
 
 def _sureness(snapshot: StudySnapshot, ranking: Ranking) -> str:
     known = status_words(ranking, study=snapshot.name, is_driven=snapshot.holder is not None)
-    soak = soak_words(ranking)
+    measured = None if ranking.soak is None else ranking.soak.measurement
+    soak = None if measured is None else measured.soak
+    stood = f"; a soak of {units.plural(soak.steps, 'step')} stood" if soak else ""
     ties = len(ranking.tied)
     tie = f"; {units.plural(ties, 'other')} cannot be told from it" if ties else ""
-    return f"{known}{soak}{tie}"
+    return f"{known}{stood if ranking.is_confirmed else ''}{tie}"
 
 
 def _counted(snapshot: StudySnapshot) -> Iterator[tuple[str, str]]:
@@ -145,8 +159,9 @@ def _counted(snapshot: StudySnapshot) -> Iterator[tuple[str, str]]:
         yield "warning", warning
 
 
-def _facts(facts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    return (f"  {name:<7} {fact}" for name, fact in facts)
+def _facts(facts: Iterable[tuple[str, str]], width: int | None) -> Iterator[str]:
+    """Yield each with its name before it, the further lines of one below its first."""
+    return (folded(f"  {name:<7} {fact}", width, indent=8) for name, fact in facts)
 
 
 def _next(snapshot: StudySnapshot, ranking: Ranking) -> tuple[str, ...]:
