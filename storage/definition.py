@@ -180,6 +180,8 @@ class StudySnapshot:
     """Why the search ended last, and what it was not able to rule out; None where it has not."""
     offer: Offer | None = None
     """At what the target card can be rented; None where no price is known."""
+    identity: str = ""
+    """Of the study, which another one of the same name has not."""
     target_speeds: Mapping[int, TargetSpeed] = field(default_factory=dict)
     """What is predicted of the target card where another stood in, by trial number."""
 

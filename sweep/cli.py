@@ -69,6 +69,7 @@ def run(
     max_dollars: opt.MaxDollarsOption = None,
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
+    carried: opt.CarriedOption = None,
     no_confirm: opt.NoConfirmOption = False,
     soak: opt.SoakOption = None,
     as_json: opt.JsonOption = False,
@@ -100,6 +101,7 @@ def run(
         held=configuration,
         study=study,
         storage=storage,
+        carried=carried,
         as_json=as_json,
     )
 
@@ -206,6 +208,16 @@ def best(
     from sweep.terminal import commands
 
     return commands.best(study, storage=storage, as_json=as_json)
+
+
+@app.command("rm")
+def remove(
+    study: opt.StudyArgument, yes: opt.YesOption = False, storage: opt.StorageOption = None
+) -> int:
+    """Remove a study with its trials, report and logs."""
+    from sweep.terminal import commands
+
+    return commands.remove(study, storage=storage, is_sure=yes)
 
 
 @app.command()

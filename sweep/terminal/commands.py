@@ -9,7 +9,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -21,8 +21,10 @@ from reports.summary import emulation_note
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.best import best_document
 from storage.definition import StudyDefinition, StudySnapshot
-from storage.reading import read_study
+from storage.reading import count_trials, read_study
+from storage.records import TrialRecord
 from storage.recovery import next_number
+from storage.removal import remove_study
 from storage.study import OpenStudy
 from storage.urls import redact
 from sweep.export import formats
@@ -33,7 +35,7 @@ from sweep.study.interruption import Interruption
 from sweep.study.session import Prepared, drive, prepare, prepare_again
 from sweep.study.tuner import confirm_anew, trials_spent
 from sweep.terminal.board import Board, fixed_words, search_words
-from sweep.terminal.console import STDOUT, announce_if_slow, folded, note, say, width_of
+from sweep.terminal.console import STDOUT, announce_if_slow, confirmed, folded, note, say, width_of
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
 from sweep.terminal.listings import read
 from sweep.terminal.live import watching
@@ -62,13 +64,29 @@ def run(
     held: Mapping[str, Any],
     study: str | None,
     storage: str | None,
+    carried: str | None,
     as_json: bool,
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
     prepared = prepare(space, overrides=overrides, held=held, study=study, card=read_card)
     url = storage_url(storage)
-    reason = drive(prepared, storage=url, watch=_watch, warn=lambda text: note(f"warning: {text}"))
+    reason = drive(
+        prepared,
+        storage=url,
+        watch=_watch,
+        warn=lambda text: note(f"warning: {text}"),
+        carried=None if carried is None else _source(carried, of=prepared.name, url=url),
+    )
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
+
+
+def _source(carried: str, *, of: str, url: str) -> StudySnapshot:
+    """Return the study that trials are taken over from."""
+    if carried == of:
+        raise InputError(
+            f"--from {carried}: that is the study itself; name the new one with --study"
+        )
+    return read_study(carried, url=url, home=runs_directory())
 
 
 def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_json: bool) -> int:
@@ -139,7 +157,7 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
         note(f"Resuming study {study.study.study_name}: {_progress(done, total)}.")
     else:
         note(f"Starting study {study.study.study_name}: {most}{units.plural(total, 'trial')}.")
-    for line in _opening(definition):
+    for line in (*_carried_words(records), *_opening(definition)):
         note(folded(line, width))
     board = Board(
         name=study.study.study_name,
@@ -150,6 +168,13 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
     )
     with watching(board, is_stopping=interruption.is_requested, stream=sys.stderr) as listener:
         yield listener
+
+
+def _carried_words(records: Sequence[TrialRecord]) -> Iterator[str]:
+    known = [record.carried.study for record in records if record.carried is not None]
+    for name in dict.fromkeys(known):
+        count = units.plural(known.count(name), "trial")
+        yield f"Carried over from {name}: {count}, measured there and not run again."
 
 
 def _opening(definition: StudyDefinition) -> Iterator[str]:
@@ -180,6 +205,25 @@ def best(study: str, *, storage: str | None, as_json: bool) -> int:
     else:
         say(best_text(snapshot, width=width_of(sys.stdout)))
     return DONE if has_fit(snapshot) else NOTHING_FITS
+
+
+def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
+    """Remove a study and its files, and print what is gone; a person is asked first."""
+    url = storage_url(storage)
+    trials = units.plural(count_trials(study, url=url), "trial")
+    if not is_sure:
+        if not sys.stdin.isatty():
+            raise InputError(f"rm {study}: nobody is here to be asked: say --yes")
+        if not confirmed(f"Remove study '{study}' with {trials} and its files?"):
+            note("Nothing was removed.")
+            return DONE
+    removed = remove_study(study, url=url, home=runs_directory())
+    say(f"Removed study {study}: {trials}")
+    for path in removed.files:
+        say(f"Removed {path}")
+    for path in removed.left:
+        say(f"Left {path}, which is not sweep's")
+    return DONE
 
 
 def report(study: str, *, storage: str | None, output: Path | None) -> int:

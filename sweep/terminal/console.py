@@ -82,6 +82,13 @@ def _cancel_announced() -> None:
         _announced.pop().cancel()
 
 
+def confirmed(question: str) -> bool:
+    """Ask a person on the terminal; anything but yes is no."""
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 def note(text: str) -> None:
     """Print progress or a message on stderr; a closed stderr is nobody's fault."""
     _cancel_announced()

@@ -76,6 +76,16 @@ SeedOption = Annotated[int | None, typer.Option("--seed", help="Of sampling, wei
 SamplerOption = Annotated[
     str | None, typer.Option("--sampler", help="guided, tpe, gp, random or grid.")
 ]
+CarriedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="STUDY",
+        help="Carry this study's trials over where they hold: they are not run again.",
+        callback=_named("--from"),
+    ),
+]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 NoConfirmOption = Annotated[
     bool, typer.Option("--no-confirm", help="Do not measure the winner again after the search.")
 ]
