@@ -302,6 +302,24 @@ def models(as_json: opt.JsonOption = False) -> int:
 
 
 @app.command()
+def schema() -> int:
+    """Print the JSON Schema of a space file, for editors."""
+    from sweep.terminal import spaces
+
+    return spaces.schema()
+
+
+@app.command()
+def init(
+    gpu: opt.GpuOption = None, model: opt.ModelOption = None, output: opt.SpaceFileOption = None
+) -> int:
+    """Write a commented search space to start from."""
+    from sweep.terminal import spaces
+
+    return spaces.init(gpu=gpu, model=model, output=_output(output))
+
+
+@app.command()
 def doctor() -> int:
     """Check this machine, and say what to do."""
     from sweep.terminal import commands

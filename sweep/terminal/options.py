@@ -159,6 +159,12 @@ ReportOption = Annotated[
         "-o", "--output", help="runs/STUDY/report.html; - is stdout.", callback=_named("--output")
     ),
 ]
+SpaceFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "-o", "--output", help="A new file; - or nothing is stdout.", callback=_named("--output")
+    ),
+]
 ExportOption = Annotated[
     str | None,
     typer.Option(
