@@ -39,7 +39,6 @@ STEPS_WITHOUT_END = 1_000_000
 app = typer.Typer(
     name="sweep",
     help="Name a GPU, get the fastest QLoRA configuration that fits it, and proof.",
-    add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -56,7 +55,14 @@ def front_door(version: opt.VersionOption = False) -> int:
     return 0
 
 
-@app.command()
+@app.command(
+    epilog=opt.examples(
+        "sweep run a10",
+        "sweep run cpu-demo --trials 3 --no-confirm",
+        "sweep run a10 --rank 64 --target-modules all-linear",
+        "sweep run wider.yaml --from a10",
+    )
+)
 @takes_knobs
 def run(
     space: opt.SpaceArgument,
@@ -122,7 +128,7 @@ def _soak(typed: str | None) -> dict[str, float] | None:
     return None if seconds is None else {"soak_seconds": seconds, "soak_steps": STEPS_WITHOUT_END}
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep plan a10", "sweep plan --gpu a10 --gpu l4 --rank 64"))
 @takes_knobs
 def plan(
     space: opt.SpaceOrCardArgument = None,
@@ -174,7 +180,9 @@ def _read_study(name: str, storage: str | None) -> StudySnapshot:
     return read_study(name, url=storage_url(storage), home=runs_directory())
 
 
-@app.command()
+@app.command(
+    epilog=opt.examples("sweep status", "sweep status a10 --watch", "sweep status a10 --json")
+)
 def status(
     study: opt.AnyStudyArgument = None,
     watch: opt.WatchOption = False,
@@ -187,7 +195,7 @@ def status(
     return listings.status(study, storage=storage, as_json=as_json, watch=watch)
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep confirm a10 --soak 10m"))
 def confirm(
     study: opt.StudyArgument,
     soak: opt.SoakOption = None,
@@ -200,7 +208,7 @@ def confirm(
     return commands.confirm(study, typed=_soak(soak) or {}, storage=storage, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep best a10", "sweep best a10 --json"))
 def best(
     study: opt.StudyArgument, storage: opt.StorageOption = None, as_json: opt.JsonOption = False
 ) -> int:
@@ -210,7 +218,7 @@ def best(
     return commands.best(study, storage=storage, as_json=as_json)
 
 
-@app.command("rm")
+@app.command("rm", epilog=opt.examples("sweep rm a10", "sweep rm a10 --yes"))
 def remove(
     study: opt.StudyArgument, yes: opt.YesOption = False, storage: opt.StorageOption = None
 ) -> int:
@@ -220,7 +228,7 @@ def remove(
     return commands.remove(study, storage=storage, is_sure=yes)
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep report a10", "sweep report a10 -o a10.html"))
 def report(
     study: opt.StudyArgument,
     output: opt.ReportOption = None,
@@ -232,7 +240,11 @@ def report(
     return commands.report(study, storage=storage, output=_output(output))
 
 
-@app.command()
+@app.command(
+    epilog=opt.examples(
+        "sweep export a10 --format script", "sweep export a10 --format json -o winner.json"
+    )
+)
 def export(
     study: opt.StudyArgument,
     format: opt.FormatOption = "script",
@@ -245,7 +257,7 @@ def export(
     return commands.export(study, format=format, storage=storage, output=_output(output))
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep replay surface.jsonl --samplers guided,random --seeds 5"))
 def replay(
     surface: opt.SurfaceArgument,
     samplers: opt.SamplersOption = None,
@@ -277,7 +289,7 @@ def _output(typed: str | None) -> Path | None:
     return path
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep presets"))
 def presets(as_json: opt.JsonOption = False) -> int:
     """List the shipped search spaces."""
     from sweep.terminal import listings
@@ -285,7 +297,7 @@ def presets(as_json: opt.JsonOption = False) -> int:
     return listings.presets(as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep gpus --json"))
 def gpus(as_json: opt.JsonOption = False) -> int:
     """List the cards of the catalogue."""
     from sweep.terminal import listings
@@ -293,7 +305,7 @@ def gpus(as_json: opt.JsonOption = False) -> int:
     return listings.gpus(as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep models"))
 def models(as_json: opt.JsonOption = False) -> int:
     """List the shipped architectures."""
     from sweep.terminal import listings
@@ -301,7 +313,7 @@ def models(as_json: opt.JsonOption = False) -> int:
     return listings.models(as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep schema"))
 def schema() -> int:
     """Print the JSON Schema of a space file, for editors."""
     from sweep.terminal import spaces
@@ -309,7 +321,7 @@ def schema() -> int:
     return spaces.schema()
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep init --gpu l4 --model tinyllama-1.1b -o mine.yaml"))
 def init(
     gpu: opt.GpuOption = None, model: opt.ModelOption = None, output: opt.SpaceFileOption = None
 ) -> int:
@@ -319,7 +331,7 @@ def init(
     return spaces.init(gpu=gpu, model=model, output=_output(output))
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep doctor"))
 def doctor() -> int:
     """Check this machine, and say what to do."""
     from sweep.terminal import commands
@@ -332,11 +344,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
     for command in (run, plan):
-        if typed[:1] == [command.__name__]:
+        if (typed or _being_completed())[:1] == [command.__name__]:
             from search_spaces.knobs import KNOBS
 
             add_knobs(command, KNOBS)
     return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
+
+
+def _being_completed() -> list[str]:
+    """Return the words behind ``sweep`` that a shell asks to complete."""
+    variables = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
+    asked = next((os.environ[name] for name in variables if name in os.environ), "")
+    return asked.split()[1:]
 
 
 def guarded(command: Callable[[], int | None]) -> int:

@@ -19,6 +19,7 @@ _SHARING = (
     "tests/contract/test_storages.py",
     "tests/search_spaces/test_real_architectures.py",
     "tests/sweep/predict/",
+    "tests/sweep/test_examples.py",
 )
 """Tests under one of these share what takes seconds to make: one worker runs them all."""
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from search_spaces.errors import InputError
+from sweep.terminal import completion
 
 
 def _named(option: str) -> Callable[[str | None], str | None]:
@@ -24,13 +25,37 @@ def _named(option: str) -> Callable[[str | None], str | None]:
     return check
 
 
-SpaceArgument = Annotated[str, typer.Argument(metavar="SPACE", help="A preset or a YAML file.")]
-SpaceOrCardArgument = Annotated[
-    str | None, typer.Argument(metavar="SPACE", help="A preset, a YAML file or a card.")
+def examples(*commands: str) -> str:
+    """Return what ends a command's help: command lines that a test runs."""
+    # The first line keeps the help from being filled as a paragraph.
+    return "\n".join(["\b", "Examples:", *(f"  $ {command}" for command in commands)])
+
+
+SpaceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SPACE", help="A preset or a YAML file.", autocompletion=completion.presets
+    ),
 ]
-StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
+SpaceOrCardArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SPACE",
+        help="A preset, a YAML file or a card.",
+        autocompletion=completion.presets_and_gpus,
+    ),
+]
+StudyArgument = Annotated[
+    str,
+    typer.Argument(metavar="STUDY", help="Name of a study.", autocompletion=completion.studies),
+]
 AnyStudyArgument = Annotated[
-    str | None, typer.Argument(metavar="[STUDY]", help="One study; all of them without.")
+    str | None,
+    typer.Argument(
+        metavar="[STUDY]",
+        help="One study; all of them without.",
+        autocompletion=completion.studies,
+    ),
 ]
 
 VersionOption = Annotated[
@@ -49,7 +74,10 @@ WatchOption = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        "--model", help="Shipped architecture, directory or hub id.", callback=_named("--model")
+        "--model",
+        help="Shipped architecture, directory or hub id.",
+        callback=_named("--model"),
+        autocompletion=completion.models,
     ),
 ]
 
@@ -57,7 +85,11 @@ ModelOption = Annotated[
 
 GpuOption = Annotated[
     str | None,
-    typer.Option("--gpu", help="Card whose budget counts; auto is the one that is here."),
+    typer.Option(
+        "--gpu",
+        help="Card whose budget counts; auto is the one that is here.",
+        autocompletion=completion.run_gpus,
+    ),
 ]
 StudyNameOption = Annotated[
     str | None, typer.Option("--study", help="Name; the space's by default.")
@@ -82,6 +114,7 @@ CarriedOption = Annotated[
         "--from",
         metavar="STUDY",
         help="Carry this study's trials over where they hold: they are not run again.",
+        autocompletion=completion.studies,
         callback=_named("--from"),
     ),
 ]
@@ -96,7 +129,12 @@ SoakOption = Annotated[
 # Of a plan
 
 GpusOption = Annotated[
-    list[str] | None, typer.Option("--gpu", help="Card; name several to compare them.")
+    list[str] | None,
+    typer.Option(
+        "--gpu",
+        help="Card; name several to compare them.",
+        autocompletion=completion.gpus,
+    ),
 ]
 ExactOption = Annotated[
     bool,
@@ -119,7 +157,10 @@ PricesOption = Annotated[
     ),
 ]
 CalibrateOption = Annotated[
-    str | None, typer.Option("--study", help="Calibrate by this study's trials.")
+    str | None,
+    typer.Option(
+        "--study", help="Calibrate by this study's trials.", autocompletion=completion.studies
+    ),
 ]
 StepsOption = Annotated[int | None, typer.Option("--steps", help="Cost of so many steps; 1000.")]
 SamplesOption = Annotated[int | None, typer.Option("--samples", help="Cost of so many samples.")]
