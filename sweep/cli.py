@@ -331,6 +331,21 @@ def init(
     return spaces.init(gpu=gpu, model=model, output=_output(output))
 
 
+@app.command(
+    epilog=opt.examples("sweep dashboard a10", "sweep dashboard a10 --port 8090 --no-browser")
+)
+def dashboard(
+    study: opt.StudyArgument,
+    port: opt.PortOption = 8080,
+    no_browser: opt.NoBrowserOption = False,
+    storage: opt.StorageOption = None,
+) -> int:
+    """Show a study in Optuna's dashboard, on this machine alone."""
+    from sweep.terminal import dashboard as command
+
+    return command.dashboard(study, storage=storage, port=port, is_opened=not no_browser)
+
+
 @app.command(epilog=opt.examples("sweep doctor"))
 def doctor() -> int:
     """Check this machine, and say what to do."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -19,6 +20,8 @@ from search_spaces.errors import EnvironmentFault
 
 STDOUT = "-"
 """Name of standard output, where a file is named."""
+_BELONGS_TOGETHER = re.compile(r"(?<=\d) (?=x \d|%|[GM]iB|tokens/s|s\b|min\b)|(?<=\d x) (?=\d)")
+"""A number and its unit are not parted at the end of a line."""
 _NARROWEST = 24
 """Columns below which a cell is not folded."""
 
@@ -172,13 +175,13 @@ def _folded_line(line: str, width: int, indent: int) -> str:
     further = " " * min(start + indent, width // 2)
     # Words that are longer than a line, paths say, are left whole, to be copied.
     return textwrap.fill(
-        line.strip(),
+        _BELONGS_TOGETHER.sub("\N{NO-BREAK SPACE}", line.strip()),
         width,
         initial_indent=line[:start],
         subsequent_indent=further,
         break_long_words=False,
         break_on_hyphens=False,
-    )
+    ).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None) -> str:

@@ -200,6 +200,12 @@ ReportOption = Annotated[
         "-o", "--output", help="runs/STUDY/report.html; - is stdout.", callback=_named("--output")
     ),
 ]
+PortOption = Annotated[
+    int, typer.Option("--port", min=0, max=65535, help="To listen on; 0 is any that is free.")
+]
+NoBrowserOption = Annotated[
+    bool, typer.Option("--no-browser", help="Print the address, and open nothing.")
+]
 SpaceFileOption = Annotated[
     str | None,
     typer.Option(
