@@ -182,6 +182,8 @@ class StudySnapshot:
     """What is predicted of the target card where another stood in, by trial number."""
     job_tokens: float | None = None
     """Tokens of the training that a report is asked to price; None where nobody said."""
+    derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was worked out of it by whoever reads it, so that it is worked out once."""
 
     def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
         """Return how fast a measured trial is on the target card: as measured where that ran it.
