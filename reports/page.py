@@ -1,7 +1,13 @@
 """Owns the report: one HTML file that needs nothing else, no network included.
 
-Everything from a study is escaped, in markup by the template and in scripts by the JSON encoder; a
-content security policy allows the page's own two scripts by their hashes and no connection at all.
+A section is one value, made from a study by one function, and the template of its name in
+`templates/sections`; `SECTIONS` is their order, and nothing else of the page knows of one. A value
+with a ``figures`` attribute brings those figures with it. Every trial is in the page once, as
+`document` has it; the scripts in `templates/scripts` draw, sort and explain from there.
+
+Everything from a study is escaped: in markup by the template, in scripts by the JSON encoder, and
+what works unseen (`units.visible`) in both. A content security policy allows the page's own scripts
+by their hashes and no connection at all.
 """
 
 from __future__ import annotations
@@ -9,75 +15,50 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
-from reports import tables
-from reports.advice import advice_title, how_to_go_faster
-from reports.confirmation import confirmation_rows
-from reports.figures.pareto import pareto_figure
-from reports.figures.settings import settings_figure
-from reports.figures.sizes import sizes_figure
+from reports import units
+from reports.decision import decision_of
+from reports.document import document_of
+from reports.figures.all import figures_of
+from reports.figures.figure import PageFigure
 from reports.figures.style import themes
-from reports.figures.timeline import timeline_figure
-from reports.summary import notes, summary_of
+from reports.opening import opening_of
+from reports.tables import environment_of, tables_of
 from search_spaces.errors import EnvironmentFault
 from storage.definition import StudySnapshot
 
 
 @dataclass(frozen=True)
-class ReportFigure:
-    """A figure with its words."""
+class Section:
+    """A part of the page: what it says, and by the same name its template and its anchor."""
 
-    id: str
-    """Identifier of its element on the page."""
-    title: str
-    caption: str
-    figure: go.Figure
+    name: str
+    make: Callable[[StudySnapshot], Any]
+    """Returns the value that the template renders as ``value``; None leaves the section out."""
 
 
-_FIGURES: tuple[tuple[str, str, str, Callable[[StudySnapshot], go.Figure]], ...] = (
-    (
-        "throughput",
-        "Throughput against peak memory",
-        "Every trial. Up is faster, left needs less memory; whiskers are 95 % intervals. Trials "
-        "without a speed are in the lanes below, at the memory that they need at least or are "
-        "predicted to need; what ran out needs more than the budget. Beyond 1.3 budgets they are "
-        "drawn at 1.3, and a question mark means that no memory figure is known.",
-        pareto_figure,
-    ),
-    (
-        "shapes",
-        "Micro-batch and sequence length",
-        "Best tokens/s of what fitted in each cell, whatever the other settings. ✕ OOM: no trial "
-        "there fits, and one at least ran out of memory for real; ✕ over budget: by prediction or "
-        "comparison alone. ~: stopped as too slow, measured in part. A blank cell was not tried.",
-        sizes_figure,
-    ),
-    (
-        "timeline",
-        "Course of the study",
-        "Above, the speeds as they were measured, with the fastest so far; below, when each trial "
-        "ran, in the lane of how it ended. Pauses of the study are cut out and marked.",
-        timeline_figure,
-    ),
-    (
-        "effects",
-        "Settings",
-        "Speed of what fitted, by the value of each dimension that was searched. Values were not "
-        "tried in equal company, so a difference of medians is a hint and not an effect.",
-        settings_figure,
-    ),
+SECTIONS: tuple[Section, ...] = (
+    Section("decision", decision_of),
+    Section("opening", opening_of),
+    Section("figures", figures_of),
+    Section("tables", tables_of),
+    Section("environment", environment_of),
 )
+"""The page, from top to bottom."""
+
+_STYLES = ("report.css", "decision.css")
+_SCRIPTS = ("document.js", "figures.js", "copy.js", "decision.js")
+"""Files of `templates/scripts`, in the order in which they run."""
 
 
 def write_report(snapshot: StudySnapshot, path: Path) -> None:
@@ -95,46 +76,47 @@ def write_report(snapshot: StudySnapshot, path: Path) -> None:
 
 def render(snapshot: StudySnapshot) -> str:
     """Return a study's report as HTML."""
-    figures = all_figures(snapshot)
-    return _template().render(
-        snapshot=snapshot,
-        answer=summary_of(snapshot),
-        notes=notes(snapshot),
-        figures=figures,
-        top=tables.top_configurations(snapshot),
-        classes=tables.class_rows(snapshot),
-        confirmations=confirmation_rows(snapshot),
-        front=tables.front_rows(snapshot),
-        value_columns=tables.value_columns(snapshot),
-        advice=how_to_go_faster(snapshot),
-        advice_title=advice_title(snapshot),
-        verdicts=tables.verdict_rows(snapshot),
-        environment=tables.environment_rows(snapshot),
-        figure_data=Markup(_figure_data(figures)),
-        plotly_script=Markup(_plotly_script()),
-        draw_script=Markup(_draw_script()),
-        script_hashes=[_csp_hash(_plotly_script()), _csp_hash(_draw_script())],
+    made = [(section.name, section.make(snapshot)) for section in SECTIONS]
+    sections = [(name, value) for name, value in made if value is not None]
+    figures = [figure for _, value in sections for figure in getattr(value, "figures", ())]
+    scripts = [_plotly_script(), *(_source(f"scripts/{name}") for name in _SCRIPTS)]
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            snapshot=snapshot,
+            sections=sections,
+            styles=Markup("".join(map(_source, _STYLES))),
+            page_data=Markup(_page_data(snapshot, figures)),
+            scripts=[Markup(script) for script in scripts],
+            script_hashes=[_csp_hash(script) for script in scripts],
+        )
     )
 
 
-def all_figures(snapshot: StudySnapshot) -> tuple[ReportFigure, ...]:
-    """Return the figures that have something to show, in the order of the page."""
-    drawn = (
-        ReportFigure(id, title, caption, draw(snapshot)) for id, title, caption, draw in _FIGURES
-    )
-    return tuple(figure for figure in drawn if figure.figure.data)
+def _page_data(snapshot: StudySnapshot, figures: Iterable[PageFigure]) -> str:
+    """Return trials, figures and themes as JSON that is safe inside a script element."""
+    drawings = {figure.id: figure.plain for figure in figures}
+    data = {"document": document_of(snapshot), "figures": drawings, "themes": themes()}
+    return str(to_json_plotly(_visible(data)))
 
 
-def _figure_data(figures: tuple[ReportFigure, ...]) -> str:
-    """Return figures and themes as JSON that is safe inside a script element."""
-    plain = {figure.id: _without_theme(figure) for figure in figures}
-    return str(to_json_plotly({"figures": plain, "themes": themes()}))
+def _visible(value: Any) -> Any:
+    """Return plain values in whose texts nothing works unseen."""
+    match value:
+        case str():
+            return units.visible(value)
+        case Mapping():
+            return {_visible(key): _visible(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_visible(part) for part in value]
+        case _:
+            return value
 
 
-def _without_theme(figure: ReportFigure) -> dict[str, Any]:
-    values: dict[str, Any] = figure.figure.to_plotly_json()
-    values["layout"].pop("template", None)
-    return values
+def _finalized(value: Any) -> Any:
+    """Return what a template prints: markup of ours as it is, of all other text what is seen."""
+    return value if isinstance(value, Markup) else units.visible(str(value))
 
 
 @cache
@@ -143,24 +125,22 @@ def _environment() -> Environment:
         loader=PackageLoader("reports"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_finalized,
         trim_blocks=True,
         lstrip_blocks=True,
     )
 
 
-def _template() -> Template:
-    return _environment().get_template("report.html.j2")
+@cache
+def _source(name: str) -> str:
+    """Return the text of a file that templates include as it is."""
+    source, _, _ = PackageLoader("reports").get_source(_environment(), name)
+    return source
 
 
 @cache
 def _plotly_script() -> str:
     return str(get_plotlyjs())
-
-
-@cache
-def _draw_script() -> str:
-    source, _, _ = PackageLoader("reports").get_source(_environment(), "draw.js")
-    return source
 
 
 @cache

@@ -72,6 +72,20 @@ class VerdictRow:
 
 
 @dataclass(frozen=True)
+class Tables:
+    """What the page lists."""
+
+    top: tuple[ConfigurationRow, ...]
+    classes: tuple[ClassRow, ...]
+    verdicts: tuple[VerdictRow, ...]
+
+
+def tables_of(snapshot: StudySnapshot) -> Tables:
+    """Return the tables of a study's trials."""
+    return Tables(top_configurations(snapshot), class_rows(snapshot), verdict_rows(snapshot))
+
+
+@dataclass(frozen=True)
 class FactRow:
     """A name and what it is, for the environment."""
 
@@ -144,6 +158,18 @@ def verdict_rows(snapshot: StudySnapshot) -> tuple[VerdictRow, ...]:
         for verdict in Verdict
         if counts[verdict]
     )
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """How a study was measured, on what and with what."""
+
+    facts: tuple[FactRow, ...]
+
+
+def environment_of(snapshot: StudySnapshot) -> Surroundings:
+    """Return how a study was measured."""
+    return Surroundings(environment_rows(snapshot))
 
 
 def environment_rows(snapshot: StudySnapshot) -> tuple[FactRow, ...]:

@@ -6,6 +6,8 @@ Knows nothing of studies or of where the words go; what is unknown or not finite
 from __future__ import annotations
 
 import math
+import re
+import unicodedata
 from typing import Any
 
 from search_spaces.config import TrialConfig
@@ -14,6 +16,30 @@ from search_spaces.knobs import CAPACITY_KEYS, KNOBS, SIZE_KEYS
 
 DASH = "–"
 MIB = 2**20
+
+
+_BEYOND_ASCII = re.compile("[^\\n\\t -~]")
+_UNSEEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_UNSEEN_LETTERS = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0")
+
+
+def visible(text: str) -> str:
+    """Return text in which nothing works unseen: ``\\u202e`` is written out for that character.
+
+    So are control and format characters: what reverses the order of reading, what has no width,
+    separators of lines and paragraphs, and halves of surrogate pairs. Line feeds and tabs stay.
+    """
+    return _BEYOND_ASCII.sub(lambda found: _seen(found[0]), text)
+
+
+def _seen(character: str) -> str:
+    is_unseen = unicodedata.category(character) in _UNSEEN_CATEGORIES
+    if not is_unseen and character not in _UNSEEN_LETTERS:
+        return character
+    code = ord(character)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def is_known(value: float | None) -> bool:
@@ -57,6 +83,20 @@ def rate_interval(ends: tuple[float, float] | None) -> str:
 def count(value: int | None) -> str:
     """Return a count with thousands separators: ``13,631,488``."""
     return DASH if value is None else f"{value:,}"
+
+
+def usd(dollars: float | None) -> str:
+    """Return dollars: ``$1.10``, and with three digits where they are few: ``$0.000114``."""
+    if dollars is None or not is_known(dollars):
+        return DASH
+    if dollars >= 1 or dollars <= 0:
+        return f"${dollars:,.2f}"
+    return f"${dollars:.{2 - math.floor(math.log10(dollars))}f}"
+
+
+def usd_interval(ends: tuple[float, float] | None) -> str:
+    """Return the ends of an interval of dollars: ``$0.0953–0.286``."""
+    return DASH if ends is None else f"{usd(ends[0])}–{usd(ends[1]).removeprefix('$')}"
 
 
 def percent(share: float | None) -> str:

@@ -184,6 +184,10 @@ class StudySnapshot:
     """Of the study, which another one of the same name has not."""
     target_speeds: Mapping[int, TargetSpeed] = field(default_factory=dict)
     """What is predicted of the target card where another stood in, by trial number."""
+    job_tokens: float | None = None
+    """Tokens of the training that a report is asked to price; None where nobody said."""
+    derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was worked out of it by whoever reads it, so that it is worked out once."""
 
     def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
         """Return how fast a measured trial is on the target card: as measured where that ran it.
@@ -232,9 +236,11 @@ class StudySummary:
     best_number: int | None
     """The best trial of the space that fits, by those; None where nothing fits yet."""
     best: Measurement | None
-    """What was measured of it."""
+    """What was measured of it, on whatever card ran it."""
     wall_seconds: float
     holder: str | None
     """Who drives it now (``host:pid``)."""
     is_confirmed: bool = False
     """Whether the best was measured again."""
+    speed: TargetSpeed | None = None
+    """Of the best on the target card; None where that is not known."""

@@ -231,13 +231,18 @@ def remove(
 @app.command(epilog=opt.examples("sweep report a10", "sweep report a10 -o a10.html"))
 def report(
     study: opt.StudyArgument,
+    tokens: opt.TokensOption = None,
+    dataset_samples: opt.DatasetOption = None,
+    epochs: opt.EpochsOption = None,
     output: opt.ReportOption = None,
     storage: opt.StorageOption = None,
 ) -> int:
-    """Write a study's report, one HTML file."""
+    """Write a study's report, one HTML file, with what your training costs."""
+    from reports.decision import Job
     from sweep.terminal import commands
 
-    return commands.report(study, storage=storage, output=_output(output))
+    job = Job(tokens=tokens, dataset_samples=dataset_samples, epochs=epochs)
+    return commands.report(study, job=job, storage=storage, output=_output(output))
 
 
 @app.command(
@@ -248,13 +253,16 @@ def report(
 def export(
     study: opt.StudyArgument,
     format: opt.FormatOption = "script",
+    trial: opt.TrialOption = None,
     output: opt.ExportOption = None,
     storage: opt.StorageOption = None,
 ) -> int:
-    """Write a study's winner as a recipe that runs."""
+    """Write a study's winner as a recipe that runs; or another trial, with --trial."""
     from sweep.terminal import commands
 
-    return commands.export(study, format=format, storage=storage, output=_output(output))
+    return commands.export(
+        study, format=format, trial=trial, storage=storage, output=_output(output)
+    )
 
 
 @app.command(epilog=opt.examples("sweep replay surface.jsonl --samplers guided,random --seeds 5"))

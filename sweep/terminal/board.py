@@ -184,9 +184,15 @@ class Board:
 
     @property
     def gain(self) -> Gain | None:
-        """The best's speed over the baseline's, where it can be stated."""
+        """The best's speed over the baseline's in its class, where it can be stated."""
         comparison = compare(self._ranking)
         return None if comparison is None else comparison.gain
+
+    @property
+    def reference(self) -> str:
+        """What that is over."""
+        best = self._ranking.winner
+        return "" if best is None else uncertainty.reference_of(self._ranking, best.config)
 
     @property
     def is_first(self) -> bool:

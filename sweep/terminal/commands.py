@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from reports import units
+from reports.decision import Job
 from reports.page import render, write_report
 from reports.summary import emulation_note
 from search_spaces.errors import EnvironmentFault, InputError
@@ -226,9 +227,9 @@ def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
     return DONE
 
 
-def report(study: str, *, storage: str | None, output: Path | None) -> int:
+def report(study: str, *, job: Job, storage: str | None, output: Path | None) -> int:
     """Print a study's report, or write it and print where it is."""
-    snapshot = read(study, url=storage_url(storage))
+    snapshot = job.priced(read(study, url=storage_url(storage)))
     if output is not None and str(output) == STDOUT:
         say(render(snapshot))
         return DONE
@@ -238,10 +239,12 @@ def report(study: str, *, storage: str | None, output: Path | None) -> int:
     return DONE
 
 
-def export(study: str, *, format: str, storage: str | None, output: Path | None) -> int:
-    """Print a study's winner as a recipe, or write it and print where it is."""
+def export(
+    study: str, *, format: str, trial: int | None, storage: str | None, output: Path | None
+) -> int:
+    """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
     snapshot = read(study, url=storage_url(storage))
-    text = formats.export(snapshot, format=format)
+    text = formats.export(snapshot, format=format, number=trial)
     if output is None or str(output) == STDOUT:
         say(text.removesuffix("\n"))
     else:

@@ -50,7 +50,7 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
     if study is None:
         if watch:
             raise InputError("--watch follows one study: name it")
-        summaries = list_studies(url, runs_directory())
+        summaries = list_studies(url, runs_directory(), completed=with_target_speeds)
         if as_json:
             return _as_json({"studies": [_study_line(summary) for summary in summaries]})
         say(studies_text(summaries, width=width_of(sys.stdout)))

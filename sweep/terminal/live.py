@@ -142,7 +142,10 @@ def confirming_line(event: ConfirmationStarted) -> str:
         return "the search has ended: measuring its winner again"
     listed = ", ".join(map(str, event.numbers))
     noun = "trials" if len(event.numbers) > 1 else "trial"
-    return f"the search has ended: measuring {noun} {listed} again, in turns in a fresh worker"
+    recipe = f" beside {uncertainty.at_capacity(event.recipe)}" if event.recipe else ""
+    return (
+        f"the search has ended: measuring {noun} {listed} again{recipe}, in turns in a fresh worker"
+    )
 
 
 def trial_line(board: Board, event: TrialFinished) -> str:
@@ -165,6 +168,8 @@ def _again_line(board: Board, record: TrialRecord) -> str:
     soak = None if record.measurement is None else record.measurement.soak
     what = "soak of trial" if record.purpose == "soak" else "again trial"
     steps = f" ({soak.steps} steps in {units.duration(soak.seconds)})" if soak else ""
+    if record.confirms is None:
+        return f"{uncertainty.at_capacity(record.config)}: {ended}"
     return f"{what} {record.confirms}{steps}: {ended}"
 
 
@@ -237,7 +242,9 @@ def _best(board: Board) -> str:
     if best is None:
         return "nothing fits yet"
     budget_bytes = board.definition.target.budget_bytes
-    gain = "" if board.gain is None else f", {uncertainty.factor(board.gain)} the baseline"
+    gain = ""
+    if board.gain is not None:
+        gain = f", {uncertainty.factor(board.gain)} {board.reference}"
     ended = outcome_line(best, budget_bytes=budget_bytes)
     return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"
 
@@ -252,7 +259,9 @@ def now_line(board: Board) -> str:
     errand, config = board.current.errand, board.current.config
     what = {
         "search": f"trial {board.current.number}",
-        "confirm": f"trial {errand.confirms} again",
+        "confirm": uncertainty.at_capacity(config)
+        if errand.confirms is None
+        else f"trial {errand.confirms} again",
         "soak": f"trial {errand.confirms}, soak",
     }[errand.purpose]
     return f"{what}, {_phase(board)}, {seconds}: {board.describe(config)}"

@@ -194,6 +194,9 @@ BudgetOption = Annotated[
 FormatOption = Annotated[
     str, typer.Option("--format", help="script, json, axolotl, llama-factory, trl or surface.")
 ]
+TrialOption = Annotated[
+    int | None, typer.Option("--trial", help="Number of another trial than the winner.")
+]
 ReportOption = Annotated[
     str | None,
     typer.Option(

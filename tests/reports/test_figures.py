@@ -10,12 +10,12 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
+from reports.figures.all import figures_of
 from reports.figures.pareto import FAR_BEYOND_BUDGET, memory_position_gib, pareto_figure
 from reports.figures.settings import VALUES_SHOWN, effects_of, settings_figure
 from reports.figures.sizes import cells_of, sizes_figure
 from reports.figures.style import MARKS, hover
 from reports.figures.timeline import fastest_so_far, spans_of, timeline_figure
-from reports.page import all_figures
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage import ranking
@@ -375,10 +375,10 @@ def test_a_value_at_which_nothing_fitted_keeps_its_row_and_says_so() -> None:
 def test_any_study_can_be_drawn_without_a_number_that_is_not_finite(
     records: Sequence[TrialRecord],
 ) -> None:
-    for figure in all_figures(snapshot(records)):
+    for figure in figures_of(snapshot(records)).figures:
         numbers = [
             value
-            for trace in figure.figure.data
+            for trace in figure.drawing.data
             for values in (trace.x, trace.y)
             for value in values
             if isinstance(value, float)
@@ -387,7 +387,7 @@ def test_any_study_can_be_drawn_without_a_number_that_is_not_finite(
 
 
 def test_an_empty_study_has_no_figures() -> None:
-    assert all_figures(snapshot()) == ()
+    assert figures_of(snapshot()).figures == ()
 
 
 def test_little_memory_has_an_axis_in_mib() -> None:

@@ -82,13 +82,13 @@ def test_hostile_text_adds_no_element_and_no_attribute() -> None:
 
 def test_hostile_text_cannot_end_the_script_that_holds_it_and_comes_back_as_it_was() -> None:
     page = Page(render(hostile_study()))
-    data, plotly, draw = page.scripts
+    data, plotly, *own = page.scripts
     assert "<" not in data
     assert ">" not in data
     names = json.loads(data)["figures"]
     assert set(names) == {"throughput", "shapes", "timeline", "effects"}
     assert len(plotly) > 1_000_000
-    assert "Plotly.react" in draw
+    assert any("Plotly.react" in script for script in own)
 
 
 def test_hostile_text_is_no_markup_to_plotly_either() -> None:
@@ -113,7 +113,7 @@ def test_the_policy_of_the_page_allows_its_own_scripts_alone_and_no_connection()
         if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
     ]
     assert "default-src 'none'" in policy
-    assert policy.count("'sha256-") == 2
+    assert policy.count("'sha256-") == len(Page(render(plausible_study())).scripts) - 1
     assert "connect-src" not in policy
     assert "script-src 'unsafe" not in policy
 
@@ -134,13 +134,12 @@ def test_the_answer_comes_first() -> None:
     for said in (
         "trial 1",
         "micro-batch 10, no checkpointing",
-        "16,800 tokens/s",
+        "measured on NVIDIA H200: 16,800",
         "2.1x",
         "confirmed (2 runs)",
-        "interval 2.07–2.13x",
-        "20.00 GiB",
-        "93 % of the 21.50 GiB budget of a10",
-        "the fit is real, the speed is that of NVIDIA H200",
+        "2.07–2.13x",
+        "20.00 GiB of 21.50 GiB, 1.50 GiB left",
+        "the fit is real; where it says measured, the speed is that of NVIDIA H200",
     ):
         assert said in opening
     assert '"micro_batch_size": 10' in text
@@ -228,7 +227,7 @@ def test_a_report_is_written_where_no_directory_is_and_replaces_the_one_before(
     path = tmp_path / "runs" / "demo" / "report.html"
     write_report(snapshot(), path)
     write_report(snapshot([fits(0, 8_000.0)], name="ünï\ud800"), path)
-    assert "ünï?" in path.read_text(encoding="utf-8")
+    assert r"ünï\ud800" in path.read_text(encoding="utf-8")
     assert [entry.name for entry in path.parent.iterdir()] == ["report.html"]
 
 

@@ -1,9 +1,7 @@
 "use strict";
 // Draws every figure of the page, in the reader's colours and for the width at hand.
 (() => {
-  const source = document.getElementById("figure-data");
-  if (!source) return;
-  const { figures, themes } = JSON.parse(source.textContent);
+  const { figures, themes, resolveTrace } = report;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const narrow = matchMedia("(max-width: 640px)");
   const configNow = () => ({
@@ -24,7 +22,7 @@
   };
   const draw = () => {
     for (const [id, { data, layout }] of Object.entries(figures)) {
-      Plotly.react(id, data, layoutFor(layout), configNow());
+      Plotly.react(id, data.map(resolveTrace), layoutFor(layout), configNow());
     }
   };
 

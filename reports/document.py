@@ -1,0 +1,185 @@
+"""Owns the page's data: every trial of a study once, as JSON that figures and tables refer to.
+
+Pure: a study's snapshot in, plain values out. A trial's keys are the columns that a figure may name
+(``"@peak_allocated_gib"``); what is not known of it is left out. Numbers have six digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from reports import uncertainty, units
+from reports.outcomes import VERDICT_LABELS, reason
+from search_spaces.gpus import GIB
+from storage.definition import StudySnapshot
+from storage.ranking import Ranking, is_sound, rank_study
+from storage.records import Measurement, TrialRecord, need_of
+
+COLUMNS: Mapping[str, str] = {
+    "tokens_per_second": "measured tokens/s",
+    "target_tokens_per_second": "tokens/s on the target",
+    "peak_allocated_gib": "peak allocated memory (GiB)",
+    "usd_per_million_tokens": "dollars per million tokens",
+    "trainable_parameters": "trainable parameters",
+    "final_loss": "final loss",
+}
+"""What a trial may be compared by, and what each is called."""
+
+
+def document_of(snapshot: StudySnapshot) -> dict[str, Any]:
+    """Return what the page knows of a study: its trials by number, and what their columns mean."""
+    ranking = rank_study(snapshot)
+    names = class_names(snapshot, ranking)
+    return {
+        "study": snapshot.name,
+        "gpu": snapshot.definition.target.gpu,
+        "measured_on": snapshot.definition.target.emulated_on,
+        "budget_gib": _rounded(snapshot.definition.target.budget_bytes / GIB),
+        "recipe": snapshot.definition.space.baseline_config().model_dump(mode="json"),
+        "columns": dict(COLUMNS),
+        "classes": sorted(set(names.values())),
+        "verdicts": {str(verdict): label for verdict, label in VERDICT_LABELS.items()},
+        "named": named_trials(ranking),
+        "trials": [
+            _trial(record, snapshot, ranking, names)
+            for record in effective_records(ranking, snapshot)
+        ],
+    }
+
+
+def effective_records(ranking: Ranking, snapshot: StudySnapshot) -> tuple[TrialRecord, ...]:
+    """Return every trial of the search in the order of the page, as the ranking takes it.
+
+    What was measured again has the speed of those runs.
+    """
+    known = {record.number: record for record in ranking.records}
+    return tuple(known.get(record.number, record) for record in snapshot.records)
+
+
+def named_trials(ranking: Ranking) -> dict[str, list[int]]:
+    """Return the numbers of the trials that the page speaks of by name."""
+    winner, baseline = ranking.winner, ranking.baseline
+    return {
+        "winner": [] if winner is None else [winner.number],
+        "baseline": [] if baseline is None else [baseline.number],
+        "tied with the winner": list(ranking.tied),
+        "on the front": [record.number for record in ranking.front],
+        "fastest of its class": [best.number for best in ranking.fastest_by_class],
+    }
+
+
+def class_names(snapshot: StudySnapshot, ranking: Ranking) -> dict[int, str]:
+    """Return each trial's capacity class in words: ``rank 16 on q,k,v,o``.
+
+    Trials of one class have one name, however their configurations spell the layers.
+    """
+    first: dict[Any, str] = {}
+    return {
+        r.number: first.setdefault(
+            ranking.capacity_class(r.config), units.visible(uncertainty.capacity(r.config))
+        )
+        for r in snapshot.records
+    }
+
+
+def _trial(
+    record: TrialRecord, snapshot: StudySnapshot, ranking: Ranking, names: Mapping[int, str]
+) -> dict[str, Any]:
+    space, budget_bytes = snapshot.definition.space, snapshot.definition.target.budget_bytes
+    baseline = space.baseline_config()
+    why = reason(record, budget_bytes=budget_bytes)
+    error = getattr(record.outcome, "detail", "")
+    known = {
+        "number": record.number,
+        "verdict": str(record.verdict),
+        "class": names[record.number],
+        "config": record.config.changes_from(baseline),
+        "changes": units.changes(record.config, baseline=baseline),
+        "reason": why or None,
+        "error": error if error and error != why else None,
+        "is_measured_again": ranking.is_measured_again(record) or None,
+        "started_at": record.started_at,
+        "wall_seconds": record.wall_seconds,
+        "device_seconds": record.device_seconds,
+        **_need(record, budget_bytes),
+        **_prediction(record),
+    }
+    measured = record.measurement
+    if measured is not None and is_sound(measured):
+        known |= _measured(measured, snapshot) | _target(record, snapshot)
+    return _plain(known)
+
+
+def _measured(measured: Measurement, snapshot: StudySnapshot) -> dict[str, Any]:
+    low, high = measured.speed_interval or (None, None)
+    reserved = measured.peak_reserved_bytes
+    is_real = snapshot.definition.space.weights == "pretrained"
+    return {
+        "tokens_per_second": measured.tokens_per_second,
+        "tokens_per_second_low": low,
+        "tokens_per_second_high": high,
+        "step_seconds": measured.step_seconds,
+        "peak_allocated_gib": measured.peak_allocated_bytes / GIB,
+        "peak_reserved_gib": None if reserved is None else reserved / GIB,
+        "trainable_parameters": measured.trainable_parameters,
+        # Of random weights a loss says nothing about quality.
+        "final_loss": measured.final_loss if is_real else None,
+        "doubts": uncertainty.doubts(measured) or None,
+        "flags": list(measured.flags) or None,
+    }
+
+
+def _target(record: TrialRecord, snapshot: StudySnapshot) -> dict[str, Any]:
+    speed = snapshot.target_speed(record)
+    if speed is None:
+        return {}
+    return {
+        "target_tokens_per_second": speed.tokens_per_second,
+        "target_low": speed.low,
+        "target_high": speed.high,
+        "target_basis": speed.basis,
+        "usd_per_million_tokens": snapshot.usd_per_million_tokens(record),
+    }
+
+
+def _need(record: TrialRecord, budget_bytes: int) -> dict[str, Any]:
+    need = need_of(record, budget_bytes=budget_bytes)
+    if need is None:
+        return {}
+    return {
+        "need_gib": need.allocated_bytes / GIB,
+        "need_is_lower_bound": need.is_lower_bound,
+        "need_is_predicted": need.is_predicted,
+    }
+
+
+def _prediction(record: TrialRecord) -> dict[str, Any]:
+    known = record.prediction
+    if known is None:
+        return {}
+    return {
+        "predicted_peak_gib": known.peak_allocated_bytes / GIB,
+        "predicted_tokens_per_second": known.tokens_per_second,
+    }
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known, numbers with six digits; what is not finite is not known."""
+    rounded = ((key, _rounded(value)) for key, value in values.items())
+    return {key: value for key, value in rounded if value is not None}
+
+
+def _rounded(value: Any) -> Any:
+    match value:
+        case bool() | int() | str() | None:
+            return value
+        case float():
+            return float(f"{value:.6g}") if math.isfinite(value) else None
+        case Mapping():
+            return {key: _rounded(part) for key, part in value.items()}
+        case Iterable():
+            return [_rounded(part) for part in value]
+        case _:
+            return str(value)

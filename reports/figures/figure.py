@@ -1,0 +1,75 @@
+"""Owns what a figure of the page is: its words, its drawing, and the table that says the same.
+
+A drawing is plotly's JSON. Where its marks are trials it refers to them instead of repeating them:
+a trace with ``rows`` (indices of the page's trials) may have ``"@column"`` in the place of any
+array, which stands for that column of those trials. The page resolves it in `figures.js`, an image
+by `resolved`. Knows nothing of studies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+
+@dataclass(frozen=True)
+class DataTable:
+    """What a figure shows, in text."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class PageFigure:
+    """A figure with its words, and the table behind it for those who do not see it."""
+
+    id: str
+    """Identifier of its element on the page, and its name for `sweep report --figure`."""
+    title: str
+    caption: str
+    drawing: go.Figure | Mapping[str, Any]
+    """A plotly figure, or ``{"data": [...], "layout": {...}}`` that refers to trials."""
+    table: DataTable | None = None
+    """None where its marks are the trials, which the page's own table has."""
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Data and layout as plain values, without a theme: the page and the image have theirs."""
+        drawing: Any = self.drawing
+        values = drawing.to_plotly_json() if isinstance(drawing, go.Figure) else dict(drawing)
+        layout = {key: part for key, part in values["layout"].items() if key != "template"}
+        return {"data": list(values["data"]), "layout": layout}
+
+
+def resolved(
+    drawing: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]
+) -> dict[str, list[Any] | dict[str, Any]]:
+    """Return a drawing with every reference to ``trials`` replaced by their values.
+
+    What a trial has no value of is None. ``rows`` is left out: plotly knows nothing of it.
+    """
+    return {
+        "data": [_trace(trace, trials) for trace in drawing["data"]],
+        "layout": dict(drawing["layout"]),
+    }
+
+
+def _trace(trace: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if "rows" not in trace:
+        return dict(trace)
+    chosen = [trials[row] for row in trace["rows"]]
+    return {key: _value(part, chosen) for key, part in trace.items() if key != "rows"}
+
+
+def _value(part: Any, chosen: Sequence[Mapping[str, Any]]) -> Any:
+    match part:
+        case str() if part.startswith("@"):
+            return [trial.get(part[1:]) for trial in chosen]
+        case Mapping():
+            return {key: _value(inner, chosen) for key, inner in part.items()}
+        case _:
+            return part
