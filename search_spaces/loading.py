@@ -64,6 +64,11 @@ def _is_path(text: str, path: Path) -> bool:
     )
 
 
+def preset_texts() -> dict[str, str]:
+    """Return the YAML of every shipped preset, by name."""
+    return _presets()
+
+
 def shipped_presets() -> list[SearchSpace]:
     """Return the shipped presets by name."""
     return [load_space(name) for name in sorted(_presets())]

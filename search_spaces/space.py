@@ -54,10 +54,13 @@ class StepBudget(Strict):
     """How long one trial trains: warm-up until steady, then steps until the interval is narrow."""
 
     warmup_min: StrictInt = Field(default=2, ge=1)
+    """Fewest steps that are not measured."""
     warmup_max: StrictInt = Field(default=6, ge=1)
+    """Most of them, where they do not become steady sooner."""
     measured_min: StrictInt = Field(default=6, ge=2)
     """Six is the fewest steps whose order statistics bound a median at 95 %."""
     measured_max: StrictInt = Field(default=30, ge=2)
+    """Most steps that are measured."""
     seconds_max: Number = Field(default=30.0, gt=0)
     """Measured steps stop after this long, once the fewest are there."""
     relative_interval: Number = Field(default=0.02, gt=0)
@@ -94,21 +97,27 @@ class SearchSpace(Strict):
     name: Annotated[str, AfterValidator(_name)]
     """Names the study and its directory too, so it is letters, digits, ``.``, ``_`` and ``-``."""
     description: str = ""
+    """One line for the list of presets."""
     gpu: str = "auto"
     model: str = DEFAULT_MODEL
     weights: Weights = "random"
+    """Speed and memory do not depend on them; pretrained loads the real ones."""
     budget_gib: Number | None = Field(default=None, gt=0, le=100_000)
     """Budget of a device that the catalogue lacks (the CPU), or a tighter one than the card's."""
     objectives: tuple[Objective, ...] = Field(default=("tokens_per_second",), min_length=1)
+    """What is searched for; of several the best compromises are shown."""
     sampler: SamplerName = "guided"
+    """What is tried next: guided weighs what is predicted and measured of the whole space."""
     trials: StrictInt = Field(default=40, ge=1, le=1_000_000)
     """At most so many; a guided search ends sooner where it knows."""
     time_budget_seconds: Number | None = Field(default=None, gt=0)
+    """After which a run stops; the same command goes on."""
     max_dollars: Number | None = Field(default=None, gt=0)
     """What all runs of the study may cost, at the price of the card it is for."""
     stop_below_gain: Number = Field(default=0.01, ge=0, lt=1)
     """A guided search ends where no further trial is expected to gain this share; 0 goes on."""
     seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)
+    """Of the sampler, the weights and the tokens."""
     steps: StepBudget = StepBudget()
     confirm: ConfirmBudget | None = ConfirmBudget()
     """None where the winner is not to be measured again."""

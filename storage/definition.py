@@ -140,6 +140,8 @@ class RunningTrial:
     config: TrialConfig | None
     started_at: str | None
     purpose: Purpose = "search"
+    confirms: int | None = None
+    """Number of the trial that it measures again."""
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,16 @@ class StudySnapshot:
     """Why the search ended last, and what it was not able to rule out; None where it has not."""
     offer: Offer | None = None
     """At what the target card can be rented; None where no price is known."""
+    identity: str = ""
+    """Of the study, which another one of the same name has not."""
     target_speeds: Mapping[int, TargetSpeed] = field(default_factory=dict)
     """What is predicted of the target card where another stood in, by trial number."""
     job_tokens: float | None = None
     """Tokens of the training that a report is asked to price; None where nobody said."""
     memory_parts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """Bytes of each part of a trial's peak by prediction, by number, where that is at hand."""
+    derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was worked out of it by whoever reads it, so that it is worked out once."""
 
     def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
         """Return how fast a measured trial is on the target card: as measured where that ran it.

@@ -127,6 +127,8 @@ def _attributes(record: TrialRecord, budget_bytes: int) -> dict[str, Any]:
     shown: dict[str, Any] = {RECORD: record.to_json(), VERDICT: str(record.verdict)}
     if record.purpose != "search":
         shown["confirms"] = record.confirms
+    if record.carried is not None:
+        shown["carried_from"] = f"{record.carried.study} #{record.carried.number}"
     need = need_of(record, budget_bytes=budget_bytes)
     if record.measurement is not None:
         shown["tokens_per_second"] = round(record.measurement.tokens_per_second, 1)

@@ -345,8 +345,12 @@ def rank(
 
 
 def rank_study(snapshot: StudySnapshot) -> Ranking:
-    """Return the order of a study's trials as it stands."""
-    return rank(snapshot.records, snapshot.definition, snapshot.confirmations)
+    """Return the order of a study's trials as it stands, the same value each time."""
+    known: Ranking | None = snapshot.derived.get("ranking")
+    if known is None:
+        known = rank(snapshot.records, snapshot.definition, snapshot.confirmations)
+        snapshot.derived["ranking"] = known
+    return known
 
 
 def rankable(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:

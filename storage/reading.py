@@ -48,11 +48,23 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
     database = parse_url(url)
     with _reading(database) as storage:
         attributes = _attributes(storage)
-        if name not in attributes:
-            raise InputError(f"no study '{name}' in {database}{did_you_mean(name, attributes)}")
+        _require(name, attributes, database)
         trials = _trials(storage, name)
         holder = lease_for(database, name).holder()
     return _snapshot(name, attributes[name], trials, holder, home)
+
+
+def count_trials(name: str, *, url: str) -> int:
+    """Return how many trials a study has, whichever version wrote it. Raises as `read_study`."""
+    database = parse_url(url)
+    with _reading(database) as storage:
+        _require(name, _attributes(storage), database)
+        return len(_trials(storage, name))
+
+
+def _require(name: str, known: Mapping[str, Any], database: DatabaseUrl) -> None:
+    if name not in known:
+        raise InputError(f"no study '{name}' in {database}{did_you_mean(name, known)}")
 
 
 def list_studies(
@@ -138,17 +150,20 @@ def _snapshot(
         running=tuple(map(_running, running)),
         wall_seconds=float(attributes.get(WALL_SECONDS, 0.0)),
         ended=attributes.get(ENDED),
+        identity=str(attributes.get(IDENTITY, "")),
         holder=None if holder is None else holder.who,
         warnings=(*_former_objective(attributes), *_version_changes(runs), *untold),
     )
 
 
 def _running(trial: FrozenTrial) -> RunningTrial:
+    errand = mapping.errand_of(trial)
     return RunningTrial(
         trial.number,
         mapping.config_of(trial),
         trial.user_attrs.get(mapping.STARTED_AT),
-        mapping.errand_of(trial).purpose,
+        errand.purpose,
+        errand.confirms,
     )
 
 
@@ -183,18 +198,23 @@ def _version_changes(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Say which driver or library changed from one run of the study to the next."""
     changes = []
     for number, (old, new) in enumerate(pairwise(runs), start=2):
-        before, after = _versions(old), _versions(new)
-        changed = [
-            f"{key} {before.get(key)} -> {after.get(key)}"
-            for key in after
-            if before.get(key) != after[key]
-        ]
+        changed = changed_versions(old, new)
         if changed:
             changes.append(
                 f"run {number} changed {', '.join(changed)}; "
                 "its trials may not compare with earlier ones"
             )
     return tuple(changes)
+
+
+def changed_versions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return each driver or library that differs between two runs: ``torch 2.10 -> 2.11``."""
+    before, after = _versions(old), _versions(new)
+    return [
+        f"{key} {before.get(key)} -> {after.get(key)}"
+        for key in after
+        if before.get(key) != after[key]
+    ]
 
 
 def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:

@@ -276,6 +276,17 @@ class Errand(_Frozen):
 SEARCH = Errand()
 
 
+class Carried(_Frozen):
+    """Where a trial was measured that another study took over."""
+
+    study: str
+    """Name of the study that ran it."""
+    identity: str
+    """Of that study, whatever is called so today."""
+    number: int
+    """What it was called there."""
+
+
 class TrialRecord(Errand):
     """One trial as storage keeps it."""
 
@@ -292,6 +303,8 @@ class TrialRecord(Errand):
     device_seconds: float = 0.0
     """Time the worker spent on it."""
     prediction: PredictionRecord | None = None
+    carried: Carried | None = None
+    """Where it was measured, if not by this study: then none of its time is this study's."""
 
     @property
     def verdict(self) -> Verdict:

@@ -97,7 +97,15 @@ def open_study(
             identity = patiently(note, patience=patience)
             spool = Spool(home / name / "spool.jsonl", identity)
             opened = OpenStudy(
-                study, definition, was_resumed, storage, database, lease, spool, patience
+                study,
+                definition,
+                was_resumed,
+                environment,
+                storage,
+                database,
+                lease,
+                spool,
+                patience,
             )
         undo.pop_all()
     return opened
@@ -158,6 +166,8 @@ class OpenStudy:
     study: optuna.Study
     definition: StudyDefinition
     was_resumed: bool
+    environment: Mapping[str, Any]
+    """Fingerprint of this run."""
     _storage: RDBStorage
     _url: DatabaseUrl
     _lease: Lease
@@ -236,6 +246,47 @@ class OpenStudy:
             return self.ask({}, params={})
         finally:
             self.study.sampler = sampler
+
+    def carry(
+        self,
+        record: TrialRecord,
+        *,
+        params: Mapping[str, Any],
+        distributions: Mapping[str, BaseDistribution],
+    ) -> None:
+        """Store a trial that another study ran, in one transaction: all of it is there or nothing.
+
+        It gets the next number; nothing of it is spooled, as the other study still has it.
+
+        Args:
+            record: says where it was measured.
+            params: of the trial, where this study's space has them.
+            distributions: of those.
+        """
+        self._hold()
+        number = len(self._patiently(lambda: self.study.get_trials(deepcopy=False)))
+        numbered = record.model_copy(update={"number": number})
+        result = mapping.to_optuna(
+            numbered,
+            objectives=self.definition.space.objectives,
+            budget_bytes=self.definition.target.budget_bytes,
+        )
+        frozen = optuna.trial.create_trial(
+            state=result.state,
+            values=result.values,
+            params=dict(params),
+            distributions=dict(distributions),
+            user_attrs={
+                mapping.STARTED_AT: numbered.started_at,
+                mapping.CONFIG: numbered.config.model_dump(mode="json"),
+                **result.attributes,
+            },
+            constraints={mapping.CONSTRAINT: result.violation},
+        )
+        # Not tried again where the database is away: a transaction may have gone through unheard.
+        with faults(self._url):
+            self.study.add_trial(frozen)
+        self._records[number] = numbered
 
     def begin(
         self, trial: Trial, config: TrialConfig, started_at: str, *, errand: Errand = SEARCH

@@ -21,7 +21,13 @@ import typer
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
 from sweep.paths import crash_log_directory, runs_directory, storage_url
 from sweep.terminal import options as opt
-from sweep.terminal.console import STDOUT, ReaderGoneError, note, prepare_streams
+from sweep.terminal.console import (
+    STDOUT,
+    ReaderGoneError,
+    announce_if_slow,
+    note,
+    prepare_streams,
+)
 from sweep.terminal.knob_options import add_knobs, takes_knobs
 
 if TYPE_CHECKING:
@@ -33,7 +39,6 @@ STEPS_WITHOUT_END = 1_000_000
 app = typer.Typer(
     name="sweep",
     help="Name a GPU, get the fastest QLoRA configuration that fits it, and proof.",
-    add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -50,7 +55,14 @@ def front_door(version: opt.VersionOption = False) -> int:
     return 0
 
 
-@app.command()
+@app.command(
+    epilog=opt.examples(
+        "sweep run a10",
+        "sweep run cpu-demo --trials 3 --no-confirm",
+        "sweep run a10 --rank 64 --target-modules all-linear",
+        "sweep run wider.yaml --from a10",
+    )
+)
 @takes_knobs
 def run(
     space: opt.SpaceArgument,
@@ -63,6 +75,7 @@ def run(
     max_dollars: opt.MaxDollarsOption = None,
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
+    carried: opt.CarriedOption = None,
     no_confirm: opt.NoConfirmOption = False,
     soak: opt.SoakOption = None,
     as_json: opt.JsonOption = False,
@@ -73,6 +86,7 @@ def run(
 
     Options of a configuration are held fixed and the rest of the space is searched.
     """
+    announce_if_slow("Loading libraries and looking at the card ...")
     from sweep.terminal import commands
 
     if no_confirm and soak is not None:
@@ -93,6 +107,7 @@ def run(
         held=configuration,
         study=study,
         storage=storage,
+        carried=carried,
         as_json=as_json,
     )
 
@@ -113,7 +128,7 @@ def _soak(typed: str | None) -> dict[str, float] | None:
     return None if seconds is None else {"soak_seconds": seconds, "soak_steps": STEPS_WITHOUT_END}
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep plan a10", "sweep plan --gpu a10 --gpu l4 --rank 64"))
 @takes_knobs
 def plan(
     space: opt.SpaceOrCardArgument = None,
@@ -165,15 +180,22 @@ def _read_study(name: str, storage: str | None) -> StudySnapshot:
     return read_study(name, url=storage_url(storage), home=runs_directory())
 
 
-@app.command()
-def status(study: opt.AnyStudyArgument = None, storage: opt.StorageOption = None) -> int:
+@app.command(
+    epilog=opt.examples("sweep status", "sweep status a10 --watch", "sweep status a10 --json")
+)
+def status(
+    study: opt.AnyStudyArgument = None,
+    watch: opt.WatchOption = False,
+    storage: opt.StorageOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
     """Show what ran, what is running, and the best so far."""
-    from sweep.terminal import commands
+    from sweep.terminal import listings
 
-    return commands.status(study, storage=storage)
+    return listings.status(study, storage=storage, as_json=as_json, watch=watch)
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep confirm a10 --soak 10m"))
 def confirm(
     study: opt.StudyArgument,
     soak: opt.SoakOption = None,
@@ -186,7 +208,7 @@ def confirm(
     return commands.confirm(study, typed=_soak(soak) or {}, storage=storage, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep best a10", "sweep best a10 --json"))
 def best(
     study: opt.StudyArgument, storage: opt.StorageOption = None, as_json: opt.JsonOption = False
 ) -> int:
@@ -196,7 +218,17 @@ def best(
     return commands.best(study, storage=storage, as_json=as_json)
 
 
-@app.command()
+@app.command("rm", epilog=opt.examples("sweep rm a10", "sweep rm a10 --yes"))
+def remove(
+    study: opt.StudyArgument, yes: opt.YesOption = False, storage: opt.StorageOption = None
+) -> int:
+    """Remove a study with its trials, report and logs."""
+    from sweep.terminal import commands
+
+    return commands.remove(study, storage=storage, is_sure=yes)
+
+
+@app.command(epilog=opt.examples("sweep report a10", "sweep report a10 -o a10.html"))
 def report(
     studies: opt.StudiesArgument = None,
     plans: opt.PlanFilesOption = None,
@@ -224,7 +256,11 @@ def report(
     )
 
 
-@app.command()
+@app.command(
+    epilog=opt.examples(
+        "sweep export a10 --format script", "sweep export a10 --format json -o winner.json"
+    )
+)
 def export(
     study: opt.StudyArgument,
     format: opt.FormatOption = "script",
@@ -240,7 +276,7 @@ def export(
     )
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep replay surface.jsonl --samplers guided,random --seeds 5"))
 def replay(
     surface: opt.SurfaceArgument,
     samplers: opt.SamplersOption = None,
@@ -272,31 +308,64 @@ def _output(typed: str | None) -> Path | None:
     return path
 
 
-@app.command()
-def presets() -> int:
+@app.command(epilog=opt.examples("sweep presets"))
+def presets(as_json: opt.JsonOption = False) -> int:
     """List the shipped search spaces."""
-    from sweep.terminal import commands
+    from sweep.terminal import listings
 
-    return commands.presets()
+    return listings.presets(as_json=as_json)
 
 
-@app.command()
-def gpus() -> int:
+@app.command(epilog=opt.examples("sweep gpus --json"))
+def gpus(as_json: opt.JsonOption = False) -> int:
     """List the cards of the catalogue."""
-    from sweep.terminal import commands
+    from sweep.terminal import listings
 
-    return commands.gpus()
+    return listings.gpus(as_json=as_json)
 
 
-@app.command()
-def models() -> int:
+@app.command(epilog=opt.examples("sweep models"))
+def models(as_json: opt.JsonOption = False) -> int:
     """List the shipped architectures."""
-    from sweep.terminal import commands
+    from sweep.terminal import listings
 
-    return commands.models()
+    return listings.models(as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=opt.examples("sweep schema"))
+def schema() -> int:
+    """Print the JSON Schema of a space file, for editors."""
+    from sweep.terminal import spaces
+
+    return spaces.schema()
+
+
+@app.command(epilog=opt.examples("sweep init --gpu l4 --model tinyllama-1.1b -o mine.yaml"))
+def init(
+    gpu: opt.GpuOption = None, model: opt.ModelOption = None, output: opt.SpaceFileOption = None
+) -> int:
+    """Write a commented search space to start from."""
+    from sweep.terminal import spaces
+
+    return spaces.init(gpu=gpu, model=model, output=_output(output))
+
+
+@app.command(
+    epilog=opt.examples("sweep dashboard a10", "sweep dashboard a10 --port 8090 --no-browser")
+)
+def dashboard(
+    study: opt.StudyArgument,
+    port: opt.PortOption = 8080,
+    no_browser: opt.NoBrowserOption = False,
+    storage: opt.StorageOption = None,
+) -> int:
+    """Show a study in Optuna's dashboard, on this machine alone."""
+    from sweep.terminal import dashboard as command
+
+    return command.dashboard(study, storage=storage, port=port, is_opened=not no_browser)
+
+
+@app.command(epilog=opt.examples("sweep doctor"))
 def doctor() -> int:
     """Check this machine, and say what to do."""
     from sweep.terminal import commands
@@ -309,11 +378,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
     for command in (run, plan):
-        if typed[:1] == [command.__name__]:
+        if (typed or _being_completed())[:1] == [command.__name__]:
             from search_spaces.knobs import KNOBS
 
             add_knobs(command, KNOBS)
     return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
+
+
+def _being_completed() -> list[str]:
+    """Return the words behind ``sweep`` that a shell asks to complete."""
+    variables = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
+    asked = next((os.environ[name] for name in variables if name in os.environ), "")
+    return asked.split()[1:]
 
 
 def guarded(command: Callable[[], int | None]) -> int:

@@ -21,6 +21,7 @@ _SHARING = (
     "tests/search_spaces/test_real_architectures.py",
     "tests/sweep/predict/",
     "tests/test_wheel.py",
+    "tests/sweep/test_examples.py",
 )
 """Tests under one of these share what takes seconds to make: one worker runs them all."""
 

@@ -39,6 +39,16 @@ class SpaceTraced:
 
 
 @dataclass(frozen=True)
+class GainForeseen:
+    """What the sampler expects of the next trial. Said before it is chosen, if it can tell."""
+
+    gain: float
+    """Relative to the best so far; infinite where nothing fits yet."""
+    open: int
+    """Configurations that could still be better, with a probability worth naming."""
+
+
+@dataclass(frozen=True)
 class TrialStarted:
     """A configuration is about to be checked and, if it passes, run."""
 
@@ -83,6 +93,12 @@ class StudyFinished:
 
 
 Event = (
-    SpaceTraced | TrialStarted | TrialProgress | TrialFinished | ConfirmationStarted | StudyFinished
+    SpaceTraced
+    | GainForeseen
+    | TrialStarted
+    | TrialProgress
+    | TrialFinished
+    | ConfirmationStarted
+    | StudyFinished
 )
 Listener = Callable[[Event], None]

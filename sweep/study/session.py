@@ -27,8 +27,9 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import violation
 from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.validation import validate
-from storage.definition import StudyDefinition, Target
+from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
+from storage.reading import changed_versions
 from storage.recovery import next_number
 from storage.study import NAME_BYTES_MAX, NAME_MAX, OpenStudy, open_study
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
@@ -39,7 +40,8 @@ from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
-from sweep.study.events import Listener, SpaceTraced, StopReason
+from sweep.study.carrying import carry_over, refuse_incomparable
+from sweep.study.events import GainForeseen, Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.stopping import Stopping, price_of
@@ -246,6 +248,7 @@ def drive(
     storage: str,
     watch: Watch,
     warn: Callable[[str], None],
+    carried: StudySnapshot | None = None,
     new_runner: Callable[[Prepared], Runner] = supervised_runner,
     work: Work = tune,
 ) -> StopReason:
@@ -256,17 +259,21 @@ def drive(
         storage: URL of the database.
         watch: shows the study while it runs.
         warn: told of what works less well than it could.
+        carried: a study whose trials are taken over where they hold.
         new_runner: what runs the trials.
         work: what is done with the study once it is open: the search, or measuring again alone.
 
     Raises:
-        InputError: the storage's study of that name is about something else.
+        InputError: the storage's study of that name is about something else, or another study's
+            trials cannot be compared with this one's.
         EnvironmentFault: database, device or disk is not to be had.
     """
     quiet_optuna()
     preflight = _preflight(prepared, warn=warn)
     space, sampler = prepared.space, _sampler(prepared.space, preflight)
-    study = _opened(prepared, storage, sampler)
+    study = _opened(prepared, storage, sampler, carried)
+    if carried is not None:
+        _take_over(study, carried, is_valid=preflight.is_valid, warn=warn)
     runner = new_runner(prepared)
     interruption = Interruption(cancel=runner.cancel)
     try:
@@ -282,7 +289,7 @@ def drive(
                 stopping=Stopping(
                     space,
                     usd_per_hour=price_of(space, gpu=prepared.target.gpu),
-                    outlook=partial(_outlook, sampler, study),
+                    outlook=partial(_outlook, sampler, study, listener),
                     fastest_of=partial(_fastest_of, sampler, study),
                 ),
                 on_event=listener,
@@ -325,11 +332,16 @@ def _look_ahead(
             sampler.prepare()
 
 
-def _outlook(sampler: BaseSampler, study: OpenStudy, besides: int | None) -> Outlook | None:
-    """Return what is still to be gained; None from a sampler that cannot tell."""
+def _outlook(
+    sampler: BaseSampler, study: OpenStudy, listener: Listener, besides: int | None
+) -> Outlook | None:
+    """Return what is still to be gained, and say it; None from a sampler that cannot tell."""
     if not isinstance(sampler, GuidedSampler):
         return None
-    return sampler.outlook(study.study, besides=besides)
+    outlook = sampler.outlook(study.study, besides=besides)
+    if besides is None:
+        listener(GainForeseen(outlook.gain, outlook.open))
+    return outlook
 
 
 def _fastest_of(
@@ -345,7 +357,34 @@ def _sampler(space: SearchSpace, preflight: Preflight) -> BaseSampler:
     return make_sampler(space.sampler, space, seed=space.seed, preflight=preflight)
 
 
-def _opened(prepared: Prepared, storage: str, sampler: BaseSampler) -> OpenStudy:
+def _take_over(
+    study: OpenStudy,
+    carried: StudySnapshot,
+    *,
+    is_valid: Callable[[TrialConfig], bool],
+    warn: Callable[[str], None],
+) -> None:
+    """Take over another study's trials, and warn of what makes them differ from this one's."""
+    try:
+        taken = carry_over(study, carried, is_valid=is_valid)
+    except BaseException:
+        study.close()
+        raise
+    if not taken.all:
+        warn(f"no trial of study '{carried.name}' holds in this space: none is carried over")
+    changed = changed_versions(carried.environment, study.environment)
+    if taken.new and changed:
+        warn(
+            f"trials of '{carried.name}' were measured before {', '.join(changed)}; they may not "
+            "compare with this study's"
+        )
+
+
+def _opened(
+    prepared: Prepared, storage: str, sampler: BaseSampler, carried: StudySnapshot | None
+) -> OpenStudy:
+    if carried is not None:
+        refuse_incomparable(carried, prepared.definition)
     return open_study(
         prepared.name,
         url=storage,

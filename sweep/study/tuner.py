@@ -115,13 +115,14 @@ def confirm_anew(
 def trials_spent(records: Iterable[TrialRecord], *, since: int = 0) -> int:
     """Return how many of a study's trials are spent: all but those that are tried again.
 
-    A configuration that failed as often as it may counts once.
+    A configuration that failed as often as it may counts once. What another study ran is none of
+    its trials.
 
     Args:
         records: of one study.
         since: number of the first trial of this run, which tries anew what failed in earlier ones.
     """
-    known = tuple(records)
+    known = tuple(record for record in records if record.carried is None)
     concluded = {record.config for record in known if record.verdict not in RETRYABLE}
     failed = {record.config for record in known} - concluded
     final = sum(record.verdict not in RETRYABLE for record in known)

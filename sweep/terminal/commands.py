@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,43 +23,39 @@ from reports.page import render, render_comparison, write_page, write_report
 from reports.summary import emulation_note
 from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import gpu_catalogue
-from search_spaces.linears import parameters
-from search_spaces.loading import shipped_presets
-from search_spaces.models import ModelSpec, shipped_models
-from search_spaces.prices import load_prices
+from search_spaces.models import ModelSpec
 from storage.best import best_document
-from storage.definition import StudySnapshot
-from storage.reading import list_studies, read_study
+from storage.definition import StudyDefinition, StudySnapshot
+from storage.reading import count_trials, read_study
+from storage.records import TrialRecord
 from storage.recovery import next_number
+from storage.removal import remove_study
 from storage.study import OpenStudy
 from storage.urls import redact
 from sweep.export import formats
 from sweep.paths import (
     cache_directory,
     comparison_path,
-    own_price_file,
     report_path,
     runs_directory,
     storage_url,
 )
 from sweep.planning.memory_parts import with_memory_parts
-from sweep.planning.target_speed import with_target_speeds
 from sweep.running.device_info import read_card
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.session import Prepared, drive, prepare, prepare_again
 from sweep.study.tuner import confirm_anew, trials_spent
-from sweep.terminal.console import STDOUT, note, say, table
+from sweep.terminal.board import Board, fixed_words, search_words
+from sweep.terminal.console import STDOUT, announce_if_slow, confirmed, folded, note, say, width_of
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.live import Board, watching
+from sweep.terminal.listings import read
+from sweep.terminal.live import watching
 from sweep.terminal.summary import (
     best_text,
     has_fit,
+    last_screen,
     not_ruled_out,
-    status_text,
-    studies_text,
-    study_summary,
     why_invalid,
 )
 
@@ -81,13 +76,29 @@ def run(
     held: Mapping[str, Any],
     study: str | None,
     storage: str | None,
+    carried: str | None,
     as_json: bool,
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
     prepared = prepare(space, overrides=overrides, held=held, study=study, card=read_card)
     url = storage_url(storage)
-    reason = drive(prepared, storage=url, watch=_watch, warn=lambda text: note(f"warning: {text}"))
+    reason = drive(
+        prepared,
+        storage=url,
+        watch=_watch,
+        warn=lambda text: note(f"warning: {text}"),
+        carried=None if carried is None else _source(carried, of=prepared.name, url=url),
+    )
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
+
+
+def _source(carried: str, *, of: str, url: str) -> StudySnapshot:
+    """Return the study that trials are taken over from."""
+    if carried == of:
+        raise InputError(
+            f"--from {carried}: that is the study itself; name the new one with --study"
+        )
+    return read_study(carried, url=url, home=runs_directory())
 
 
 def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_json: bool) -> int:
@@ -110,15 +121,17 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
     url = storage_url(storage)
     if reason in _REASONS:
         note(_REASONS[reason])
-    snapshot = _read(prepared.name, url=url)
+    snapshot = _read_for_report(prepared.name, url=url)
     if reason is not StopReason.INTERRUPTED and (left := not_ruled_out(snapshot)) is not None:
-        note(left)
+        note(folded(left, width_of(sys.stderr)))
+    announce_if_slow("Writing the report ...")
     report, fault = _write_report(snapshot, report_path(prepared.name))
     if as_json:
         say(json.dumps(best_document(snapshot)))
     else:
         option = f" --storage {shlex.quote(redact(storage))}" if storage else ""
-        say(study_summary(snapshot, report=report, storage_option=option))
+        width = width_of(sys.stdout)
+        say(last_screen(snapshot, report=report, storage_option=option, width=width))
     if fault is not None:
         raise fault
     if reason is StopReason.INTERRUPTED:
@@ -133,17 +146,9 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
     return DONE if has_fit(snapshot) else NOTHING_FITS
 
 
-def _read(study: str, *, url: str) -> StudySnapshot:
-    """Return a study, with its speeds on the target card and that card's cheapest offer."""
-    stored = with_target_speeds(read_study(study, url=url, home=runs_directory()))
-    snapshot = with_memory_parts(stored, cache_dir=cache_directory() / "memory")
-    try:
-        offers = load_prices(own_price_file()).get(snapshot.definition.target.gpu)
-    except InputError as error:
-        # What was measured is worth showing without its price.
-        note(f"warning: no cost is shown: {error}")
-        return snapshot
-    return replace(snapshot, offer=offers[0]) if offers else snapshot
+def _read_for_report(study: str, *, url: str) -> StudySnapshot:
+    """Return a study with its prices and speeds, and the parts of its trials' memory at hand."""
+    return with_memory_parts(read(study, url=url), cache_dir=cache_directory() / "memory")
 
 
 def _write_report(
@@ -162,14 +167,15 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
     """Say what begins or goes on, then show it on stderr."""
     definition, records = study.definition, study.records()
     total = definition.space.trials
+    width = width_of(sys.stderr)
+    most = "at most " if definition.space.sampler == "guided" else ""
     if study.was_resumed:
         done = trials_spent(records, since=next_number(records))
         note(f"Resuming study {study.study.study_name}: {_progress(done, total)}.")
     else:
-        note(f"Starting study {study.study.study_name}: {units.plural(total, 'trial')}.")
-    emulation = emulation_note(definition.target)
-    if emulation is not None:
-        note(emulation)
+        note(f"Starting study {study.study.study_name}: {most}{units.plural(total, 'trial')}.")
+    for line in (*_carried_words(records), *_opening(definition)):
+        note(folded(line, width))
     board = Board(
         name=study.study.study_name,
         definition=definition,
@@ -181,6 +187,25 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
         yield listener
 
 
+def _carried_words(records: Sequence[TrialRecord]) -> Iterator[str]:
+    known = [record.carried.study for record in records if record.carried is not None]
+    for name in dict.fromkeys(known):
+        count = units.plural(known.count(name), "trial")
+        yield f"Carried over from {name}: {count}, measured there and not run again."
+
+
+def _opening(definition: StudyDefinition) -> Iterator[str]:
+    """Yield what holds for every trial, so that the trials' lines need not say it."""
+    emulation = emulation_note(definition.target)
+    if emulation is not None:
+        yield emulation
+    fixed = fixed_words(definition.space)
+    baseline = definition.space.baseline_config()
+    yield f"Gains are over {search_words(baseline, space=definition.space)}."
+    if fixed:
+        yield f"The same in every other trial, and changed over the baseline: {fixed}."
+
+
 def _progress(done: int, total: int) -> str:
     """Return how many trials are done; an earlier run may have been asked for more than this."""
     verb = "is" if done == 1 else "are"
@@ -189,21 +214,33 @@ def _progress(done: int, total: int) -> str:
     return f"{done:,} of {units.plural(total, 'trial')} {verb} done"
 
 
-def status(study: str | None, *, storage: str | None) -> int:
-    """Print what ran, what is running and the best so far, of one study or of all."""
-    url = storage_url(storage)
-    if study is None:
-        say(studies_text(list_studies(url, runs_directory(), completed=with_target_speeds)))
-    else:
-        say(status_text(_read(study, url=url)))
-    return DONE
-
-
 def best(study: str, *, storage: str | None, as_json: bool) -> int:
     """Print the winner of a study."""
-    snapshot = _read(study, url=storage_url(storage))
-    say(json.dumps(best_document(snapshot)) if as_json else best_text(snapshot))
+    snapshot = read(study, url=storage_url(storage))
+    if as_json:
+        say(json.dumps(best_document(snapshot)))
+    else:
+        say(best_text(snapshot, width=width_of(sys.stdout)))
     return DONE if has_fit(snapshot) else NOTHING_FITS
+
+
+def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
+    """Remove a study and its files, and print what is gone; a person is asked first."""
+    url = storage_url(storage)
+    trials = units.plural(count_trials(study, url=url), "trial")
+    if not is_sure:
+        if not sys.stdin.isatty():
+            raise InputError(f"rm {study}: nobody is here to be asked: say --yes")
+        if not confirmed(f"Remove study '{study}' with {trials} and its files?"):
+            note("Nothing was removed.")
+            return DONE
+    removed = remove_study(study, url=url, home=runs_directory())
+    say(f"Removed study {study}: {trials}")
+    for path in removed.files:
+        say(f"Removed {path}")
+    for path in removed.left:
+        say(f"Left {path}, which is not sweep's")
+    return DONE
 
 
 def report(
@@ -215,7 +252,7 @@ def report(
     output: Path | None,
 ) -> int:
     """Print the report of a study, or of several cards, or write it and print where it is."""
-    snapshots = [_read(study, url=storage_url(storage)) for study in studies]
+    snapshots = [_read_for_report(study, url=storage_url(storage)) for study in studies]
     if len(studies) == 1 and not plans:
         return _put(render(job.priced(snapshots[0])), output or report_path(studies[0]))
     if job.tokens is not None:
@@ -263,7 +300,7 @@ def export(
     study: str, *, format: str, trial: int | None, storage: str | None, output: Path | None
 ) -> int:
     """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
-    snapshot = _read(study, url=storage_url(storage))
+    snapshot = read(study, url=storage_url(storage))
     text = formats.export(snapshot, format=format, number=trial)
     if output is None or str(output) == STDOUT:
         say(text.removesuffix("\n"))
@@ -279,64 +316,6 @@ def version() -> int:
         say(f"sweep {metadata.version('qlora-sweep')}")
     except metadata.PackageNotFoundError:
         say("sweep, run from a directory in which it is not installed")
-    return DONE
-
-
-def presets() -> int:
-    """Print the shipped search spaces."""
-    rows = [
-        (p.name, p.gpu, p.model, units.count(p.size()), p.description) for p in shipped_presets()
-    ]
-    say(table(("preset", "gpu", "model", "configurations", "what"), rows))
-    return DONE
-
-
-def gpus() -> int:
-    """Print the cards of the catalogue, and which of them is here."""
-    rows = [
-        (
-            spec.name,
-            spec.product,
-            units.gib(spec.memory_bytes),
-            units.gib(spec.budget_bytes),
-            f"{spec.bandwidth_bytes_per_second / 1e9:,.0f} GB/s",
-            f"{max(spec.peak_flops.values()) / 1e12:,.0f}",
-            f"{max(spec.matrix_flops.values()) / 1e12:,.0f}" if spec.matrix_flops else "-",
-            f"{spec.device_uncertainty:.0%}",
-        )
-        for spec in gpu_catalogue().values()
-    ]
-    header = (
-        "gpu",
-        "product",
-        "memory",
-        "for a training",
-        "bandwidth",
-        "peak TFLOP/s",
-        "measured",
-        "speed within",
-    )
-    say(table(header, rows))
-    card = read_card()
-    note("No NVIDIA GPU here." if card is None else f"Here: {card.product}.")
-    return DONE
-
-
-def models() -> int:
-    """Print the shipped architectures."""
-    rows = [
-        (
-            model.name,
-            f"{(parameters(model) or 0) / 1e6:,.0f} M",
-            units.count(model.hidden_layers),
-            units.count(model.hidden_size),
-            units.count(model.vocab_size),
-            units.count(model.max_positions or 0),
-        )
-        for model in shipped_models()
-    ]
-    say(table(("model", "parameters", "layers", "width", "vocabulary", "positions"), rows))
-    note("A directory with a config.json or a hub id (org/name) is a model as well.")
     return DONE
 
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
+import shutil
 import sys
+import textwrap
+import threading
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
@@ -16,6 +20,10 @@ from search_spaces.errors import EnvironmentFault
 
 STDOUT = "-"
 """Name of standard output, where a file is named."""
+_BELONGS_TOGETHER = re.compile(r"(?<=\d) (?=x \d|%|[GM]iB|tokens/s|s\b|min\b)|(?<=\d x) (?=\d)")
+"""A number and its unit are not parted at the end of a line."""
+_NARROWEST = 24
+"""Columns below which a cell is not folded."""
 
 
 class ReaderGoneError(Exception):
@@ -44,6 +52,7 @@ def say(text: str) -> None:
         ReaderGoneError: the pipe is closed. Nothing printed later will complain again.
         EnvironmentFault: stdout is a file, and its disk is full.
     """
+    _cancel_announced()
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -60,8 +69,36 @@ def _silence_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+_announced: list[threading.Timer] = []
+
+
+def announce_if_slow(text: str, *, seconds: float = 1.5) -> None:
+    """Print a message on stderr if nothing else is printed for so long."""
+    timer = threading.Timer(seconds, _note_now, [text])
+    timer.daemon = True
+    _announced.append(timer)
+    timer.start()
+
+
+def _cancel_announced() -> None:
+    while _announced:
+        _announced.pop().cancel()
+
+
+def confirmed(question: str) -> bool:
+    """Ask a person on the terminal; anything but yes is no."""
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 def note(text: str) -> None:
     """Print progress or a message on stderr; a closed stderr is nobody's fault."""
+    _cancel_announced()
+    _note_now(text)
+
+
+def _note_now(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
@@ -98,13 +135,86 @@ class Unfailing(io.TextIOBase):
         return self._stream.fileno()
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows under a header in aligned columns, the last one as long as it is."""
+class Synchronized(Unfailing):
+    """An unfailing stream whose every write reaches a terminal as one picture.
+
+    Synchronized output (DEC mode 2026) keeps a terminal from showing half of a redraw; those that
+    do not know it ignore it.
+    """
+
+    def write(self, text: str) -> int:
+        """Write what is shown at once."""
+        if "\x1b" in text and self.isatty():
+            super().write(f"\x1b[?2026h{text}\x1b[?2026l")
+        else:
+            super().write(text)
+        return len(text)
+
+
+def width_of(stream: TextIO) -> int | None:
+    """Return the columns of a terminal; None for a pipe or a file, where lines have no end."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def folded(text: str, width: int | None, *, indent: int = 0) -> str:
+    """Return text whose lines end within ``width`` columns, between words; None leaves it alone.
+
+    What goes on in a further line is indented by ``indent`` more than its first. Commands are left
+    as they are, to be copied.
+    """
+    if width is None:
+        return text
+    return "\n".join(_folded_line(line, width, indent) for line in text.splitlines())
+
+
+def _folded_line(line: str, width: int, indent: int) -> str:
+    start = len(line) - len(line.lstrip())
+    is_command = line.lstrip().startswith("sweep ")
+    if len(line) <= width or is_command:
+        return line
+    further = " " * min(start + indent, width // 2)
+    # Words that are longer than a line, paths say, are left whole, to be copied.
+    return textwrap.fill(
+        _BELONGS_TOGETHER.sub("\N{NO-BREAK SPACE}", line.strip()),
+        width,
+        initial_indent=line[:start],
+        subsequent_indent=further,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None) -> str:
+    """Return rows under a header in aligned columns.
+
+    Where they do not go into ``width`` columns the last one is folded, and where that would leave
+    it too narrow, each row is a paragraph of its own. None for no limit.
+    """
     lines = [tuple(header), *(tuple(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(_aligned(line, widths) for line in lines)
+    room = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    if width is None or room + widths[-1] <= width:
+        return "\n".join(_aligned(line, widths) for line in lines)
+    if width - room >= min(_NARROWEST, widths[-1]):
+        return "\n".join(_aligned_folded(line, widths, width - room) for line in lines)
+    return "\n".join(_paragraph(lines[0], row, width) for row in lines[1:])
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
     cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
     return "  ".join(cells).rstrip()
+
+
+def _aligned_folded(line: Sequence[str], widths: Sequence[int], last: int) -> str:
+    """Return a row whose last cell goes on below itself."""
+    first, *further = folded(line[-1], last).splitlines() or [""]
+    start = _aligned((*line[:-1], first), widths)
+    indent = " " * (sum(widths[:-1]) + 2 * (len(widths) - 1))
+    return "\n".join([start, *(f"{indent}{rest}" for rest in further)])
+
+
+def _paragraph(header: Sequence[str], row: Sequence[str], width: int) -> str:
+    """Return a row as its first cell, and below it each other with what it is."""
+    named = [f"{name.strip()} {cell}" for name, cell in zip(header[1:], row[1:], strict=True)]
+    indent = " " * (2 + len(row[0]) - len(row[0].lstrip()))
+    return f"{row[0]}\n" + folded(f"{indent}{', '.join(named)}", width)

@@ -1,14 +1,14 @@
-"""Owns a running study on stderr: what a person wants to see of it, gathered from the tuner's
-events, as a live panel on a terminal and as a line per trial elsewhere.
+"""Owns how a study is followed on stderr: a live panel on a terminal, lines elsewhere.
 
-Knows nothing of the tuner but its events.
+Neither is ever silent for long: what is being done is said with its seconds. Knows nothing of the
+tuner but its events.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TextIO, cast
 
@@ -20,132 +20,34 @@ from rich.text import Text
 
 from reports import uncertainty, units
 from reports.outcomes import outcome_line, verdict_words
-from search_spaces.config import TrialConfig
-from storage.definition import StudyDefinition
-from storage.gain import Gain, compare
-from storage.ranking import Ranking, rank
-from storage.records import TrialRecord
-from storage.recovery import next_number
+from storage.records import Phase, TrialRecord
 from sweep.planning.forecast import TRACED
-from sweep.running.runner import Progress
 from sweep.study.events import (
     ConfirmationStarted,
     Event,
     Listener,
     SpaceTraced,
-    StudyFinished,
     TrialFinished,
     TrialProgress,
     TrialStarted,
 )
-from sweep.study.tuner import trials_spent
-from sweep.terminal.console import Unfailing, note
+from sweep.terminal.board import Board
+from sweep.terminal.console import Synchronized, folded, note
 from sweep.terminal.working import progress_words
 
-_REFRESHES_PER_SECOND = 4
-_BAR_WIDTH = 40
+_BAR_WIDTH = 30
+_FIRST_SILENCE, _LONGEST_SILENCE = 5.0, 60.0
+"""Seconds without a line after which one says what is waited for; they double until a result."""
 STOPPING = "stopping after this trial; Ctrl-C again stops now, and the study can go on either way"
 
-
-@dataclass
-class Board:
-    """A study as it stands, kept up to date by `take`.
-
-    It is drawn several times a second, and ranked once a trial.
-    """
-
-    name: str
-    definition: StudyDefinition
-    records: list[TrialRecord]
-    """Finished trials of the search, those of earlier runs included."""
-    clock: Callable[[], float]
-    current: TrialStarted | None = None
-    progress: Progress | None = None
-    tracing: SpaceTraced | None = None
-    """How far tracing the space is, while it is traced."""
-    is_stopping: bool = False
-    confirmations: list[TrialRecord] = field(default_factory=list)
-    """Finished runs that measure winners again."""
-    confirming: ConfirmationStarted | None = None
-    """What is measured again, once the search has ended."""
-    _started_seconds: float = field(init=False)
-    _finished_here: int = field(default=0, init=False)
-    _since: int = field(init=False)
-    _ranking: Ranking = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._since = next_number(self.records)
-        self._started_seconds = self.clock()
-        self._ranking = rank(self.records, self.definition, self.confirmations)
-
-    def take(self, event: Event) -> None:
-        """Take in one event."""
-        match event:
-            case SpaceTraced():
-                self.tracing = event if event.done < event.of else None
-            case TrialStarted():
-                self.current, self.progress = event, None
-            case TrialProgress(progress=progress):
-                self.progress = progress
-            case TrialFinished(record=record):
-                is_searched = record.purpose == "search"
-                (self.records if is_searched else self.confirmations).append(record)
-                self._ranking = rank(self.records, self.definition, self.confirmations)
-                self._finished_here += is_searched
-                self.current = self.progress = None
-            case ConfirmationStarted():
-                self.confirming = event
-            case StudyFinished():
-                self.current = self.progress = None
-
-    @property
-    def best(self) -> TrialRecord | None:
-        """The best trial of the space that fits so far, by the study's objectives."""
-        return self._ranking.winner
-
-    @property
-    def gain(self) -> Gain | None:
-        """The best's speed over the baseline's in its class, where it can be stated."""
-        comparison = compare(self._ranking)
-        return None if comparison is None else comparison.gain
-
-    @property
-    def reference(self) -> str:
-        """What that is over."""
-        best = self._ranking.winner
-        return "" if best is None else uncertainty.reference_of(self._ranking, best.config)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no trial has finished in this run."""
-        return self._finished_here == 0
-
-    @property
-    def trials_done(self) -> int:
-        """Trials that count towards the study's total."""
-        return trials_spent(self.records, since=self._since)
-
-    @property
-    def elapsed_seconds(self) -> float:
-        """Seconds of this run."""
-        return self.clock() - self._started_seconds
-
-    @property
-    def remaining_seconds(self) -> float | None:
-        """Seconds left at the pace of this run, or of its time budget; None where unknown."""
-        if self.confirming is not None:
-            return None
-        limit = self.definition.space.time_budget_seconds
-        left = None if limit is None else max(0.0, limit - self.elapsed_seconds)
-        if self.is_first:
-            return left
-        trials_left = max(0, self.definition.space.trials - self.trials_done)
-        at_pace = trials_left * self.elapsed_seconds / self._finished_here
-        return at_pace if left is None else min(left, at_pace)
-
-    def describe(self, config: TrialConfig) -> str:
-        """Return what a configuration changes over the baseline."""
-        return units.changes(config, baseline=self.definition.space.baseline_config())
+_PHASES: dict[Phase, str] = {
+    "start": "starting the worker",
+    "build": "building the model",
+    "attach": "attaching the adapters",
+    "warmup": "warming up",
+    "measure": "measuring",
+    "detach": "cleaning up",
+}
 
 
 @contextmanager
@@ -157,44 +59,87 @@ def watching(
     Args:
         board: kept up to date with every event.
         is_stopping: whether somebody asked to stop.
-        stream: where to; a terminal gets the live panel.
+        stream: where to; a terminal that can be drawn on gets the live panel.
     """
-    if stream.isatty():
-        with _panel(board, is_stopping=is_stopping, stream=stream) as listener:
+    console = Console(file=cast(TextIO, Synchronized(stream)), highlight=False)
+    if console.is_terminal and not console.is_dumb_terminal:
+        with _panel(board, is_stopping=is_stopping, console=console) as listener:
             yield listener
-    else:
-        yield _plain(board, is_stopping=is_stopping)
+        return
+    lines = PlainLines(board, is_stopping=is_stopping)
+    with _every_second(lines.tick):
+        yield lines.listen
 
 
-def _plain(board: Board, *, is_stopping: Callable[[], bool]) -> Listener:
-    def listen(event: Event) -> None:
+@contextmanager
+def _every_second(action: Callable[[], None]) -> Iterator[None]:
+    """Do something each second beside what is in the ``with``, which may be busy for minutes."""
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.wait(1.0):
+            action()
+
+    thread = threading.Thread(target=go_on, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class PlainLines:
+    """A line for each thing that happened, and now and then one for what is waited for."""
+
+    def __init__(self, board: Board, *, is_stopping: Callable[[], bool]) -> None:
+        self._board = board
+        self._is_stopping = is_stopping
+        self._said_seconds = board.clock()
+        self._silence = _FIRST_SILENCE
+
+    def listen(self, event: Event) -> None:
+        """Take in an event, and say what is worth a line."""
+        board = self._board
+        line = _line_of(board, event)
         board.take(event)
-        if is_stopping() and not board.is_stopping:
+        if self._is_stopping() and not board.is_stopping:
             board.is_stopping = True
             note(STOPPING)
-        if isinstance(event, SpaceTraced) and _is_worth_a_line(event.done, event.of):
-            note(f"{_time()} {progress_words(TRACED, event.done, event.of)}")
-        if isinstance(event, ConfirmationStarted):
-            note(f"{_time()} {confirming_line(event)}")
-        if isinstance(event, TrialStarted) and board.is_first and board.confirming is None:
-            note(f"{_time()} trial {event.number} starts the worker and builds the model")
         if isinstance(event, TrialFinished):
-            note(f"{_time()} {trial_line(board, event)}")
+            line = trial_line(board, event)
+            self._silence = _FIRST_SILENCE
+        if line:
+            self._say(line)
 
-    return listen
+    def tick(self) -> None:
+        """Say what is being done where nothing was said for long."""
+        if self._board.clock() - self._said_seconds >= self._silence:
+            self._silence = min(2 * self._silence, _LONGEST_SILENCE)
+            self._say(f"... {now_line(self._board)}")
+
+    def _say(self, line: str) -> None:
+        self._said_seconds = self._board.clock()
+        note(f"{datetime.now():%H:%M:%S} {line}")
 
 
-def _is_worth_a_line(done: int, of: int) -> bool:
-    """Whether to say so where each time takes a line: at the start, and after each quarter."""
-    return 4 * done // of > 4 * (done - 1) // of
-
-
-def _time() -> str:
-    return f"{datetime.now():%H:%M:%S}"
+def _line_of(board: Board, event: Event) -> str:
+    """Return the line that an event is worth before it is taken in; empty for none."""
+    match event:
+        case SpaceTraced(done=done, of=of) if 4 * done // of > 4 * (done - 1) // of:
+            return progress_words(TRACED, done, of)
+        case ConfirmationStarted():
+            return confirming_line(event)
+        case TrialStarted() if board.is_first and board.is_driven_here and not board.confirming:
+            return f"trial {event.number} starts the worker and builds the model"
+        case _:
+            return ""
 
 
 def confirming_line(event: ConfirmationStarted) -> str:
     """Return what is measured again, in one line."""
+    if not event.numbers:
+        return "the search has ended: measuring its winner again"
     listed = ", ".join(map(str, event.numbers))
     noun = "trials" if len(event.numbers) > 1 else "trial"
     recipe = f" beside {uncertainty.at_capacity(event.recipe)}" if event.recipe else ""
@@ -204,14 +149,17 @@ def confirming_line(event: ConfirmationStarted) -> str:
 
 
 def trial_line(board: Board, event: TrialFinished) -> str:
-    """Return a finished trial in one line."""
+    """Return a finished trial in one line: how it ended, and what was searched of it."""
     record = event.record
     if record.purpose != "search":
         return _again_line(board, record)
     again = f", attempt {record.attempt}" if record.attempt > 1 else ""
     ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
     count = units.out_of(board.trials_done, board.definition.space.trials)
-    return f"trial {record.number}{again} ({count}): {ended}: {board.describe(record.config)}"
+    done = "" if board.may_end_sooner else f" ({count})"
+    is_best = board.best is not None and board.best.number == record.number
+    best = " (best so far)" if is_best and len(board.records) > 1 else ""
+    return f"trial {record.number}{again}{done}: {ended}{best}: {board.describe(record.config)}"
 
 
 def _again_line(board: Board, record: TrialRecord) -> str:
@@ -226,36 +174,38 @@ def _again_line(board: Board, record: TrialRecord) -> str:
 
 
 @contextmanager
-def _panel(board: Board, *, is_stopping: Callable[[], bool], stream: TextIO) -> Iterator[Listener]:
-    console = Console(file=cast(TextIO, Unfailing(stream)), highlight=False)
-
+def _panel(
+    board: Board, *, is_stopping: Callable[[], bool], console: Console
+) -> Iterator[Listener]:
     def render() -> RenderableType:
         board.is_stopping = is_stopping()
-        return panel(board)
+        return panel(board, width=console.width)
 
-    with Live(
-        get_renderable=render,
-        console=console,
-        refresh_per_second=_REFRESHES_PER_SECOND,
-        transient=True,
-    ):
+    def keep(line: str) -> None:
+        console.print(Text(folded(line, console.width - 1, indent=2)))
+
+    # Drawn when something happened and once a second: more is flicker and traffic over ssh.
+    live = Live(get_renderable=render, console=console, auto_refresh=False, transient=True)
+    with live, _every_second(live.refresh):
 
         def listen(event: Event) -> None:
             board.take(event)
             if isinstance(event, ConfirmationStarted):
-                console.print(Text(confirming_line(event)), soft_wrap=False, overflow="ellipsis")
+                keep(confirming_line(event))
             if isinstance(event, TrialFinished):
-                console.print(Text(trial_line(board, event)), soft_wrap=False, overflow="ellipsis")
+                keep(trial_line(board, event))
+            if not isinstance(event, TrialProgress):
+                live.refresh()
 
         yield listen
 
 
-def panel(board: Board) -> RenderableType:
+def panel(board: Board, *, width: int) -> RenderableType:
     """Return the live view of a study."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="ellipsis")
-    for label, content in _rows(board):
+    grid.add_column(overflow="fold")
+    for label, content in _rows(board, width=width):
         grid.add_row(label, content)
     lines: list[RenderableType] = [Text(_headline(board), style="bold"), grid]
     if board.is_stopping:
@@ -266,20 +216,25 @@ def panel(board: Board) -> RenderableType:
 def _headline(board: Board) -> str:
     target = board.definition.target
     on = f" (on {target.emulated_on})" if target.emulated_on else ""
-    left = board.remaining_seconds
-    return (
-        f"{board.name}: {target.gpu}{on}, {units.gib(target.budget_bytes)}; "
-        f"{units.out_of(board.trials_done, board.definition.space.trials)} trials; "
-        f"{units.duration(board.elapsed_seconds)} so far"
-        + ("" if left is None else f", about {units.duration(left)} left")
-    )
+    return f"{board.name}: {target.gpu}{on}, {units.gib(target.budget_bytes)}"
 
 
-def _rows(board: Board) -> Iterator[tuple[str, RenderableType]]:
+def _rows(board: Board, *, width: int) -> Iterator[tuple[str, RenderableType]]:
     yield "best", Text(_best(board))
-    yield "now", Text(_now(board))
-    yield "memory", _memory(board)
-    yield "trials", Text(verdict_words(board.records) or "none finished yet")
+    yield "now", Text(now_line(board))
+    if board.is_driven_here:
+        yield "memory", _memory(board, width=width)
+    yield "trials", Text(_trials(board))
+    yield "time", Text(time_line(board))
+
+
+def _trials(board: Board) -> str:
+    total = board.definition.space.trials
+    most = "at most " if board.may_end_sooner and board.trials_done <= total else ""
+    ended = verdict_words(board.records) or "none finished yet"
+    if board.trials_done > total:
+        return f"{units.out_of(board.trials_done, total)} trials: {ended}"
+    return f"{board.trials_done:,} of {most}{total:,} trials: {ended}"
 
 
 def _best(board: Board) -> str:
@@ -294,35 +249,80 @@ def _best(board: Board) -> str:
     return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"
 
 
-def _now(board: Board) -> str:
+def now_line(board: Board) -> str:
+    """Return what is being done, since when, and of what trial."""
+    seconds = f"{board.doing_seconds:,.0f} s"
     if board.tracing is not None:
-        return progress_words(TRACED, board.tracing.done, board.tracing.of)
+        return f"{progress_words(TRACED, board.tracing.done, board.tracing.of)}, {seconds}"
     if board.current is None:
-        return "choosing the next configuration"
-    number, config = board.current.number, board.current.config
-    phase = "checking" if board.progress is None else board.progress.phase
-    step = f" step {board.progress.step}" if board.progress and board.progress.step else ""
-    errand = board.current.errand
-    confirmed = (
-        uncertainty.at_capacity(config)
+        return f"choosing the next configuration, {seconds}"
+    errand, config = board.current.errand, board.current.config
+    what = {
+        "search": f"trial {board.current.number}",
+        "confirm": uncertainty.at_capacity(config)
         if errand.confirms is None
-        else f"trial {errand.confirms} again"
-    )
-    again = {
-        "search": f"trial {number}",
-        "confirm": confirmed,
+        else f"trial {errand.confirms} again",
         "soak": f"trial {errand.confirms}, soak",
     }[errand.purpose]
-    return f"{again}, {phase}{step}: {board.describe(config)}"
+    return f"{what}, {_phase(board)}, {seconds}: {board.describe(config)}"
 
 
-def _memory(board: Board) -> RenderableType:
+def _phase(board: Board) -> str:
+    if not board.is_driven_here:
+        return "running"
+    progress = board.progress
+    if progress is None:
+        is_fresh = board.is_first or (board.confirming is not None and not board.confirmations)
+        return "starting the worker" if is_fresh else "getting ready"
+    step = f" step {progress.step}" if progress.step else ""
+    return f"{_PHASES[progress.phase]}{step}"
+
+
+def time_line(board: Board) -> str:
+    """Return how long it took so far, and what is known of the time that is left."""
+    left, done = board.remaining, f"{units.duration(board.elapsed_seconds)} so far"
+    if board.confirming is not None:
+        return done if left.confirm_seconds is None else f"{done}, {_about(left.confirm_seconds)}"
+    then = (
+        ""
+        if left.confirm_seconds is None
+        else f", then some {roughly(left.confirm_seconds)} to measure the winner again"
+    )
+    if left.search_seconds is None:
+        return f"{done}{then}"
+    if not left.may_end_sooner:
+        return f"{done}, {_about(left.search_seconds)}{then}"
+    return f"{done}, at most some {roughly(left.search_seconds)} more{_sooner(board)}{then}"
+
+
+def _about(seconds: float) -> str:
+    return f"about {roughly(seconds)} left"
+
+
+def _sooner(board: Board) -> str:
+    """Return when a search ends that ends when it knows, and how near it is to that."""
+    least = board.definition.space.stop_below_gain
+    if board.foreseen is None or board.foreseen.gain == float("inf"):
+        return f": it ends once less than {least:.1%} is expected to be gained"
+    return f": {board.foreseen.gain:.1%} expected of the next trial, it ends below {least:.1%}"
+
+
+def roughly(seconds: float) -> str:
+    """Return a time that is not known to the second: ``25 s``, ``4 min``, ``1 h 10 min``."""
+    if seconds < 55:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _memory(board: Board, *, width: int) -> RenderableType:
     """Return the running trial's memory against the budget."""
     budget = board.definition.target.budget_bytes
     used = board.progress.allocated_bytes if board.progress else None
     row = Table.grid(padding=(0, 1))
+    bar = max(10, min(_BAR_WIDTH, width - 50))
     row.add_row(
-        ProgressBar(total=budget, completed=used or 0, width=_BAR_WIDTH),
+        ProgressBar(total=budget, completed=used or 0, width=bar),
         Text(f"{units.gib(used)} of {units.gib(budget)}"),
     )
     return row

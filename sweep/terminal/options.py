@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from search_spaces.errors import InputError
+from sweep.terminal import completion
 
 
 def _named(option: str) -> Callable[[str | None], str | None]:
@@ -24,17 +25,45 @@ def _named(option: str) -> Callable[[str | None], str | None]:
     return check
 
 
-SpaceArgument = Annotated[str, typer.Argument(metavar="SPACE", help="A preset or a YAML file.")]
-SpaceOrCardArgument = Annotated[
-    str | None, typer.Argument(metavar="SPACE", help="A preset, a YAML file or a card.")
+def examples(*commands: str) -> str:
+    """Return what ends a command's help: command lines that a test runs."""
+    # The first line keeps the help from being filled as a paragraph.
+    return "\n".join(["\b", "Examples:", *(f"  $ {command}" for command in commands)])
+
+
+SpaceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SPACE", help="A preset or a YAML file.", autocompletion=completion.presets
+    ),
 ]
-StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study.")]
+SpaceOrCardArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SPACE",
+        help="A preset, a YAML file or a card.",
+        autocompletion=completion.presets_and_gpus,
+    ),
+]
+StudyArgument = Annotated[
+    str,
+    typer.Argument(metavar="STUDY", help="Name of a study.", autocompletion=completion.studies),
+]
 StudiesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="STUDY...", help="One study for its report; several to compare."),
+    typer.Argument(
+        metavar="STUDY...",
+        help="One study for its report; several to compare.",
+        autocompletion=completion.studies,
+    ),
 ]
 AnyStudyArgument = Annotated[
-    str | None, typer.Argument(metavar="[STUDY]", help="One study; all of them without.")
+    str | None,
+    typer.Argument(
+        metavar="[STUDY]",
+        help="One study; all of them without.",
+        autocompletion=completion.studies,
+    ),
 ]
 
 VersionOption = Annotated[
@@ -47,10 +76,16 @@ StorageOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
 ]
+WatchOption = Annotated[
+    bool, typer.Option("--watch", help="Follow the study until nobody drives it any more.")
+]
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        "--model", help="Shipped architecture, directory or hub id.", callback=_named("--model")
+        "--model",
+        help="Shipped architecture, directory or hub id.",
+        callback=_named("--model"),
+        autocompletion=completion.models,
     ),
 ]
 
@@ -58,7 +93,11 @@ ModelOption = Annotated[
 
 GpuOption = Annotated[
     str | None,
-    typer.Option("--gpu", help="Card whose budget counts; auto is the one that is here."),
+    typer.Option(
+        "--gpu",
+        help="Card whose budget counts; auto is the one that is here.",
+        autocompletion=completion.run_gpus,
+    ),
 ]
 StudyNameOption = Annotated[
     str | None, typer.Option("--study", help="Name; the space's by default.")
@@ -77,6 +116,17 @@ SeedOption = Annotated[int | None, typer.Option("--seed", help="Of sampling, wei
 SamplerOption = Annotated[
     str | None, typer.Option("--sampler", help="guided, tpe, gp, random or grid.")
 ]
+CarriedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="STUDY",
+        help="Carry this study's trials over where they hold: they are not run again.",
+        autocompletion=completion.studies,
+        callback=_named("--from"),
+    ),
+]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 NoConfirmOption = Annotated[
     bool, typer.Option("--no-confirm", help="Do not measure the winner again after the search.")
 ]
@@ -87,7 +137,12 @@ SoakOption = Annotated[
 # Of a plan
 
 GpusOption = Annotated[
-    list[str] | None, typer.Option("--gpu", help="Card; name several to compare them.")
+    list[str] | None,
+    typer.Option(
+        "--gpu",
+        help="Card; name several to compare them.",
+        autocompletion=completion.gpus,
+    ),
 ]
 ExactOption = Annotated[
     bool,
@@ -110,7 +165,10 @@ PricesOption = Annotated[
     ),
 ]
 CalibrateOption = Annotated[
-    str | None, typer.Option("--study", help="Calibrate by this study's trials.")
+    str | None,
+    typer.Option(
+        "--study", help="Calibrate by this study's trials.", autocompletion=completion.studies
+    ),
 ]
 StepsOption = Annotated[int | None, typer.Option("--steps", help="Cost of so many steps; 1000.")]
 SamplesOption = Annotated[int | None, typer.Option("--samples", help="Cost of so many samples.")]
@@ -158,6 +216,18 @@ ReportOption = Annotated[
         "--output",
         help="runs/STUDY/report.html, or comparison.html; - is stdout.",
         callback=_named("--output"),
+    ),
+]
+PortOption = Annotated[
+    int, typer.Option("--port", min=0, max=65535, help="To listen on; 0 is any that is free.")
+]
+NoBrowserOption = Annotated[
+    bool, typer.Option("--no-browser", help="Print the address, and open nothing.")
+]
+SpaceFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "-o", "--output", help="A new file; - or nothing is stdout.", callback=_named("--output")
     ),
 ]
 ExportOption = Annotated[

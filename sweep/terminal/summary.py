@@ -5,46 +5,176 @@ Pure: a study's snapshot in, finished text out.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from reports import objectives, tables, uncertainty, units
 from reports.advice import advice_title, how_to_go_faster
-from reports.confirmation import confirmation_rows
+from reports.confirmation import (
+    confirmation_rows,
+    no_clear_winner,
+    status_words,
+)
 from reports.outcomes import verdict_words
 from reports.summary import emulation_note, summary_of
 from search_spaces.config import TrialConfig
+from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
+from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot, StudySummary
-from storage.ranking import rank_study
-from storage.records import Invalid, Measurement
-from sweep.terminal.console import table
+from storage.gain import compare
+from storage.ranking import Ranking, measured_of, rank_study
+from storage.records import Invalid, Measurement, TrialRecord
+from sweep.terminal.console import folded, table
 
+_REASONS_SHOWN = 3
 _CONFIGURATION_COLUMNS = ("trial", "tokens/s", "95 % interval", "peak", "budget", "configuration")
 
 
-def study_summary(
-    snapshot: StudySnapshot, *, report: Path | None = None, storage_option: str = ""
+def last_screen(
+    snapshot: StudySnapshot,
+    *,
+    report: Path | None = None,
+    storage_option: str = "",
+    width: int | None = None,
 ) -> str:
-    """Return the end of a run: the winner, the runners-up, how to go faster, what to type next.
+    """Return the end of a run, short enough to be pasted into a chat; `best_text` has all of it.
 
     Args:
         snapshot: the study.
         report: where its report was written.
         storage_option: what the next commands need to find the database again.
+        width: columns of the terminal; None for lines without end.
     """
-    summary = summary_of(snapshot)
-    sections = [_opening(snapshot), *_lines("", _winner(snapshot))]
-    sections += _section("Measured again", _measured_again(snapshot))
-    sections += _front(snapshot) or _section("Runners-up", _runners_up(snapshot))
-    sections += _section(advice_title(snapshot), _bullets(how_to_go_faster(snapshot)))
-    commands = [f"  {command}{storage_option}" for command in summary.commands]
+    ranking, summary = rank_study(snapshot), summary_of(snapshot)
+    winner = ranking.winner
+    if winner is None:
+        lines = [f"{_about(snapshot)}: {summary.sentence}", *_facts(_counted(snapshot), width)]
+        lines += _bullets(list(how_to_go_faster(snapshot))[:_REASONS_SHOWN])
+    else:
+        facts = _winner_facts(snapshot, ranking, winner)
+        lines = [_answer(snapshot, ranking), *_facts(facts, width)]
+    commands = [f"  {command}{storage_option}" for command in _next(snapshot, ranking)]
     if report is not None:
         commands.append(f"  report: {report}")
-    return "\n".join([*sections, *_section("Next", commands)])
+    return folded("\n".join([*lines, *_section("Next", commands)]), width, indent=2)
 
 
-def status_text(snapshot: StudySnapshot) -> str:
-    """Return what ran, what is running and the best so far."""
+def _about(snapshot: StudySnapshot) -> str:
+    target = snapshot.definition.target
+    return f"{snapshot.name} ({snapshot.definition.model['name']} on {target.gpu})"
+
+
+def _answer(snapshot: StudySnapshot, ranking: Ranking) -> str:
+    """Return the winner in words, or that there is none that is clear."""
+    if ranking.is_unclear:
+        return f"{_about(snapshot)}: {no_clear_winner(snapshot, ranking)}"
+    what = objectives.best(ranking.objectives)
+    return f"{_about(snapshot)}: {what[0].lower()}{what[1:]} is trial {_number(ranking.winner)}"
+
+
+def _number(record: TrialRecord | None) -> str:
+    return units.DASH if record is None else str(record.number)
+
+
+def _winner_facts(
+    snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord
+) -> Iterator[tuple[str, str]]:
+    """Yield what a person asks of a winner, in the order in which they do."""
+    target, measured = snapshot.definition.target, measured_of(winner)
+    yield "what", _in_words(winner, snapshot.definition.space)
+    yield "speed", _speed(snapshot, winner)
+    share = units.percent(measured.peak_allocated_bytes / target.budget_bytes)
+    peak = units.gib(measured.peak_allocated_bytes)
+    yield "memory", f"{peak} of {units.gib(target.budget_bytes)} ({share})"
+    yield "gain", _gain(ranking)
+    cost = snapshot.usd_per_million_tokens(winner)
+    if cost is not None and snapshot.offer is not None:
+        hour = f"{snapshot.offer.label} at ${snapshot.offer.usd_per_hour:.2f} an hour"
+        yield "cost", f"${cost:.3g} per million tokens ({hour}, {snapshot.offer.date})"
+    yield "sure", _sureness(snapshot, ranking)
+    yield from _counted(snapshot)
+
+
+def _in_words(winner: TrialRecord, space: SearchSpace) -> str:
+    """Return the size and the capacity of a configuration, and where else it is no baseline."""
+    changed = units.differing(winner.config, space.baseline_config())
+    rest = (units.phrase(k, v) for k, v in changed.items() if k not in SIZE_KEYS + CAPACITY_KEYS)
+    return ", ".join([units.size(winner.config), uncertainty.capacity(winner.config), *rest])
+
+
+def _speed(snapshot: StudySnapshot, winner: TrialRecord) -> str:
+    """Return the speed on the target card, and what was measured beside it where that is another.
+
+    Without a prediction of the target's, it is said that there is none.
+    """
+    target, measured = snapshot.definition.target, measured_of(winner)
+    own = f"{units.rate(measured.tokens_per_second)} tokens/s"
+    ends = measured.speed_interval
+    doubts = f", {uncertainty.doubts(measured)}" if measured.is_noisy else ""
+    within = f" ({units.rate_interval(ends)}{doubts})" if ends is not None or doubts else ""
+    if target.emulated_on is None:
+        return f"{own}{within}"
+    there = snapshot.target_speed(winner)
+    beside = f"measured on {target.emulated_on}: {own}{within}"
+    if there is None:
+        return f"{beside}; not known on {target.gpu}"
+    rate = f"{units.rate(there.tokens_per_second)} tokens/s"
+    ends = None if there.low is None or there.high is None else (there.low, there.high)
+    range_ = "" if ends is None else f", {units.rate_interval(ends)}"
+    return f"{rate} on {target.gpu} ({there.basis}{range_}); {beside}"
+
+
+def _gain(ranking: Ranking) -> str:
+    comparison, winner = compare(ranking), ranking.winner
+    if comparison is None or winner is None:
+        return "none stated: the baseline was not measured"
+    if comparison.gain is None:
+        why = uncertainty.why_no_gain(comparison, winner.config).partition("; ")[0]
+        return why.replace("no gain is stated", "none stated")
+    ends = uncertainty.factor_interval(comparison.gain)
+    over = uncertainty.reference_of(ranking, winner.config)
+    return f"{uncertainty.factor(comparison.gain)} {over} ({ends})"
+
+
+def _sureness(snapshot: StudySnapshot, ranking: Ranking) -> str:
+    known = status_words(ranking, study=snapshot.name, is_driven=snapshot.holder is not None)
+    measured = None if ranking.soak is None else ranking.soak.measurement
+    soak = None if measured is None else measured.soak
+    stood = f"; a soak of {units.plural(soak.steps, 'step')} stood" if soak else ""
+    ties = len(ranking.tied)
+    tie = f"; {units.plural(ties, 'other')} cannot be told from it" if ties else ""
+    return f"{known}{stood if ranking.is_confirmed else ''}{tie}"
+
+
+def _counted(snapshot: StudySnapshot) -> Iterator[tuple[str, str]]:
+    counted = verdict_words(snapshot.records)
+    carried = sum(record.carried is not None for record in snapshot.records)
+    over = f", {carried} of them carried over" if carried else ""
+    yield (
+        "trials",
+        f"{len(snapshot.records):,} in {units.duration(snapshot.wall_seconds)}{over}"
+        + (f": {counted}" if counted else ""),
+    )
+    for warning in snapshot.warnings:
+        yield "warning", warning
+
+
+def _facts(facts: Iterable[tuple[str, str]], width: int | None) -> Iterator[str]:
+    """Yield each with its name before it, the further lines of one below its first."""
+    return (folded(f"  {name:<7} {fact}", width, indent=8) for name, fact in facts)
+
+
+def _next(snapshot: StudySnapshot, ranking: Ranking) -> tuple[str, ...]:
+    name = shlex.quote(snapshot.name)
+    if ranking.winner is None:
+        return (f"sweep status {name}",)
+    again = () if ranking.is_confirmed else (f"sweep confirm {name}",)
+    return (*again, f"sweep best {name}", f"sweep export {name} --format script")
+
+
+def status_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
+    """Return what ran, what is running and the best so far, within so many columns."""
     lines = [_opening(snapshot)]
     if snapshot.holder is not None:
         lines.append(f"Driven by {snapshot.holder}.")
@@ -54,15 +184,17 @@ def status_text(snapshot: StudySnapshot) -> str:
         state = "running" if snapshot.holder is not None else "left unfinished; resuming retries it"
         doing = {"search": "", "confirm": ", measured again", "soak": ", a soak"}[trial.purpose]
         lines.append(f"Trial {trial.number} ({what}{doing}){since}: {state}.")
-    return "\n".join([*lines, *_lines("", _winner(snapshot))])
+    return folded("\n".join([*lines, *_lines("", _winner(snapshot))]), width, indent=2)
 
 
-def best_text(snapshot: StudySnapshot) -> str:
-    """Return the winner, the front, its whole configuration, and the fastest of each class."""
+def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
+    """Return all that is known of the best: the winner with its whole configuration, what was
+    measured again, runners-up or front, the fastest of each class, and how to go faster.
+    """
     summary = summary_of(snapshot)
     lines = [_opening(snapshot), *_lines("", _winner(snapshot))]
-    lines += _section("Measured again", _measured_again(snapshot))
-    lines += _front(snapshot)
+    lines += _section("Measured again", _measured_again(snapshot, width))
+    lines += _front(snapshot, width) or _section("Runners-up", _runners_up(snapshot, width))
     if summary.configuration:
         lines += _section("Configuration", [summary.configuration])
     classes = [
@@ -70,12 +202,14 @@ def best_text(snapshot: StudySnapshot) -> str:
         for row in tables.class_rows(snapshot)
     ]
     header = ("rank", "target modules", "length", "trial", "tokens/s")
-    lines += _section("Fastest of each capacity class", [table(header, classes)] if classes else [])
-    return "\n".join(lines)
+    shown = [table(header, classes, width=width)] if classes else []
+    lines += _section("Fastest of each capacity class", shown)
+    lines += _section(advice_title(snapshot), _bullets(how_to_go_faster(snapshot)))
+    return folded("\n".join(lines), width, indent=2)
 
 
-def studies_text(summaries: Sequence[StudySummary]) -> str:
-    """Return a table of studies."""
+def studies_text(summaries: Sequence[StudySummary], *, width: int | None = None) -> str:
+    """Return a table of studies, within so many columns."""
     rows = [
         (
             summary.name,
@@ -89,9 +223,8 @@ def studies_text(summaries: Sequence[StudySummary]) -> str:
         )
         for summary in summaries
     ]
-    return table(
-        ("study", "gpu", "model", "trials", "best", "ranked by", "time", "driven by"), rows
-    )
+    header = ("study", "gpu", "model", "trials", "best", "ranked by", "time", "driven by")
+    return table(header, rows, width=width)
 
 
 def has_fit(snapshot: StudySnapshot) -> bool:
@@ -175,7 +308,7 @@ def _winner(snapshot: StudySnapshot) -> Iterator[str]:
             yield f"  {fact.value} {fact.label} ({fact.detail})"
 
 
-def _measured_again(snapshot: StudySnapshot) -> list[str]:
+def _measured_again(snapshot: StudySnapshot, width: int | None) -> list[str]:
     rows = [
         (
             f"  {row.number}",
@@ -188,10 +321,10 @@ def _measured_again(snapshot: StudySnapshot) -> list[str]:
         for row in confirmation_rows(snapshot)
     ]
     header = ("  trial", "tokens/s of each run", "tokens/s", "95 % interval", "peak", "result")
-    return [table(header, rows)] if rows else []
+    return [table(header, rows, width=width)] if rows else []
 
 
-def _runners_up(snapshot: StudySnapshot) -> list[str]:
+def _runners_up(snapshot: StudySnapshot, width: int | None) -> list[str]:
     rows = [
         (
             f"  {row.number}",
@@ -204,10 +337,10 @@ def _runners_up(snapshot: StudySnapshot) -> list[str]:
         for row in tables.runners_up(snapshot)
     ]
     header = (f"  {_CONFIGURATION_COLUMNS[0]}", *_CONFIGURATION_COLUMNS[1:])
-    return [table(header, rows)] if rows else []
+    return [table(header, rows, width=width)] if rows else []
 
 
-def _front(snapshot: StudySnapshot) -> list[str]:
+def _front(snapshot: StudySnapshot, width: int | None) -> list[str]:
     """Return the trade-off of a study of several objectives, the knee first."""
     rows = [
         (f"  {row.number}", *row.values, row.interval, row.changes)
@@ -217,7 +350,8 @@ def _front(snapshot: StudySnapshot) -> list[str]:
         return []
     names = objectives.names(snapshot.definition.space.objectives)
     header = ("  trial", *tables.value_columns(snapshot), "95 % interval", "configuration")
-    return _section(f"The front of {names}, the knee first", [table(header, rows)])
+    shown = table(header, rows, width=width)
+    return _section(f"The front of {names}, the knee first", [shown])
 
 
 def _bullets(sentences: Iterable[str]) -> list[str]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
-from storage.ranking import Ranking, pareto_front, rank, verdict_counts
+from storage.definition import StudySnapshot
+from storage.ranking import Ranking, pareto_front, rank, rank_study, verdict_counts
 from storage.records import (
     Crashed,
     Diverged,
@@ -333,3 +335,24 @@ def test_more_trainable_parameters_are_worth_a_slower_step() -> None:
 def test_every_verdict_is_counted_zero_included() -> None:
     counts = verdict_counts([a_record(0, OOM), a_record(1), a_record(2)])
     assert counts == dict.fromkeys(map(str, Verdict), 0) | {"oom": 1, "fits": 2}
+
+
+def test_a_study_is_ranked_once_and_a_changed_one_anew() -> None:
+    study = StudySnapshot("study", a_definition(), {}, (a_record(0),))
+    assert rank_study(study) is rank_study(study)
+    grown = replace(study, records=(a_record(0), a_record(1, fits(2_000.0), batch=2)))
+    assert numbers(rank_study(grown).ranked) == [1, 0]
+    assert study == StudySnapshot("study", a_definition(), {}, (a_record(0),))
+
+
+def test_the_baseline_has_a_recipe_in_every_class_and_is_its_own() -> None:
+    base = classed(0, fits(100.0), lora_rank=16).model_copy(update={"is_baseline": True})
+    own = classed(1, fits(200.0), lora_rank=16, micro_batch_size=8)
+    space = {"dimensions": CLASSES}
+    assert ranked(base, own, **space).recipe == TrialConfig()
+    other = classed(2, fits(300.0), lora_rank=64, target_modules="qv")
+    ranking = ranked(base, own, other, **space)
+    assert ranking.recipe == TrialConfig(lora_rank=64, target_modules="qv")
+    assert ranking.reference_for(own.config) == base
+    assert ranking.reference_for(other.config) is None
+    assert ranked(**space).recipe is None

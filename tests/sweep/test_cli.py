@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -175,6 +176,59 @@ def test_the_report_is_written_where_it_is_expected_or_asked_for(
     assert str(asked) in capsys.readouterr().out
 
 
+def test_a_study_is_removed_once_somebody_said_so(
+    study: str, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert main(["rm", study]) == 2
+    assert "say --yes" in capsys.readouterr().err
+    for answer, is_there in (("\n", True), ("y\n", False)):
+        terminal = io.StringIO(answer)
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert main(["rm", study]) == 0
+        assert (home / "runs" / study).exists() is is_there
+    out, err = capsys.readouterr()
+    assert "Remove study 'study' with 12 trials and its files? [y/N]" in err
+    assert "Removed study study: 12 trials" in out
+    assert "spool.jsonl" in out
+    assert main(["rm", study, "--yes"]) == 2
+    assert "no study 'study'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["gpus", "models", "presets"])
+def test_a_list_as_json_is_one_document_with_what_the_table_says(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert main([command, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert [entry["name"] for entry in json.loads(out)[command]] == names
+
+
+def test_the_status_as_json_is_of_all_studies_or_of_one(
+    study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)["studies"]
+    assert main(["status", study, "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert line["study"] == one["study"] == study
+    assert line["trials"] == one["trials"]["total"] == 12
+    assert line["best"]["number"] == one["best"]["number"]
+    assert line["driven_by"] is one["driven_by"] is None
+    assert one["running"] == []
+
+
+def test_a_study_that_nobody_drives_is_watched_to_its_end(
+    study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", study, "--watch"]) == 0
+    assert "Study study: 12 trials" in capsys.readouterr().out
+
+
 def test_a_study_in_which_nothing_fits_ends_with_1(home: Path) -> None:
     preflight = Preflight(model=MODEL, budget_bytes=1, violation=lambda _: None)
     baseline = {"micro_batch_size": 32, "checkpoint_fraction": 0.0}
@@ -207,6 +261,10 @@ BAD_INPUT: list[Any] = [
     (["run"], "SPACE"),
     (["run", "cpu-demo", "--tirals", "3"], "--tirals"),
     (["best", "nope"], "no studies yet"),
+    (["rm", "nope", "--yes"], "no studies yet"),
+    (["status", "--watch"], "--watch follows one study"),
+    (["run", "cpu-demo", "--from", "nope"], "no studies yet"),
+    (["run", "cpu-demo", "--from", "cpu-demo"], "that is the study itself"),
     (["stauts"], "stauts"),
 ]
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from storage.records import Errand, OutOfMemory
+from storage.records import Errand, Measured, OutOfMemory
 from sweep.running.runner import Progress
 from sweep.study.events import (
     ConfirmationStarted,
@@ -17,9 +17,12 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
-from sweep.terminal.live import STOPPING, panel, watching
+from sweep.terminal.board import Board
+from sweep.terminal.live import STOPPING, PlainLines, panel, watching
 from tests.storage.builders import confirmed
-from tests.sweep.terminal.test_progress import a_board, finished
+from tests.sweep.simulated_device import a_measurement, a_record
+from tests.sweep.terminal.screen import Screen
+from tests.sweep.terminal.test_progress import Clock, a_board, finished
 
 STARTED = TrialStarted(number=1, config=TrialConfig(), is_baseline=False, attempt=1)
 PROGRESS = TrialProgress(
@@ -48,10 +51,11 @@ def test_the_panel_shows_best_memory_verdicts_and_what_runs() -> None:
         PROGRESS,
     ):
         board.take(event)
-    text = shown(panel(board))
-    assert "night: a10, 21.50 GiB; 2 of 40 trials" in text
+    text = shown(panel(board, width=120))
+    assert "night: a10, 21.50 GiB" in text
+    assert re.search(r"trials +2 of at most 40 trials: 1 fits, 1 ran out of memory", text)
     assert re.search(r"best +trial 0: fits, [\d,]+ tokens/s", text)
-    assert "trial 1, measure step 4" in text
+    assert "trial 1, measuring step 4, 0 s: 4 x 512" in text
     assert "18.00 GiB of 21.50 GiB" in text
     assert "1 fits, 1 ran out of memory" in text
     assert STOPPING[:20] not in text
@@ -60,15 +64,15 @@ def test_the_panel_shows_best_memory_verdicts_and_what_runs() -> None:
 def test_the_panel_says_that_the_study_is_stopping() -> None:
     board = a_board()
     board.is_stopping = True
-    assert "Ctrl-C again stops now" in shown(panel(board))
+    assert "Ctrl-C again stops now" in shown(panel(board, width=120))
 
 
 def test_the_panel_shows_how_far_tracing_is_until_it_is_done() -> None:
     board = a_board()
     board.take(SpaceTraced(done=12, of=36))
-    assert "12 of 36 structures traced" in shown(panel(board))
+    assert "12 of 36 structures traced" in shown(panel(board, width=120))
     board.take(SpaceTraced(done=36, of=36))
-    assert "choosing the next configuration" in shown(panel(board))
+    assert "choosing the next configuration" in shown(panel(board, width=120))
 
 
 def test_without_a_terminal_tracing_is_said_in_some_lines(
@@ -83,7 +87,7 @@ def test_without_a_terminal_tracing_is_said_in_some_lines(
 
 
 def test_an_empty_board_can_be_shown() -> None:
-    assert "nothing fits yet" in shown(panel(a_board()))
+    assert "nothing fits yet" in shown(panel(a_board(), width=120))
 
 
 def test_without_a_terminal_there_is_a_line_per_trial_and_no_control_codes(
@@ -101,7 +105,7 @@ def test_without_a_terminal_there_is_a_line_per_trial_and_no_control_codes(
     assert out == ""
     start, trial, stop = err.splitlines()
     assert "trial 1 starts the worker" in start
-    assert re.match(r"\d\d:\d\d:\d\d trial 1, attempt 2 \(1 of 9\): fits, ", trial)
+    assert re.match(r"\d\d:\d\d:\d\d trial 1, attempt 2: fits, .* GiB: 4 x 512", trial)
     assert stop == STOPPING
     assert "\x1b" not in err
 
@@ -112,7 +116,7 @@ def test_a_terminal_keeps_a_line_for_each_finished_trial() -> None:
     with watching(board, is_stopping=lambda: False, stream=stream) as listener:
         for event in (STARTED, PROGRESS, finished(1)):
             listener(event)
-    assert "trial 1 (1 of 9): fits" in stream.getvalue()
+    assert "trial 1: fits" in stream.getvalue()
 
 
 AGAIN = ConfirmationStarted(series=1, numbers=(1, 0))
@@ -134,7 +138,7 @@ def test_what_is_measured_again_has_its_lines(capsys: pytest.CaptureFixture[str]
         for run in confirmed(first.record):
             listener(TrialFinished(record=run))
     lines = [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines[0].startswith("trial 1 (1 of 9): fits, ")
+    assert lines[0].startswith("trial 1: fits, ")
     assert lines[1] == (
         "the search has ended: measuring trials 1, 0 again, in turns in a fresh worker"
     )
@@ -146,9 +150,9 @@ def test_the_panel_shows_what_is_measured_again() -> None:
     board = a_board(trials=9)
     for event in (finished(1), AGAIN, RUNNING_AGAIN, PROGRESS):
         board.take(event)
-    text = shown(panel(board))
-    assert "trial 1 again, measure step 4" in text
-    assert "1 of 9 trials" in text
+    text = shown(panel(board, width=120))
+    assert "trial 1 again, measuring step 4" in text
+    assert "1 of at most 9 trials" in text
 
 
 def test_a_terminal_keeps_a_line_for_what_is_measured_again() -> None:
@@ -157,3 +161,121 @@ def test_a_terminal_keeps_a_line_for_what_is_measured_again() -> None:
         for event in (finished(1), AGAIN):
             listener(event)
     assert "the search has ended: measuring trials 1, 0 again" in stream.getvalue()
+
+
+LONG = TrialConfig(
+    micro_batch_size=10, lora_rank=64, checkpoint_fraction=0.0, upcast_fp32=False, kernels="liger"
+)
+
+
+def a_long_board(clock: Clock | None = None) -> Board:
+    return a_board(
+        clock=clock,
+        trials=40,
+        fixed={"target_modules": "all-linear"},
+        dimensions={
+            "lora_rank": {"choices": [8, 64]},
+            "micro_batch_size": {"choices": [8, 10]},
+            "checkpoint_fraction": {"choices": [0.0, 1.0]},
+            "upcast_fp32": {"choices": [True, False]},
+            "kernels": {"choices": ["hf", "liger"]},
+        },
+    )
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_panel_redraws_itself_in_place_within_the_terminals_width(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    screen = Screen(width)
+    config = LONG.model_copy(update={"target_modules": "all-linear"})
+    with watching(a_long_board(), is_stopping=lambda: False, stream=screen) as listener:
+        listener(TrialStarted(number=0, config=config, is_baseline=False, attempt=1))
+        drawn = screen.seen
+        for number in (0, 1):
+            measured = Measured(measurement=a_measurement(config))
+            listener(TrialFinished(record=a_record(config, measured, number=number)))
+        again = screen.seen
+    assert [drawn.count("now  "), again.count("now  ")] == [1, 1]
+    flat = " ".join(again.split())
+    assert "trial 0: fits, " in flat
+    assert "rank 64 on all linear layers, no checkpointing, no fp32 upcast, Liger kernels" in flat
+    assert "2 of at most 40 trials: 2 fits" in flat
+    assert "…" not in again
+    assert "now  " not in screen.seen, "the panel goes, the trials' lines stay"
+    assert screen.seen.count("trial 1: fits") == 1
+    assert all("memory" in picture for picture in screen.pictures[1:-2] if "best" in picture)
+
+
+def test_what_is_written_at_once_is_shown_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen(100)
+    with watching(a_board(), is_stopping=lambda: False, stream=screen) as listener:
+        listener(STARTED)
+        listener(finished(1))
+    text = screen.getvalue()
+    begun, ended = text.count("\x1b[?2026h"), text.count("\x1b[?2026l")
+    assert begun == ended > 0
+    moves = [at.start() for at in re.finditer(r"\x1b\[\d*A", text)]
+    assert moves
+    assert all(text.rfind("?2026h", 0, at) > text.rfind("?2026l", 0, at) for at in moves)
+
+
+def test_signs_of_life_are_not_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen(100)
+    with watching(a_board(), is_stopping=lambda: False, stream=screen) as listener:
+        listener(STARTED)
+        before = len(screen.getvalue())
+        for _ in range(50):
+            listener(PROGRESS)
+        assert len(screen.getvalue()) - before <= 2 * before
+
+
+def test_no_color_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    colour = re.compile(r"\x1b\[[\d;]*(3[0-7]|38;5;\d+|9[0-7])m")
+    shown = []
+    for variables in ({}, {"NO_COLOR": "1"}):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            screen = Screen(100)
+            with watching(a_board(), is_stopping=lambda: True, stream=screen) as listener:
+                listener(STARTED)
+                listener(PROGRESS)
+            shown.append(bool(colour.search(screen.getvalue())))
+    assert shown == [True, False]
+
+
+def test_a_dumb_terminal_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with watching(a_board(), is_stopping=lambda: False, stream=Screen(80)) as listener:
+        listener(finished(1))
+    err = capsys.readouterr().err
+    assert "trial 1: fits" in err
+    assert "\x1b" not in err
+
+
+def test_in_a_pipe_a_long_silence_is_broken_by_what_is_waited_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    lines = PlainLines(a_board(clock=clock), is_stopping=lambda: False)
+    lines.listen(STARTED)
+    for _ in range(100):
+        clock.seconds += 1.0
+        lines.tick()
+    said = capsys.readouterr().err.splitlines()
+    waits = [line.partition("... ")[2] for line in said if "..." in line]
+    assert [re.findall(r"(\d+) s", wait)[0] for wait in waits] == ["5", "15", "35", "75"]
+    assert all(wait.startswith("trial 1, starting the worker") for wait in waits)
+    lines.listen(finished(1))
+    for _ in range(5):
+        clock.seconds += 1.0
+        lines.tick()
+    assert "choosing the next configuration, 5 s" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from search_spaces.config import TrialConfig
+from storage.confirmations import Confirmations
 from storage.definition import StudyDefinition, Target
 from storage.records import (
     Measured,
@@ -13,13 +14,15 @@ from storage.records import (
 from sweep.running.runner import Progress
 from sweep.study.events import (
     ConfirmationStarted,
+    GainForeseen,
     StopReason,
     StudyFinished,
     TrialFinished,
     TrialProgress,
     TrialStarted,
 )
-from sweep.terminal.live import Board
+from sweep.terminal.board import Board, Remaining, fixed_words, search_words
+from sweep.terminal.live import time_line
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 
@@ -115,27 +118,100 @@ def test_runs_that_measure_again_are_no_trials_and_change_the_best() -> None:
             TrialFinished(record=run.model_copy(update={"outcome": Measured(measurement=measured)}))
         )
     assert board.trials_done == 2
-    assert board.remaining_seconds is None
+    assert board.remaining.search_seconds is None
     assert board.best.number == 2
 
 
-def test_what_is_left_follows_the_pace_of_this_run() -> None:
-    clock = Clock()
-    board = a_board(clock=clock, trials=10, records=[finished(n).record for n in range(4)])
-    assert board.remaining_seconds is None
-    clock.seconds = 20.0
-    board.take(finished(4))
-    board.take(finished(5))
-    assert board.remaining_seconds == pytest.approx(4 * 10.0)
+def lasting(number: int, seconds: float = 10.0) -> TrialFinished:
+    record = finished(number).record.model_copy(update={"wall_seconds": seconds})
+    return TrialFinished(record=record)
+
+
+def test_what_is_left_follows_the_pace_of_the_newest_trials() -> None:
+    board = a_board(trials=30, sampler="random")
+    assert board.remaining == Remaining(None, may_end_sooner=False, confirm_seconds=None)
+    board.take(lasting(0, seconds=500.0))
+    for number in range(1, 11):
+        board.take(lasting(number))
+    assert board.remaining.search_seconds == pytest.approx((30 - 11) * 10.0)
+    assert "about 3 min left" in time_line(board)
 
 
 def test_a_time_budget_bounds_what_is_left() -> None:
     clock = Clock()
     board = a_board(clock=clock, trials=1000, time_budget_seconds=60)
-    assert board.remaining_seconds == 60.0
+    assert board.remaining.search_seconds == 60.0
     clock.seconds = 50.0
-    board.take(finished(0))
-    assert board.remaining_seconds == 10.0
+    board.take(lasting(0))
+    assert board.remaining.search_seconds == 10.0
+
+
+def test_a_search_that_ends_when_it_knows_says_at_most_and_how_near_that_is() -> None:
+    board = a_board(trials=40)
+    board.take(lasting(0))
+    assert "at most some 6 min more: it ends once less than 1.0% is expected" in time_line(board)
+    board.take(GainForeseen(gain=0.031, open=9))
+    assert "3.1% expected of the next trial, it ends below 1.0%" in time_line(board)
+    assert " left" not in time_line(board)
+    board.take(GainForeseen(gain=float("inf"), open=9))
+    assert "inf" not in time_line(board)
+
+
+def test_what_a_confirmation_takes_is_known_before_and_during_it() -> None:
+    clock = Clock()
+    budget = {"seconds": 20, "soak_seconds": 10}
+    board = a_board(clock=clock, trials=9, confirm=budget)
+    board.take(TrialStarted(number=1, config=CONFIG, is_baseline=False, attempt=1))
+    clock.seconds = 25.0
+    board.take(TrialProgress(number=1, progress=Progress(phase="warmup")))
+    first = lasting(1).record
+    board.take(TrialFinished(record=first))
+    assert board.remaining.confirm_seconds == 25.0 + 20.0 + 10.0
+    assert "then some 1 min to measure the winner again" in time_line(board)
+    board.take(ConfirmationStarted(series=1, numbers=(1,)))
+    assert board.remaining.search_seconds is None
+    *runs, soak = confirmed(first)
+    for run in runs:
+        board.take(TrialFinished(record=run))
+    spent = Confirmations(tuple(runs)).repeat_seconds(series=1)
+    assert spent > 0
+    assert board.remaining.confirm_seconds == pytest.approx(20.0 - spent + 10.0)
+    board.take(TrialFinished(record=soak))
+    assert board.remaining.confirm_seconds == pytest.approx(20.0 - spent)
+
+
+def test_a_trial_is_described_by_what_is_searched_and_the_rest_is_said_once() -> None:
+    space = a_space(
+        fixed={"lora_rank": 8, "compile": True},
+        baseline={"lora_rank": 16, "micro_batch_size": 8, "compile": False},
+    )
+    config = space.config(
+        {
+            "micro_batch_size": 10,
+            "seq_len": 512,
+            "checkpoint_fraction": 0.0,
+            "upcast_fp32": True,
+            "kernels": "hf",
+            "optimizer": "adamw_8bit",
+        }
+    )
+    assert search_words(config, space=space) == "10 x 512, no checkpointing"
+    baseline = space.baseline_config()
+    assert search_words(baseline, space=space) == "the baseline, 8 x 512, rank 16 on q,k,v,o"
+    assert fixed_words(space) == "rank 8, compiled layers"
+    assert fixed_words(a_space()) == ""
+
+
+def test_how_long_something_is_done_begins_anew_with_each_phase() -> None:
+    clock = Clock()
+    board = a_board(clock=clock)
+    board.take(TrialStarted(number=1, config=CONFIG, is_baseline=False, attempt=1))
+    clock.seconds = 7.0
+    assert board.doing_seconds == 7.0
+    board.take(TrialProgress(number=1, progress=Progress(phase="measure")))
+    clock.seconds = 9.0
+    board.take(TrialProgress(number=1, progress=Progress(phase="measure", step=3)))
+    assert board.doing_seconds == 2.0
 
 
 def test_after_the_study_nothing_runs() -> None:

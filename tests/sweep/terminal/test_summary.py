@@ -14,10 +14,11 @@ from storage.definition import (
     StudySnapshot,
     StudySummary,
     Target,
+    TargetSpeed,
 )
 from storage.records import OutOfMemory, TrialRecord
 from sweep.export.recipe import recipe_of
-from sweep.terminal.summary import best_text, has_fit, status_text, studies_text, study_summary
+from sweep.terminal.summary import best_text, has_fit, last_screen, status_text, studies_text
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 
@@ -48,34 +49,59 @@ def a_snapshot(*records: TrialRecord, emulated_on: str | None = "NVIDIA H200") -
     )
 
 
-def test_a_run_ends_with_winner_runners_up_advice_and_commands() -> None:
-    text = study_summary(a_snapshot(*trials()), report=Path("runs/night/report.html"))
-    assert "3 trials in 4 min 20 s for seven-billion on a10, budget 21.50 GiB" in text
-    assert "2 fits, 1 ran out of memory" in text
-    assert "trial 1" in text
+def test_a_run_ends_with_what_a_person_asks_of_the_winner_and_what_to_type_next() -> None:
+    text = last_screen(a_snapshot(*trials()), report=Path("runs/night/report.html"))
+    head, *facts = text.partition("\nNext:")[0].splitlines()
+    assert head.startswith("night (seven-billion on a10): the fastest configuration that fits is ")
+    names = [fact.split()[0] for fact in facts if fact]
+    assert names == ["what", "speed", "memory", "gain", "sure", "trials", "warning"]
+    assert "10 x 512, rank 16 on q,k,v,o, no fp32 upcast, Liger kernels" in text
+    assert "3 in 4 min 20 s: 2 fits, 1 ran out of memory" in text
+    assert "sweep best night" in text
+    assert "report: runs/night/report.html" in text
+
+
+def test_the_last_screen_goes_into_a_chat_and_the_rest_is_with_the_best() -> None:
+    for width in (80, 200):
+        text = last_screen(a_snapshot(*trials()), report=Path("runs/report.html"), width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert len(text.splitlines()) <= 18
+        assert "Runners-up" not in text
+    text = best_text(a_snapshot(*trials()))
     assert "Runners-up:" in text
     assert "To go faster:" in text
-    assert "sweep best night --json" in text
-    assert "report: runs/night/report.html" in text
+
+
+def test_the_speed_is_the_target_cards_and_the_measured_one_is_named_beside_it() -> None:
+    predicted = TargetSpeed(3000.0, 2000.0, 4000.0, "predicted")
+    known = replace(a_snapshot(*trials()), target_speeds={1: predicted})
+    (line,) = [line for line in last_screen(known).splitlines() if "speed  " in line]
+    assert line.startswith("  speed   3,000 tokens/s on a10 (predicted, 2,000–4,000); measured on")
+    assert "NVIDIA H200: " in line
+    assert "not known on a10" in last_screen(a_snapshot(*trials()))
+    assert "measured on" not in last_screen(a_snapshot(*trials(), emulated_on=None))
 
 
 def test_a_winner_is_said_to_be_confirmed_or_how_to_have_it_so() -> None:
     alone, again = a_snapshot(*trials()), a_snapshot(*trials())
     again = replace(again, confirmations=confirmed(*trials()))
-    for text in (study_summary(alone), status_text(alone), best_text(alone)):
+    for text in (status_text(alone), best_text(alone)):
         assert "It is not confirmed: sweep confirm night." in text
         assert "no gain is stated: the winner is not confirmed" in text
         assert "the baseline's speed" not in text
-    assert "Measured again" not in study_summary(alone)
-    for text in (study_summary(again), status_text(again), best_text(again)):
+    assert "sure    not confirmed: sweep confirm night" in last_screen(alone)
+    assert "gain    none stated: the winner is not confirmed" in last_screen(alone)
+    for text in (status_text(again), best_text(again)):
         assert "It is confirmed (2 runs), and stood a soak of 12 steps" in text
         assert "x the baseline's speed (confirmed (2 runs); interval" in text
     assert re.search(r"^  1 +[\d,]+, [\d,]+ +.* recommended$", best_text(again), re.MULTILINE)
-    assert "sweep confirm" not in study_summary(again)
+    assert "sure    confirmed (2 runs)" in last_screen(again)
+    assert re.search(r"gain    [\d.]+x the baseline's speed \(", last_screen(again))
+    assert "sweep confirm" not in last_screen(again)
 
 
 def test_what_is_not_confirmed_is_the_first_thing_to_do_next() -> None:
-    text = study_summary(a_snapshot(*trials()), storage_option=" --storage sqlite:///other.db")
+    text = last_screen(a_snapshot(*trials()), storage_option=" --storage sqlite:///other.db")
     assert text.partition("Next:\n")[2].startswith(
         "  sweep confirm night --storage sqlite:///other.db\n"
     )
@@ -83,23 +109,24 @@ def test_what_is_not_confirmed_is_the_first_thing_to_do_next() -> None:
 
 def test_every_output_says_that_the_speed_is_the_host_cards() -> None:
     snapshot = a_snapshot(*trials())
-    for text in (study_summary(snapshot), status_text(snapshot), best_text(snapshot)):
+    for text in (status_text(snapshot), best_text(snapshot)):
         assert "the speed is that of NVIDIA H200" in text
+    assert "measured on NVIDIA H200" in last_screen(snapshot)
     itself = replace(snapshot, definition=a_snapshot(emulated_on=None).definition)
     assert "NVIDIA H200" not in best_text(itself)
 
 
 def test_the_next_commands_find_a_storage_that_was_named() -> None:
-    text = study_summary(a_snapshot(*trials()), storage_option=" --storage sqlite:///other.db")
-    assert "sweep best night --json --storage sqlite:///other.db" in text
+    text = last_screen(a_snapshot(*trials()), storage_option=" --storage sqlite:///other.db")
+    assert "sweep best night --storage sqlite:///other.db" in text
 
 
 def test_where_nothing_fits_that_is_what_is_said() -> None:
     ran_out = a_record(TrialConfig(), OutOfMemory(stage="load"))
     snapshot = a_snapshot(ran_out)
     assert not has_fit(snapshot)
-    assert "Nothing that was tried" in study_summary(snapshot)
-    assert "Runners-up" not in study_summary(snapshot)
+    assert "Nothing that was tried" in last_screen(snapshot)
+    assert "Runners-up" not in last_screen(snapshot)
     assert "Configuration:" not in best_text(snapshot)
 
 
@@ -135,10 +162,11 @@ def with_space(snapshot: StudySnapshot, **changes: object) -> StudySnapshot:
 
 def test_several_objectives_end_with_their_front_and_its_knee() -> None:
     snapshot = with_space(a_snapshot(*trials()), objectives=["tokens_per_second", "peak_memory"])
-    for text in (study_summary(snapshot), best_text(snapshot)):
-        assert "The best compromise between speed and peak memory" in text
-        assert "The front of speed and peak memory, the knee first:" in text
-    assert "Runners-up" not in study_summary(snapshot)
+    assert "the best compromise between speed and peak memory" in last_screen(snapshot)
+    text = best_text(snapshot)
+    assert "The best compromise between speed and peak memory" in text
+    assert "The front of speed and peak memory, the knee first:" in text
+    assert "Runners-up" not in text
 
 
 def test_where_only_a_baseline_outside_the_space_fits_nothing_does() -> None:
@@ -148,7 +176,7 @@ def test_where_only_a_baseline_outside_the_space_fits_nothing_does() -> None:
         baseline={"lora_rank": 16, "micro_batch_size": 8},
     )
     assert not has_fit(snapshot)
-    assert "Nothing of the space that was tried" in study_summary(snapshot)
+    assert "Nothing of the space that was tried" in last_screen(snapshot)
     with pytest.raises(NothingFits, match="has nothing to export"):
         recipe_of(snapshot)
 

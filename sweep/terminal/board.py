@@ -1,0 +1,250 @@
+"""Owns a study as a person follows it: what ran, what runs since when, and what is still to come.
+
+Fed by the tuner's events, or by what storage says of another process's study. Knows nothing of
+terminals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from reports import uncertainty, units
+from search_spaces.config import TrialConfig
+from search_spaces.knobs import CAPACITY_KEYS, KNOBS, SIZE_KEYS
+from search_spaces.space import SearchSpace
+from storage.confirmations import Confirmations
+from storage.definition import StudyDefinition
+from storage.gain import Gain, compare
+from storage.ranking import Ranking, rank
+from storage.records import Phase, TrialRecord
+from storage.recovery import next_number
+from sweep.running.runner import Progress
+from sweep.study.events import (
+    ConfirmationStarted,
+    Event,
+    GainForeseen,
+    SpaceTraced,
+    StudyFinished,
+    TrialFinished,
+    TrialProgress,
+    TrialStarted,
+)
+from sweep.study.tuner import trials_spent
+
+_PACE_OF = 10
+"""Newest trials whose mean time is the pace."""
+_BUILDING: tuple[Phase, ...] = ("start", "build")
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """What is known of the time that is left."""
+
+    search_seconds: float | None
+    """Of the search, at the pace of its newest trials or of its time budget; None for unknown."""
+    may_end_sooner: bool
+    """Whether that is the most it can be: the search ends where nothing more is to be gained."""
+    confirm_seconds: float | None
+    """Of what follows the search, or of what is left of that; None where nothing does."""
+
+
+def search_words(config: TrialConfig, *, space: SearchSpace) -> str:
+    """Return what a search chose of a configuration: ``10 x 512, rank 8 on q,v, no checkpointing``.
+
+    What is not searched is the same in every trial, and said by `fixed_words` once.
+    """
+    baseline = space.baseline_config()
+    if config == baseline:
+        return f"the baseline, {units.size(config)}, {uncertainty.capacity(config)}"
+    is_class_free = any(key in space.dimensions for key in CAPACITY_KEYS)
+    said = {*SIZE_KEYS, *(CAPACITY_KEYS if is_class_free else ())}
+    changed = units.differing(config, baseline)
+    return ", ".join(
+        [
+            units.size(config),
+            *([uncertainty.capacity(config)] if is_class_free else []),
+            *(
+                units.phrase(key, changed[key])
+                for key in KNOBS
+                if key in changed and key in space.dimensions and key not in said
+            ),
+        ]
+    )
+
+
+def fixed_words(space: SearchSpace) -> str:
+    """Return what all that is tried changes over the baseline; empty where that is nothing."""
+    first = {key: dimension.first for key, dimension in space.dimensions.items()}
+    micro, effective = space.batches[0]
+    batches = {"micro_batch_size": micro, "effective_batch_size": effective}
+    params = {**first, **{key: batches[key] for key in batches if key in first}}
+    changed = space.config(params).changes_from(space.baseline_config())
+    return ", ".join(
+        units.phrase(key, value)
+        for key, value in changed.items()
+        if key not in space.dimensions and key not in SIZE_KEYS
+    )
+
+
+@dataclass
+class Board:
+    """A study as it stands, kept up to date by `take`.
+
+    It is looked at every second, and ranked once a trial.
+    """
+
+    name: str
+    definition: StudyDefinition
+    records: list[TrialRecord]
+    """Finished trials of the search, those of earlier runs included."""
+    clock: Callable[[], float]
+    current: TrialStarted | None = None
+    progress: Progress | None = None
+    tracing: SpaceTraced | None = None
+    """How far tracing the space is, while it is traced."""
+    foreseen: GainForeseen | None = None
+    """What the sampler expects of the next trial; None from one that cannot tell."""
+    is_stopping: bool = False
+    is_driven_here: bool = True
+    """Whether the tuner's own events are heard; of another process's study storage knows less."""
+    confirmations: list[TrialRecord] = field(default_factory=list)
+    """Finished runs that measure winners again."""
+    confirming: ConfirmationStarted | None = None
+    """What is measured again, once the search has ended."""
+    earlier_seconds: float = 0.0
+    """Of the study before it was followed, where all of it counts."""
+    _started_seconds: float = field(init=False)
+    _doing_seconds: float = field(init=False)
+    """When what is being done now began."""
+    _building_seconds: float = field(default=0.0, init=False)
+    """What the first trial took until it trained."""
+    _finished_here: int = field(default=0, init=False)
+    _since: int = field(init=False)
+    _ranking: Ranking = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._since = next_number(self.records)
+        self._started_seconds = self._doing_seconds = self.clock()
+        self._ranking = rank(self.records, self.definition, self.confirmations)
+
+    def take(self, event: Event) -> None:
+        """Take in one event."""
+        before = self.doing
+        match event:
+            case SpaceTraced():
+                self.tracing = event if event.done < event.of else None
+            case GainForeseen():
+                self.foreseen = event
+            case TrialStarted():
+                self.current, self.progress = event, None
+            case TrialProgress(progress=progress):
+                self._note_building(progress)
+                self.progress = progress
+            case TrialFinished(record=record):
+                self._finish(record)
+            case ConfirmationStarted():
+                self.confirming = event
+            case StudyFinished():
+                self.current = self.progress = None
+        if self.doing != before or isinstance(event, TrialStarted):
+            self._doing_seconds = self.clock()
+
+    def _finish(self, record: TrialRecord) -> None:
+        is_searched = record.purpose == "search"
+        (self.records if is_searched else self.confirmations).append(record)
+        self._ranking = rank(self.records, self.definition, self.confirmations)
+        self._finished_here += is_searched
+        self.current = self.progress = None
+
+    def _note_building(self, progress: Progress) -> None:
+        is_first = self.is_first and not self._building_seconds
+        if is_first and progress.phase not in _BUILDING:
+            self._building_seconds = self.doing_seconds
+
+    @property
+    def doing(self) -> str:
+        """What is being done now, without how far it is: how long that takes is `doing_seconds`."""
+        if self.tracing is not None:
+            return "tracing"
+        if self.current is None:
+            return "choosing"
+        phase = "start" if self.progress is None else self.progress.phase
+        return f"{self.current.number} {phase}"
+
+    @property
+    def doing_seconds(self) -> float:
+        """Seconds since what is being done now began."""
+        return self.clock() - self._doing_seconds
+
+    @property
+    def best(self) -> TrialRecord | None:
+        """The best trial of the space that fits so far, by the study's objectives."""
+        return self._ranking.winner
+
+    @property
+    def gain(self) -> Gain | None:
+        """The best's speed over the baseline's in its class, where it can be stated."""
+        comparison = compare(self._ranking)
+        return None if comparison is None else comparison.gain
+
+    @property
+    def reference(self) -> str:
+        """What that is over."""
+        best = self._ranking.winner
+        return "" if best is None else uncertainty.reference_of(self._ranking, best.config)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no trial has finished since it was followed."""
+        return self._finished_here == 0
+
+    @property
+    def may_end_sooner(self) -> bool:
+        """Whether the search ends where nothing more is to be gained."""
+        space = self.definition.space
+        return space.sampler == "guided" and space.stop_below_gain > 0
+
+    @property
+    def trials_done(self) -> int:
+        """Trials that count towards the study's total."""
+        return trials_spent(self.records, since=self._since)
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Seconds that it was followed, and of the study before where that counts."""
+        return self.earlier_seconds + self.clock() - self._started_seconds
+
+    @property
+    def remaining(self) -> Remaining:
+        """What is known of the time that is left."""
+        searching = None if self.confirming is not None else self._search_seconds()
+        return Remaining(searching, self.may_end_sooner, self._confirm_seconds())
+
+    def _search_seconds(self) -> float | None:
+        limit = self.definition.space.time_budget_seconds if self.is_driven_here else None
+        left = None if limit is None else max(0.0, limit - self.elapsed_seconds)
+        newest = [r.wall_seconds for r in self.records if r.carried is None][-_PACE_OF:]
+        if not newest:
+            return left
+        trials_left = max(0, self.definition.space.trials - self.trials_done)
+        at_pace = trials_left * sum(newest) / len(newest)
+        return at_pace if left is None else min(left, at_pace)
+
+    def _confirm_seconds(self) -> float | None:
+        """Return what the budget leaves, with the start of the fresh worker as far as known."""
+        budget = self.definition.space.confirm
+        if budget is None:
+            return None
+        series = 0 if self.confirming is None else self.confirming.series
+        known = Confirmations(tuple(r for r in self.confirmations if r.series == series))
+        repeats = max(0.0, budget.seconds - known.repeat_seconds(series=series))
+        is_soaked = any(r.purpose == "soak" for r in known.records)
+        starting = 0.0 if known.records else self._building_seconds
+        doing = self.doing_seconds if self.confirming is not None else 0.0
+        left = repeats + starting + (0.0 if is_soaked else budget.soak_seconds)
+        return max(0.0, left - doing)
+
+    def describe(self, config: TrialConfig) -> str:
+        """Return what was searched of a configuration."""
+        return search_words(config, space=self.definition.space)

@@ -1,0 +1,237 @@
+"""Owns what lists things: studies, cards, models and presets, each as a table or as JSON.
+
+Knows nothing of how options are spelled or how errors become exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from reports import units
+from search_spaces.errors import InputError
+from search_spaces.gpus import GpuSpec, gpu_catalogue
+from search_spaces.linears import parameters
+from search_spaces.loading import shipped_presets
+from search_spaces.models import ModelSpec, shipped_models
+from search_spaces.prices import load_prices
+from search_spaces.space import SearchSpace
+from storage.best import best_document
+from storage.definition import StudySnapshot, StudySummary
+from storage.reading import list_studies, read_study
+from sweep.paths import own_price_file, runs_directory, storage_url
+from sweep.planning.target_speed import with_target_speeds
+from sweep.running.device_info import read_card
+from sweep.terminal.console import note, say, table, width_of
+from sweep.terminal.following import follow
+from sweep.terminal.summary import status_text, studies_text
+
+DONE = 0
+
+
+def read(study: str, *, url: str) -> StudySnapshot:
+    """Return a study, with its speeds on the target card and that card's cheapest offer."""
+    snapshot = with_target_speeds(read_study(study, url=url, home=runs_directory()))
+    try:
+        offers = load_prices(own_price_file()).get(snapshot.definition.target.gpu)
+    except InputError as error:
+        # What was measured is worth showing without its price.
+        note(f"warning: no cost is shown: {error}")
+        return snapshot
+    return replace(snapshot, offer=offers[0]) if offers else snapshot
+
+
+def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool) -> int:
+    """Print what ran, what is running and the best so far, of one study or of all."""
+    url = storage_url(storage)
+    if study is None:
+        if watch:
+            raise InputError("--watch follows one study: name it")
+        summaries = list_studies(url, runs_directory(), completed=with_target_speeds)
+        if as_json:
+            return _as_json({"studies": [_study_line(summary) for summary in summaries]})
+        say(studies_text(summaries, width=width_of(sys.stdout)))
+        return DONE
+    snapshot = follow(lambda: read(study, url=url), stream=sys.stderr) if watch else None
+    snapshot = snapshot or read(study, url=url)
+    if as_json:
+        return _as_json(status_document(snapshot))
+    say(status_text(snapshot, width=width_of(sys.stdout)))
+    return DONE
+
+
+def _as_json(document: Mapping[str, Any]) -> int:
+    say(json.dumps(document))
+    return DONE
+
+
+def _study_line(summary: StudySummary) -> dict[str, Any]:
+    """Return one study of ``sweep status --json``.
+
+    ``{"study", "gpu", "model", "trials", "objectives", "best": {"number", "tokens_per_second",
+    "peak_allocated_bytes"} | null, "is_confirmed", "seconds": {"wall"}, "driven_by"}``
+    """
+    measured = summary.best
+    return {
+        "study": summary.name,
+        "gpu": summary.gpu,
+        "model": summary.model,
+        "trials": summary.trials,
+        "objectives": list(summary.objectives),
+        "best": None
+        if measured is None
+        else {
+            "number": summary.best_number,
+            "tokens_per_second": measured.tokens_per_second,
+            "peak_allocated_bytes": measured.peak_allocated_bytes,
+        },
+        "is_confirmed": summary.is_confirmed,
+        "seconds": {"wall": summary.wall_seconds},
+        "driven_by": summary.holder,
+    }
+
+
+def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
+    """Return the document of ``sweep status STUDY --json``.
+
+    That of ``sweep best --json``, and beside it ``{"driven_by", "running": [{"number", "config",
+    "started_at", "purpose"}], "ended": {"reason", "open", "most_promising"} | null, "warnings"}``.
+    """
+    running = [
+        {
+            "number": trial.number,
+            "config": None if trial.config is None else trial.config.model_dump(mode="json"),
+            "started_at": trial.started_at,
+            "purpose": trial.purpose,
+        }
+        for trial in snapshot.running
+    ]
+    return {
+        **best_document(snapshot),
+        "driven_by": snapshot.holder,
+        "running": running,
+        "ended": snapshot.ended,
+        "warnings": list(snapshot.warnings),
+    }
+
+
+def presets(*, as_json: bool) -> int:
+    """Print the shipped search spaces."""
+    known = shipped_presets()
+    if as_json:
+        return _as_json({"presets": [_preset_document(space) for space in known]})
+    rows = [(p.name, p.gpu, p.model, units.count(p.size()), p.description) for p in known]
+    _say_table(("preset", "gpu", "model", "configurations", "what"), rows)
+    return DONE
+
+
+def _preset_document(space: SearchSpace) -> dict[str, Any]:
+    """Return one preset of ``sweep presets --json``.
+
+    ``{"name", "description", "gpu", "model", "configurations", "searched": [keys], "fixed"}``
+    """
+    return {
+        "name": space.name,
+        "description": space.description,
+        "gpu": space.gpu,
+        "model": space.model,
+        "configurations": space.size(),
+        "searched": list(space.dimensions),
+        "fixed": space.model_dump(mode="json")["fixed"],
+    }
+
+
+def gpus(*, as_json: bool) -> int:
+    """Print the cards of the catalogue, and which of them is here."""
+    card = read_card()
+    here = None if card is None else card.product
+    if as_json:
+        known = [_gpu_document(spec) for spec in gpu_catalogue().values()]
+        return _as_json({"gpus": known, "here": here})
+    header = (
+        "gpu",
+        "product",
+        "memory",
+        "for a training",
+        "bandwidth",
+        "peak TFLOP/s",
+        "measured",
+        "speed within",
+    )
+    _say_table(header, [_gpu_row(spec) for spec in gpu_catalogue().values()])
+    note("No NVIDIA GPU here." if here is None else f"Here: {here}.")
+    return DONE
+
+
+def _gpu_row(spec: GpuSpec) -> tuple[str, ...]:
+    return (
+        spec.name,
+        spec.product,
+        units.gib(spec.memory_bytes),
+        units.gib(spec.budget_bytes),
+        f"{spec.bandwidth_bytes_per_second / 1e9:,.0f} GB/s",
+        f"{max(spec.peak_flops.values()) / 1e12:,.0f}",
+        f"{max(spec.matrix_flops.values()) / 1e12:,.0f}" if spec.matrix_flops else "-",
+        f"{spec.device_uncertainty:.0%}",
+    )
+
+
+def _gpu_document(spec: GpuSpec) -> dict[str, Any]:
+    """Return one card of ``sweep gpus --json``; rates by compute dtype.
+
+    ``{"name", "product", "memory_bytes", "budget_bytes", "bandwidth_bytes_per_second",
+    "peak_flops": {...}, "measured_flops": {...}, "speed_uncertainty"}``
+    """
+    return {
+        "name": spec.name,
+        "product": spec.product,
+        "memory_bytes": spec.memory_bytes,
+        "budget_bytes": spec.budget_bytes,
+        "bandwidth_bytes_per_second": spec.bandwidth_bytes_per_second,
+        "peak_flops": dict(spec.peak_flops),
+        "measured_flops": dict(spec.matrix_flops),
+        "speed_uncertainty": spec.device_uncertainty,
+    }
+
+
+def models(*, as_json: bool) -> int:
+    """Print the shipped architectures."""
+    known = shipped_models()
+    if as_json:
+        return _as_json({"models": [_model_document(model) for model in known]})
+    rows = [
+        (
+            model.name,
+            f"{(parameters(model) or 0) / 1e6:,.0f} M",
+            units.count(model.hidden_layers),
+            units.count(model.hidden_size),
+            units.count(model.vocab_size),
+            units.count(model.max_positions or 0),
+        )
+        for model in known
+    ]
+    _say_table(("model", "parameters", "layers", "width", "vocabulary", "positions"), rows)
+    note("A directory with a config.json or a hub id (org/name) is a model as well.")
+    return DONE
+
+
+def _model_document(model: ModelSpec) -> dict[str, Any]:
+    """Return one architecture of ``sweep models --json``.
+
+    ``{"name", "parameters", "layers", "width", "vocabulary", "positions"}``, null where unknown
+    """
+    return {
+        "name": model.name,
+        "parameters": parameters(model),
+        "layers": model.hidden_layers,
+        "width": model.hidden_size,
+        "vocabulary": model.vocab_size,
+        "positions": model.max_positions,
+    }
+
+
+def _say_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    say(table(header, rows, width=width_of(sys.stdout)))

@@ -1,0 +1,226 @@
+"""A study that takes over what another one measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from storage.definition import StudyDefinition, StudySnapshot, Target
+from storage.reading import read_study
+from storage.records import Carried, Diverged, OutOfMemory, TrialRecord, Verdict
+from storage.study import OpenStudy, open_study
+from sweep.running.replay import ReplayRunner
+from sweep.sampling.guided import GuidedSampler
+from sweep.sampling.samplers import make_sampler
+from sweep.study.carrying import Taken, carry_over, holding, refuse_incomparable
+from sweep.study.preflight import Preflight
+from sweep.study.tuner import trials_spent, tune
+from tests.storage.builders import confirmed
+from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_space, train
+from tests.sweep.terminal.test_summary import a_snapshot
+
+WIDER = {"dimensions": {**a_space().model_dump()["dimensions"], "lora_rank": {"choices": [8, 16]}}}
+WIDER["fixed"] = {"target_modules": "attention"}
+
+
+def definition(**changes: Any) -> StudyDefinition:
+    return StudyDefinition(
+        space=a_space(**changes),
+        model=MODEL.to_json(),
+        model_fingerprint=MODEL.fingerprint,
+        target=Target(gpu="a10", device="cuda", budget_bytes=BUDGET),
+    )
+
+
+def preflight() -> Preflight:
+    return Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+
+
+def opened(home: Path, name: str, **changes: Any) -> OpenStudy:
+    space = a_space(**changes)
+    return open_study(
+        name,
+        url=f"sqlite:///{home}/sweep.db",
+        definition=definition(**changes),
+        sampler=make_sampler("guided", space, seed=0, preflight=preflight()),
+        environment={},
+        home=home,
+    )
+
+
+def anything(_: TrialConfig) -> bool:
+    return True
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> StudySnapshot:
+    with opened(tmp_path, "narrow", trials=8) as study:
+        tune(study, runner=ReplayRunner(otherwise=train), preflight=preflight())
+    return read_study("narrow", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
+
+
+def snapshot(home: Path, name: str) -> StudySnapshot:
+    return read_study(name, url=f"sqlite:///{home}/sweep.db", home=home)
+
+
+def test_what_was_measured_is_there_marked_and_costs_nothing(
+    source: StudySnapshot, tmp_path: Path
+) -> None:
+    kept = [r for r in source.records if r.verdict in ("fits", "oom")]
+    with opened(tmp_path, "wide", **WIDER) as study:
+        assert carry_over(study, source, is_valid=anything) == Taken(len(kept), len(kept))
+        assert trials_spent(study.records()) == 0
+    stored = snapshot(tmp_path, "wide").records
+    assert [r.config for r in stored] == [r.config for r in kept]
+    assert [r.outcome for r in stored] == [r.outcome for r in kept]
+    assert {r.carried.number for r in stored if r.carried} == {r.number for r in kept}
+    assert {r.carried.study for r in stored if r.carried} == {"narrow"}
+    assert sum(r.device_seconds + r.wall_seconds for r in stored) == 0.0
+    assert [r.number for r in stored] == list(range(len(stored)))
+    assert sum(r.is_baseline for r in stored) == 1
+
+
+def test_it_is_never_run_again_and_the_sampler_knows_it(
+    source: StudySnapshot, tmp_path: Path
+) -> None:
+    ran: list[TrialConfig] = []
+
+    def note(config: TrialConfig) -> Any:
+        ran.append(config)
+        return train(config)
+
+    with opened(tmp_path, "wide", trials=5, **WIDER) as study:
+        taken = carry_over(study, source, is_valid=anything)
+        tune(study, runner=ReplayRunner(otherwise=note), preflight=preflight())
+        done = study.records()
+    assert len(done) <= taken.all + 5
+    assert not {r.config for r in source.records if r.verdict != "pruned_slow"} & set(ran)
+
+
+def test_the_sampler_learns_from_it(source: StudySnapshot, tmp_path: Path) -> None:
+    with opened(tmp_path, "wide", **WIDER) as study:
+        sampler = study.study.sampler
+        assert isinstance(sampler, GuidedSampler)
+        assert sampler.outlook(study.study).gain == math.inf, "nothing fits that it knows of"
+        carry_over(study, source, is_valid=anything)
+        assert sampler.outlook(study.study).gain < math.inf
+
+
+def test_to_carry_over_again_takes_nothing_twice(source: StudySnapshot, tmp_path: Path) -> None:
+    with opened(tmp_path, "wide", **WIDER) as study:
+        first = carry_over(study, source, is_valid=anything)
+    with opened(tmp_path, "wide", **WIDER) as study:
+        assert study.recover() == ()
+        assert carry_over(study, source, is_valid=anything) == Taken(0, first.all)
+    again = snapshot(tmp_path, "wide")
+    with opened(tmp_path, "wider", **WIDER) as study:
+        assert carry_over(study, again, is_valid=anything) == first
+        assert carry_over(study, source, is_valid=anything) == Taken(0, first.all)
+        marks = {r.carried for r in study.records()}
+    assert {mark.study for mark in marks if mark} == {"narrow"}
+
+
+def test_killed_on_the_way_it_goes_on_where_it_stopped(
+    source: StudySnapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, "wide", **WIDER) as study:
+        add, left = study.study.add_trial, [2]
+
+        def dying(trial: Any) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            add(trial)
+
+        monkeypatch.setattr(study.study, "add_trial", dying)
+        with pytest.raises(KeyboardInterrupt):
+            carry_over(study, source, is_valid=anything)
+    assert len(snapshot(tmp_path, "wide").records) == 2
+    with opened(tmp_path, "wide", **WIDER) as study:
+        assert study.recover() == ()
+        whole = carry_over(study, source, is_valid=anything)
+    assert whole.new == whole.all - 2
+    configs = [r.config for r in snapshot(tmp_path, "wide").records]
+    assert len(set(configs)) == len(configs) == whole.all
+
+
+FITS, RAN_OUT = a_record(TrialConfig(), number=0), OutOfMemory(stage="forward")
+
+
+@pytest.mark.parametrize(
+    ("record", "changes", "holds"),
+    [
+        (FITS, {}, True),
+        (a_record(TrialConfig(), RAN_OUT), {}, True),
+        (a_record(TrialConfig(), Diverged(step=3)), {}, True),
+        (a_record(TrialConfig(), {"verdict": "invalid", "rule": "r"}), {}, False),
+        (a_record(TrialConfig(), {"verdict": "dominated_oom", "by": 1}), {}, False),
+        (a_record(TrialConfig(), {"verdict": "predicted_oom", "predicted_bytes": 1}), {}, False),
+        (a_record(TrialConfig(), {"verdict": "crashed", "phase": "attach"}), {}, False),
+        (a_record(TrialConfig(lora_rank=64)), {}, False),
+        (
+            a_record(TrialConfig(lora_rank=64)),
+            {"baseline": {"lora_rank": 64, "micro_batch_size": 8}},
+            False,
+        ),
+        (
+            a_record(TrialConfig(lora_rank=64, micro_batch_size=4)),
+            {"baseline": {"lora_rank": 64, "micro_batch_size": 4}},
+            True,
+        ),
+        (FITS, {"steps": {"measured_min": 100, "measured_max": 200}}, False),
+        (
+            a_record(TrialConfig(), RAN_OUT),
+            {"steps": {"measured_min": 100, "measured_max": 200}},
+            True,
+        ),
+    ],
+)
+def test_only_what_the_device_said_and_would_say_again_holds(
+    record: TrialRecord, changes: Any, holds: bool
+) -> None:
+    assert list(holding(a_snapshot(record), a_space(**changes))) == [record] * holds
+
+
+def test_what_did_not_hold_when_measured_again_is_left_behind() -> None:
+    fit = a_record(TrialConfig(micro_batch_size=8), number=0)
+    soaked = confirmed(fit)[-1].model_copy(update={"outcome": RAN_OUT})
+    source = replace(
+        a_snapshot(fit, FITS.model_copy(update={"number": 1})), confirmations=(soaked,)
+    )
+    assert [r.number for r in holding(source, a_space())] == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_fingerprint": "other"}, "model: "),
+        ({"target": Target(gpu="l4", device="cuda", budget_bytes=BUDGET)}, "card: a10 -> l4"),
+        ({"target": Target(gpu="a10", device="cuda", budget_bytes=1)}, "budget: "),
+        ({"space": a_space(weights="pretrained")}, "weights: random -> pretrained"),
+    ],
+)
+def test_a_study_of_other_conditions_is_refused(change: Any, said: str) -> None:
+    source = replace(a_snapshot(emulated_on=None), definition=definition())
+    refuse_incomparable(source, definition())
+    with pytest.raises(InputError, match="cannot be carried over") as refused:
+        refuse_incomparable(source, definition().model_copy(update=change))
+    assert said in str(refused.value)
+
+
+def test_a_rule_keeps_a_trial_out(source: StudySnapshot, tmp_path: Path) -> None:
+    with opened(tmp_path, "wide", **WIDER) as study:
+        assert carry_over(study, source, is_valid=lambda _: False) == Taken(0, 0)
+
+
+def test_a_record_says_where_it_was_measured() -> None:
+    mark = Carried(study="narrow", identity="f00d", number=3)
+    record = FITS.model_copy(update={"carried": mark})
+    assert TrialRecord.from_json(record.to_json()) == record
+    assert record.verdict is Verdict.FITS

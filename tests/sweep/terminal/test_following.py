@@ -1,0 +1,106 @@
+"""Following a study that another process drives, from storage alone."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from storage.definition import RunningTrial, StudySnapshot
+from storage.reading import read_study
+from storage.records import TrialRecord
+from sweep.running.replay import ReplayRunner
+from sweep.study.preflight import Preflight
+from sweep.study.tuner import tune
+from sweep.terminal.following import follow
+from tests.storage.builders import confirmed
+from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_study, train
+from tests.sweep.terminal.test_summary import a_snapshot
+
+
+class Looks:
+    """Hands out one snapshot after the other, and the last one for ever."""
+
+    def __init__(self, *snapshots: StudySnapshot) -> None:
+        self._snapshots = iter(snapshots)
+        self.seen = 0
+
+    def __call__(self) -> StudySnapshot:
+        self.seen += 1
+        return next(self._snapshots)
+
+
+def records(count: int) -> Iterator[TrialRecord]:
+    for number in range(count):
+        yield a_record(TrialConfig(micro_batch_size=number + 1), number=number)
+
+
+def driven(*known: TrialRecord, running: int | None = None, purpose: str = "search") -> object:
+    trials = ()
+    if running is not None:
+        confirms = None if purpose == "search" else 0
+        trials = (RunningTrial(running, TrialConfig(), None, purpose, confirms),)  # type: ignore[arg-type]
+    return replace(a_snapshot(*known), holder="host:12", running=trials)
+
+
+def test_a_study_is_followed_until_nobody_drives_it(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = records(3)
+    last = replace(a_snapshot(first, second, third), confirmations=confirmed(first))
+    looks = Looks(
+        driven(first, running=1),  # type: ignore[arg-type]
+        driven(first, second, running=2),  # type: ignore[arg-type]
+        driven(first, second, third, running=3, purpose="confirm"),  # type: ignore[arg-type]
+        last,
+    )
+    waits: list[float] = []
+    assert follow(looks, stream=io.StringIO(), sleep=waits.append) is last
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [line.partition(":")[0] for line in lines] == [
+        "trial 1",
+        "trial 2",
+        "the search has ended",
+        "again trial 0",
+        "again trial 0",
+        "soak of trial 0",
+    ]
+    assert min(waits) >= 1.0
+    assert looks.seen == 4
+
+
+def test_a_study_that_nobody_drives_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = a_snapshot(*records(2))
+    assert follow(Looks(snapshot), stream=io.StringIO()) is snapshot
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_study_is_followed_while_another_thread_drives_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = a_study(tmp_path / "runs", trials=4)
+    looked = threading.Event()
+    url = f"sqlite:///{tmp_path}/runs/sweep.db"
+
+    def drive() -> None:
+        with study:
+            looked.wait(20)
+            preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+            tune(study, runner=ReplayRunner(otherwise=train), preflight=preflight)
+
+    def read() -> StudySnapshot:
+        snapshot = read_study("study", url=url, home=tmp_path / "runs")
+        looked.set()
+        return snapshot
+
+    driver = threading.Thread(target=drive)
+    driver.start()
+    last = follow(read, stream=sys.stderr, sleep=lambda _: looked.wait(0.05))
+    driver.join()
+    assert len(last.records) == 4
+    assert last.holder is None
+    assert "trial 3" in capsys.readouterr().err

@@ -1,0 +1,113 @@
+"""Every example in a command's help, run as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from search_spaces.knobs import KNOBS
+from search_spaces.loading import preset_texts
+from sweep import cli
+from sweep.cli import app, main
+from sweep.terminal.knob_options import add_knobs
+
+REFUSED_WITHOUT_A_CARD = 3
+SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
+SHORTER = {"10m": "1s"}
+"""What is typed instead, where an example takes as long as a person means it to."""
+
+
+def commands() -> dict[str, Any]:
+    for command in (cli.run, cli.plan):
+        add_knobs(command, KNOBS)
+    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    for name, command in commands().items():
+        for line in re.findall(r"^  \$ (.+)$", command.epilog or "", flags=re.MULTILINE):
+            yield name, line
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a study on the CPU called ``a10``, and the files that examples name."""
+    home = tmp_path_factory.mktemp("prepared")
+    demo = preset_texts()["cpu-demo"]
+    quick = demo.replace("trials: 28", "trials: 3").replace("  seconds: 8", "  seconds: 1")
+    quick = quick.replace("  soak_seconds: 3", "  soak_seconds: 0")
+    wider = quick.replace("lora_rank: [4, 8, 16]", "lora_rank: [2, 4, 8, 16]")
+    for name, text in (("quick.yaml", quick), ("wider.yaml", wider)):
+        (home / name).write_text(text.replace("name: cpu-demo\n", ""), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        at_home(home, patch)
+        assert main(["run", "quick.yaml", "--study", "a10", "--no-confirm"]) == 0
+    surface = SURFACE.read_text(encoding="utf-8").splitlines(keepends=True)
+    (home / "surface.jsonl").write_text("".join(surface[:40]), encoding="utf-8")
+    return home
+
+
+def at_home(home: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("SWEEP_HOME", str(home))
+    patch.setenv("CUDA_VISIBLE_DEVICES", "")
+    patch.chdir(home)
+
+
+def test_every_command_shows_how_it_is_used() -> None:
+    shown = {name for name, _ in examples()}
+    assert commands().keys() - shown == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "line"), list(examples()))
+def test_an_example_does_what_its_command_says(
+    name: str,
+    line: str,
+    prepared: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if name == "dashboard" and find_spec("optuna_dashboard"):
+        pytest.skip("it serves until it is stopped")
+    home = tmp_path / "home"
+    shutil.copytree(prepared, home)
+    at_home(home, monkeypatch)
+    program, *arguments = (SHORTER.get(word, word) for word in shlex.split(line))
+    assert program == "sweep"
+    assert arguments[0] == name
+    if name == "plan" and "--model" not in arguments:
+        # A model of billions of parameters takes a minute to trace.
+        arguments += ["--model", "demo"]
+    if name == "replay":
+        # What replays a model of billions of parameters foresees takes a minute to trace.
+        arguments = ["random" if word == "guided,random" else word for word in arguments]
+    before = set(os.listdir(home))
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    if _needs_a_card(arguments):
+        assert code == REFUSED_WITHOUT_A_CARD
+        assert "sweep doctor" in err
+    elif line == "sweep rm a10":
+        assert code == 2
+        assert "say --yes" in err
+    elif name == "dashboard":
+        assert code == REFUSED_WITHOUT_A_CARD
+        assert 'pip install "qlora-sweep[dashboard]"' in err
+    else:
+        assert code in (0, 1), err
+        assert out or set(os.listdir(home)) - before
+
+
+def _needs_a_card(arguments: list[str]) -> bool:
+    return arguments[:2] == ["run", "a10"]
