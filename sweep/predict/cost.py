@@ -1,13 +1,18 @@
 """Owns what a fine-tune costs under an offer, item by item, and which offer is the cheapest when.
 
+A step's time is known within an uncertainty, and no order of two bills is claimed inside it. Two
+offers of one card share its step: it may be longer or shorter than predicted, but for both alike.
+Two cards share nothing that could be relied on: each step may be anywhere in its own interval.
+
 Pure: step times, amounts of work and offers in, bills out. Knows nothing of price files, clocks or
 GPUs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -92,6 +97,18 @@ class Bill:
     workload: Workload
     step_seconds: float
     items: tuple[BillItem, ...]
+    uncertainty: float = 0.0
+    """Relative, of ``step_seconds``: it is expected within 1 - this and 1 + this times that."""
+
+    def of_step(self, step_seconds: float) -> Bill:
+        """Return the bill of the same work if a step took exactly so long."""
+        return bill(self.workload, step_seconds=step_seconds, offer=self.offer)
+
+    @property
+    def extremes(self) -> tuple[Bill, Bill]:
+        """The bills of the shortest and of the longest step that the uncertainty leaves."""
+        shortest, longest = (self.of_step(self.step_seconds * end) for end in _ends(self))
+        return shortest, longest
 
     @property
     def usd(self) -> float:
@@ -151,6 +168,8 @@ class Bill:
             "steps": self.workload.steps,
             "step_seconds": self.step_seconds,
             "usd": self.usd,
+            "usd_range": [end.usd for end in self.extremes],
+            "wall_hours_range": [end.wall_hours for end in self.extremes],
             "billed_hours": self.billed_hours,
             "wall_hours": self.wall_hours,
             "usd_per_1000_steps": self.usd_per_1000_steps,
@@ -162,11 +181,23 @@ class Bill:
         }
 
 
-def bill(workload: Workload, *, step_seconds: float, offer: Offer) -> Bill:
+SHORTEST_SHARE = 0.01
+"""A step takes some time, however uncertain its prediction is."""
+
+
+def _ends(bill: Bill) -> tuple[float, float]:
+    """Return the least and the most that a bill's step may take, over what is predicted."""
+    return max(SHORTEST_SHARE, 1.0 - bill.uncertainty), 1.0 + bill.uncertainty
+
+
+def bill(
+    workload: Workload, *, step_seconds: float, offer: Offer, uncertainty: float = 0.0
+) -> Bill:
     """Return what ``workload`` costs under ``offer``, as one billed session.
 
-    Interruptions are expected values: their rate times the training's hours, each costing the
-    offer's restart time. Rounding up to the billing unit and the minimum are items of their own.
+    ``uncertainty`` is that of ``step_seconds``, relative. Interruptions are expected values: their
+    rate times the training's hours, each costing the offer's restart time. Rounding up to the
+    billing unit and the minimum are items of their own.
 
     Raises:
         InputError: ``step_seconds`` is not positive.
@@ -191,7 +222,7 @@ def bill(workload: Workload, *, step_seconds: float, offer: Offer) -> Bill:
     rate = offer.usd_per_hour / SECONDS_PER_HOUR
     unpaid = () if offer.is_queue_billed else ("queue",)
     items = (BillItem(n, s, 0.0 if n in unpaid else s * rate) for n, s in seconds.items())
-    return Bill(offer, workload, step_seconds, tuple(items))
+    return Bill(offer, workload, step_seconds, tuple(items), uncertainty)
 
 
 def _download_seconds(workload: Workload, offer: Offer) -> float:
@@ -210,10 +241,12 @@ def _round_up(seconds: float, *, unit: float) -> float:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """An amount of work at which the cheaper of two offers changes."""
+    """An amount of work at which the cheaper of two offers changes, whatever the speeds are."""
 
     samples: float
-    """Sequences at which both cost the same."""
+    """Sequences at which both cost the same, by the predicted steps."""
+    samples_range: tuple[float, float]
+    """The least and the most that this may be, inside the uncertainty of the steps."""
     steps: float | None
     """The same in optimizer steps; None where the two have different effective batches."""
     cheaper_below: Offer
@@ -227,31 +260,76 @@ class OfferComparison:
     bills: tuple[Bill, ...]
     """The cheapest per sequence first."""
     break_evens: tuple[BreakEven, ...]
-    """Where the cheapest offer and another one change places, by amount of work."""
+    """Where the cheapest offer and another one change places for sure, by amount of work."""
 
     @property
     def cheapest(self) -> Bill:
-        """The bill with the least dollars per sequence."""
+        """The bill with the least dollars per sequence, by the predicted steps."""
         return self.bills[0]
 
     @property
     def soonest(self) -> Bill:
-        """The bill of the run that ends first, waiting included."""
-        return min(self.bills, key=lambda bill: bill.wall_hours / bill.workload.samples)
+        """The bill of the run that ends first, waiting included, by the predicted steps."""
+        return min(self.bills, key=_hours)
+
+    @property
+    def perhaps_cheapest(self) -> tuple[Bill, ...]:
+        """The other bills that the uncertainty of the steps leaves as cheap as the cheapest."""
+        return _not_beaten(self.cheapest, self.bills, _dollars)
+
+    @property
+    def perhaps_soonest(self) -> tuple[Bill, ...]:
+        """The other cards' bills that may end as soon; of each card the soonest."""
+        others = {
+            bill.offer.gpu: bill
+            for bill in sorted(self.bills, key=_hours, reverse=True)
+            if bill.offer.gpu != self.soonest.offer.gpu
+        }
+        return _not_beaten(self.soonest, tuple(others.values()), _hours)
+
+
+def _dollars(bill: Bill) -> float:
+    return bill.usd_per_sample
+
+
+def _hours(bill: Bill) -> float:
+    return bill.wall_hours / bill.workload.samples
+
+
+def _not_beaten(
+    first: Bill, bills: Sequence[Bill], measure: Callable[[Bill], float]
+) -> tuple[Bill, ...]:
+    return tuple(b for b in bills if b is not first and not is_surely_less(first, b, measure))
+
+
+def is_surely_less(first: Bill, second: Bill, measure: Callable[[Bill], float] = _dollars) -> bool:
+    """Whether a bill is less than another by ``measure`` wherever their steps are in their
+    intervals: dollars per sequence where nothing else is asked.
+    """
+    return all(measure(one) < measure(other) for one, other in _corners(first, second))
+
+
+def _corners(first: Bill, second: Bill) -> Iterator[tuple[Bill, Bill]]:
+    """Yield two bills at the ends of what their steps may take; one card's go together."""
+    if first.offer.gpu == second.offer.gpu:
+        yield from zip(first.extremes, second.extremes, strict=True)
+    else:
+        yield from itertools.product(first.extremes, second.extremes)
 
 
 def compare_offers(bills: Sequence[Bill]) -> OfferComparison:
-    """Return the bills from cheap to dear, and where the cheapest one would no longer be that.
+    """Return the bills from cheap to dear, and where the cheapest one would surely not be that.
 
     Break-evens are of exact costs, minimum charges included; rounding up to billing units blurs
-    each by about a unit's worth of training. There is none where one offer is always cheaper.
+    each by about a unit's worth of training. There is none where one offer is always cheaper, and
+    none where the uncertainty of the steps leaves open whether there is one.
 
     Raises:
         ValueError: there is no bill.
     """
     if not bills:
         raise ValueError("comparing offers needs at least one bill")
-    ranked = tuple(sorted(bills, key=lambda bill: bill.usd_per_sample))
+    ranked = tuple(sorted(bills, key=_dollars))
     points = [point for other in ranked[1:] for point in _break_evens(ranked[0], other)]
     return OfferComparison(ranked, tuple(sorted(points, key=lambda point: point.samples)))
 
@@ -264,13 +342,25 @@ def _cost_line(bill: Bill) -> CostLine:
     return CostLine(fixed, per_work / bill.workload.samples, least)
 
 
+def _crossings(first: Bill, second: Bill) -> list[Crossing]:
+    return crossings(_cost_line(first), _cost_line(second))
+
+
 def _break_evens(cheapest: Bill, other: Bill) -> list[BreakEven]:
+    """Return where two bills change places; nothing where any corner knows of other changes."""
+    found = _crossings(cheapest, other)
+    corners = [_crossings(*corner) for corner in _corners(cheapest, other)]
+    order = [crossing.is_first_below for crossing in found]
+    if any([crossing.is_first_below for crossing in corner] != order for corner in corners):
+        return []
     points = []
-    for crossing in crossings(_cost_line(cheapest), _cost_line(other)):
+    for crossing, *ends in zip(found, *corners, strict=True):
         bills = (cheapest, other) if crossing.is_first_below else (other, cheapest)
         per_step = {bill.workload.samples_per_step for bill in bills}
         steps = crossing.amount / per_step.pop() if len(per_step) == 1 else None
-        points.append(BreakEven(crossing.amount, steps, *(bill.offer for bill in bills)))
+        amounts = [end.amount for end in ends]
+        between = min(amounts), max(amounts)
+        points.append(BreakEven(crossing.amount, between, steps, *(b.offer for b in bills)))
     return points
 
 

@@ -19,15 +19,18 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from sweep.paths import cache_directory
 from sweep.planning.cache import cached_survey
-from sweep.planning.documents import card_document, comparison_document, forecast_document
-from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress
-from sweep.planning.plan import (
-    CardPlan,
-    bill_offers,
-    compare_cards,
-    plan_configuration,
-    plan_space,
+from sweep.planning.cheapest import Cheapest, JobCard, on_card, ranked
+from sweep.planning.comparison import compare_cards
+from sweep.planning.documents import (
+    card_document,
+    cheapest_document,
+    comparison_document,
+    forecast_document,
+    longest_document,
 )
+from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress
+from sweep.planning.longest import longest_rows
+from sweep.planning.plan import CardPlan, bill_offers, plan_configuration, plan_space
 from sweep.planning.question import (
     PlanRequest,
     Predictor,
@@ -40,8 +43,10 @@ from sweep.planning.survey import Survey
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import say
+from sweep.terminal.plan.backwards import cheapest_view, longest_views
 from sweep.terminal.plan.forecast import configurations_view
-from sweep.terminal.plan.view import plan_view, plans_view, rendered
+from sweep.terminal.plan.layout import rendered
+from sweep.terminal.plan.view import plan_view, plans_view
 from sweep.terminal.working import working
 
 DONE, NOTHING_FITS = 0, 1
@@ -79,6 +84,10 @@ def plan(
     with working("predicting") as progress:
         if request.from_file is not None:
             text, fits = _many(question, request.from_file, progress)
+        elif request.is_longest:
+            text, fits = _longest(question, progress)
+        elif request.is_cheapest:
+            text, fits = _cheapest(question, progress)
         else:
             text, fits = _of_each_card(question, progress)
     say(text)
@@ -111,13 +120,16 @@ def _card_plan(question: Question, forecaster: Forecaster, progress: Progress) -
     about = question.about(forecaster.gpu)
     refuse_impossible(about, model=question.model)
     if isinstance(about, TrialConfig):
-        return plan_configuration(about, forecaster=forecaster, work=work, offers=offers)
+        return plan_configuration(
+            about, forecaster=forecaster, work=work, offers=offers, progress=progress
+        )
     return plan_space(
         _surveyed(about, forecaster, progress),
         forecaster=forecaster,
         work=work,
         offers=offers,
-        asked=question.asked(),
+        asked=question.asked(forecaster.gpu),
+        progress=progress,
     )
 
 
@@ -132,6 +144,57 @@ def _preferred(
 def _surveyed(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Survey:
     directory = cache_directory() / "surveys"
     return cached_survey(space, forecaster, directory=directory, progress=progress)
+
+
+def _longest(question: Question, progress: Progress) -> tuple[str, bool]:
+    """Return the longest rows on each card, and whether any row fits."""
+    answers = []
+    for gpu in question.gpus:
+        about = question.about(gpu)
+        refuse_impossible(about, model=question.model)
+        forecaster, asked = question.forecaster(gpu), question.asked(gpu)
+        answers.append(longest_rows(about, forecaster, asked=asked, progress=progress))
+    fits = any(answer.best is not None for answer in answers)
+    documents = [longest_document(answer) for answer in answers]
+    document = documents[0] if len(documents) == 1 else {"plans": documents}
+    return (_json(document) if question.request.as_json else _text(longest_views(answers))), fits
+
+
+def _cheapest(question: Question, progress: Progress) -> tuple[str, bool]:
+    """Return what a job costs on each card, and whether any does it by the deadline."""
+    tell, cards = progress("cards looked at"), []
+    for done, gpu in enumerate(question.gpus):
+        tell(done, len(question.gpus))
+        cards.append(_job_card(question, gpu, progress))
+    tell(len(cards), len(cards))
+    bills = [bill for card in cards for bill in card.bills]
+    answer = Cheapest(
+        model=question.model,
+        workload=bills[0].workload if bills else None,
+        held=question.held,
+        deadline_seconds=question.request.within_seconds,
+        cards=ranked(cards),
+    )
+    text = (
+        _json(cheapest_document(answer))
+        if question.request.as_json
+        else _text(cheapest_view(answer))
+    )
+    return text, answer.cheapest is not None
+
+
+def _job_card(question: Question, gpu: GpuSpec, progress: Progress) -> JobCard:
+    about = question.about(gpu)
+    if isinstance(about, TrialConfig):
+        refuse_impossible(about, model=question.model)
+    return on_card(
+        about,
+        question.forecaster(gpu),
+        work=question.request.work,
+        offers=question.offers.get(gpu.name, ()),
+        deadline_seconds=question.request.within_seconds,
+        progress=progress,
+    )
 
 
 def _many(question: Question, name: str, progress: Progress) -> tuple[str, bool]:

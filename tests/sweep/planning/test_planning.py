@@ -28,15 +28,14 @@ from storage.definition import StudySnapshot
 from storage.records import OutOfMemory, PredictionRecord
 from sweep.planning import spaces
 from sweep.planning import survey as surveys
+from sweep.planning.comparison import CardComparison, compare_cards
 from sweep.planning.documents import card_document, comparison_document, forecast_document
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
 from sweep.planning.forecast import Forecast, Forecaster
 from sweep.planning.plan import (
     AskedWork,
-    CardComparison,
     CardPlan,
     bill_offers,
-    compare_cards,
     plan_configuration,
     plan_space,
 )

@@ -104,7 +104,7 @@ def a_file(home: Path, *lines: str) -> str:
         ({"space": "a10"}, None, "a10", "mistral-7b-v0.3"),
         ({"space": "t4"}, None, "t4", "mistral-7b-v0.3"),
         ({"space": "A10"}, None, "a10", "mistral-7b-v0.3"),
-        ({"space": "a10", "gpus": ("l4",), "model": "qwen3-8b"}, None, "l4", "qwen3-8b"),
+        ({"gpus": ("l4",), "model": "qwen3-8b"}, None, "l4", "qwen3-8b"),
         ({"gpus": ("h200", "H200")}, None, "h200", "mistral-7b-v0.3"),
         ({}, "NVIDIA A10", "a10", "mistral-7b-v0.3"),
         ({"gpus": ("auto",)}, "NVIDIA A10", "a10", "mistral-7b-v0.3"),
@@ -133,7 +133,6 @@ def test_card_and_model_come_from_what_is_named(
         ({"space": "none.yaml"}, None, "none.yaml: no such file"),
         ({"space": "cpu-demo"}, None, "gpu is cpu"),
         ({"gpus": ("a11",)}, None, "unknown GPU 'a11'; did you mean"),
-        ({"space": "t4", "gpus": ("a10",)}, None, "'t4' is a card and --gpu names another"),
         ({"space": "a10", "model": "mistral"}, None, "unknown model 'mistral'"),
         ({"space": "a10", "prices": Path("none.yaml")}, None, "none.yaml: no such file"),
         ({"space": "a10", "configuration": {"lora_rank": 0}}, None, "lora_rank must be at least 1"),
@@ -502,8 +501,9 @@ def test_people_see_table_breakdown_bottleneck_cost_and_grounds(
         "4 surely fit, 0 are too close to say, 2 cannot fit",
         "file mine: 6 configurations",
         " on the a10; it ends sooner, once no trial is expected to gain enough",
-        "Recommended: the fastest that surely fits, of rank 16 on q,k,v,o",
+        "Recommended on the a10 for mistral-7b-v0.3: the fastest that surely fits, of rank 16 on ",
         "8 x 512, rank 16",
+        "peak 9.02 GiB of 21.48 GiB, ",
         "the published recipe's capacity",
         "▓ activations 4.00 GiB",
         "bound by ",
@@ -515,7 +515,7 @@ def test_people_see_table_breakdown_bottleneck_cost_and_grounds(
         "speed: predicted from the card's data sheet",
         "price: Modal, read on ",
     ):
-        assert words in out
+        assert words in " ".join(out.split())
     largest = next(line for line in out.splitlines() if line.strip().startswith("largest"))
     assert largest.split() == ["largest", "8"]
 
@@ -525,10 +525,10 @@ def test_a_doubtful_cell_has_a_question_mark_and_one_that_does_not_fit_a_dash(
 ) -> None:
     assert answer(space="a10", configuration={"micro_batch_size": 33}, is_exact=True) == 1
     out = capsys.readouterr().out
-    row = next(line for line in out.splitlines() if line.split()[:1] == ["33"])
+    row = next(line for line in out.splitlines() if line.split()[:1] == ["33"] and "x" not in line)
     assert row.split()[1].endswith("?")
     assert row.split()[2:] == ["-", "-", "-"]
-    assert "33 x 512 is too close to the budget to say" in out
+    assert out.startswith("33 x 512 is too close to the budget to say, on the a10 for mistral")
 
 
 def test_several_cards_are_compared(answer: Plan, capsys: pytest.CaptureFixture[str]) -> None:
@@ -771,7 +771,9 @@ def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
         timeout=120,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    # Nothing but how far it is, and that it goes on.
+    assert all("structures traced" in line for line in done.stderr.splitlines())
     document = json.loads(done.stdout)
     asked = {"micro_batch_size": 2, "seq_len": 64, "lora_rank": 8, "upcast_fp32": False}
     assert asked.items() <= document["config"].items()
