@@ -29,15 +29,23 @@ EFFECTIVE_BATCH = 16
 JOB_KEYS = ("lora_rank", "target_modules", "seq_len")
 """What makes a training the same on every card, beside the effective batch."""
 
+NOTHING: Mapping[str, Any] = {}
 
-def job(held: Mapping[str, Any]) -> dict[str, Any]:
+
+def job(held: Mapping[str, Any], *, fixed: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
     """Return knobs that are held on every card: what was typed, and of what makes a training the
     same training the standard recipe's.
+
+    Args:
+        held: what was typed.
+        fixed: what the space that was named has no other value of.
     """
+    given = {key: value for key, value in {**fixed, **held}.items() if value is not None}
     standard = {key: getattr(TrialConfig(), key) for key in JOB_KEYS}
-    micro = held.get("micro_batch_size", 1)
-    whole = -(-EFFECTIVE_BATCH // micro) * micro
-    return {**standard, "effective_batch_size": whole, **held}
+    micro = given.get("micro_batch_size", 1)
+    standard["effective_batch_size"] = -(-EFFECTIVE_BATCH // micro) * micro
+    made_same = {key: given.get(key, value) for key, value in standard.items()}
+    return {**made_same, **held}
 
 
 class Outcome(Enum):

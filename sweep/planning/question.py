@@ -94,7 +94,9 @@ class Question:
     def held(self) -> Mapping[str, Any]:
         """Knobs that are the same on every card: what was typed, and what makes a job the same."""
         typed = self.request.configuration
-        return job(typed) if self.request.is_cheapest else typed
+        if not self.request.is_cheapest:
+            return typed
+        return job(typed, fixed={} if self.space is None else self.space.fixed)
 
     def about(self, gpu: GpuSpec) -> SearchSpace | TrialConfig:
         """Return what is asked of a card: a space, or one configuration.

@@ -6,6 +6,7 @@ is left out. Pure: a forecast and what answers for its card in, changes out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,7 +21,7 @@ WORTH_SPEED = 0.005
 """A smaller gain in speed, relative, is none."""
 WORTH_MEMORY = 0.01
 """Nor is a smaller saving of memory, relative to the peak."""
-SHOWN_OF_EACH = 3
+SHOWN_OF_EACH = 4
 """Changes of one use that are worth a line."""
 TASK_KEYS = (*CAPACITY_KEYS, "seq_len", "effective_batch_size", "lora_dropout")
 """Knobs that change what is trained, which is a matter of the task and no advice about a card."""
@@ -81,9 +82,23 @@ def single_changes(config: TrialConfig, forecaster: Forecaster) -> dict[TrialCon
 
 
 def few(changes: Iterable[WhatIf]) -> list[WhatIf]:
-    """Return the changes that are worth a line: useful ones that leave the task what it is."""
+    """Return the changes that are worth a line: useful ones that leave the task what it is.
+
+    Of each use a few, every knob before a second value of any.
+    """
     useful = [one for one in changes if one.use is not Use.NONE and one.key not in TASK_KEYS]
-    return [one for use in Use for one in [one for one in useful if one.use is use][:SHOWN_OF_EACH]]
+    return [one for use in Use for one in _of_use(useful, use)]
+
+
+def _of_use(changes: Sequence[WhatIf], use: Use) -> list[WhatIf]:
+    turned: Counter[str] = Counter()
+    ranked: list[tuple[int, WhatIf]] = []
+    for change in changes:
+        if change.use is use:
+            ranked.append((turned[change.key], change))
+            turned[change.key] += 1
+    chosen = sorted(ranked, key=lambda pair: pair[0])[:SHOWN_OF_EACH]
+    return sorted((change for _, change in chosen), key=_order)
 
 
 def _changes(config: TrialConfig, forecaster: Forecaster) -> Iterator[tuple[TrialConfig, str]]:

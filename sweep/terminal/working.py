@@ -17,7 +17,7 @@ from rich.console import Console
 from sweep.planning.forecast import TRACED
 from sweep.terminal.console import note
 
-SILENCE_SECONDS = 1.5
+SILENCE_SECONDS = 1.25
 """After which something is said; nobody waits two seconds wondering."""
 
 
@@ -57,7 +57,7 @@ class _Lines:
     def __init__(self, doing: str, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began_seconds = self._said_seconds = clock()
-        self._words = doing
+        self._doing = self._words = doing
         self._talking = threading.Lock()
 
     def say(self, what: str, done: int, of: int) -> None:
@@ -66,9 +66,10 @@ class _Lines:
             return
         is_beginning = what == TRACED and done == 0
         with self._talking:
-            self._words = progress_words(what, done, of)
+            told = progress_words(what, done, of)
+            self._words = told if done < of else self._doing
             if is_beginning or self._clock() - self._said_seconds >= 1.0:
-                self._note(self._words)
+                self._note(told)
 
     @contextmanager
     def kept_up(self) -> Iterator[None]:

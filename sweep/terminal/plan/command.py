@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 from search_spaces.config import TrialConfig
@@ -41,6 +42,7 @@ from sweep.planning.question import (
 )
 from sweep.planning.survey import Survey
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
+from sweep.predict.memory.profile_store import Tracer, TracingChildren
 from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import say
 from sweep.terminal.plan.backwards import cheapest_view, longest_views
@@ -52,20 +54,25 @@ from sweep.terminal.working import working
 DONE, NOTHING_FITS = 0, 1
 
 
-def traced(model: ModelSpec, gpu: GpuSpec) -> MemoryPredictor:
-    """Return the predictor that traces the model's own code, and keeps what it traced."""
-    return TracingPredictor(
-        model,
-        cache_dir=cache_directory() / "memory",
-        compute_capability=gpu.compute_capability,
-    )
+def tracing(children: Tracer) -> Predictor:
+    """Return what makes predictors that trace the model's own code, and keep what was traced."""
+
+    def traced(model: ModelSpec, gpu: GpuSpec) -> MemoryPredictor:
+        return TracingPredictor(
+            model,
+            cache_dir=cache_directory() / "memory",
+            compute_capability=gpu.compute_capability,
+            tracer=children,
+        )
+
+    return traced
 
 
 def plan(
     request: PlanRequest,
     *,
     read_study: StudyReader,
-    predictor: Predictor = traced,
+    predictor: Predictor | None = None,
     card: Callable[[], Card | None] = read_card,
 ) -> int:
     """Answer and print; return 0, or 1 where nothing fits.
@@ -73,25 +80,33 @@ def plan(
     Args:
         request: what was typed.
         read_study: reads the study whose trials calibrate.
-        predictor: makes what predicts memory.
+        predictor: makes what predicts memory; by default it traces the model's own code, in
+            children that serve all questions of this plan.
         card: reads the card in this machine, for where none is named.
 
     Raises:
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
     """
-    question = resolve_request(request, predictor=predictor, card=card, read_study=read_study)
-    with working("predicting") as progress:
-        if request.from_file is not None:
-            text, fits = _many(question, request.from_file, progress)
-        elif request.is_longest:
-            text, fits = _longest(question, progress)
-        elif request.is_cheapest:
-            text, fits = _cheapest(question, progress)
-        else:
-            text, fits = _of_each_card(question, progress)
+    with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
+        question = resolve_request(
+            request, predictor=predictor or tracing(children), card=card, read_study=read_study
+        )
+        text, fits = _answered(question, progress)
     say(text)
     return DONE if fits else NOTHING_FITS
+
+
+def _answered(question: Question, progress: Progress) -> tuple[str, bool]:
+    """Return what is printed, and whether anything fits."""
+    request = question.request
+    if request.from_file is not None:
+        return _many(question, request.from_file, progress)
+    if request.is_longest:
+        return _longest(question, progress)
+    if request.is_cheapest:
+        return _cheapest(question, progress)
+    return _of_each_card(question, progress)
 
 
 def _of_each_card(question: Question, progress: Progress) -> tuple[str, bool]:

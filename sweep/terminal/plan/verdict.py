@@ -19,9 +19,9 @@ from sweep.predict.memory.prediction import Fit
 from sweep.terminal.plan.costs import usd, usd_range, work_words
 from sweep.terminal.plan.forecast import describe
 
-FIT_WORDS = {
+_FIT_WORDS = {
     Fit.YES: "fits",
-    Fit.UNCERTAIN: "is too close to the budget to say",
+    Fit.UNCERTAIN: "is too close to the budget to say, on",
     Fit.NO: "does not fit",
 }
 
@@ -33,17 +33,13 @@ def verdict_title(plan: CardPlan) -> str:
         return f"Nothing fits {where}"
     config, fit = plan.shown.config, plan.shown.fit
     if plan.survey is None:
-        verdict = "is not possible on" if plan.shown.broken is not None else _on(fit)
+        verdict = "is not possible on" if plan.shown.broken is not None else _FIT_WORDS[fit]
         return f"{units.size(config)} {verdict} {where}"
     what = "largest" if plan.shown.tokens_per_second is None else "fastest"
     doubt = "surely" if fit is Fit.YES else "perhaps"
     return (
         f"Recommended on {where}: the {what} that {doubt} fits, of {uncertainty.capacity(config)}"
     )
-
-
-def _on(fit: Fit) -> str:
-    return f"{FIT_WORDS[fit]}{',' if fit is Fit.UNCERTAIN else ''} on"
 
 
 def verdict_lines(plan: CardPlan) -> Iterator[str]:

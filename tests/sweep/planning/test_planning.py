@@ -22,7 +22,6 @@ from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import CapacityClass
 from search_spaces.loading import load_space
 from search_spaces.models import ModelSpec
-from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace, StepBudget
 from storage.definition import StudySnapshot
 from storage.records import OutOfMemory, PredictionRecord
@@ -30,7 +29,7 @@ from sweep.planning import spaces
 from sweep.planning import survey as surveys
 from sweep.planning.comparison import CardComparison, compare_cards
 from sweep.planning.documents import card_document, comparison_document, forecast_document
-from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
+from sweep.planning.evidence import evidence_from
 from sweep.planning.forecast import Forecast, Forecaster
 from sweep.planning.plan import (
     AskedWork,
@@ -54,37 +53,9 @@ from tests.sweep.imagined_study import (
     a_snapshot,
     a_space,
 )
+from tests.sweep.planning.imagined import a_forecaster, an_offer
 
 UNKNOWN = ModelSpec("mine", "directory", {**MISTRAL.config, "model_type": "mine"})
-
-
-def a_forecaster(
-    *,
-    gpu: str = "a10",
-    model: ModelSpec = MISTRAL,
-    budget_gib: float | None = None,
-    predictor: ImaginedPredictor | None = None,
-    evidence: Evidence = NO_EVIDENCE,
-) -> Forecaster:
-    card = find_gpu(gpu)
-    return Forecaster(
-        model=model,
-        gpu=card,
-        budget_bytes=card.budget_bytes if budget_gib is None else int(budget_gib * GIB),
-        memory=predictor or ImaginedPredictor(),
-        evidence=evidence,
-    )
-
-
-def an_offer(**terms: Any) -> Offer:
-    values = {
-        "gpu": "a10",
-        "provider": "Someone",
-        "usd_per_hour": 3.6,
-        "date": "2026-11-21",
-        "source": "a test",
-    }
-    return Offer.model_validate(values | terms)
 
 
 def every(space: SearchSpace) -> list[TrialConfig]:
