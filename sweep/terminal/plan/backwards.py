@@ -10,10 +10,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from reports import units
+from search_spaces.gpus import GIB
 from search_spaces.prices import PRICE_OPTION
 from sweep.planning.cheapest import Cheapest, JobCard, Outcome
 from sweep.planning.longest import LENGTH_STEP, Longest, LongestRow
-from sweep.terminal.plan.costs import usd, usd_range, work_words
+from sweep.terminal.plan.costs import short_usd_range, usd, usd_range, work_words
 from sweep.terminal.plan.forecast import knobs, shared_line, shared_words, structure
 from sweep.terminal.plan.layout import empty_grid, lines, section
 from sweep.terminal.plan.verdict import one_pass, speed_words
@@ -49,7 +50,7 @@ def _longest_lines(best: LongestRow, answer: Longest) -> Iterator[str]:
 
 def _longest_table(answer: Longest) -> RenderableType:
     forecasts = [row.forecast for row in answer.rows if row.forecast is not None]
-    shared = shared_words([forecast.config for forecast in forecasts])
+    shared = shared_words([knobs(one_pass(forecast.config)) for forecast in forecasts])
     numbers = ("micro-batch", "longest", "perhaps", "tokens/s", "peak")
     grid = empty_grid(*numbers, "", right=numbers)
     for row in answer.rows:
@@ -94,7 +95,7 @@ def cheapest_view(answer: Cheapest) -> RenderableType:
         parts += section("Cards that do it, the cheapest first", _cards_table(answer))
     others = [card for card in answer.cards if not card.is_able]
     if others:
-        parts += section("Cards that do not", lines(map(_why_not, others)))
+        parts += section("The others", lines(map(_why_not, others)))
     parts += section("The job", lines(_job_lines(answer)))
     return Group(*parts)
 
@@ -137,22 +138,23 @@ def _card_words(card: JobCard) -> str:
 
 
 def _cards_table(answer: Cheapest) -> RenderableType:
-    numbers = ("memory", "tokens/s", "hours", "in all")
-    grid = empty_grid("offer", *numbers, "range", "with", "", right=numbers)
+    numbers = ("memory", "tokens/s", "hours", "in all", "between")
+    grid = empty_grid("card", "at", *numbers, right=("card", *numbers))
+    grid.columns[0].justify = "left"
     for card in answer.able:
         forecast, bill = card.forecast, card.bill
-        assert forecast is not None, "a card that is able has a forecast"
+        is_late = card.outcome is Outcome.PERHAPS_LATE
         grid.add_row(
-            bill.offer.label,
-            units.gib(card.gpu.memory_bytes),
-            units.rate(forecast.tokens_per_second),
-            f"{bill.wall_hours:.2f}",
+            card.gpu.name,
+            bill.offer.label.removeprefix(f"{card.gpu.name} "),
+            f"{card.gpu.memory_bytes / GIB:.0f} GiB",
+            units.rate(None if forecast is None else forecast.tokens_per_second),
+            f"{bill.wall_hours:.2f}{'?' if is_late else ''}",
             usd(bill.usd),
-            usd_range(bill),
-            f"micro-batch {forecast.config.micro_batch_size}",
-            "perhaps late" if card.outcome is Outcome.PERHAPS_LATE else "",
+            short_usd_range(bill),
         )
-    return grid
+    late = any(card.outcome is Outcome.PERHAPS_LATE for card in answer.able)
+    return Group(grid, *([Text("'?' may be late", style="dim")] if late else []))
 
 
 def _why_not(card: JobCard) -> str:

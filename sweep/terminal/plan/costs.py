@@ -41,6 +41,12 @@ def usd_range(bill: Bill) -> str:
     return " to ".join(usd(end.usd) for end in bill.extremes)
 
 
+def short_usd_range(bill: Bill) -> str:
+    """Return the same for a cell: ``$0.60–1.50``."""
+    low, high = (usd(end.usd) for end in bill.extremes)
+    return f"{low}–{high.removeprefix('$')}"
+
+
 def bill_lines(bill: Bill) -> Iterator[str]:
     """Yield a bill item by item."""
     yield f"{bill.offer.label}, item by item:"

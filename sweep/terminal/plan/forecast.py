@@ -56,8 +56,11 @@ def describe(config: TrialConfig) -> str:
 
 def structure(config: TrialConfig) -> str:
     """Return all but micro-batch and length, as far as it is not the standard recipe's."""
-    capacity = [units.phrase(key, getattr(config, key)) for key in CAPACITY_KEYS]
-    return ", ".join([*capacity, *_changed(config)])
+    return ", ".join(_structure(config))
+
+
+def _structure(config: TrialConfig) -> list[str]:
+    return [*(units.phrase(key, getattr(config, key)) for key in CAPACITY_KEYS), *knobs(config)]
 
 
 def knobs(config: TrialConfig) -> list[str]:
@@ -65,11 +68,11 @@ def knobs(config: TrialConfig) -> list[str]:
     return list(_changed(config))
 
 
-def shared_words(configs: Sequence[TrialConfig]) -> list[str]:
-    """Return the words that several configurations have in common, to be said once."""
-    if len(configs) < 2:
+def shared_words(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the words that several rows have in common, to be said once."""
+    if len(rows) < 2:
         return []
-    first, *others = map(knobs, configs)
+    first, *others = rows
     return [word for word in first if all(word in other for other in others)]
 
 
@@ -170,8 +173,11 @@ def configurations_view(
 ) -> RenderableType:
     """Return a table of many configurations in their order, each with its cheapest bill."""
     numbers = ("peak", "tokens/s", "1,000 steps")
+    words = [_structure(forecast.config) for forecast in forecasts]
+    shared = shared_words(words)
     rows = empty_grid("", "fits", *numbers, "bound by", "configuration", right=numbers)
     for number, (forecast, bill) in enumerate(zip(forecasts, cheapest, strict=True), start=1):
+        own = [word for word in words[number - 1] if word not in shared]
         memory, speed = forecast.memory, forecast.speed
         rows.add_row(
             f"{number:,}",
@@ -180,9 +186,11 @@ def configurations_view(
             units.rate(forecast.tokens_per_second),
             usd(bill.usd_per_1000_steps) if bill else units.DASH,
             speed.bottleneck if speed else units.DASH,
-            ": ".join([describe(forecast.config), *_why_not(forecast)]),
+            ": ".join([", ".join([units.size(forecast.config), *own]), *_why_not(forecast)]),
         )
-    return Group(rows, Text("'?' is too close to the budget to be sure", style="dim"))
+    return Group(
+        rows, *shared_line(shared), Text("'?' is too close to the budget to be sure", style="dim")
+    )
 
 
 def _short_word(forecast: Forecast) -> str:

@@ -42,5 +42,7 @@ def empty_grid(*headers: str, right: Sequence[str] = ()) -> Table:
     """Return a borderless table without rows, some of its columns to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for header in headers:
-        table.add_column(header, justify="right" if header in right else "left")
+        is_number = header in right
+        # Where it is narrow, words give way: half a number is none.
+        table.add_column(header, justify="right" if is_number else "left", no_wrap=is_number)
     return table

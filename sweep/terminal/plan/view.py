@@ -241,7 +241,7 @@ def _classes(survey: Survey, best: Forecast) -> RenderableType:
         for forecast in survey.fastest_by_class.values()
         if forecast.config.seq_len == best.config.seq_len and forecast.memory is not None
     ]
-    shared = shared_words([forecast.config for forecast in of_length])
+    shared = shared_words([knobs(forecast.config) for forecast in of_length])
     numbers = ("tokens/s", "peak", "size")
     grid = empty_grid("rank", "target modules", *numbers, "", right=numbers)
     for forecast in of_length:
