@@ -21,8 +21,9 @@ from sweep.planning.forecast import Forecast, Forecaster, Progress, silent
 from sweep.planning.plan import AskedWork, bill_offers
 from sweep.planning.recommendation import Certainty, certainty, preferred
 from sweep.planning.spaces import rows
-from sweep.predict.cost import SECONDS_PER_HOUR, Bill, Workload, is_surely_less
+from sweep.predict.cost import SECONDS_PER_HOUR, Bill, Workload
 from sweep.predict.memory.prediction import Fit
+from sweep.predict.offers import is_surely_less
 
 EFFECTIVE_BATCH = 16
 """Sequences of a step where nobody says: QLoRA's own for 7 B and 13 B (arXiv 2305.14314, B.2)."""

@@ -20,7 +20,8 @@ from sweep.planning.forecast import Forecast
 from sweep.planning.plan import AskedWork, CardPlan, bill_offers
 from sweep.planning.recommendation import is_surely_faster, nearest_capacity, preferred
 from sweep.planning.survey import ClassKey, Survey, class_of
-from sweep.predict.cost import OfferComparison, Workload, compare_offers
+from sweep.predict.cost import Workload
+from sweep.predict.offers import OfferComparison, compare_offers
 
 
 @dataclass(frozen=True)

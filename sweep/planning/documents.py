@@ -16,9 +16,10 @@ from sweep.planning.recommendation import STANDARD
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable
 from sweep.planning.whatif import WhatIf
-from sweep.predict.cost import Bill, BreakEven
+from sweep.predict.cost import Bill
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit
+from sweep.predict.offers import BreakEven, OfferComparison
 
 
 def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str, Any]:
@@ -224,15 +225,29 @@ def _evidence(plan: CardPlan) -> dict[str, Any] | None:
 def comparison_document(
     plans: Sequence[CardPlan], comparison: CardComparison | None
 ) -> dict[str, Any]:
-    """Return the plans of several cards, and the same training's bills on each."""
+    """Return the plans of several cards, and the same training's speeds and bills on each.
+
+    ``comparison`` is null where fewer than two cards can do it or no price of any is known.
+    """
+    costs = None if comparison is None else comparison.bills
     return {
         "plans": [card_document(plan) for plan in plans],
-        "comparison": None if comparison is None else _comparison(comparison),
+        "speeds": None if comparison is None else _speeds(comparison),
+        "comparison": None if comparison is None or costs is None else _costs(comparison, costs),
     }
 
 
-def _comparison(comparison: CardComparison) -> dict[str, Any]:
-    costs, work = comparison.bills, comparison.workload
+def _speeds(comparison: CardComparison) -> dict[str, Any]:
+    """Return which card is the fastest, and which others may be as fast."""
+    return {
+        "fastest": comparison.fastest,
+        "perhaps_fastest": list(comparison.perhaps_fastest),
+        "configurations": {gpu: _brief(forecast) for gpu, forecast in comparison.chosen.items()},
+    }
+
+
+def _costs(comparison: CardComparison, costs: OfferComparison) -> dict[str, Any]:
+    work = comparison.workload
     return {
         "effective_batch_size": comparison.effective_batch_size,
         "seq_len": comparison.seq_len,
@@ -240,14 +255,12 @@ def _comparison(comparison: CardComparison) -> dict[str, Any]:
         "samples": work.samples,
         "tokens": work.tokens,
         "configurations": {gpu: _brief(forecast) for gpu, forecast in comparison.chosen.items()},
-        "fastest": comparison.fastest,
-        "perhaps_fastest": list(comparison.perhaps_fastest),
-        "cheapest": None if costs is None else costs.cheapest.to_json(),
-        "perhaps_cheapest": [bill.to_json() for bill in costs.perhaps_cheapest] if costs else [],
-        "soonest": None if costs is None else costs.soonest.to_json(),
-        "perhaps_soonest": [bill.to_json() for bill in costs.perhaps_soonest] if costs else [],
-        "bills": [bill.to_json() for bill in costs.bills] if costs else [],
-        "break_evens": [_break_even(point) for point in costs.break_evens] if costs else [],
+        "cheapest": costs.cheapest.to_json(),
+        "perhaps_cheapest": [bill.to_json() for bill in costs.perhaps_cheapest],
+        "soonest": costs.soonest.to_json(),
+        "perhaps_soonest": [bill.to_json() for bill in costs.perhaps_soonest],
+        "bills": [bill.to_json() for bill in costs.bills],
+        "break_evens": [_break_even(point) for point in costs.break_evens],
     }
 
 

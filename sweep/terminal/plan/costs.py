@@ -8,14 +8,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 
 from reports import units
-from sweep.predict.cost import (
-    Bill,
-    BillItem,
-    BreakEven,
-    OfferComparison,
-    Workload,
-    is_surely_less,
-)
+from sweep.predict.cost import Bill, BillItem, Workload
+from sweep.predict.offers import BreakEven, OfferComparison, is_surely_less
 from sweep.terminal.plan.layout import empty_grid
 
 ITEM_WORDS = {

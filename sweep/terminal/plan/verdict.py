@@ -14,8 +14,9 @@ from sweep.planning.comparison import CardComparison
 from sweep.planning.forecast import Forecast
 from sweep.planning.plan import CardPlan
 from sweep.planning.whatif import WhatIf
-from sweep.predict.cost import Bill, OfferComparison
+from sweep.predict.cost import Bill
 from sweep.predict.memory.prediction import Fit
+from sweep.predict.offers import OfferComparison
 from sweep.terminal.plan.costs import usd, usd_range, work_words
 from sweep.terminal.plan.forecast import describe
 

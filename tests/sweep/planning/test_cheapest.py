@@ -78,11 +78,11 @@ def test_a_card_does_it_with_what_a_survey_recommends(gpu: str) -> None:
 
 
 def test_a_deadline_is_met_missed_or_open_inside_the_uncertainty_of_the_speed() -> None:
-    took = 3600 * a_card("a10").bill.wall_hours
-    outcomes = [
-        a_card("a10", deadline_seconds=share * took).outcome for share in (0.4, 0.8, 1.2, 1.6)
-    ]
-    assert find_gpu("a10").device_uncertainty == 0.5
+    bill = a_card("a10").bill
+    soonest, latest = (3600 * end.wall_hours for end in bill.extremes)
+    took = 3600 * bill.wall_hours
+    deadlines = [0.99 * soonest, (soonest + took) / 2, (took + latest) / 2, 1.01 * latest]
+    outcomes = [a_card("a10", deadline_seconds=deadline).outcome for deadline in deadlines]
     assert outcomes == [
         Outcome.TOO_SLOW,
         Outcome.PERHAPS_IN_TIME,
@@ -121,10 +121,11 @@ def test_the_cheapest_and_the_smallest_are_of_those_in_time() -> None:
 def test_cards_whose_costs_overlap_are_not_told_apart() -> None:
     base = a_card("a10", an_offer(usd_per_hour=1.0))
     other = a_card("l4", an_offer(gpu="l4", usd_per_hour=1.0))
-    times = base.bill.usd / other.bill.usd
-    # Half as long to half as long again: three times the price is out of reach, twice is not.
-    for factor, tied in ((1.0, ["l4"]), (2.0, ["l4"]), (4.0, [])):
-        rival = a_card("l4", an_offer(gpu="l4", usd_per_hour=1.001 * factor * times))
+    # The price at which the l4's shortest steps cost what the a10's longest do.
+    parted = base.bill.extremes[1].usd / other.bill.extremes[0].usd
+    even = base.bill.usd / other.bill.usd
+    for price, tied in ((1.01 * even, ["l4"]), (0.99 * parted, ["l4"]), (1.01 * parted, [])):
+        rival = a_card("l4", an_offer(gpu="l4", usd_per_hour=price))
         answer = answered([base, rival])
         assert answer.cheapest is base
         assert [card.gpu.name for card in answer.perhaps_cheapest] == tied

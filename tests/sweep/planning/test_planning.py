@@ -44,6 +44,7 @@ from sweep.planning.table import boundary, shape_table
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.speed.predictor import predict_step
+from sweep.terminal.plan.verdict import comparison_verdict
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import (
     INTERFACE_KEYS,
@@ -854,6 +855,28 @@ def test_cards_on_which_nothing_fits_are_not_compared() -> None:
     plans = [planned(a_space(), a_forecaster(budget_gib=gib)) for gib in (1, 20)]
     assert compared(plans) is None
     assert compared(plans[:1]) is None
+
+
+def test_cards_without_a_price_are_compared_by_their_speed() -> None:
+    plans = [planned(a_space(), a_forecaster(gpu=gpu)) for gpu in OFFERS]
+    comparison = compare_cards(plans, work=AskedWork(), offers={}, look=looked)
+    assert comparison is not None
+    assert (comparison.bills, comparison.fastest) == (None, "h100-80gb")
+    document = comparison_document(plans, comparison)
+    assert document["comparison"] is None
+    assert document["speeds"]["fastest"] == "h100-80gb"
+    fastest, cheapest = comparison_verdict(comparison)
+    assert fastest.startswith("fastest: h100-80gb, ")
+    assert "--price a10=0.75" in cheapest
+
+
+def test_cards_are_told_apart_by_speed_where_their_intervals_are() -> None:
+    for gpus, tied in ((("a10", "h200"), ()), (("a10", "a10g"), None)):
+        plans = [planned(a_space(), a_forecaster(gpu=gpu)) for gpu in gpus]
+        comparison = compare_cards(plans, work=AskedWork(), offers=OFFERS, look=looked)
+        assert comparison is not None
+        others = tuple(gpu for gpu in gpus if gpu != comparison.fastest)
+        assert comparison.perhaps_fastest == (others if tied is None else tied)
 
 
 def test_one_configuration_is_compared_as_it_is() -> None:

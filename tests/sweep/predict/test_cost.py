@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from search_spaces.errors import InputError
 from search_spaces.prices import Offer
-from sweep.predict.cost import Bill, CostLine, Workload, bill, compare_offers, crossings
+from sweep.predict.cost import Bill, Workload, bill
+from sweep.predict.offers import CostLine, compare_offers, crossings
 
 WORK = Workload(steps=1000, samples_per_step=16, tokens_per_sample=512.0)
 
