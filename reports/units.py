@@ -118,6 +118,8 @@ def step_time(seconds: float | None) -> str:
     """Return the seconds of a step with three significant digits: ``0.305 s``, ``12.4 ms``."""
     if seconds is None or not is_known(seconds):
         return DASH
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
     return f"{seconds:#.3g} s" if seconds >= 0.1 else f"{1000 * seconds:#.3g} ms"
 
 

@@ -6,6 +6,7 @@ Values in, values out: nothing is ever fetched. Knows nothing of what a training
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib.resources import files
@@ -22,6 +23,10 @@ from search_spaces.validation import known_key, validate
 
 USD_PER_HOUR_MAX = 1000.0
 """No single card is rented at such a price; a figure above it is a slip of the unit."""
+
+PRICE_OPTION = "--price"
+TYPED_PROVIDER = "at your price"
+"""Stands for the provider of a price that was typed."""
 
 Seconds = Annotated[Number, Field(ge=0)]
 Text = Annotated[StrictStr, Field(min_length=1)]
@@ -92,32 +97,90 @@ class _PriceFile(BaseModel):
     offers: list[dict[_ListKey, Any]] | None = None
 
 
-def load_prices(user_file: Path | None = None) -> dict[str, tuple[Offer, ...]]:
+def load_prices(
+    user_file: Path | None = None, *, typed: Iterable[str] = ()
+) -> dict[str, tuple[Offer, ...]]:
     """Return the offers by catalogue name, the cheapest hour first.
 
     Args:
         user_file: a file of the user's in the shipped one's format. An offer with the same card,
             provider and spot flag as a shipped one takes its place, any other is added; its
             ``assumptions`` hold for every offer that does not say otherwise.
+        typed: prices that were typed, ``a10=0.75`` each: the only offer of that card.
 
     Raises:
-        InputError: the file is missing or a value in it is not right; names file and key.
+        InputError: the file is missing or a value in it is not right; names file and key. A price
+            that was typed is none, or of no card of the catalogue.
         EnvironmentFault: the file is there and cannot be read.
     """
     documents = [_shipped()]
     if user_file is not None:
         label = str(user_file)
         documents.append(parse_yaml(read_text(user_file, label=label), label=label))
-    return merge_prices(documents)
+    own = _typed_prices(typed)
+    assumptions = _assumptions(documents)
+    return merge_prices(documents) | {
+        gpu: (
+            Offer(
+                gpu=gpu,
+                provider=TYPED_PROVIDER,
+                usd_per_hour=price,
+                date=datetime.date.today(),
+                source=PRICE_OPTION,
+                **assumptions,
+            ),
+        )
+        for gpu, price in own.items()
+    }
+
+
+def _assumptions(documents: Iterable[Document]) -> dict[str, Any]:
+    files = [validate(_PriceFile, document.values, document) for document in documents]
+    return _merged_assumptions(files)
+
+
+def _merged_assumptions(files: Iterable[_PriceFile]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for file in files:
+        if file.assumptions is not None:
+            merged |= file.assumptions.model_dump(exclude_unset=True)
+    return merged
+
+
+def _typed_prices(typed: Iterable[str]) -> dict[str, float]:
+    """Return dollars an hour by catalogue name, of prices as they were typed."""
+    prices: dict[str, float] = {}
+    for text in typed:
+        card, is_price, written = text.partition("=")
+        if not is_price:
+            raise InputError(f"{PRICE_OPTION} is written like a10=0.75, got {quote(text)}")
+        try:
+            gpu = find_gpu(card).name
+        except InputError as error:
+            raise InputError(f"{PRICE_OPTION}: {error}") from error
+        if gpu in prices:
+            raise InputError(f"{PRICE_OPTION}: {gpu} is given twice: keep one")
+        prices[gpu] = _dollars(gpu, written)
+    return prices
+
+
+def _dollars(gpu: str, written: str) -> float:
+    try:
+        price = float(written.strip().removeprefix("$"))
+    except ValueError:
+        price = math.nan
+    if not 0 < price <= USD_PER_HOUR_MAX:
+        raise InputError(
+            f"{PRICE_OPTION}: {gpu} must cost dollars an hour, more than 0 and at most "
+            f"{USD_PER_HOUR_MAX:g}, got {quote(written)}"
+        )
+    return price
 
 
 def merge_prices(documents: Iterable[Document]) -> dict[str, tuple[Offer, ...]]:
     """Return the offers of several price files by catalogue name; a later file's come first."""
     read = [(document, validate(_PriceFile, document.values, document)) for document in documents]
-    assumptions: dict[str, Any] = {}
-    for _, file in read:
-        if file.assumptions is not None:
-            assumptions |= file.assumptions.model_dump(exclude_unset=True)
+    assumptions = _merged_assumptions(file for _, file in read)
     offers: dict[tuple[str, str, bool], Offer] = {}
     for document, file in read:
         for index, terms in enumerate(file.offers or ()):

@@ -136,7 +136,11 @@ def plan(
     model: opt.ModelOption = None,
     exact: opt.ExactOption = False,
     from_file: opt.FromFileOption = None,
+    longest: opt.LongestOption = False,
+    cheapest: opt.CheapestOption = False,
+    within: opt.WithinOption = None,
     prices: opt.PricesOption = None,
+    price: opt.PriceOption = None,
     study: opt.CalibrateOption = None,
     storage: opt.StorageOption = None,
     steps: opt.StepsOption = None,
@@ -151,7 +155,17 @@ def plan(
     """Predict what fits, how fast and at what cost; needs no GPU.
 
     Options of a configuration are held fixed and the rest of the space is searched. With --exact
-    one configuration is asked about: what is not typed is the standard recipe's.
+    one configuration is asked about: what is not typed is the standard recipe's. A card that is
+    named first and those of --gpu are all asked about, and compared.
+
+    \b
+    Examples:
+      $ sweep plan a10
+      $ sweep plan a10 --rank 64 --target-modules all-linear --seq-len 2048 --gpu a100-40gb
+      $ sweep plan a10 --exact --batch-size 8 --seq-len 512
+      $ sweep plan a10 --longest
+      $ sweep plan --cheapest --within 6h --samples 10000
+      $ sweep plan --gpu a10 --gpu l4 --price a10=0.75
     """
     from sweep.planning.plan import AskedWork
     from sweep.planning.question import PlanRequest
@@ -166,6 +180,10 @@ def plan(
         from_file=from_file,
         work=AskedWork(steps, samples, tokens, dataset_samples, epochs),
         prices=None if prices is None else Path(prices),
+        typed_prices=tuple(price or ()),
+        is_longest=longest,
+        is_cheapest=cheapest,
+        within_seconds=_seconds("--within", within),
         study=study,
         storage=storage,
         as_json=as_json,

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from search_spaces.linears import CapacityClass
+from sweep.planning.cheapest import Cheapest, JobCard, Outcome
+from sweep.planning.comparison import CardComparison
 from sweep.planning.forecast import Forecast
-from sweep.planning.plan import CardComparison, CardPlan
+from sweep.planning.longest import LENGTH_STEP, Longest, LongestRow
+from sweep.planning.plan import CardPlan
 from sweep.planning.recommendation import STANDARD
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable
-from sweep.predict.cost import Bill, BreakEven
+from sweep.planning.whatif import WhatIf
+from sweep.predict.cost import Bill
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit
+from sweep.predict.offers import BreakEven, OfferComparison
 
 
 def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str, Any]:
@@ -104,9 +109,28 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
         "held": dict(plan.asked.held),
         "table": None if plan.table is None else _table(plan.table),
         **({} if plan.survey is None else _survey(plan.survey)),
+        "what_ifs": [_what_if(change) for change in plan.what_ifs],
         "bills": [bill.to_json() for bill in plan.bills],
         "study": _evidence(plan),
         "notes": list(plan.notes),
+    }
+
+
+def _what_if(change: WhatIf) -> dict[str, Any]:
+    """Return one knob turned; changes are against the configuration that is shown."""
+    forecast = change.forecast
+    memory = forecast.memory
+    return {
+        "key": change.key,
+        "value": change.value,
+        "config": forecast.config.model_dump(mode="json"),
+        "fits": forecast.fits,
+        "fits_certainty": _certainty(forecast),
+        "use": change.use.name.lower(),
+        "speed_change": change.speed_change,
+        "peak_change_bytes": change.memory_change_bytes,
+        "tokens_per_second": forecast.tokens_per_second,
+        "peak_allocated_bytes": None if memory is None else memory.peak_allocated_bytes,
     }
 
 
@@ -205,15 +229,29 @@ def _evidence(plan: CardPlan) -> dict[str, Any] | None:
 def comparison_document(
     plans: Sequence[CardPlan], comparison: CardComparison | None
 ) -> dict[str, Any]:
-    """Return the plans of several cards, and the same training's bills on each."""
+    """Return the plans of several cards, and the same training's speeds and bills on each.
+
+    ``comparison`` is null where fewer than two cards can do it or no price of any is known.
+    """
+    costs = None if comparison is None else comparison.bills
     return {
         "plans": [card_document(plan) for plan in plans],
-        "comparison": None if comparison is None else _comparison(comparison),
+        "speeds": None if comparison is None else _speeds(comparison),
+        "comparison": None if comparison is None or costs is None else _costs(comparison, costs),
     }
 
 
-def _comparison(comparison: CardComparison) -> dict[str, Any]:
-    costs, work = comparison.bills, comparison.workload
+def _speeds(comparison: CardComparison) -> dict[str, Any]:
+    """Return which card is the fastest, and which others may be as fast."""
+    return {
+        "fastest": comparison.fastest,
+        "perhaps_fastest": list(comparison.perhaps_fastest),
+        "configurations": {gpu: _brief(forecast) for gpu, forecast in comparison.chosen.items()},
+    }
+
+
+def _costs(comparison: CardComparison, costs: OfferComparison) -> dict[str, Any]:
+    work = comparison.workload
     return {
         "effective_batch_size": comparison.effective_batch_size,
         "seq_len": comparison.seq_len,
@@ -222,7 +260,9 @@ def _comparison(comparison: CardComparison) -> dict[str, Any]:
         "tokens": work.tokens,
         "configurations": {gpu: _brief(forecast) for gpu, forecast in comparison.chosen.items()},
         "cheapest": costs.cheapest.to_json(),
+        "perhaps_cheapest": [bill.to_json() for bill in costs.perhaps_cheapest],
         "soonest": costs.soonest.to_json(),
+        "perhaps_soonest": [bill.to_json() for bill in costs.perhaps_soonest],
         "bills": [bill.to_json() for bill in costs.bills],
         "break_evens": [_break_even(point) for point in costs.break_evens],
     }
@@ -231,7 +271,72 @@ def _comparison(comparison: CardComparison) -> dict[str, Any]:
 def _break_even(point: BreakEven) -> dict[str, Any]:
     return {
         "samples": point.samples,
+        "samples_range": list(point.samples_range),
         "steps": point.steps,
         "cheaper_below": point.cheaper_below.label,
         "cheaper_above": point.cheaper_above.label,
+    }
+
+
+def longest_document(longest: Longest) -> dict[str, Any]:
+    """Return the longest rows on one card; 0 tokens where not even the shortest row fits."""
+    best = longest.best
+    return {
+        "gpu": {
+            "name": longest.gpu.name,
+            "memory_bytes": longest.gpu.memory_bytes,
+            "budget_bytes": longest.budget_bytes,
+        },
+        "model": longest.model.name,
+        "space_kind": longest.asked.kind,
+        "held": dict(longest.asked.held),
+        "multiple_of": LENGTH_STEP,
+        "limit": longest.limit,
+        "structures": longest.configurations,
+        "longest": None if best is None else _longest_row(best),
+        "rows": [_longest_row(row) for row in longest.rows],
+    }
+
+
+def _longest_row(row: LongestRow) -> dict[str, Any]:
+    answer = None if row.forecast is None else forecast_document(row.forecast, bills=())
+    return {
+        "micro_batch_size": row.micro_batch_size,
+        "seq_len": row.seq_len,
+        "possible_seq_len": row.possible,
+        "answer": answer,
+    }
+
+
+def cheapest_document(answer: Cheapest) -> dict[str, Any]:
+    """Return a job on every card, those that do it first and the cheapest of them before others."""
+    work, cheapest, smallest = answer.workload, answer.cheapest, answer.smallest
+    return {
+        "model": answer.model.name,
+        "held": dict(answer.held),
+        "within_seconds": answer.deadline_seconds,
+        "steps": None if work is None else work.steps,
+        "samples": None if work is None else work.samples,
+        "tokens": None if work is None else work.tokens,
+        "cheapest": None if cheapest is None else cheapest.gpu.name,
+        "perhaps_cheapest": [card.gpu.name for card in answer.perhaps_cheapest],
+        "smallest": None if smallest is None else smallest.gpu.name,
+        "too_small": [card.gpu.name for card in answer.that(Outcome.TOO_SMALL)],
+        "too_slow": [card.gpu.name for card in answer.that(Outcome.TOO_SLOW)],
+        "perhaps_in_time": [card.gpu.name for card in answer.that(Outcome.PERHAPS_IN_TIME)],
+        "cards": [_job_card(card) for card in answer.cards],
+    }
+
+
+def _job_card(card: JobCard) -> dict[str, Any]:
+    answer = None if card.forecast is None else forecast_document(card.forecast, bills=card.bills)
+    return {
+        "gpu": card.gpu.name,
+        "memory_bytes": card.gpu.memory_bytes,
+        "budget_bytes": card.gpu.budget_bytes,
+        "outcome": card.outcome.name.lower(),
+        "reason": card.reason or None,
+        "least_bytes": card.least_bytes,
+        "answer": answer,
+        "bills": [bill.to_json() for bill in card.bills],
     }

@@ -89,6 +89,15 @@ class Forecast:
         return None if self.speed is None else self.speed.uncertainty
 
     @property
+    def step_uncertainty(self) -> float:
+        """The same for sums of money and time: a step measured too few times for an interval of its
+        own is no surer than its prediction.
+        """
+        if self.speed_uncertainty is not None:
+            return self.speed_uncertainty
+        return 0.0 if self.speed is None else self.speed.uncertainty
+
+    @property
     def tokens_per_second_range(self) -> tuple[float, float] | None:
         """The least and the most that the speed's uncertainty leaves possible."""
         speed, error = self.tokens_per_second, self.speed_uncertainty
@@ -168,6 +177,14 @@ class Forecaster:
                 self._fits[config] = FITS[codes[row]]
             self._speeds[config] = predicted[row]
 
+    def prepare(self, configs: Sequence[TrialConfig], *, progress: Progress = silent) -> None:
+        """Do once, and together, what asking of a few configurations takes first.
+
+        Raises:
+            EnvironmentFault: the tracing process has never answered.
+        """
+        self._predictor.prepare(configs, on_progress=progress(TRACED))
+
     def broken(self, config: TrialConfig) -> Violation | None:
         """Return the rule that forbids ``config`` on this model and card, or None."""
         return violation(
@@ -198,6 +215,10 @@ class Forecaster:
     def least_bytes(self, config: TrialConfig) -> int:
         """Return no more than the peak of what was foreseen, without replaying its step."""
         return int(self._whole.least_allocated_bytes[self._rows[config]])
+
+    def refusal(self, config: TrialConfig) -> InputError | None:
+        """Return why memory is not predicted of what was foreseen; None where it is."""
+        return self._whole.refused.get(self._rows[config])
 
     def is_hopeless(self, config: TrialConfig) -> bool:
         """Whether the predicted peak alone says that a valid configuration does not fit."""

@@ -15,17 +15,18 @@ from typing import Any, BinaryIO
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, did_you_mean
-from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_names, match_product
+from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names, match_product
 from search_spaces.loading import load_space, preset_name, shipped_presets, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import Offer, load_prices
 from search_spaces.space import DEFAULT_MODEL, SearchSpace
 from storage.definition import StudySnapshot
 from sweep.paths import own_price_file
+from sweep.planning.cheapest import job
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
 from sweep.planning.forecast import Forecaster
 from sweep.planning.plan import Asked, AskedWork, SpaceKind
-from sweep.planning.spaces import standard_space
+from sweep.planning.spaces import fitted_to, standard_space
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.running.device_info import Card
 
@@ -56,6 +57,14 @@ class PlanRequest:
     from_file: str | None = None
     work: AskedWork = field(default_factory=AskedWork)
     prices: Path | None = None
+    typed_prices: tuple[str, ...] = ()
+    """``a10=0.75`` each: dollars an hour that take the place of all other prices of a card."""
+    is_longest: bool = False
+    """Whether the longest rows are asked for."""
+    is_cheapest: bool = False
+    """Whether the cards for a job are asked for, of the whole catalogue where none is named."""
+    within_seconds: float | None = None
+    """The deadline of that job."""
     study: str | None = None
     storage: str | None = None
     as_json: bool = False
@@ -70,12 +79,24 @@ class Question:
     """None where no space was named."""
     kind: SpaceKind
     """Where the space comes from."""
+    own_card: str | None
+    """The card that the space was named for, where its name is a card's."""
     model: ModelSpec
     gpus: tuple[GpuSpec, ...]
     offers: Mapping[str, tuple[Offer, ...]]
     """By card."""
     predictor: Predictor
     read_study: StudyReader
+    predictors: dict[tuple[int, int], MemoryPredictor] = field(default_factory=dict)
+    """By compute capability: cards that share one share all that is traced and read."""
+
+    @property
+    def held(self) -> Mapping[str, Any]:
+        """Knobs that are the same on every card: what was typed, and what makes a job the same."""
+        typed = self.request.configuration
+        if not self.request.is_cheapest:
+            return typed
+        return job(typed, fixed={} if self.space is None else self.space.fixed)
 
     def about(self, gpu: GpuSpec) -> SearchSpace | TrialConfig:
         """Return what is asked of a card: a space, or one configuration.
@@ -83,15 +104,30 @@ class Question:
         Raises:
             InputError: what was typed is no configuration, or does not go with the space.
         """
-        typed = self.request.configuration
         if self.request.is_exact:
-            return parse_config(typed, where="options")
-        space = self.space or standard_space(gpu, self.model)
-        return with_fixed(space, typed) if typed else space
+            return parse_config(self.held, where="options")
+        space, _ = self._space_of(gpu)
+        return with_fixed(space, self.held) if self.held else space
 
-    def asked(self) -> Asked:
-        """Return what was asked, for the answer to say."""
-        return Asked(kind=self.kind, held=self.request.configuration)
+    def asked(self, gpu: GpuSpec) -> Asked:
+        """Return what was asked of a card, for the answer to say."""
+        kind = None if self.request.is_exact else self._space_of(gpu)[1]
+        return Asked(kind=kind, held=self.held)
+
+    def _space_of(self, gpu: GpuSpec) -> tuple[SearchSpace, SpaceKind]:
+        """Return the space of a card, and where it comes from.
+
+        A space that has a card's name is that card's. Beside it another card has the preset of its
+        own name, or else the same knobs with the micro-batches of a card without a space.
+        """
+        if self.space is None:
+            return standard_space(gpu, self.model), "standard"
+        if self.own_card in (None, gpu.name):
+            return self.space, self.kind
+        own = preset_name(gpu.name)
+        if own is not None:
+            return load_space(own), "preset"
+        return fitted_to(self.space, gpu, self.model), "fitted"
 
     def forecaster(self, gpu: GpuSpec) -> Forecaster:
         """Return what answers for one card."""
@@ -99,9 +135,15 @@ class Question:
             model=self.model,
             gpu=gpu,
             budget_bytes=_budget(self.space, gpu),
-            memory=self.predictor(self.model, gpu),
+            memory=self._predictor_of(gpu),
             evidence=self._evidence(gpu),
         )
+
+    def _predictor_of(self, gpu: GpuSpec) -> MemoryPredictor:
+        shared = gpu.compute_capability
+        if shared not in self.predictors:
+            self.predictors[shared] = self.predictor(self.model, gpu)
+        return self.predictors[shared]
 
     def _evidence(self, gpu: GpuSpec) -> Evidence:
         if self.request.study is None:
@@ -131,11 +173,7 @@ def resolve_request(
     """
     _check(request)
     kind, space, named = _space(request.space)
-    if named is not None and request.gpus:
-        raise InputError(f"'{request.space}' is a card and --gpu names another: use --gpu alone")
-    inner = named.name if named is not None else "auto" if space is None else space.gpu
-    named_gpus = [_gpu(name, card) for name in request.gpus or (inner,)]
-    gpus = tuple({gpu.name: gpu for gpu in named_gpus}.values())
+    gpus = _cards(request, space, named, card)
     if request.from_file is not None and len(gpus) > 1:
         raise InputError(f"--from-file answers for one card, got {len(gpus)}: name one --gpu")
     model = load_model_spec(request.model or (space.model if space else DEFAULT_MODEL))
@@ -143,24 +181,57 @@ def resolve_request(
         request=request,
         space=space,
         kind=kind,
+        own_card=None if space is None or named is None else named.name,
         model=model,
         gpus=gpus,
-        offers=load_prices(request.prices or own_price_file()),
+        offers=load_prices(request.prices or own_price_file(), typed=request.typed_prices),
         predictor=predictor,
         read_study=read_study,
     )
 
 
+def _cards(
+    request: PlanRequest,
+    space: SearchSpace | None,
+    named: GpuSpec | None,
+    card: Callable[[], Card | None],
+) -> tuple[GpuSpec, ...]:
+    """Return the cards that are asked about: every one that was named, the positional one first.
+
+    The card of a space, or the one that is here, counts where none is; the whole catalogue where
+    the cheapest is asked for.
+    """
+    typed = [_gpu(name, card) for name in request.gpus]
+    cards = typed if named is None else [named, *typed]
+    if not cards and request.is_cheapest:
+        cards = list(gpu_catalogue().values())
+    if not cards:
+        cards = [_gpu("auto" if space is None else space.gpu, card)]
+    return tuple({gpu.name: gpu for gpu in cards}.values())
+
+
 def _check(request: PlanRequest) -> None:
+    typed = {
+        "--from-file": request.from_file is not None,
+        "--longest": request.is_longest,
+        "--cheapest": request.is_cheapest,
+    }
+    given = [option for option, is_typed in typed.items() if is_typed]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)} are different questions: keep one")
     if request.configuration and request.from_file is not None:
         key = next(iter(request.configuration))
         raise InputError(f"{key} and --from-file are both given: keep one")
+    if request.is_longest and "seq_len" in request.configuration:
+        raise InputError("--longest asks for the length: leave --seq-len out")
+    if request.within_seconds is not None and not request.is_cheapest:
+        raise InputError("--within needs --cheapest: which job has to be done by then")
     if request.storage is not None and request.study is None:
         raise InputError("--storage needs --study: which study to calibrate from")
 
 
 def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | None]:
-    """Return the space that was named and what it is, or the card where it is no space.
+    """Return the space that was named and what it is, and the card where it is one's name.
 
     A card by any of its names is the preset that is called like it, if one is: how a name is
     written changes no answer.
@@ -171,7 +242,7 @@ def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | N
     card = cards.get(name.strip().lower())
     preset = preset_name(name) or (preset_name(card.name) if card is not None else None)
     if preset is not None:
-        return "preset", load_space(preset), None
+        return "preset", load_space(preset), cards.get(preset)
     if card is not None and not Path(name).exists():
         return "standard", None, card
     try:

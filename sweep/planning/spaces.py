@@ -56,6 +56,19 @@ def standard_space(gpu: GpuSpec, model: ModelSpec) -> SearchSpace:
     )
 
 
+def fitted_to(space: SearchSpace, gpu: GpuSpec, model: ModelSpec) -> SearchSpace:
+    """Return a space that is another card's for this one: the same knobs, other micro-batches.
+
+    What fits a small card says nothing of how many fit a large one, and the other way round.
+    """
+    own = standard_space(gpu, model)
+    searched = {"micro_batch_size": own.dimensions["micro_batch_size"]}
+    dimensions = {key: searched.get(key, value) for key, value in space.dimensions.items()}
+    return space.model_copy(
+        update={"name": gpu.name, "gpu": gpu.name, "dimensions": dimensions, "budget_gib": None}
+    )
+
+
 def _best_dtype(gpu: GpuSpec, model: ModelSpec) -> str:
     """Return bf16, or fp16 on a card that is too old for it."""
     broken = violation(
@@ -75,6 +88,22 @@ def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
         params = dict(zip(others, values, strict=True))
         row = [{**params, **batch} for batch in batches]
         yield [space.config(params) for params in row if space.holds_batches_of(params)]
+
+
+def structures(space: SearchSpace, **size: int) -> list[TrialConfig]:
+    """Return every otherwise different configuration of a space, all at one size.
+
+    Of a space that is judged by a sample, that of the sample.
+    """
+    sized = (row[0].model_copy(update=size) for row in rows(space) if row)
+    return list(dict.fromkeys(sized))
+
+
+def batches_of(space: SearchSpace) -> list[int]:
+    """Return the micro-batches of a space, the smallest first: a dimension's, or the fixed one."""
+    batches = (batch.get("micro_batch_size") for batch in _batches(space))
+    (fixed, *_) = space.values_of("micro_batch_size")
+    return [fixed if batch is None else batch for batch in batches]
 
 
 def _batches(space: SearchSpace) -> list[dict[str, Any]]:

@@ -1,13 +1,12 @@
-"""Owns what a fine-tune costs under an offer, item by item, and which offer is the cheapest when.
+"""Owns what a fine-tune costs under an offer, item by item, and between which bounds.
 
 Pure: step times, amounts of work and offers in, bills out. Knows nothing of price files, clocks or
-GPUs.
+GPUs. Which of several offers is the cheapest is `sweep.predict.offers`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -92,6 +91,18 @@ class Bill:
     workload: Workload
     step_seconds: float
     items: tuple[BillItem, ...]
+    uncertainty: float = 0.0
+    """Relative, of ``step_seconds``: it is expected within 1 - this and 1 + this times that."""
+
+    def of_step(self, step_seconds: float) -> Bill:
+        """Return the bill of the same work if a step took exactly so long."""
+        return bill(self.workload, step_seconds=step_seconds, offer=self.offer)
+
+    @property
+    def extremes(self) -> tuple[Bill, Bill]:
+        """The bills of the shortest and of the longest step that the uncertainty leaves."""
+        shortest, longest = (self.of_step(self.step_seconds * end) for end in _ends(self))
+        return shortest, longest
 
     @property
     def usd(self) -> float:
@@ -151,6 +162,8 @@ class Bill:
             "steps": self.workload.steps,
             "step_seconds": self.step_seconds,
             "usd": self.usd,
+            "usd_range": [end.usd for end in self.extremes],
+            "wall_hours_range": [end.wall_hours for end in self.extremes],
             "billed_hours": self.billed_hours,
             "wall_hours": self.wall_hours,
             "usd_per_1000_steps": self.usd_per_1000_steps,
@@ -162,11 +175,23 @@ class Bill:
         }
 
 
-def bill(workload: Workload, *, step_seconds: float, offer: Offer) -> Bill:
+SHORTEST_SHARE = 0.01
+"""A step takes some time, however uncertain its prediction is."""
+
+
+def _ends(bill: Bill) -> tuple[float, float]:
+    """Return the least and the most that a bill's step may take, over what is predicted."""
+    return max(SHORTEST_SHARE, 1.0 - bill.uncertainty), 1.0 + bill.uncertainty
+
+
+def bill(
+    workload: Workload, *, step_seconds: float, offer: Offer, uncertainty: float = 0.0
+) -> Bill:
     """Return what ``workload`` costs under ``offer``, as one billed session.
 
-    Interruptions are expected values: their rate times the training's hours, each costing the
-    offer's restart time. Rounding up to the billing unit and the minimum are items of their own.
+    ``uncertainty`` is that of ``step_seconds``, relative. Interruptions are expected values: their
+    rate times the training's hours, each costing the offer's restart time. Rounding up to the
+    billing unit and the minimum are items of their own.
 
     Raises:
         InputError: ``step_seconds`` is not positive.
@@ -191,7 +216,7 @@ def bill(workload: Workload, *, step_seconds: float, offer: Offer) -> Bill:
     rate = offer.usd_per_hour / SECONDS_PER_HOUR
     unpaid = () if offer.is_queue_billed else ("queue",)
     items = (BillItem(n, s, 0.0 if n in unpaid else s * rate) for n, s in seconds.items())
-    return Bill(offer, workload, step_seconds, tuple(items))
+    return Bill(offer, workload, step_seconds, tuple(items), uncertainty)
 
 
 def _download_seconds(workload: Workload, offer: Offer) -> float:
@@ -206,123 +231,3 @@ def _round_up(seconds: float, *, unit: float) -> float:
     # A sum of floats a hair above a whole number of units is that number of units.
     units = math.ceil(seconds / unit - 1e-9)
     return max(units * unit, seconds)
-
-
-@dataclass(frozen=True)
-class BreakEven:
-    """An amount of work at which the cheaper of two offers changes."""
-
-    samples: float
-    """Sequences at which both cost the same."""
-    steps: float | None
-    """The same in optimizer steps; None where the two have different effective batches."""
-    cheaper_below: Offer
-    cheaper_above: Offer
-
-
-@dataclass(frozen=True)
-class OfferComparison:
-    """Bills of the same work under several offers."""
-
-    bills: tuple[Bill, ...]
-    """The cheapest per sequence first."""
-    break_evens: tuple[BreakEven, ...]
-    """Where the cheapest offer and another one change places, by amount of work."""
-
-    @property
-    def cheapest(self) -> Bill:
-        """The bill with the least dollars per sequence."""
-        return self.bills[0]
-
-    @property
-    def soonest(self) -> Bill:
-        """The bill of the run that ends first, waiting included."""
-        return min(self.bills, key=lambda bill: bill.wall_hours / bill.workload.samples)
-
-
-def compare_offers(bills: Sequence[Bill]) -> OfferComparison:
-    """Return the bills from cheap to dear, and where the cheapest one would no longer be that.
-
-    Break-evens are of exact costs, minimum charges included; rounding up to billing units blurs
-    each by about a unit's worth of training. There is none where one offer is always cheaper.
-
-    Raises:
-        ValueError: there is no bill.
-    """
-    if not bills:
-        raise ValueError("comparing offers needs at least one bill")
-    ranked = tuple(sorted(bills, key=lambda bill: bill.usd_per_sample))
-    points = [point for other in ranked[1:] for point in _break_evens(ranked[0], other)]
-    return OfferComparison(ranked, tuple(sorted(points, key=lambda point: point.samples)))
-
-
-def _cost_line(bill: Bill) -> CostLine:
-    per_run = ("boot", "download", "queue")
-    fixed = sum(item.usd for item in bill.items if item.name in per_run)
-    per_work = bill.item("training").usd + bill.item("preemptions").usd
-    least = bill.offer.minimum_seconds * bill.offer.usd_per_hour / SECONDS_PER_HOUR
-    return CostLine(fixed, per_work / bill.workload.samples, least)
-
-
-def _break_evens(cheapest: Bill, other: Bill) -> list[BreakEven]:
-    points = []
-    for crossing in crossings(_cost_line(cheapest), _cost_line(other)):
-        bills = (cheapest, other) if crossing.is_first_below else (other, cheapest)
-        per_step = {bill.workload.samples_per_step for bill in bills}
-        steps = crossing.amount / per_step.pop() if len(per_step) == 1 else None
-        points.append(BreakEven(crossing.amount, steps, *(bill.offer for bill in bills)))
-    return points
-
-
-@dataclass(frozen=True)
-class CostLine:
-    """A cost over an amount of work: a fixed part, a part per unit, and a least charge."""
-
-    fixed: float
-    per_unit: float
-    least: float = 0.0
-
-    def at(self, amount: float) -> float:
-        """Return the cost of ``amount``."""
-        return max(self.least, self.fixed + self.per_unit * amount)
-
-    @property
-    def bend(self) -> float:
-        """Amount from which on the least charge is exceeded."""
-        return max(0.0, (self.least - self.fixed) / self.per_unit)
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """An amount at which two costs change places."""
-
-    amount: float
-    is_first_below: bool
-    """Whether the first of the two is the cheaper one for smaller amounts."""
-
-
-def crossings(first: CostLine, second: CostLine) -> list[Crossing]:
-    """Return where two costs change places, by amount; as each bends once, there may be two."""
-    edges = sorted({0.0, first.bend, second.bend})
-    pieces = zip(edges, [*edges[1:], math.inf], strict=True)
-    roots = [root for piece in pieces if (root := _root(first, second, *piece)) is not None]
-    probes = [(low + high) / 2 for low, high in zip([0.0, *roots], roots, strict=False)]
-    probes.append(2 * roots[-1] if roots else 1.0)
-    gaps = [first.at(amount) - second.at(amount) for amount in probes]
-    return [
-        Crossing(root, is_first_below=gaps[index] < 0)
-        for index, root in enumerate(roots)
-        # Two costs may touch and part again without changing places.
-        if gaps[index] * gaps[index + 1] < 0
-    ]
-
-
-def _root(first: CostLine, second: CostLine, start: float, end: float) -> float | None:
-    """Return where both are equal between two bends, ``start`` excluded."""
-    probe = end if end < math.inf else start + 1.0
-    gap = first.at(start) - second.at(start)
-    slope = (first.at(probe) - second.at(probe) - gap) / (probe - start)
-    if slope == 0.0:
-        return None
-    root = start - gap / slope
-    return root if start < root <= end and root < math.inf else None

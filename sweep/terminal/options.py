@@ -164,6 +164,22 @@ PricesOption = Annotated[
         callback=_named("--prices"),
     ),
 ]
+PriceOption = Annotated[
+    list[str] | None,
+    typer.Option("--price", help="Dollars an hour of a card, a10=0.75; may be repeated."),
+]
+LongestOption = Annotated[
+    bool, typer.Option("--longest", help="Ask for the longest rows that fit, by micro-batch.")
+]
+CheapestOption = Annotated[
+    bool,
+    typer.Option(
+        "--cheapest", help="Ask which card does the job for least, of all where none is named."
+    ),
+]
+WithinOption = Annotated[
+    str | None, typer.Option("--within", help="Deadline of --cheapest: 6h, 90m.")
+]
 CalibrateOption = Annotated[
     str | None,
     typer.Option(

@@ -6,6 +6,7 @@ Knows nothing of results.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from rich.console import Console
 
 from sweep.planning.forecast import TRACED
 from sweep.terminal.console import note
+
+SILENCE_SECONDS = 1.25
+"""After which something is said; nobody waits two seconds wondering."""
 
 
 def progress_words(what: str, done: int, of: int) -> str:
@@ -32,8 +36,9 @@ def working(
     much. A terminal shows it as long as it takes; elsewhere it is said in lines.
     """
     if not sys.stderr.isatty():
-        lines = _Lines(clock)
-        yield lambda what: partial(lines.say, what)
+        lines = _Lines(doing, clock)
+        with lines.kept_up():
+            yield lambda what: partial(lines.say, what)
         return
     with Console(stderr=True).status(doing) as status:
 
@@ -44,15 +49,47 @@ def working(
 
 
 class _Lines:
-    """Says no more than a line a second, and the start of what is sure to take longer."""
+    """Says no more than a line a second, and the start of what is sure to take longer.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    What takes long without telling how far it is, is said to go on.
+    """
+
+    def __init__(self, doing: str, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._said_seconds = clock()
+        self._began_seconds = self._said_seconds = clock()
+        self._doing = self._words = doing
+        self._talking = threading.Lock()
 
     def say(self, what: str, done: int, of: int) -> None:
         """Say how far something is, where that is worth a line."""
+        if of == 0:
+            return
         is_beginning = what == TRACED and done == 0
-        if is_beginning or self._clock() - self._said_seconds >= 1.0:
-            note(progress_words(what, done, of))
-            self._said_seconds = self._clock()
+        with self._talking:
+            told = progress_words(what, done, of)
+            self._words = told if done < of else self._doing
+            if is_beginning or self._clock() - self._said_seconds >= 1.0:
+                self._note(told)
+
+    @contextmanager
+    def kept_up(self) -> Iterator[None]:
+        """Break every silence as long as this lasts."""
+        ended = threading.Event()
+        voice = threading.Thread(target=self._break_silences, args=(ended,), daemon=True)
+        voice.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            voice.join()
+
+    def _break_silences(self, ended: threading.Event) -> None:
+        while not ended.wait(SILENCE_SECONDS / 4):
+            with self._talking:
+                now = self._clock()
+                if now - self._said_seconds >= SILENCE_SECONDS:
+                    self._note(f"{self._words} ({now - self._began_seconds:.0f} s)")
+
+    def _note(self, text: str) -> None:
+        note(text)
+        self._said_seconds = self._clock()

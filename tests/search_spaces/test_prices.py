@@ -167,3 +167,47 @@ def test_a_file_that_is_not_a_price_list_is_refused(
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere\.yaml: no such file"):
         load_prices(tmp_path / "nowhere.yaml")
+
+
+# Prices that are typed
+
+
+def test_a_price_that_is_typed_is_the_only_one_of_its_card(tmp_path: Path) -> None:
+    file = write(tmp_path, f"offers: [{{{HEAD}, usd_per_hour: {{a10: 0.5}}}}]\n")
+    prices = load_prices(file, typed=["A10 = 0.75", "rtx-5090=$1"])
+    (mine,) = prices["a10"]
+    assert (mine.usd_per_hour, mine.source, mine.date) == (0.75, "--price", datetime.date.today())
+    assert [offer.usd_per_hour for offer in prices["rtx-5090"]] == [1.0]
+    assert prices["h200"] == load_prices()["h200"]
+
+
+def test_a_price_that_is_typed_starts_and_downloads_as_others_do(tmp_path: Path) -> None:
+    file = write(tmp_path, "assumptions: {boot_seconds: 7}\n")
+    (mine,) = load_prices(file, typed=["a10=0.75"])["a10"]
+    assert mine.boot_seconds == 7
+    assert mine.download_bytes_per_second == 200e6
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("a10", "--price is written like a10=0.75, got 'a10'"),
+        ("a10=x", "--price: a10 must cost dollars an hour, .* got 'x'"),
+        ("a10=", "--price: a10 must cost dollars an hour"),
+        ("a10=0", "--price: a10 must cost dollars an hour, more than 0"),
+        ("a10=-1", "--price: a10 must cost dollars an hour"),
+        ("a10=nan", "--price: a10 must cost dollars an hour"),
+        ("a10=inf", "--price: a10 must cost dollars an hour"),
+        ("a10=1001", "at most 1000, got '1001'"),
+        ("a11=1", "--price: unknown GPU 'a11'; did you mean 'a10'"),
+        ("=1", "--price: unknown GPU ''"),
+    ],
+)
+def test_a_price_that_is_none_is_refused_by_its_option(typed: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_prices(typed=[typed])
+
+
+def test_a_card_has_one_price() -> None:
+    with pytest.raises(InputError, match="--price: a10 is given twice"):
+        load_prices(typed=["a10=1", "A10=2"])

@@ -385,9 +385,18 @@ class TracingChildren:
     Args:
         count: of children at most; by default as many as there are processors, up to four.
         command: what each of them runs.
+        outlive: whether they stay for further questions, until they are closed. Else they end with
+            a space: what was asked of it is all.
     """
 
-    def __init__(self, count: int | None = None, *, command: tuple[str, ...] = _COMMAND) -> None:
+    def __init__(
+        self,
+        count: int | None = None,
+        *,
+        command: tuple[str, ...] = _COMMAND,
+        outlive: bool = False,
+    ) -> None:
+        self._outlive = outlive
         count = count or min(len(os.sched_getaffinity(0)), _CHILDREN_MAX)
         self._children = [TracingChild(command) for _ in range(count)]
 
@@ -398,13 +407,14 @@ class TracingChildren:
     def trace_all(
         self, model: ModelSpec, structures: Iterable[Structure]
     ) -> Generator[tuple[Structure, Traced]]:
-        """See `Tracer.trace_all`. The children end with it: what was a space's was all of it."""
+        """See `Tracer.trace_all`."""
         known = tuple(structures)
         count = -(-len(known) // _STRUCTURES_WORTH_A_CHILD)
         try:
             yield from _all_traced(self._children[:count], model, known)
         finally:
-            self.close()
+            if not self._outlive:
+                self.close()
 
     def close(self) -> None:
         """End the children. Idempotent; a later question starts new ones."""

@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 from search_spaces.config import TrialConfig
@@ -19,15 +20,18 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from sweep.paths import cache_directory
 from sweep.planning.cache import cached_survey
-from sweep.planning.documents import card_document, comparison_document, forecast_document
-from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress
-from sweep.planning.plan import (
-    CardPlan,
-    bill_offers,
-    compare_cards,
-    plan_configuration,
-    plan_space,
+from sweep.planning.cheapest import Cheapest, JobCard, on_card, ranked
+from sweep.planning.comparison import compare_cards
+from sweep.planning.documents import (
+    card_document,
+    cheapest_document,
+    comparison_document,
+    forecast_document,
+    longest_document,
 )
+from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress
+from sweep.planning.longest import longest_rows
+from sweep.planning.plan import CardPlan, bill_offers, plan_configuration, plan_space
 from sweep.planning.question import (
     PlanRequest,
     Predictor,
@@ -38,29 +42,37 @@ from sweep.planning.question import (
 )
 from sweep.planning.survey import Survey
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
+from sweep.predict.memory.profile_store import Tracer, TracingChildren
 from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import say
+from sweep.terminal.plan.backwards import cheapest_view, longest_views
 from sweep.terminal.plan.forecast import configurations_view
-from sweep.terminal.plan.view import plan_view, plans_view, rendered
+from sweep.terminal.plan.layout import rendered
+from sweep.terminal.plan.view import plan_view, plans_view
 from sweep.terminal.working import working
 
 DONE, NOTHING_FITS = 0, 1
 
 
-def traced(model: ModelSpec, gpu: GpuSpec) -> MemoryPredictor:
-    """Return the predictor that traces the model's own code, and keeps what it traced."""
-    return TracingPredictor(
-        model,
-        cache_dir=cache_directory() / "memory",
-        compute_capability=gpu.compute_capability,
-    )
+def tracing(children: Tracer) -> Predictor:
+    """Return what makes predictors that trace the model's own code, and keep what was traced."""
+
+    def traced(model: ModelSpec, gpu: GpuSpec) -> MemoryPredictor:
+        return TracingPredictor(
+            model,
+            cache_dir=cache_directory() / "memory",
+            compute_capability=gpu.compute_capability,
+            tracer=children,
+        )
+
+    return traced
 
 
 def plan(
     request: PlanRequest,
     *,
     read_study: StudyReader,
-    predictor: Predictor = traced,
+    predictor: Predictor | None = None,
     card: Callable[[], Card | None] = read_card,
 ) -> int:
     """Answer and print; return 0, or 1 where nothing fits.
@@ -68,21 +80,33 @@ def plan(
     Args:
         request: what was typed.
         read_study: reads the study whose trials calibrate.
-        predictor: makes what predicts memory.
+        predictor: makes what predicts memory; by default it traces the model's own code, in
+            children that serve all questions of this plan.
         card: reads the card in this machine, for where none is named.
 
     Raises:
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
     """
-    question = resolve_request(request, predictor=predictor, card=card, read_study=read_study)
-    with working("predicting") as progress:
-        if request.from_file is not None:
-            text, fits = _many(question, request.from_file, progress)
-        else:
-            text, fits = _of_each_card(question, progress)
+    with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
+        question = resolve_request(
+            request, predictor=predictor or tracing(children), card=card, read_study=read_study
+        )
+        text, fits = _answered(question, progress)
     say(text)
     return DONE if fits else NOTHING_FITS
+
+
+def _answered(question: Question, progress: Progress) -> tuple[str, bool]:
+    """Return what is printed, and whether anything fits."""
+    request = question.request
+    if request.from_file is not None:
+        return _many(question, request.from_file, progress)
+    if request.is_longest:
+        return _longest(question, progress)
+    if request.is_cheapest:
+        return _cheapest(question, progress)
+    return _of_each_card(question, progress)
 
 
 def _of_each_card(question: Question, progress: Progress) -> tuple[str, bool]:
@@ -111,13 +135,16 @@ def _card_plan(question: Question, forecaster: Forecaster, progress: Progress) -
     about = question.about(forecaster.gpu)
     refuse_impossible(about, model=question.model)
     if isinstance(about, TrialConfig):
-        return plan_configuration(about, forecaster=forecaster, work=work, offers=offers)
+        return plan_configuration(
+            about, forecaster=forecaster, work=work, offers=offers, progress=progress
+        )
     return plan_space(
         _surveyed(about, forecaster, progress),
         forecaster=forecaster,
         work=work,
         offers=offers,
-        asked=question.asked(),
+        asked=question.asked(forecaster.gpu),
+        progress=progress,
     )
 
 
@@ -132,6 +159,57 @@ def _preferred(
 def _surveyed(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Survey:
     directory = cache_directory() / "surveys"
     return cached_survey(space, forecaster, directory=directory, progress=progress)
+
+
+def _longest(question: Question, progress: Progress) -> tuple[str, bool]:
+    """Return the longest rows on each card, and whether any row fits."""
+    answers = []
+    for gpu in question.gpus:
+        about = question.about(gpu)
+        refuse_impossible(about, model=question.model)
+        forecaster, asked = question.forecaster(gpu), question.asked(gpu)
+        answers.append(longest_rows(about, forecaster, asked=asked, progress=progress))
+    fits = any(answer.best is not None for answer in answers)
+    documents = [longest_document(answer) for answer in answers]
+    document = documents[0] if len(documents) == 1 else {"plans": documents}
+    return (_json(document) if question.request.as_json else _text(longest_views(answers))), fits
+
+
+def _cheapest(question: Question, progress: Progress) -> tuple[str, bool]:
+    """Return what a job costs on each card, and whether any does it by the deadline."""
+    tell, cards = progress("cards looked at"), []
+    for done, gpu in enumerate(question.gpus):
+        tell(done, len(question.gpus))
+        cards.append(_job_card(question, gpu, progress))
+    tell(len(cards), len(cards))
+    bills = [bill for card in cards for bill in card.bills]
+    answer = Cheapest(
+        model=question.model,
+        workload=bills[0].workload if bills else None,
+        held=question.held,
+        deadline_seconds=question.request.within_seconds,
+        cards=ranked(cards),
+    )
+    text = (
+        _json(cheapest_document(answer))
+        if question.request.as_json
+        else _text(cheapest_view(answer))
+    )
+    return text, answer.cheapest is not None
+
+
+def _job_card(question: Question, gpu: GpuSpec, progress: Progress) -> JobCard:
+    about = question.about(gpu)
+    if isinstance(about, TrialConfig):
+        refuse_impossible(about, model=question.model)
+    return on_card(
+        about,
+        question.forecaster(gpu),
+        work=question.request.work,
+        offers=question.offers.get(gpu.name, ()),
+        deadline_seconds=question.request.within_seconds,
+        progress=progress,
+    )
 
 
 def _many(question: Question, name: str, progress: Progress) -> tuple[str, bool]:

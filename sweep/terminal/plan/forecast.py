@@ -1,8 +1,7 @@
-"""Owns how configurations look: speed, memory as a bar, what each is bound by, what it costs."""
+"""Owns how configurations look: their words, memory as a bar, what each is bound by."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
@@ -11,13 +10,15 @@ from rich.text import Text
 
 from reports import units
 from search_spaces.config import TrialConfig
+from search_spaces.gpus import GpuSpec
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from sweep.planning.forecast import Forecast
-from sweep.predict.cost import Bill, BillItem, BreakEven, OfferComparison
+from sweep.predict.cost import Bill
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit, MemoryPrediction
 from sweep.predict.speed.predictor import SpeedPrediction
-from sweep.terminal.console import table
+from sweep.terminal.plan.costs import usd
+from sweep.terminal.plan.layout import empty_grid
 
 BAR_WIDTH = 60
 FORBIDDEN = "invalid"
@@ -46,25 +47,6 @@ TERM_WORDS = {
     "overhead": "fixed work of the host",
 }
 TERMS_SHOWN = 3
-ITEM_WORDS = {
-    "training": "training",
-    "boot": "container boot",
-    "download": "model download",
-    "queue": "queueing",
-    "preemptions": "spot preemptions",
-    "rounding": "rounding up to the billing unit",
-    "minimum": "minimum charge",
-}
-_OFFER_HEADER = (
-    "offer",
-    "per hour",
-    "1,000 steps",
-    "1 M tokens",
-    "sample",
-    "in all",
-    "hours",
-    "mostly",
-)
 
 
 def describe(config: TrialConfig) -> str:
@@ -74,13 +56,30 @@ def describe(config: TrialConfig) -> str:
 
 def structure(config: TrialConfig) -> str:
     """Return all but micro-batch and length, as far as it is not the standard recipe's."""
-    capacity = [units.phrase(key, getattr(config, key)) for key in CAPACITY_KEYS]
-    return ", ".join([*capacity, *_changed(config)])
+    return ", ".join(_structure(config))
 
 
-def knobs(config: TrialConfig) -> str:
-    """Return all but the capacity class, as far as it is not the standard recipe's."""
-    return ", ".join([units.size(config), *_changed(config)])
+def _structure(config: TrialConfig) -> list[str]:
+    return [*(units.phrase(key, getattr(config, key)) for key in CAPACITY_KEYS), *knobs(config)]
+
+
+def knobs(config: TrialConfig) -> list[str]:
+    """Return all but size and capacity class, as far as it is not the standard recipe's."""
+    return list(_changed(config))
+
+
+def shared_words(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the words that several rows have in common, to be said once."""
+    if len(rows) < 2:
+        return []
+    first, *others = rows
+    return [word for word in first if all(word in other for other in others)]
+
+
+def shared_line(words: Sequence[str]) -> Iterator[RenderableType]:
+    """Yield the line that says them, where there is anything to say."""
+    if words:
+        yield Text(f"all of them: {', '.join(words)}", style="dim")
 
 
 def _changed(config: TrialConfig) -> Iterator[str]:
@@ -89,40 +88,29 @@ def _changed(config: TrialConfig) -> Iterator[str]:
             yield units.phrase(key, value)
 
 
-def answer_view(forecast: Forecast, *, budget_bytes: int, gpu: str) -> RenderableType:
-    """Return what is expected of a configuration.
+def answer_view(forecast: Forecast, *, gpu: GpuSpec, budget_bytes: int) -> RenderableType:
+    """Return where a configuration's memory and time go.
 
     Args:
         forecast: the expectation.
-        budget_bytes: what a training may take of the card.
-        gpu: the card's name.
+        gpu: the card.
+        budget_bytes: what a training may take of it.
     """
-    parts: list[RenderableType] = [Text(describe(forecast.config))]
-    if forecast.broken is not None:
-        parts.append(Text(f"{forecast.broken.rule}: {forecast.broken.reason}", style="red"))
-    if forecast.step_seconds is not None:
-        parts.append(Text(_speed_line(forecast), style="bold"))
+    parts: list[RenderableType] = []
     if forecast.memory is not None:
         parts += _memory(forecast.memory, budget_bytes)
+    if forecast.step_seconds is not None:
+        seconds = units.step_time(forecast.step_seconds)
+        parts.append(Text(f"{seconds} per step ({forecast.speed_basis})"))
     if forecast.speed is not None:
-        parts += map(Text, _bottleneck_lines(forecast.speed, forecast.config, gpu))
+        parts += map(Text, _bottleneck_lines(forecast.speed, forecast.config, gpu.name))
     return Group(*parts)
 
 
-def _speed_line(forecast: Forecast) -> str:
-    ends = forecast.tokens_per_second_range
-    between = "" if ends is None else f" ({units.rate(ends[0])} to {units.rate(ends[1])})"
-    return (
-        f"{units.rate(forecast.tokens_per_second)} tokens/s{between}, "
-        f"{units.step_time(forecast.step_seconds)} per step ({forecast.speed_basis})"
-    )
-
-
 def _memory(memory: MemoryPrediction, budget_bytes: int) -> Iterator[RenderableType]:
-    share = memory.peak_allocated_bytes / budget_bytes
     yield Text(
-        f"peak {units.gib(memory.peak_allocated_bytes)} allocated, {units.percent(share)} of the "
-        f"budget, reached in {memory.moment}; {units.gib(memory.peak_reserved_bytes)} reserved"
+        f"peak {units.gib(memory.peak_allocated_bytes)} allocated, reached in {memory.moment}; "
+        f"{units.gib(memory.peak_reserved_bytes)} reserved"
     )
     yield memory_bar(memory, budget_bytes)
     yield _legend(memory)
@@ -180,83 +168,16 @@ def _advice(speed: SpeedPrediction, config: TrialConfig) -> str:
             return "a card with more FLOP/s; what is not matrix products is little"
 
 
-def usd(amount: float) -> str:
-    """Return dollars: ``$1.10``, and with three digits where they are few: ``$0.000114``."""
-    if amount >= 1 or amount <= 0:
-        return f"${amount:,.2f}"
-    return f"${amount:.{2 - math.floor(math.log10(amount))}f}"
-
-
-def bill_lines(bills: Sequence[Bill]) -> Iterator[str]:
-    """Yield the offers of one card, the cheapest first and item by item."""
-    yield from _offers(bills).split("\n")
-    cheapest = bills[0]
-    yield f"{cheapest.offer.label}, item by item:"
-    for item in cheapest.items:
-        if item.seconds > 0:
-            yield f"  {_item(item)}"
-    if cheapest.usd_per_epoch is not None:
-        size = cheapest.workload.dataset_samples
-        yield f"an epoch of {size:,} samples: {usd(cheapest.usd_per_epoch)}"
-
-
-def work_words(bill: Bill) -> str:
-    """Return an amount of work: ``1,000 steps (8,000 samples, 4.1 M tokens)``."""
-    work = bill.workload
-    return (
-        f"{units.plural(work.steps, 'step')} ({units.plural(work.samples, 'sample')}, "
-        f"{work.tokens / 1e6:,.1f} M tokens)"
-    )
-
-
-def _item(item: BillItem) -> str:
-    return f"{ITEM_WORDS[item.name]:<32}{units.duration(item.seconds):>14}  {usd(item.usd)}"
-
-
-def _offers(bills: Sequence[Bill]) -> str:
-    rows = [
-        (
-            bill.offer.label,
-            usd(bill.offer.usd_per_hour),
-            usd(bill.usd_per_1000_steps),
-            usd(bill.usd_per_million_tokens),
-            usd(bill.usd_per_sample),
-            usd(bill.usd),
-            f"{bill.wall_hours:.2f}",
-            f"{ITEM_WORDS[bill.dominant.name]} {units.percent(bill.dominant.usd / bill.usd)}",
-        )
-        for bill in bills
-    ]
-    return table(_OFFER_HEADER, rows)
-
-
-def comparison_lines(comparison: OfferComparison) -> Iterator[str]:
-    """Yield one training on several cards: every offer, the cheapest, the soonest, break-evens."""
-    yield from _offers(comparison.bills).split("\n")
-    cheapest, soonest = comparison.cheapest, comparison.soonest
-    yield f"cheapest: {cheapest.offer.label}, {usd(cheapest.usd)}"
-    yield f"soonest: {soonest.offer.label}, {soonest.wall_hours:.2f} h, {usd(soonest.usd)}"
-    for point in comparison.break_evens:
-        yield _break_even(point)
-    if not comparison.break_evens:
-        yield "no break-even: the cheapest is that for any amount of work"
-
-
-def _break_even(point: BreakEven) -> str:
-    steps = "" if point.steps is None else f" ({units.plural(round(point.steps), 'step')})"
-    return (
-        f"break-even at {round(point.samples):,} samples{steps}: {point.cheaper_below.label} is "
-        f"cheaper below, {point.cheaper_above.label} above"
-    )
-
-
 def configurations_view(
     forecasts: Sequence[Forecast], cheapest: Sequence[Bill | None]
 ) -> RenderableType:
     """Return a table of many configurations in their order, each with its cheapest bill."""
     numbers = ("peak", "tokens/s", "1,000 steps")
+    words = [_structure(forecast.config) for forecast in forecasts]
+    shared = shared_words(words)
     rows = empty_grid("", "fits", *numbers, "bound by", "configuration", right=numbers)
     for number, (forecast, bill) in enumerate(zip(forecasts, cheapest, strict=True), start=1):
+        own = [word for word in words[number - 1] if word not in shared]
         memory, speed = forecast.memory, forecast.speed
         rows.add_row(
             f"{number:,}",
@@ -265,9 +186,11 @@ def configurations_view(
             units.rate(forecast.tokens_per_second),
             usd(bill.usd_per_1000_steps) if bill else units.DASH,
             speed.bottleneck if speed else units.DASH,
-            ": ".join([describe(forecast.config), *_why_not(forecast)]),
+            ": ".join([", ".join([units.size(forecast.config), *own]), *_why_not(forecast)]),
         )
-    return Group(rows, Text("'?' is too close to the budget to be sure", style="dim"))
+    return Group(
+        rows, *shared_line(shared), Text("'?' is too close to the budget to be sure", style="dim")
+    )
 
 
 def _short_word(forecast: Forecast) -> str:
@@ -282,11 +205,3 @@ def _why_not(forecast: Forecast) -> Iterator[str]:
         yield forecast.broken.reason
     elif forecast.memory is None:
         yield forecast.notes[0]
-
-
-def empty_grid(*headers: str, right: Sequence[str] = ()) -> Table:
-    """Return a borderless table without rows, some of its columns to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for header in headers:
-        table.add_column(header, justify="right" if header in right else "left")
-    return table

@@ -1,11 +1,13 @@
-"""Owns how a plan looks to a person. Knows nothing of how it was worked out or where it goes."""
+"""Owns how a plan looks to a person: the answer first, then what it rests on.
+
+Knows nothing of how it was worked out or where it goes.
+"""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
@@ -15,47 +17,37 @@ from search_spaces.knobs import targets_in_words
 from search_spaces.linears import CapacityClass, parameters
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
+from sweep.planning.comparison import CardComparison
 from sweep.planning.forecast import Forecast
-from sweep.planning.plan import CardComparison, CardPlan
+from sweep.planning.plan import CardPlan
 from sweep.planning.recommendation import STANDARD, certainty
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable
+from sweep.planning.whatif import WhatIf, few
 from sweep.predict.memory.predictor import Fit
+from sweep.terminal.plan.costs import bill_lines, comparison_lines, offers_view, work_words
 from sweep.terminal.plan.forecast import (
     FIT_STYLES,
     FORBIDDEN,
     answer_view,
-    bill_lines,
-    comparison_lines,
     describe,
-    empty_grid,
     knobs,
+    shared_line,
+    shared_words,
     structure,
-    work_words,
+)
+from sweep.terminal.plan.layout import empty_grid, lines, section
+from sweep.terminal.plan.verdict import (
+    comparison_verdict,
+    one_pass,
+    speed_words,
+    verdict_lines,
+    verdict_title,
+    what_if_row,
 )
 
-PLAIN_WIDTH = 140
-"""Columns where the width is nobody's: a pipe or a file."""
-FIT_WORDS = {
-    Fit.YES: "fits",
-    Fit.UNCERTAIN: "is too close to the budget to say",
-    Fit.NO: "does not fit",
-}
 LEGEND = "'?' is too close to the budget to be sure, '-' does not fit"
 SPACE_LEGEND = "the fastest of the {whole} that fits, of any rank and target modules; " + LEGEND
-
-
-def rendered(content: RenderableType, *, is_terminal: bool, width: int | None = None) -> str:
-    """Return what ``content`` looks like: coloured and as wide as the terminal, or plain."""
-    console = Console(
-        file=io.StringIO(),
-        force_terminal=is_terminal,
-        width=width if is_terminal else PLAIN_WIDTH,
-        highlight=False,
-    )
-    with console.capture() as captured:
-        console.print(content)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
 
 
 def plan_view(plan: CardPlan) -> RenderableType:
@@ -64,14 +56,23 @@ def plan_view(plan: CardPlan) -> RenderableType:
 
 
 def plans_view(plans: Sequence[CardPlan], comparison: CardComparison | None) -> RenderableType:
-    """Return the plans of several cards, and the same training on each."""
-    title = "The same work on each card"
-    lines = ["nothing to compare: fewer than two can do it, or no price is known"]
-    if comparison is not None:
-        title = f"{title}: {_training(comparison)}"
-        lines = [*_contestants(comparison), *comparison_lines(comparison.bills)]
+    """Return the verdict across cards, the same training on each, and then each card's plan."""
     views = [part for plan in plans for part in (Text(""), plan_view(plan))]
-    return Group(*views[1:], *_section(title, _lines(lines)))
+    return Group(*_comparison(comparison), *views)
+
+
+def _comparison(comparison: CardComparison | None) -> Iterator[RenderableType]:
+    title = "The same work on each card"
+    if comparison is None:
+        yield Text(title, style="bold")
+        yield Padding(Text("nothing to compare: fewer than two can do it"), (0, 0, 0, 2))
+        return
+    yield Text(f"{title}: {_training(comparison)}", style="bold")
+    yield Padding(lines(comparison_verdict(comparison)), (0, 0, 0, 2))
+    content = [lines(_contestants(comparison))]
+    if comparison.bills is not None:
+        content += [offers_view(comparison.bills.bills), lines(comparison_lines(comparison.bills))]
+    yield from section("How each card does it", *content)
 
 
 def _training(comparison: CardComparison) -> str:
@@ -89,50 +90,56 @@ def _contestants(comparison: CardComparison) -> Iterator[str]:
         how = "" if times == 1 else f", accumulated {times} times"
         doubt = "" if forecast.fit is Fit.YES else " (perhaps fits)"
         yield (
-            f"{name}: {units.rate(forecast.tokens_per_second)} tokens/s with "
-            f"{describe(_one_pass(forecast.config))}{how}{doubt}"
+            f"{name}: {speed_words(forecast)} with "
+            f"{describe(one_pass(forecast.config))}{how}{doubt}"
         )
 
 
-def _one_pass(config: TrialConfig) -> TrialConfig:
-    """Return a configuration without what it accumulates."""
-    return config.model_copy(update={"effective_batch_size": None})
-
-
 def _sections(plan: CardPlan) -> Iterator[RenderableType]:
-    yield Text(
-        f"{plan.gpu.name} ({plan.gpu.product}): {units.gib(plan.gpu.memory_bytes)} usable, a "
-        f"training may take {units.gib(plan.budget_bytes)}",
-        style="bold",
-    )
-    yield Text(_model_line(plan.model))
+    """Yield the answer first, then what else could be done, then what it rests on."""
+    yield Text(verdict_title(plan), style="bold")
+    yield Padding(lines(verdict_lines(plan)), (0, 0, 0, 2))
+    changes = few(plan.what_ifs)
+    if changes:
+        title = "What if: one change each, against that configuration"
+        yield from section(title, _what_ifs(changes, of=len(plan.what_ifs)))
+    if plan.shown is not None and plan.shown.broken is None:
+        answer = answer_view(plan.shown, gpu=plan.gpu, budget_bytes=plan.budget_bytes)
+        yield from section("Where its memory and time go", answer)
+    if plan.survey is not None and plan.shown is not None:
+        yield from section("Why this one", lines(_reasons(plan.survey, plan.shown)))
     if plan.table is not None:
-        yield from _section("What fits, in tokens/s", _table(plan.table, plan))
+        yield from section("What fits, in tokens/s", _table(plan.table, plan))
     if plan.survey is not None:
-        yield from _section("The space", _lines(_space_lines(plan.survey, plan)))
-    if plan.shown is None:
-        yield from _section("Nothing fits", Text(_too_small(plan)))
-        return
-    answer = answer_view(plan.shown, budget_bytes=plan.budget_bytes, gpu=plan.gpu.name)
-    yield from _section(_title(plan.shown, plan.survey), answer)
-    if plan.survey is not None:
-        yield from _section("Why this one", _lines(_reasons(plan.survey, plan.shown)))
-    if plan.survey is not None and len(plan.survey.fastest_by_class) > 1:
-        yield from _section("Fastest of each capacity class", _classes(plan.survey, plan.shown))
+        yield from section("The space", lines(_space_lines(plan.survey, plan)))
+        yield from _classes_section(plan.survey, plan.shown)
     if plan.bills:
-        yield from _section(f"Cost of {work_words(plan.bills[0])}", _lines(bill_lines(plan.bills)))
-    grounds = list(_sure_lines(plan, plan.shown))
-    if grounds:
-        yield from _section("How sure", _lines(grounds))
+        title = f"Cost of {work_words(plan.bills[0].workload)}"
+        yield from section(title, offers_view(plan.bills), lines(bill_lines(plan.bills[0])))
+    yield from section("Grounds", lines(_grounds(plan)))
 
 
-def _section(title: str, content: RenderableType) -> Iterator[RenderableType]:
-    yield Text(f"\n{title}", style="bold")
-    yield Padding(content, (0, 0, 0, 2))
+def _what_ifs(changes: Sequence[WhatIf], *, of: int) -> RenderableType:
+    grid = empty_grid("", "", "", "", right=("speed", "memory"))
+    grid.show_header = False
+    for change in changes:
+        grid.add_row(*what_if_row(change))
+    return Group(grid, Text(f"all {units.plural(of, 'change')} of a knob: --json", style="dim"))
 
 
-def _lines(lines: Iterable[str]) -> RenderableType:
-    return Group(*map(Text, lines))
+def _classes_section(survey: Survey, shown: Forecast | None) -> Iterator[RenderableType]:
+    if shown is not None and len(survey.fastest_by_class) > 1:
+        yield from section("Fastest of each capacity class", _classes(survey, shown))
+
+
+def _grounds(plan: CardPlan) -> Iterator[str]:
+    yield (
+        f"{plan.gpu.name} ({plan.gpu.product}): {units.gib(plan.gpu.memory_bytes)} usable, a "
+        f"training may take {units.gib(plan.budget_bytes)}"
+    )
+    yield _model_line(plan.model)
+    if plan.shown is not None:
+        yield from _sure_lines(plan, plan.shown)
 
 
 def _model_line(model: ModelSpec) -> str:
@@ -199,18 +206,6 @@ def _largest(table: ShapeTable, length: int) -> str:
     return f"{f'{largest.sure:,}' if largest.sure else '-'}{perhaps}"
 
 
-def _title(forecast: Forecast, survey: Survey | None) -> str:
-    config = forecast.config
-    if survey is None:
-        verdict = "is not possible" if forecast.broken is not None else FIT_WORDS[forecast.fit]
-        return f"{units.size(config)} {verdict}"
-    what = "largest" if forecast.tokens_per_second is None else "fastest"
-    within = uncertainty.capacity(config)
-    if forecast.fit is Fit.YES:
-        return f"Recommended: the {what} that surely fits, of {within}"
-    return f"Recommended: the {what} that perhaps fits, of {within}"
-
-
 def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
     """Yield why that class, that length and that certainty; what else is worth a try."""
     config, capacity = best.config, survey.capacity
@@ -241,21 +236,26 @@ def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
 
 def _classes(survey: Survey, best: Forecast) -> RenderableType:
     """The fastest per rank and target modules, at the length of the fastest of all."""
-    numbers = ("tokens/s", "peak")
-    grid = empty_grid("rank", "target modules", *numbers, "configuration", right=numbers)
-    for forecast in survey.fastest_by_class.values():
-        config = forecast.config
-        if config.seq_len != best.config.seq_len or forecast.memory is None:
-            continue
+    of_length = [
+        forecast
+        for forecast in survey.fastest_by_class.values()
+        if forecast.config.seq_len == best.config.seq_len and forecast.memory is not None
+    ]
+    shared = shared_words([knobs(forecast.config) for forecast in of_length])
+    numbers = ("tokens/s", "peak", "size")
+    grid = empty_grid("rank", "target modules", *numbers, "", right=numbers)
+    for forecast in of_length:
+        config, memory = forecast.config, forecast.memory
         doubt = "?" if forecast.fit is Fit.UNCERTAIN else ""
         grid.add_row(
             str(config.lora_rank),
             targets_in_words(config.target_modules),
             units.rate(forecast.tokens_per_second) + doubt,
-            units.gib(forecast.memory.peak_allocated_bytes),
-            knobs(config),
+            units.gib(memory.peak_allocated_bytes if memory else None),
+            units.size(config),
+            ", ".join(word for word in knobs(config) if word not in shared),
         )
-    return grid
+    return Group(grid, *shared_line(shared))
 
 
 def _space_lines(survey: Survey, plan: CardPlan) -> Iterator[str]:
@@ -294,19 +294,10 @@ def _space_words(survey: Survey, plan: CardPlan) -> str:
         "preset": f"preset {name}",
         "standard": f"the {name}'s standard space",
         "file": f"file {name}",
+        "fitted": f"the same knobs, with micro-batches for the {name}",
     }
     held = ", ".join(units.phrase(key, survey.space.fixed[key]) for key in plan.asked.held)
     return words.get(plan.asked.kind or "", name) + (f", held at {held}" if held else "")
-
-
-def _too_small(plan: CardPlan) -> str:
-    least = None if plan.survey is None else plan.survey.least_bytes
-    if least is None:
-        return "every configuration is forbidden on this model and card"
-    return (
-        f"the smallest configuration needs {units.gib(least)} and the budget is "
-        f"{units.gib(plan.budget_bytes)}: name a larger card or a smaller model"
-    )
 
 
 def _sure_lines(plan: CardPlan, forecast: Forecast) -> Iterator[str]:

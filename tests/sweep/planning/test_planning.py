@@ -22,21 +22,19 @@ from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import CapacityClass
 from search_spaces.loading import load_space
 from search_spaces.models import ModelSpec
-from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace, StepBudget
 from storage.definition import StudySnapshot
 from storage.records import OutOfMemory, PredictionRecord
 from sweep.planning import spaces
 from sweep.planning import survey as surveys
+from sweep.planning.comparison import CardComparison, compare_cards
 from sweep.planning.documents import card_document, comparison_document, forecast_document
-from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
+from sweep.planning.evidence import evidence_from
 from sweep.planning.forecast import Forecast, Forecaster
 from sweep.planning.plan import (
     AskedWork,
-    CardComparison,
     CardPlan,
     bill_offers,
-    compare_cards,
     plan_configuration,
     plan_space,
 )
@@ -46,6 +44,7 @@ from sweep.planning.table import boundary, shape_table
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.speed.predictor import predict_step
+from sweep.terminal.plan.verdict import comparison_verdict
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import (
     INTERFACE_KEYS,
@@ -55,37 +54,9 @@ from tests.sweep.imagined_study import (
     a_snapshot,
     a_space,
 )
+from tests.sweep.planning.imagined import a_forecaster, an_offer
 
 UNKNOWN = ModelSpec("mine", "directory", {**MISTRAL.config, "model_type": "mine"})
-
-
-def a_forecaster(
-    *,
-    gpu: str = "a10",
-    model: ModelSpec = MISTRAL,
-    budget_gib: float | None = None,
-    predictor: ImaginedPredictor | None = None,
-    evidence: Evidence = NO_EVIDENCE,
-) -> Forecaster:
-    card = find_gpu(gpu)
-    return Forecaster(
-        model=model,
-        gpu=card,
-        budget_bytes=card.budget_bytes if budget_gib is None else int(budget_gib * GIB),
-        memory=predictor or ImaginedPredictor(),
-        evidence=evidence,
-    )
-
-
-def an_offer(**terms: Any) -> Offer:
-    values = {
-        "gpu": "a10",
-        "provider": "Someone",
-        "usd_per_hour": 3.6,
-        "date": "2026-11-21",
-        "source": "a test",
-    }
-    return Offer.model_validate(values | terms)
 
 
 def every(space: SearchSpace) -> list[TrialConfig]:
@@ -884,6 +855,28 @@ def test_cards_on_which_nothing_fits_are_not_compared() -> None:
     plans = [planned(a_space(), a_forecaster(budget_gib=gib)) for gib in (1, 20)]
     assert compared(plans) is None
     assert compared(plans[:1]) is None
+
+
+def test_cards_without_a_price_are_compared_by_their_speed() -> None:
+    plans = [planned(a_space(), a_forecaster(gpu=gpu)) for gpu in OFFERS]
+    comparison = compare_cards(plans, work=AskedWork(), offers={}, look=looked)
+    assert comparison is not None
+    assert (comparison.bills, comparison.fastest) == (None, "h100-80gb")
+    document = comparison_document(plans, comparison)
+    assert document["comparison"] is None
+    assert document["speeds"]["fastest"] == "h100-80gb"
+    fastest, cheapest = comparison_verdict(comparison)
+    assert fastest.startswith("fastest: h100-80gb, ")
+    assert "--price a10=0.75" in cheapest
+
+
+def test_cards_are_told_apart_by_speed_where_their_intervals_are() -> None:
+    for gpus, tied in ((("a10", "h200"), ()), (("a10", "a10g"), None)):
+        plans = [planned(a_space(), a_forecaster(gpu=gpu)) for gpu in gpus]
+        comparison = compare_cards(plans, work=AskedWork(), offers=OFFERS, look=looked)
+        assert comparison is not None
+        others = tuple(gpu for gpu in gpus if gpu != comparison.fastest)
+        assert comparison.perhaps_fastest == (others if tied is None else tied)
 
 
 def test_one_configuration_is_compared_as_it_is() -> None:

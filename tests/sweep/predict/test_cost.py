@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from search_spaces.errors import InputError
 from search_spaces.prices import Offer
-from sweep.predict.cost import Bill, CostLine, Workload, bill, compare_offers, crossings
+from sweep.predict.cost import Bill, Workload, bill
+from sweep.predict.offers import CostLine, compare_offers, crossings
 
 WORK = Workload(steps=1000, samples_per_step=16, tokens_per_sample=512.0)
 
@@ -253,6 +254,111 @@ def test_break_evens_alternate_between_two_offers(
     for before, after in pairwise(points):
         assert before.samples < after.samples
         assert before.cheaper_above is after.cheaper_below
+
+
+# Inside the uncertainty of the steps
+
+
+def _uncertain(bill_: Bill, uncertainty: float) -> Bill:
+    return bill(
+        bill_.workload,
+        step_seconds=bill_.step_seconds,
+        offer=bill_.offer,
+        uncertainty=uncertainty,
+    )
+
+
+def test_a_bills_extremes_are_those_of_the_shortest_and_longest_step() -> None:
+    result = bill(WORK, step_seconds=2.0, offer=make_offer(usd_per_hour=1.8), uncertainty=0.25)
+    assert [end.usd for end in result.extremes] == pytest.approx([0.75, 1.25])
+    assert result.to_json()["usd_range"] == pytest.approx([0.75, 1.25])
+    assert [end.step_seconds for end in result.extremes] == pytest.approx([1.5, 2.5])
+
+
+def test_no_break_even_is_claimed_inside_the_uncertainty_of_two_cards() -> None:
+    slow, fast = _pair(300.0)
+    claimed = [
+        compare_offers([_uncertain(slow, error), _uncertain(fast, error)]).break_evens
+        for error in (0.0, 0.05, 0.5)
+    ]
+    (exact,), (near,), none = claimed
+    assert exact.samples_range == pytest.approx((exact.samples, exact.samples))
+    assert near.samples_range[0] < near.samples < near.samples_range[1]
+    assert none == ()
+
+
+def test_two_cards_that_overlap_are_not_told_apart() -> None:
+    near = bill(WORK, step_seconds=2.0, offer=make_offer(), uncertainty=0.2)
+    far = bill(WORK, step_seconds=2.5, offer=make_offer(gpu="l4"), uncertainty=0.2)
+    comparison = compare_offers([near, far])
+    assert comparison.perhaps_cheapest == (far,)
+    assert comparison.perhaps_soonest == (far,)
+    surely = compare_offers([_uncertain(near, 0.05), _uncertain(far, 0.05)])
+    assert (surely.perhaps_cheapest, surely.perhaps_soonest) == ((), ())
+
+
+def test_offers_of_one_card_share_its_step_however_uncertain_that_is() -> None:
+    """The dearer hour is dearer whatever the speed; the break-even is there at any of them."""
+    cheap = bill(WORK, step_seconds=2.0, offer=make_offer(provider="A"), uncertainty=0.5)
+    dear = bill(
+        WORK, step_seconds=2.0, offer=make_offer(provider="B", usd_per_hour=3.7), uncertainty=0.5
+    )
+    assert compare_offers([dear, cheap]).perhaps_cheapest == ()
+    late = bill(
+        WORK,
+        step_seconds=2.0,
+        offer=make_offer(provider="C", usd_per_hour=1.8, boot_seconds=600.0),
+        uncertainty=0.5,
+    )
+    (point,) = compare_offers([cheap, late]).break_evens
+    # 600 s of boot at half the rate are paid back by as many of training: 300 steps of 2 s.
+    assert point.steps == pytest.approx(300)
+    assert point.samples_range == pytest.approx((16 * 200, 16 * 600))
+
+
+@unhurried
+@given(
+    first=OFFERS,
+    second=OFFERS,
+    steps=st.tuples(STEP_SECONDS, STEP_SECONDS),
+    errors=st.tuples(st.floats(0.0, 0.6), st.floats(0.0, 0.6)),
+    truths=st.tuples(st.floats(-1.0, 1.0), st.floats(-1.0, 1.0)),
+    is_one_card=st.booleans(),
+)
+def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
+    first: Offer,
+    second: Offer,
+    steps: tuple[float, float],
+    errors: tuple[float, float],
+    truths: tuple[float, float],
+    is_one_card: bool,
+) -> None:
+    """Of costs that are not rounded to billing units, which blur every comparison a little."""
+    offers = [o.model_copy(update={"billing_seconds": 1e-9}) for o in (first, second)]
+    if is_one_card:
+        steps, errors, truths = (steps[0],) * 2, (errors[0],) * 2, (truths[0],) * 2
+    else:
+        offers[1] = offers[1].model_copy(update={"gpu": "l4"})
+    bills = [
+        bill(WORK, step_seconds=step, offer=offer, uncertainty=error)
+        for step, offer, error in zip(steps, offers, errors, strict=True)
+    ]
+    comparison = compare_offers(bills)
+
+    def true_usd(of: Offer, samples: float) -> float:
+        index = offers.index(of)
+        work = replace(WORK, steps=max(1, math.ceil(samples / WORK.samples_per_step)))
+        seconds = steps[index] * (1 + errors[index] * truths[index])
+        return bill(work, step_seconds=seconds, offer=of).usd
+
+    if offers[0] == offers[1]:
+        return
+    if not comparison.perhaps_cheapest:
+        cheap, dear = (b.offer for b in comparison.bills)
+        assert true_usd(cheap, WORK.samples) <= true_usd(dear, WORK.samples) * (1 + 1e-9)
+    for point in comparison.break_evens[-1:]:
+        above = 4 * point.samples_range[1] + 1e6 * WORK.samples_per_step
+        assert true_usd(point.cheaper_above, above) <= true_usd(point.cheaper_below, above)
 
 
 def test_comparing_nothing_is_a_mistake_of_the_caller() -> None:

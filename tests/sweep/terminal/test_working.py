@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 
 import pytest
 
+from sweep.terminal import working as working_module
 from sweep.terminal.working import working
 
 
@@ -43,6 +45,23 @@ def test_what_is_done_at_once_is_not_worth_a_line(
         for done in range(of + 1):
             progress("steps replayed")(done, of)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_silence_is_broken_by_what_goes_on_and_for_how_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(working_module, "SILENCE_SECONDS", 0.02)
+    with working("predicting") as progress:
+        time.sleep(0.2)
+        progress("steps replayed")(3, 36)
+        time.sleep(0.2)
+    time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 4
+    assert lines[0] == "predicting (0 s)"
+    assert lines[-1] == "3 of 36 steps replayed (0 s)"
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_shows_what_is_done_and_how_far_tracing_is(

@@ -184,6 +184,20 @@ def test_several_children_share_the_structures_and_are_gone_afterwards() -> None
     assert all(child._process is None for child in children._children)
 
 
+def test_children_that_outlive_a_space_serve_the_next_one_until_they_are_closed() -> None:
+    program = _ECHO.format(misbehave="pass", seconds=0.0)
+    children = TracingChildren(1, command=(sys.executable, "-c", program, "liger"), outlive=True)
+    pids = {
+        answer["pid"]
+        for _ in range(2)
+        for answer in _answers(children, _structures(2)).values()
+        if isinstance(answer, dict)
+    }
+    assert len(pids) == 1
+    children.close()
+    assert all(child._process is None for child in children._children)
+
+
 def test_a_few_structures_are_not_worth_a_further_child() -> None:
     answers = _answers(_children(3), _structures(5))
     assert len({answer["pid"] for answer in answers.values() if isinstance(answer, dict)}) == 1

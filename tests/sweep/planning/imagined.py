@@ -1,0 +1,42 @@
+"""What answers for a card by a formula, and offers made up for the purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from search_spaces.gpus import GIB, find_gpu
+from search_spaces.models import ModelSpec
+from search_spaces.prices import Offer
+from sweep.planning.evidence import NO_EVIDENCE, Evidence
+from sweep.planning.forecast import Forecaster
+from tests.sweep.imagined_memory import ImaginedPredictor
+from tests.sweep.imagined_study import MISTRAL
+
+
+def a_forecaster(
+    *,
+    gpu: str = "a10",
+    model: ModelSpec = MISTRAL,
+    budget_gib: float | None = None,
+    predictor: ImaginedPredictor | None = None,
+    evidence: Evidence = NO_EVIDENCE,
+) -> Forecaster:
+    card = find_gpu(gpu)
+    return Forecaster(
+        model=model,
+        gpu=card,
+        budget_bytes=card.budget_bytes if budget_gib is None else int(budget_gib * GIB),
+        memory=predictor or ImaginedPredictor(),
+        evidence=evidence,
+    )
+
+
+def an_offer(**terms: Any) -> Offer:
+    values = {
+        "gpu": "a10",
+        "provider": "Someone",
+        "usd_per_hour": 3.6,
+        "date": "2026-11-21",
+        "source": "a test",
+    }
+    return Offer.model_validate(values | terms)
