@@ -36,7 +36,7 @@ JOB_TOKENS = 10_000_000.0
 _TIED_SHOWN = 3
 
 CLASS, CHEAPEST, MEMORY, CAPACITY = (
-    "Fastest in your class",
+    "Fastest in your capacity class",
     "Cheapest per token",
     "Most memory left",
     "Largest capacity",
