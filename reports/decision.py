@@ -25,7 +25,7 @@ from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from storage.definition import StudySnapshot, TargetSpeed
 from storage.gain import compare, gain_of
 from storage.ranking import Ranking, measured_of, rank_study
-from storage.records import TrialRecord
+from storage.records import Measurement, TrialRecord
 
 SPEED_LOSS = 0.10
 """Share of the best speed that may be given up for memory."""
@@ -36,7 +36,7 @@ JOB_TOKENS = 10_000_000.0
 _TIED_SHOWN = 3
 
 CLASS, CHEAPEST, MEMORY, CAPACITY = (
-    "Fastest in your class",
+    "Fastest in your capacity class",
     "Cheapest per token",
     "Most memory left",
     "Largest capacity",
@@ -195,13 +195,20 @@ def _questions(
         yield COMPROMISE if len(ranking.objectives) > 1 else LEAST, meaning, ranking.winner
     yield CLASS, *_of_class(ranking, fastest)
     yield CHEAPEST, *_cheapest(snapshot, fastest)
-    limit = (1.0 - SPEED_LOSS) * measured_of(fastest[0]).tokens_per_second
-    quick = [r for r in fastest if measured_of(r).tokens_per_second >= limit]
+    # What was measured again and what was not compare as the search measured them, in one process.
+    speeds = {r.number: searched_of(ranking, r).tokens_per_second for r in fastest}
+    limit = (1.0 - SPEED_LOSS) * speeds[fastest[0].number]
+    quick = [r for r in fastest if speeds[r.number] >= limit]
     frugal = min(quick, key=lambda r: measured_of(r).peak_allocated_bytes)
     yield MEMORY, f"at most {SPEED_LOSS:.0%} slower than the fastest", frugal
     largest = max(fastest, key=lambda r: measured_of(r).trainable_parameters)
     count = units.count(measured_of(largest).trainable_parameters)
     yield CAPACITY, f"{count} trainable parameters, the most that fitted", largest
+
+
+def searched_of(ranking: Ranking, record: TrialRecord) -> Measurement:
+    """Return what the search measured of a trial, also where it was measured again since."""
+    return ranking.searched.get(record.number, measured_of(record))
 
 
 def _fastest_first(ranking: Ranking) -> Sequence[TrialRecord]:
@@ -264,6 +271,9 @@ def _card(
     ends = snapshot.usd_interval(record)
     left = target.budget_bytes - measured.peak_allocated_bytes
     gain, gain_detail = _gain(ranking, record)
+    is_searched = bool(ranking.searched) and not ranking.is_measured_again(record)
+    where = ", in the search" if is_searched else ""
+    beside = uncertainty.measured_beside(measured, target)
     return Card(
         title=title,
         meaning=meaning,
@@ -272,8 +282,8 @@ def _card(
         configuration=configuration_words(record.config, ranking),
         speed=units.DASH if speed is None else units.rate(speed.tokens_per_second),
         unit=f"tokens/s on {target.gpu}",
-        basis=_basis(speed),
-        measured=uncertainty.measured_beside(measured, target),
+        basis=_basis(speed) + (where if target.emulated_on is None else ""),
+        measured=beside and beside + where,
         gain=gain,
         gain_detail=gain_detail,
         dollars="" if dollars is None else units.usd(dollars),

@@ -96,7 +96,8 @@ def _winner_sentence(snapshot: StudySnapshot, ranking: Ranking, winner: TrialRec
     sure = " ".join(confirmation.sentences(snapshot, ranking))
     if ranking.is_unclear:
         return (
-            f"{confirmation.no_clear_winner(snapshot, ranking)} {differing}{front} {sure}".strip()
+            f"{confirmation.no_clear_winner(snapshot, ranking)} "
+            f"Until then trial {winner.number} is recommended. {differing}{front} {sure}".strip()
         )
     return (
         f"{objectives.best(ranking.objectives)} is trial {winner.number}. "
@@ -139,7 +140,7 @@ def answer(snapshot: StudySnapshot, ranking: Ranking) -> str:
     if winner is None or winner.measurement is None:
         return _no_winner(snapshot, ranking)
     if ranking.is_unclear:
-        return confirmation.no_clear_winner(snapshot, ranking)
+        return "No clear winner: the machine was too busy to tell the speeds apart."
     best, number = objectives.best(ranking.objectives), winner.number
     if ranking.tied:
         best = f"Recommended, of {len(ranking.tied) + 1} that tie,"

@@ -90,6 +90,16 @@ def test_each_question_has_its_own_answer() -> None:
     assert decision.price == "a10 Lender at $3.60 an hour, as of 2026-07-01"
 
 
+def test_what_was_measured_again_compares_by_the_search_with_what_was_not() -> None:
+    """A machine that got slower by half makes nothing else the fastest, nor much slower."""
+    slower = fits(2, 9_000.0, SMALL.config, peak_allocated_bytes=19 * GIB).outcome
+    later = [run.model_copy(update={"outcome": slower}) for run in confirmed(SMALL)]
+    decision = decision_of(study(*ALL, confirmations=tuple(later)))
+    assert of(decision)[MEMORY] == 3
+    assert card(decision, CHEAPEST).basis == "measured 8,936–9,064"
+    assert card(decision, MEMORY).basis.endswith(", in the search")
+
+
 def test_what_answers_two_questions_has_one_card_and_a_line() -> None:
     decision = decision_of(study(BASE, OWN))
     assert of(decision) == {CLASS: 1}
@@ -208,7 +218,9 @@ def test_a_winner_that_no_machine_could_tell_is_none() -> None:
     told = study(BASE, alone, space=space, confirmations=confirmed(BASE, alone))
     decision = decision_of(told)
     assert decision.unclear == "No clear winner: its speed differs too much from run to run."
-    assert decision.headline.startswith("No clear winner: the speed of trial 1 differs")
+    assert decision.headline == (
+        "No clear winner: the machine was too busy to tell the speeds apart."
+    )
     assert decision.command == "sweep confirm a10-mistral"
 
 

@@ -147,6 +147,52 @@ def test_a_winner_of_another_class_has_no_gain_and_the_fastest_of_the_baselines_
     assert base["class_gain"]["gain"] == pytest.approx(1.5)
 
 
+def test_the_gain_of_another_class_is_over_the_baseline_in_that_class() -> None:
+    space = {"dimensions": {"lora_rank": {"choices": [16, 64]}, "seq_len": {"choices": [64, 512]}}}
+    base = a_record(0, fits(100.0), is_baseline=True)
+    won = TrialRecord(
+        number=1, config=TrialConfig(lora_rank=64, seq_len=64), outcome=fits(400.0, spread=0.01)
+    )
+    recipe = {"purpose": "confirm", "series": 1, "confirms": None}
+    runs = [
+        TrialRecord.model_validate(
+            {"number": 2000 + n, "config": TrialConfig(lora_rank=64), "outcome": fits(80.0)}
+            | recipe
+        )
+        for n in range(2)
+    ]
+    snapshot = StudySnapshot(
+        "study",
+        a_definition(**space),
+        {},
+        (base, won),
+        confirmations=(*confirmed(base, won), *runs),
+    )
+    found = best_document(snapshot)
+    gain = found["gain"]
+    assert gain["value"] == pytest.approx(5.0)
+    assert gain["low"] < 5.0 < gain["high"]
+    assert gain["class"] == {"lora_rank": 64, "target_modules": "attention"}
+    assert gain["over"]["baseline"] is False
+    assert gain["over"]["config"]["lora_rank"] == 64
+    assert gain["over"]["tokens_per_second"] == pytest.approx(80.0)
+    assert gain["reason"] is None
+    # Over the baseline itself nothing is stated: it is of another class.
+    assert (found["baseline"]["gain"], found["baseline"]["no_gain"]) == (None, "another_class")
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_gain_within_the_baselines_class_is_over_the_baseline() -> None:
+    found = document(
+        a_record(0, fits(100.0), is_baseline=True),
+        a_record(1, fits(250.0), batch=2),
+        is_confirmed=True,
+    )
+    assert found["gain"]["value"] == found["baseline"]["gain"] == pytest.approx(2.5)
+    assert found["gain"]["over"]["baseline"] is True
+    assert document(a_record(1, fits(250.0), batch=2))["gain"] is None
+
+
 def test_one_objective_is_named_and_ranked_by() -> None:
     found = document(
         a_record(0, fits(300.0, peak=9 * GIB)),
