@@ -160,8 +160,12 @@ def folded(text: str, width: int | None, *, indent: int = 0) -> str:
     """Return text whose lines end within ``width`` columns, between words; None leaves it alone.
 
     What goes on in a further line is indented by ``indent`` more than its first. Commands are left
-    as they are, to be copied.
+    as they are, to be copied. What works unseen in a terminal is written out.
     """
+    # Imported here: it takes longer than all of the help that this module is loaded for.
+    from reports.units import visible
+
+    text = visible(text)
     if width is None:
         return text
     return "\n".join(_folded_line(line, width, indent) for line in text.splitlines())
@@ -190,7 +194,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | 
     Where they do not go into ``width`` columns the last one is folded, and where that would leave
     it too narrow, each row is a paragraph of its own. None for no limit.
     """
-    lines = [tuple(header), *(tuple(row) for row in rows)]
+    from reports.units import visible
+
+    lines = [tuple(header), *(tuple(map(visible, row)) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     room = sum(widths[:-1]) + 2 * (len(widths) - 1)
     if width is None or room + widths[-1] <= width:

@@ -120,7 +120,7 @@ class PlainLines:
 
     def _say(self, line: str) -> None:
         self._said_seconds = self._board.clock()
-        note(f"{datetime.now():%H:%M:%S} {line}")
+        note(f"{datetime.now():%H:%M:%S} {units.visible(line)}")
 
 
 def _line_of(board: Board, event: Event) -> str:
@@ -220,8 +220,8 @@ def _headline(board: Board) -> str:
 
 
 def _rows(board: Board, *, width: int) -> Iterator[tuple[str, RenderableType]]:
-    yield "best", Text(_best(board))
-    yield "now", Text(now_line(board))
+    yield "best", Text(units.visible(_best(board)))
+    yield "now", Text(units.visible(now_line(board)))
     if board.is_driven_here:
         yield "memory", _memory(board, width=width)
     yield "trials", Text(_trials(board))
