@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -55,8 +56,11 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
             return _as_json({"studies": [_study_line(summary) for summary in summaries]})
         say(studies_text(summaries, width=width_of(sys.stdout)))
         return DONE
-    snapshot = follow(lambda: read(study, url=url), stream=sys.stderr) if watch else None
-    snapshot = snapshot or read(study, url=url)
+    if watch:
+        # Who has seen enough is told how it stands: the study goes on without them.
+        with suppress(KeyboardInterrupt):
+            follow(lambda: read(study, url=url), stream=sys.stderr)
+    snapshot = read(study, url=url)
     if as_json:
         return _as_json(status_document(snapshot))
     say(status_text(snapshot, width=width_of(sys.stdout)))
