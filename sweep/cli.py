@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
+SLOW_TO_LOAD = ("run", "confirm", "status", "best", "report", "export", "rm")
+"""What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
 app = typer.Typer(
     name="sweep",
@@ -81,7 +83,6 @@ def run(
 
     Options of a configuration are held fixed and the rest of the space is searched.
     """
-    announce_if_slow("Loading libraries and looking at the card ...")
     from sweep.terminal import commands
 
     if no_confirm and soak is not None:
@@ -366,6 +367,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from search_spaces.knobs import KNOBS
 
             add_knobs(command, KNOBS)
+    if typed[:1] and typed[0] in SLOW_TO_LOAD:
+        announce_if_slow("Loading libraries ...")
     return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
 
 

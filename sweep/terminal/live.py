@@ -33,7 +33,7 @@ from sweep.study.events import (
     TrialStarted,
 )
 from sweep.terminal.board import Board
-from sweep.terminal.console import Synchronized, folded, note, width_of
+from sweep.terminal.console import Synchronized, cancel_announced, folded, note, width_of
 from sweep.terminal.working import progress_words
 
 _BAR_WIDTH = 30
@@ -62,6 +62,7 @@ def watching(
         is_stopping: whether somebody asked to stop.
         stream: where to; a terminal that can be drawn on gets the live panel.
     """
+    cancel_announced()
     console = Console(file=cast(TextIO, Synchronized(stream)), highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
         with _panel(board, is_stopping=is_stopping, console=console) as listener:
