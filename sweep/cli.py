@@ -367,7 +367,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from search_spaces.knobs import KNOBS
 
             add_knobs(command, KNOBS)
-    if typed[:1] and typed[0] in SLOW_TO_LOAD:
+    # A script that reads a list wants no news of it; who follows a study does, in a pipe too.
+    is_told = typed[:1] in (["run"], ["confirm"]) or sys.stderr.isatty()
+    if typed and typed[0] in SLOW_TO_LOAD and is_told:
         announce_if_slow("Loading libraries ...")
     return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
 
