@@ -88,6 +88,10 @@ PRODUCERS: dict[str, Producer] = {
         DATA / "compiled_h200.jsonl",
         lambda out, seconds: [_bench("compiled_peaks.py", out, "--seconds", seconds)],
     ),
+    "new_models": Producer(
+        DATA / "new_models_h200.jsonl",
+        lambda out, seconds: [_bench("new_models.py", "-o", out, "--seconds", seconds)],
+    ),
     "study_steps": Producer(DATA / "study_steps_h200.jsonl", _study_steps),
 }
 
