@@ -116,15 +116,16 @@ def test_children_never_look_in_the_users_directory() -> None:
     assert '[sys.executable, "-P", "-m", module' in source
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("content", "words"), [("# theirs\n", "has replaced"), (None, "is incomplete")]
 )
 def test_a_package_that_was_overwritten_or_half_removed_is_told(
-    site: Path, tmp_path: Path, content: str | None, words: str
+    site: Path, tmp_path: Path, name: str, content: str | None, words: str
 ) -> None:
     mixed = tmp_path / "site-packages"
     shutil.copytree(site, mixed)
-    replaced = mixed / "storage" / "__init__.py"
+    replaced = mixed / name / "__init__.py"
     replaced.unlink()
     if content is not None:
         replaced.write_text(content)
