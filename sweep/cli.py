@@ -1,33 +1,28 @@
-"""Owns the terminal: commands, and the one place where errors become a message and an exit code.
+"""Owns the front door: each command with its options and examples, and nothing of what it does.
 
 Imports nothing heavy, so that ``--help`` answers at once; commands import what they need when they
-run. Exit codes: 0 done, 1 done and nothing fits, 2 bad input, 3 environment, 130 interrupted.
+run.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
-import tempfile
-import traceback
-from collections.abc import Callable, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
-from sweep.paths import crash_log_directory, runs_directory, storage_url
+from search_spaces.errors import InputError
+from sweep.paths import runs_directory, storage_url
 from sweep.terminal import options as opt
 from sweep.terminal.console import (
     STDOUT,
-    ReaderGoneError,
     announce_if_slow,
-    note,
     prepare_streams,
 )
+from sweep.terminal.edge import guarded
 from sweep.terminal.knob_options import add_knobs, takes_knobs
 
 if TYPE_CHECKING:
@@ -35,6 +30,8 @@ if TYPE_CHECKING:
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
+SLOW_TO_LOAD = ("run", "confirm", "status", "best", "report", "export", "rm")
+"""What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
 app = typer.Typer(
     name="sweep",
@@ -86,7 +83,6 @@ def run(
 
     Options of a configuration are held fixed and the rest of the space is searched.
     """
-    announce_if_slow("Loading libraries and looking at the card ...")
     from sweep.terminal import commands
 
     if no_confirm and soak is not None:
@@ -253,6 +249,7 @@ def report(
     tokens: opt.TokensOption = None,
     dataset_samples: opt.DatasetOption = None,
     epochs: opt.EpochsOption = None,
+    figure: opt.FigureOption = None,
     output: opt.ReportOption = None,
     storage: opt.StorageOption = None,
 ) -> int:
@@ -261,6 +258,8 @@ def report(
     Several studies, and plans that `sweep plan --json` printed, are compared: which card is the
     cheapest, which the soonest, and what cannot be told. Example: sweep report a10 a100-40gb --plan
     l4.json --dataset-samples 50000
+
+    A picture for slides, where the extra `images` is installed: sweep report a10 -o front.png
     """
     from reports.decision import Job
     from sweep.terminal import commands
@@ -269,6 +268,7 @@ def report(
         studies or (),
         plans=plans or (),
         job=Job(tokens=tokens, dataset_samples=dataset_samples, epochs=epochs),
+        figure=figure,
         storage=storage,
         output=_output(output),
     )
@@ -400,6 +400,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from search_spaces.knobs import KNOBS
 
             add_knobs(command, KNOBS)
+    # A script that reads a list wants no news of it; who follows a study does, in a pipe too.
+    is_told = typed[:1] in (["run"], ["confirm"]) or sys.stderr.isatty()
+    if typed and typed[0] in SLOW_TO_LOAD and is_told:
+        announce_if_slow("Loading libraries ...")
     return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
 
 
@@ -408,60 +412,6 @@ def _being_completed() -> list[str]:
     variables = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
     asked = next((os.environ[name] for name in variables if name in os.environ), "")
     return asked.split()[1:]
-
-
-def guarded(command: Callable[[], int | None]) -> int:
-    """Run a command; return its exit code, or that of its error once that has been printed."""
-    try:
-        return command() or 0
-    except SweepError as error:
-        note(f"error: {error}")
-        return error.exit_code
-    except ReaderGoneError:
-        return 0
-    except typer.TyperException as error:
-        note(f"error: {error.format_message()}")
-        return InputError.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        note("Interrupted.")
-        return 130
-    except OSError as error:
-        note(f"error: {words_of(error)}{_cure(error)}")
-        return EnvironmentFault.exit_code
-    except MemoryError:
-        note("error: this machine's memory is used up")
-        return EnvironmentFault.exit_code
-    except Exception as error:  # noqa: BLE001 - the edge: what is left is a mistake of ours
-        note(_report_crash(error))
-        return EnvironmentFault.exit_code
-
-
-def _cure(error: OSError) -> str:
-    """Return what to do where the system refuses something that is nobody's mistake."""
-    match error.errno:
-        case errno.EMFILE | errno.ENFILE:
-            return ": raise the limit, with `ulimit -n 1024` say"
-        case errno.ENOSPC | errno.EDQUOT:
-            return ": free some space, or set SWEEP_HOME to another disk"
-        case _:
-            return ""
-
-
-def _report_crash(error: Exception) -> str:
-    """Keep the traceback in a file and return one line about it; no password is in either."""
-    from storage.urls import redact
-
-    text = redact("".join(traceback.format_exception(error)))
-    name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
-    message = redact(f"error: {words_of(error)}")
-    for directory in (crash_log_directory(), Path(tempfile.gettempdir())):
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / name).write_text(text, encoding="utf-8")
-        except OSError:
-            continue
-        return f"{message}\nThis is a mistake in sweep; the traceback is in {directory / name}"
-    return message
 
 
 if __name__ == "__main__":

@@ -150,6 +150,10 @@ class Board:
         if self.doing != before or isinstance(event, TrialStarted):
             self._doing_seconds = self.clock()
 
+    def began_before(self, seconds: float) -> None:
+        """Note that what is being done began so long ago, before anybody looked."""
+        self._doing_seconds = self.clock() - max(0.0, seconds)
+
     def _finish(self, record: TrialRecord) -> None:
         is_searched = record.purpose == "search"
         (self.records if is_searched else self.confirmations).append(record)

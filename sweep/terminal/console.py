@@ -52,7 +52,7 @@ def say(text: str) -> None:
         ReaderGoneError: the pipe is closed. Nothing printed later will complain again.
         EnvironmentFault: stdout is a file, and its disk is full.
     """
-    _cancel_announced()
+    cancel_announced()
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -72,21 +72,28 @@ def _silence_stdout() -> None:
 _announced: list[threading.Timer] = []
 
 
-def announce_if_slow(text: str, *, seconds: float = 1.5) -> None:
-    """Print a message on stderr if nothing else is printed for so long."""
+def announce_if_slow(text: str, *, seconds: float | None = None) -> None:
+    """Print a message on stderr if nothing else is printed for so long.
+
+    Where nothing is said of that, a person at a terminal is told sooner than who reads a pipe.
+    """
+    if seconds is None:
+        seconds = 1.5 if sys.stderr.isatty() else 5.0
     timer = threading.Timer(seconds, _note_now, [text])
     timer.daemon = True
     _announced.append(timer)
     timer.start()
 
 
-def _cancel_announced() -> None:
+def cancel_announced() -> None:
+    """Announce nothing any more: something else is shown."""
     while _announced:
         _announced.pop().cancel()
 
 
 def confirmed(question: str) -> bool:
     """Ask a person on the terminal; anything but yes is no."""
+    cancel_announced()
     sys.stderr.write(f"{question} [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
@@ -94,7 +101,7 @@ def confirmed(question: str) -> bool:
 
 def note(text: str) -> None:
     """Print progress or a message on stderr; a closed stderr is nobody's fault."""
-    _cancel_announced()
+    cancel_announced()
     _note_now(text)
 
 
@@ -160,8 +167,12 @@ def folded(text: str, width: int | None, *, indent: int = 0) -> str:
     """Return text whose lines end within ``width`` columns, between words; None leaves it alone.
 
     What goes on in a further line is indented by ``indent`` more than its first. Commands are left
-    as they are, to be copied.
+    as they are, to be copied. What works unseen in a terminal is written out.
     """
+    # Imported here: it takes longer than all of the help that this module is loaded for.
+    from reports.units import visible
+
+    text = visible(text)
     if width is None:
         return text
     return "\n".join(_folded_line(line, width, indent) for line in text.splitlines())
@@ -190,7 +201,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | 
     Where they do not go into ``width`` columns the last one is folded, and where that would leave
     it too narrow, each row is a paragraph of its own. None for no limit.
     """
-    lines = [tuple(header), *(tuple(row) for row in rows)]
+    from reports.units import visible
+
+    lines = [tuple(header), *(tuple(map(visible, row)) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     room = sum(widths[:-1]) + 2 * (len(widths) - 1)
     if width is None or room + widths[-1] <= width:

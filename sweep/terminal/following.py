@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import TextIO
 
 from storage.definition import RunningTrial, StudySnapshot
@@ -44,6 +45,8 @@ def follow(
         while snapshot.holder is not None:
             for event in changes(board, snapshot):
                 listener(event)
+                if isinstance(event, TrialStarted):
+                    board.began_before(_running_seconds(snapshot))
             before = clock()
             snapshot = read()
             sleep(max(_LOOK_SECONDS, (clock() - before) / _SHARE_READING))
@@ -83,6 +86,14 @@ def changes(board: Board, snapshot: StudySnapshot) -> Iterator[Event]:
 def _newest(snapshot: StudySnapshot) -> RunningTrial | None:
     begun = [trial for trial in snapshot.running if trial.config is not None]
     return max(begun, key=lambda trial: trial.number, default=None)
+
+
+def _running_seconds(snapshot: StudySnapshot) -> float:
+    """Return how long the running trial has run, by this machine's clock."""
+    running = _newest(snapshot)
+    if running is None or running.started_at is None:
+        return 0.0
+    return (datetime.now(UTC) - datetime.fromisoformat(running.started_at)).total_seconds()
 
 
 def _started(running: RunningTrial) -> Iterator[TrialStarted]:

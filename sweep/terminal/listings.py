@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from search_spaces.models import ModelSpec, shipped_models
 from search_spaces.prices import load_prices
 from search_spaces.space import SearchSpace
 from storage.best import best_document
-from storage.definition import StudySnapshot, StudySummary
+from storage.definition import StudySnapshot, StudySummary, TargetSpeed
 from storage.reading import list_studies, read_study
 from sweep.paths import own_price_file, runs_directory, storage_url
 from sweep.planning.target_speed import with_target_speeds
@@ -55,8 +56,11 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
             return _as_json({"studies": [_study_line(summary) for summary in summaries]})
         say(studies_text(summaries, width=width_of(sys.stdout)))
         return DONE
-    snapshot = follow(lambda: read(study, url=url), stream=sys.stderr) if watch else None
-    snapshot = snapshot or read(study, url=url)
+    if watch:
+        # Who has seen enough is told how it stands: the study goes on without them.
+        with suppress(KeyboardInterrupt):
+            follow(lambda: read(study, url=url), stream=sys.stderr)
+    snapshot = read(study, url=url)
     if as_json:
         return _as_json(status_document(snapshot))
     say(status_text(snapshot, width=width_of(sys.stdout)))
@@ -72,7 +76,8 @@ def _study_line(summary: StudySummary) -> dict[str, Any]:
     """Return one study of ``sweep status --json``.
 
     ``{"study", "gpu", "model", "trials", "objectives", "best": {"number", "tokens_per_second",
-    "peak_allocated_bytes"} | null, "is_confirmed", "seconds": {"wall"}, "driven_by"}``
+    "peak_allocated_bytes", "target_tokens_per_second": {"value", "low", "high", "basis"} | null} |
+    null, "is_confirmed", "seconds": {"wall"}, "driven_by"}``
     """
     measured = summary.best
     return {
@@ -87,11 +92,19 @@ def _study_line(summary: StudySummary) -> dict[str, Any]:
             "number": summary.best_number,
             "tokens_per_second": measured.tokens_per_second,
             "peak_allocated_bytes": measured.peak_allocated_bytes,
+            "target_tokens_per_second": _target_speed(summary.speed),
         },
         "is_confirmed": summary.is_confirmed,
         "seconds": {"wall": summary.wall_seconds},
         "driven_by": summary.holder,
     }
+
+
+def _target_speed(speed: TargetSpeed | None) -> dict[str, Any] | None:
+    if speed is None:
+        return None
+    ends = {"low": speed.low, "high": speed.high}
+    return {"value": speed.tokens_per_second, **ends, "basis": speed.basis}
 
 
 def status_document(snapshot: StudySnapshot) -> dict[str, Any]:

@@ -6,6 +6,7 @@ tuner but its events.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from sweep.study.events import (
     TrialStarted,
 )
 from sweep.terminal.board import Board
-from sweep.terminal.console import Synchronized, folded, note
+from sweep.terminal.console import Synchronized, cancel_announced, folded, note, width_of
 from sweep.terminal.working import progress_words
 
 _BAR_WIDTH = 30
@@ -61,6 +62,7 @@ def watching(
         is_stopping: whether somebody asked to stop.
         stream: where to; a terminal that can be drawn on gets the live panel.
     """
+    cancel_announced()
     console = Console(file=cast(TextIO, Synchronized(stream)), highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
         with _panel(board, is_stopping=is_stopping, console=console) as listener:
@@ -105,7 +107,7 @@ class PlainLines:
         board.take(event)
         if self._is_stopping() and not board.is_stopping:
             board.is_stopping = True
-            note(STOPPING)
+            note(folded(STOPPING, width_of(sys.stderr)))
         if isinstance(event, TrialFinished):
             line = trial_line(board, event)
             self._silence = _FIRST_SILENCE
@@ -120,7 +122,9 @@ class PlainLines:
 
     def _say(self, line: str) -> None:
         self._said_seconds = self._board.clock()
-        note(f"{datetime.now():%H:%M:%S} {line}")
+        # A terminal that cannot be drawn on has a width all the same.
+        said = f"{datetime.now():%H:%M:%S} {line}"
+        note(folded(said, width_of(sys.stderr), indent=2))
 
 
 def _line_of(board: Board, event: Event) -> str:
@@ -220,8 +224,8 @@ def _headline(board: Board) -> str:
 
 
 def _rows(board: Board, *, width: int) -> Iterator[tuple[str, RenderableType]]:
-    yield "best", Text(_best(board))
-    yield "now", Text(now_line(board))
+    yield "best", Text(units.visible(_best(board)))
+    yield "now", Text(units.visible(now_line(board)))
     if board.is_driven_here:
         yield "memory", _memory(board, width=width)
     yield "trials", Text(_trials(board))

@@ -221,6 +221,10 @@ FormatOption = Annotated[
 TrialOption = Annotated[
     int | None, typer.Option("--trial", help="Number of another trial than the winner.")
 ]
+FigureOption = Annotated[
+    str | None,
+    typer.Option("--figure", help="Which figure, where -o ends in .png or .svg; the front."),
+]
 PlanFilesOption = Annotated[
     list[str] | None,
     typer.Option("--plan", help="A file of `sweep plan --json` to compare with; repeatable."),

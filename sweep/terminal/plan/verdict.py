@@ -5,8 +5,7 @@ They stand alone: a person sends them to another who saw nothing of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from reports import uncertainty, units
 from search_spaces.config import TrialConfig
@@ -117,16 +116,11 @@ def what_if_row(change: WhatIf) -> tuple[str, str, str, str]:
     """Return a change in words, in speed, in memory, and whether it fits."""
     speed = "" if change.speed_change is None else f"{_signed_percent(change.speed_change)} speed"
     fits = "" if change.forecast.fit is Fit.YES else _fits(change.forecast.fit)
-    return change_words(change.key, change.value), speed, _bytes(change.memory_change_bytes), fits
+    return units.phrase(change.key, change.value), speed, _bytes(change.memory_change_bytes), fits
 
 
 def _fits(fit: Fit) -> str:
     return "perhaps fits" if fit is Fit.UNCERTAIN else "does not fit"
-
-
-def change_words(key: str, value: Any) -> str:
-    """Return a knob that was turned, in words."""
-    return units.phrase(key, value)
 
 
 def _signed_percent(share: float) -> str:
@@ -184,7 +178,7 @@ def _cheapest(offers: OfferComparison) -> str:
     return words + _open(bill.offer.label for bill in offers.perhaps_cheapest)
 
 
-def _open(names: Any) -> str:
+def _open(names: Iterable[str]) -> str:
     """Return what cannot be told apart from the first; nothing where all of it can."""
     listed = list(dict.fromkeys(names))
     if not listed:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from search_spaces.prices import Offer
-from sweep.predict.cost import Bill, Workload, bill, compare_offers
+from sweep.predict.cost import Bill, Workload, bill
+from sweep.predict.offers import compare_offers
 
 FIVE_THOUSAND_STEPS = Workload(steps=5000, samples_per_step=16, tokens_per_sample=2048.0)
 H100_STEP_SECONDS = 1.05

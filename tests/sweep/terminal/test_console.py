@@ -58,3 +58,9 @@ def test_only_a_long_silence_is_announced(capsys: pytest.CaptureFixture[str]) ->
     announce_if_slow("Loading ...", seconds=0.01)
     time.sleep(0.2)
     assert capsys.readouterr().err == "Loading ...\n"
+
+
+def test_what_works_unseen_is_written_out() -> None:
+    text = "a\x1b[2Jb\u202ec"
+    assert folded(text, None) == folded(text, 80) == "a\\x1b[2Jb\\u202ec"
+    assert "\x1b" not in table(("name",), [(text,)])

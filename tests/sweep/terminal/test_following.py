@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from sweep.study.tuner import tune
 from sweep.terminal.following import follow
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_study, train
+from tests.sweep.terminal.screen import Screen
 from tests.sweep.terminal.test_summary import a_snapshot
 
 
@@ -71,6 +75,20 @@ def test_a_study_is_followed_until_nobody_drives_it(capsys: pytest.CaptureFixtur
     ]
     assert min(waits) >= 1.0
     assert looks.seen == 4
+
+
+def test_a_trial_is_shown_as_old_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    started = (datetime.now(UTC) - timedelta(seconds=120)).isoformat()
+    running = RunningTrial(1, TrialConfig(), started)
+    driven_now = replace(a_snapshot(*records(1)), holder="host:12", running=(running,))
+    screen = Screen(100)
+    follow(
+        Looks(driven_now, a_snapshot(*records(1))),
+        stream=screen,
+        sleep=lambda _: time.sleep(1.5),
+    )
+    assert any(re.search(r"trial 1, running, 12\d s", picture) for picture in screen.pictures)
 
 
 def test_a_study_that_nobody_drives_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from storage.records import Errand, Measured, OutOfMemory
+from storage.records import Crashed, Errand, Measured, OutOfMemory
 from sweep.running.runner import Progress
 from sweep.study.events import (
     ConfirmationStarted,
@@ -279,3 +279,18 @@ def test_in_a_pipe_a_long_silence_is_broken_by_what_is_waited_for(
         clock.seconds += 1.0
         lines.tick()
     assert "choosing the next configuration, 5 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_workers_last_words_cannot_steer_the_terminal(
+    term: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    screen = Screen(200)
+    crashed = Crashed(phase="attach", detail="\x1b]0;owned\x07 \u202eabc")
+    with watching(a_board(), is_stopping=lambda: False, stream=screen) as listener:
+        listener(finished(1, outcome=crashed))
+    shown = screen.getvalue() + capsys.readouterr().err
+    assert "\\x1b]0;owned" in shown
+    assert "\x1b]0" not in shown
+    assert "\u202e" not in shown

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import RenderableType
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.errors import InputError
@@ -28,6 +29,8 @@ from storage.study import open_study
 from sweep.cli import main
 from sweep.paths import runs_directory, storage_url
 from sweep.planning.cache import SURVEYED_BY
+from sweep.planning.cheapest import Cheapest, on_card, ranked
+from sweep.planning.longest import longest_rows
 from sweep.planning.plan import AskedWork, plan_space
 from sweep.planning.question import PlanRequest, read_configurations, resolve_request
 from sweep.planning.survey import survey
@@ -36,6 +39,7 @@ from sweep.predict.memory.profiles import Untraceable
 from sweep.running.device_info import Card
 from sweep.sampling.samplers import make_sampler
 from sweep.terminal.knob_options import add_knobs, takes_knobs
+from sweep.terminal.plan.backwards import cheapest_view, longest_views
 from sweep.terminal.plan.command import plan
 from sweep.terminal.plan.layout import rendered
 from sweep.terminal.plan.view import plans_view
@@ -671,10 +675,53 @@ def test_no_line_is_wider_than_the_terminal(answer: Plan, columns: int) -> None:
         )
         for gpu in question.gpus
     ]
-    text = rendered(plans_view(plans, None), is_terminal=True, width=columns)
+    assert_is_whole(plans_view(plans, None), columns=columns)
+
+
+def assert_is_whole(view: RenderableType, *, columns: int) -> None:
+    text = rendered(view, is_terminal=True, width=columns)
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
     assert max(map(len, lines)) <= columns
     assert "…" not in text
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_the_questions_backwards_are_no_wider_than_the_terminal(columns: int) -> None:
+    question = resolve_request(
+        PlanRequest(is_cheapest=True, gpus=("a100-80gb-pcie", "a10g", "t4", "h200")),
+        predictor=lambda *_: ImaginedPredictor(),
+        card=lambda: None,
+        read_study=stored_study,
+    )
+    work = AskedWork(tokens=10**9)
+    cards = [
+        on_card(
+            question.about(gpu),
+            question.forecaster(gpu),
+            work=work,
+            offers=question.offers[gpu.name],
+            deadline_seconds=50 * 3600.0,
+        )
+        for gpu in question.gpus
+    ]
+    workload = cards[0].bill.workload
+    answer = Cheapest(question.model, workload, question.held, 50 * 3600.0, ranked(cards))
+    assert {card.is_able for card in cards} == {True, False}
+    assert_is_whole(cheapest_view(answer), columns=columns)
+    longest = [
+        longest_rows(question.about(gpu), question.forecaster(gpu), asked=question.asked(gpu))
+        for gpu in question.gpus[:2]
+    ]
+    assert_is_whole(longest_views(longest), columns=columns)
+
+
+def test_a_pipe_gets_plain_lines(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(space=a_space_file(home, SMALL))
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert not any(line != line.rstrip() for line in out.splitlines())
 
 
 # The questions backwards

@@ -1,0 +1,75 @@
+"""Owns the edge: the one place where errors become a message and an exit code.
+
+Knows no command. Exit codes: 0 done, 1 done and nothing fits, 2 bad input, 3 environment, 130
+interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import typer
+
+from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
+from sweep.paths import crash_log_directory
+from sweep.terminal.console import ReaderGoneError, note
+
+
+def guarded(command: Callable[[], int | None]) -> int:
+    """Run a command; return its exit code, or that of its error once that has been printed."""
+    try:
+        return command() or 0
+    except SweepError as error:
+        note(f"error: {error}")
+        return error.exit_code
+    except ReaderGoneError:
+        return 0
+    except typer.TyperException as error:
+        note(f"error: {error.format_message()}")
+        return InputError.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        note("Interrupted.")
+        return 130
+    except OSError as error:
+        note(f"error: {words_of(error)}{_cure(error)}")
+        return EnvironmentFault.exit_code
+    except MemoryError:
+        note("error: this machine's memory is used up")
+        return EnvironmentFault.exit_code
+    except Exception as error:  # noqa: BLE001 - the edge: what is left is a mistake of ours
+        note(_report_crash(error))
+        return EnvironmentFault.exit_code
+
+
+def _cure(error: OSError) -> str:
+    """Return what to do where the system refuses something that is nobody's mistake."""
+    match error.errno:
+        case errno.EMFILE | errno.ENFILE:
+            return ": raise the limit, with `ulimit -n 1024` say"
+        case errno.ENOSPC | errno.EDQUOT:
+            return ": free some space, or set SWEEP_HOME to another disk"
+        case _:
+            return ""
+
+
+def _report_crash(error: Exception) -> str:
+    """Keep the traceback in a file and return one line about it; no password is in either."""
+    from storage.urls import redact
+
+    text = redact("".join(traceback.format_exception(error)))
+    name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
+    message = redact(f"error: {words_of(error)}")
+    for directory in (crash_log_directory(), Path(tempfile.gettempdir())):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(text, encoding="utf-8")
+        except OSError:
+            continue
+        return f"{message}\nThis is a mistake in sweep; the traceback is in {directory / name}"
+    return message
