@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	if [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]; then exit 0; fi; \
 	set -ex; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,docs,postgresql,dashboard]'; \
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,docs,images,postgresql,dashboard]'; \
 	touch $@
 
 demo: $(READY)   ## a real study on the CPU: summary in the terminal, report in runs/demo/report.html

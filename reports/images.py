@@ -15,7 +15,7 @@ from reports.document import document_of
 from reports.figures.figure import PageFigure, resolved
 from reports.figures.style import themes
 from reports.page import figures_of, write_whole
-from search_spaces.errors import EnvironmentFault, InputError, listed
+from search_spaces.errors import EnvironmentFault, InputError, install_extra, listed
 from storage.definition import StudySnapshot
 
 SUFFIXES = (".png", ".svg")
@@ -39,7 +39,7 @@ def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = Non
     drawn = picture_of(snapshot, figure or FRONT)
     if importlib.util.find_spec("kaleido") is None:
         raise EnvironmentFault(
-            "a picture needs plotly's image engine: pip install 'qlora-sweep[images]'. "
+            f"a picture needs plotly's image engine: {install_extra('images')}. "
             "It draws with the Chrome or Chromium that is installed."
         )
     try:

@@ -22,7 +22,12 @@ from sweep.training.model import Unavailable, build_base
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-ENABLED = {"gpu": "liger_kernel", "postgresql": "psycopg", "dashboard": "optuna_dashboard"}
+ENABLED = {
+    "gpu": "liger_kernel",
+    "postgresql": "psycopg",
+    "dashboard": "optuna_dashboard",
+    "images": "kaleido",
+}
 """What each of the users' extras makes importable."""
 UNPINNED = {"triton"}
 """Torch's build for a card says which."""

@@ -15,7 +15,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from optuna.storages import BaseStorage
 
-from search_spaces.errors import EnvironmentFault
+from search_spaces.errors import EnvironmentFault, install_extra
 from storage.reading import count_trials
 from storage.shown import shown_storage
 from sweep.paths import storage_url
@@ -72,7 +72,7 @@ def _dashboard_of() -> Callable[[BaseStorage], WSGIApplication]:
         from optuna_dashboard import wsgi
     except ImportError as error:
         raise EnvironmentFault(
-            'Optuna\'s dashboard is not installed; run: pip install "qlora-sweep[dashboard]"'
+            f"Optuna's dashboard is not installed: {install_extra('dashboard')}"
         ) from error
     made: Callable[[BaseStorage], WSGIApplication] = wsgi
     return made

@@ -103,7 +103,7 @@ def test_an_example_does_what_its_command_says(
         assert "say --yes" in err
     elif name == "dashboard":
         assert code == REFUSED_WITHOUT_A_CARD
-        assert 'pip install "qlora-sweep[dashboard]"' in err
+        assert "pip install 'qlora-sweep[dashboard]'" in err
     else:
         assert code in (0, 1), err
         assert out or set(os.listdir(home)) - before

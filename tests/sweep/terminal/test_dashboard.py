@@ -82,7 +82,7 @@ def test_without_the_dashboard_the_command_that_installs_it_is_said(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "optuna_dashboard", None)
     assert main(["dashboard", "study"]) == EnvironmentFault.exit_code
-    assert 'pip install "qlora-sweep[dashboard]"' in capsys.readouterr().err
+    assert "pip install 'qlora-sweep[dashboard]'" in capsys.readouterr().err
     assert main(["dashboard", "studie"]) == 2
     assert "did you mean 'study'" in capsys.readouterr().err
 
