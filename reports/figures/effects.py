@@ -123,7 +123,10 @@ def memory_words(change: Change) -> str:
     known = change.estimate
     if change.basis == "pair":
         return _signed(known.value)
-    return f"{_signed(known.value)} ({known.low / GIB:+.2f} to {known.high / GIB:+.2f})"
+    ends = f"{known.low / GIB:+.2f} to {known.high / GIB:+.2f}"
+    if known.low <= 0 <= known.high:
+        return f"no difference told ({ends} GiB)"
+    return f"{known.value / GIB:+.2f} GiB ({ends})"
 
 
 def _signed(count: float) -> str:

@@ -326,3 +326,5 @@ def test_an_interval_across_one_is_no_difference_and_a_single_pair_of_peaks_is_e
     exact = Estimate(-2.0 * GIB, -2.0 * GIB, -2.0 * GIB)
     assert memory_words(Change(exact, "pair", 1)) == "-2.00 GiB"
     assert memory_words(Change(Estimate(0.0, 0.0, 0.0), "pair", 1)) == "none"
+    around = Estimate(0.5 * GIB, -1.0 * GIB, 2.0 * GIB)
+    assert memory_words(Change(around, "fit", 9)) == "no difference told (-1.00 to +2.00 GiB)"
