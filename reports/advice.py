@@ -92,9 +92,15 @@ def _too_large(snapshot: StudySnapshot, best: Measurement) -> Iterator[str]:
     for rate, record in nearest[:_NEAREST_SHOWN]:
         yield (
             f"More memory: {_named(record, snapshot.definition.space)} is expected at "
-            f"{units.rate(rate)} tokens/s and did not fit; "
+            f"{units.rate(rate)} tokens/s{_host(snapshot)} and did not fit; "
             f"{_excess(record, snapshot.definition.target.budget_bytes)}."
         )
+
+
+def _host(snapshot: StudySnapshot) -> str:
+    """Return on which card a speed is expected, where that is not the target."""
+    host = snapshot.definition.target.emulated_on
+    return "" if host is None else f" on {host}"
 
 
 def _nearest_to_fitting(snapshot: StudySnapshot) -> Iterator[str]:

@@ -16,12 +16,16 @@ from storage.definition import StudySnapshot
 from storage.ranking import Ranking, measured_of, rank_study
 from storage.records import TrialRecord
 
+UNCLEAR = "No clear winner: its speed differs too much from run to run."
+"""Where the machine was too busy to tell, in short."""
+
 
 @dataclass(frozen=True)
 class ConfirmationRow:
     """One configuration that was measured again, as text."""
 
-    number: int
+    number: str
+    """Of the trial; a dash for the baseline in the winner's class, which is none."""
     changes: str
     runs: str
     """Tokens/s of each run, in order."""
@@ -100,7 +104,7 @@ def _soak_words(ranking: Ranking) -> str:
 
 
 def confirmation_rows(snapshot: StudySnapshot) -> tuple[ConfirmationRow, ...]:
-    """Return what was measured again, in the order of the answer; the baseline among it."""
+    """Return what was measured again, in the order of the answer; what gains are over among it."""
     ranking = rank_study(snapshot)
     listed = [r for r in ranking.ranked if ranking.is_measured_again(r)]
     references = [ranking.baseline] if ranking.baseline is not None else []
@@ -108,7 +112,15 @@ def confirmation_rows(snapshot: StudySnapshot) -> tuple[ConfirmationRow, ...]:
         r for r in references if ranking.is_measured_again(r) and r.number not in _numbers(listed)
     ]
     fallen = [r for r in snapshot.records if r.number in ranking.fallen]
-    return tuple(_row(r, ranking) for r in (*listed, *others, *fallen))
+    return tuple(_row(r, ranking) for r in (*listed, *_recipe(ranking), *others, *fallen))
+
+
+def _recipe(ranking: Ranking) -> Iterator[TrialRecord]:
+    """Yield what was measured of the baseline in the winner's class where no search tried it."""
+    winner = ranking.winner
+    over = None if winner is None else ranking.reference_for(winner.config)
+    if over is not None and over.purpose == "confirm":
+        yield over
 
 
 def _numbers(records: list[TrialRecord]) -> set[int]:
@@ -121,7 +133,7 @@ def _row(record: TrialRecord, ranking: Ranking) -> ConfirmationRow:
     baseline = ranking.definition.space.baseline_config()
     has_fallen = record.number in ranking.fallen
     return ConfirmationRow(
-        number=record.number,
+        number=str(record.number) if record.purpose == "search" else units.DASH,
         changes=units.changes(record.config, baseline=baseline),
         runs=", ".join(units.rate(run.tokens_per_second) for run in runs) or units.DASH,
         tokens_per_second=units.DASH if has_fallen else units.rate(measured.tokens_per_second),
@@ -139,4 +151,6 @@ def _result(record: TrialRecord, ranking: Ranking) -> str:
         return "recommended"
     if record.number in ranking.tied:
         return "tied"
+    if record.purpose != "search":
+        return uncertainty.at_capacity(record.config).removeprefix("the ")
     return "baseline" if record.is_baseline else "slower"

@@ -8,61 +8,90 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from reports import uncertainty, units
 from reports.outcomes import VERDICT_LABELS, reason
-from search_spaces.gpus import GIB
+from search_spaces.gpus import GIB, gpu_catalogue
 from storage.definition import StudySnapshot
 from storage.ranking import Ranking, is_sound, rank_study
 from storage.records import Measurement, TrialRecord, need_of
 
-COLUMNS: Mapping[str, str] = {
-    "tokens_per_second": "measured tokens/s",
-    "target_tokens_per_second": "tokens/s on the target",
-    "peak_allocated_gib": "peak allocated memory (GiB)",
-    "usd_per_million_tokens": "dollars per million tokens",
-    "trainable_parameters": "trainable parameters",
-    "final_loss": "final loss",
-}
-"""What a trial may be compared by, and what each is called."""
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a trial that trials may be compared by."""
+
+    label: str
+    more_is_better: bool
+    unit: Literal["rate", "gib", "usd", "count", "number"]
+    """How the page writes it."""
+
+
+def columns_of(snapshot: StudySnapshot) -> dict[str, Column]:
+    """Return the columns that trials are compared by, whether anything is known of them or not.
+
+    A speed that was measured on the target itself is there once.
+    """
+    target = snapshot.definition.target
+    other = target.emulated_on
+    on_target = Column(f"tokens/s on {target.gpu}, predicted", True, "rate")
+    measured = Column(f"tokens/s measured on {other or target.gpu}", True, "rate")
+    speeds = {"target_tokens_per_second": on_target} if other is not None else {}
+    return {
+        **speeds,
+        "tokens_per_second": measured,
+        "peak_allocated_gib": Column("peak allocated memory (GiB)", False, "gib"),
+        "usd_per_million_tokens": Column("dollars per million tokens", False, "usd"),
+        "trainable_parameters": Column("trainable parameters", True, "count"),
+        "final_loss": Column("final loss", False, "number"),
+    }
 
 
 def document_of(snapshot: StudySnapshot) -> dict[str, Any]:
     """Return what the page knows of a study: its trials by number, and what their columns mean."""
     ranking = rank_study(snapshot)
     names = class_names(snapshot, ranking)
+    space, target = snapshot.definition.space, snapshot.definition.target
+    trials = [
+        _trial(record, snapshot, ranking, names) for record in effective_records(ranking, snapshot)
+    ]
+    columns = {
+        key: asdict(column)
+        for key, column in columns_of(snapshot).items()
+        if any(key in trial for trial in trials)
+    }
     return {
         "study": snapshot.name,
-        "gpu": snapshot.definition.target.gpu,
-        "measured_on": snapshot.definition.target.emulated_on,
-        "budget_gib": _rounded(snapshot.definition.target.budget_bytes / GIB),
-        "recipe": snapshot.definition.space.baseline_config().model_dump(mode="json"),
-        "columns": dict(COLUMNS),
+        "gpu": target.gpu,
+        "budget_gib": _rounded(target.budget_bytes / GIB),
+        "recipe": space.baseline_config().model_dump(mode="json"),
+        "space": {
+            "gpu": target.gpu if target.gpu in {"cpu", *gpu_catalogue()} else space.gpu,
+            "model": space.model,
+            "weights": space.weights,
+            "objectives": list(space.objectives),
+            **({} if space.budget_gib is None else {"budget_gib": space.budget_gib}),
+        },
+        "columns": columns,
         "classes": sorted(set(names.values())),
         "verdicts": {str(verdict): label for verdict, label in VERDICT_LABELS.items()},
         "named": named_trials(ranking),
-        "trials": [
-            _trial(record, snapshot, ranking, names)
-            for record in effective_records(ranking, snapshot)
-        ],
+        "trials": trials,
     }
 
 
 def no_document() -> dict[str, Any]:
     """Return the data of a page that is about no single study: it has no trials."""
-    return {
-        "study": "",
-        "gpu": "",
-        "measured_on": None,
-        "budget_gib": 0.0,
+    nothing: dict[str, Any] = {
         "recipe": {},
-        "columns": dict(COLUMNS),
-        "classes": [],
-        "verdicts": {},
+        "space": {},
+        "columns": {},
         "named": {},
-        "trials": [],
+        "verdicts": {},
     }
+    return {"study": "", "gpu": "", "budget_gib": 0.0, "classes": [], "trials": [], **nothing}
 
 
 def effective_records(ranking: Ranking, snapshot: StudySnapshot) -> tuple[TrialRecord, ...]:

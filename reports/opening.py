@@ -1,4 +1,4 @@
-"""Owns what a report opens with: the answer, what to know before believing it, what to do next.
+"""Owns what follows the decision: the winner whole, what to do next, and what was measured again.
 
 Pure: a study's snapshot in, finished text out.
 """
@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from reports import tables
 from reports.advice import advice_title, how_to_go_faster
 from reports.confirmation import ConfirmationRow, confirmation_rows
-from reports.summary import Summary, notes, summary_of
+from reports.summary import Summary, summary_of
 from reports.tables import ConfigurationRow
 from storage.definition import StudySnapshot
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The first screen of a report."""
+    """What a report says of its winner."""
 
     answer: Summary
-    notes: tuple[str, ...]
     advice_title: str
     advice: tuple[str, ...]
     value_columns: tuple[str, ...]
@@ -30,10 +29,9 @@ class Opening:
 
 
 def opening_of(snapshot: StudySnapshot) -> Opening:
-    """Return what a report opens with."""
+    """Return what a report says of its winner."""
     return Opening(
         answer=summary_of(snapshot),
-        notes=notes(snapshot),
         advice_title=advice_title(snapshot),
         advice=tuple(how_to_go_faster(snapshot)),
         value_columns=tables.value_columns(snapshot),

@@ -18,25 +18,27 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.io.json import to_json_plotly
-from plotly.offline import get_plotlyjs
 
 from reports import units
 from reports.comparison import Comparison
+from reports.decision import decision_of
 from reports.document import document_of, no_document
-from reports.figures.all import figures_of
 from reports.figures.comparison import words_of
 from reports.figures.effects import knobs_of
 from reports.figures.figure import PageFigure
 from reports.figures.style import themes
 from reports.figures.trust import trust_section
+from reports.front import front_of
 from reports.opening import opening_of
 from reports.tables import tables_of
+from reports.trials import trials_of
 from reports.wall import wall_of
 from search_spaces.errors import EnvironmentFault
 from storage.definition import StudySnapshot
@@ -52,16 +54,31 @@ class Section:
 
 
 SECTIONS: tuple[Section, ...] = (
+    Section("decision", decision_of),
     Section("opening", opening_of),
-    Section("figures", figures_of),
+    Section("front", front_of),
     Section("wall", wall_of),
     Section("knobs", knobs_of),
+    Section("trials", trials_of),
     Section("tables", tables_of),
     Section("trust", trust_section),
 )
 """The page, from top to bottom."""
 
-_SCRIPTS = ("document.js", "figures.js", "copy.js")
+_STYLES = ("report.css", "decision.css", "analysis.css")
+_SCRIPTS = (
+    "document.js",
+    "words.js",
+    "copy.js",
+    "selection.js",
+    "figures.js",
+    "front.js",
+    "table.js",
+    "decision.js",
+    "wall.js",
+    "folds.js",
+    "start.js",
+)
 """Files of `templates/scripts`, in the order in which they run."""
 
 
@@ -104,7 +121,7 @@ def _page(
     snapshot: StudySnapshot | None,
 ) -> str:
     figures = [figure for _, value in sections for figure in getattr(value, "figures", ())]
-    scripts = [_plotly_script(), *(_source(f"scripts/{name}") for name in _SCRIPTS)]
+    scripts = [_plotly(), *(_source(f"scripts/{name}") for name in _SCRIPTS)]
     return (
         _environment()
         .get_template("report.html.j2")
@@ -112,7 +129,7 @@ def _page(
             title=title,
             snapshot=snapshot,
             sections=sections,
-            styles=Markup(_source("report.css")),
+            styles=Markup("".join(map(_source, _STYLES))),
             page_data=Markup(_page_data(document, figures)),
             scripts=[Markup(script) for script in scripts],
             script_hashes=[_csp_hash(script) for script in scripts],
@@ -122,7 +139,7 @@ def _page(
 
 def _page_data(document: Mapping[str, Any], figures: Iterable[PageFigure]) -> str:
     """Return trials, figures and themes as JSON that is safe inside a script element."""
-    drawings = {figure.id: figure.plain for figure in figures}
+    drawings = {figure.id: {**figure.plain, "controls": figure.controls} for figure in figures}
     data = {"document": document, "figures": drawings, "themes": themes()}
     return str(to_json_plotly(_visible(data)))
 
@@ -165,8 +182,9 @@ def _source(name: str) -> str:
 
 
 @cache
-def _plotly_script() -> str:
-    return str(get_plotlyjs())
+def _plotly() -> str:
+    """Return plotly's bundle of flat figures, a third of the one that its Python package has."""
+    return files("reports").joinpath("vendor", "plotly-cartesian.min.js").read_text("utf-8")
 
 
 @cache

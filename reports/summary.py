@@ -1,4 +1,4 @@
-"""Owns what a report opens with: the winner, its gain, its memory and cost, how far to trust it.
+"""Owns what is said first of a study: the winner, its gain, memory and cost, how far to trust it.
 
 Pure: a study's snapshot in, finished text out. Knows nothing of HTML or of the terminal.
 """
@@ -12,21 +12,20 @@ from dataclasses import dataclass
 
 from reports import confirmation, objectives, uncertainty, units
 from search_spaces.config import canonical
+from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, Target
-from storage.gain import compare
+from storage.gain import Comparison, compare
 from storage.ranking import Ranking, measured_of, rank_study
 from storage.records import RETRYABLE, Measurement, TrialRecord, Verdict
 
 
 @dataclass(frozen=True)
-class Tile:
+class Fact:
     """One number of the summary, with what it is and what it is measured against."""
 
     value: str
     label: str
     detail: str
-    share: float | None = None
-    """Share of a whole, 0 to 1, where the number is one."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Summary:
     """What a reader wants to know first."""
 
     sentence: str
-    tiles: tuple[Tile, ...]
+    facts: tuple[Fact, ...]
     configuration: str
     """The winner's configuration as JSON, every key; empty where nothing fits."""
     commands: tuple[str, ...]
@@ -46,10 +45,10 @@ def summary_of(snapshot: StudySnapshot) -> Summary:
     ranking = rank_study(snapshot)
     winner = ranking.winner
     if winner is None or winner.measurement is None:
-        return Summary(_no_winner(snapshot, ranking), (_trials_tile(snapshot),), "", ())
+        return Summary(_no_winner(snapshot, ranking), (_trials(snapshot),), "", ())
     return Summary(
         sentence=_winner_sentence(snapshot, ranking, winner),
-        tiles=tuple(_tiles(snapshot, ranking, winner, winner.measurement)),
+        facts=tuple(_facts(snapshot, ranking, winner, winner.measurement)),
         configuration=json.dumps(winner.config.model_dump(mode="json"), indent=2),
         commands=(
             *(() if ranking.is_confirmed else (confirmation.measure_again(snapshot.name),)),
@@ -81,18 +80,13 @@ def emulation_note(target: Target) -> str | None:
         return None
     return (
         f"Measured on {target.emulated_on} with its memory capped to the budget of {target.gpu}: "
-        f"the fit is real, the speed is that of {target.emulated_on}."
+        f"the fit is real; where it says measured, the speed is that of {target.emulated_on}."
     )
 
 
 def _winner_sentence(snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord) -> str:
     baseline = ranking.definition.space.baseline_config()
-    ties = len(ranking.tied)
-    what = objectives.names(ranking.objectives)
-    memory = "; it leaves the most memory" if ranking.is_measured_again(winner) else ""
-    tie = (
-        f" {units.plural(ties, 'other')} cannot be told from it by {what}{memory}." if ties else ""
-    )
+    tie = _tie(ranking, winner)
     differing = (
         "It is the baseline itself."
         if canonical(winner.config) == canonical(baseline)
@@ -110,6 +104,20 @@ def _winner_sentence(snapshot: StudySnapshot, ranking: Ranking, winner: TrialRec
     )
 
 
+def _tie(ranking: Ranking, winner: TrialRecord) -> str:
+    """Return who cannot be told from the winner, and why it is recommended, as a sentence."""
+    tied = [measured_of(r) for r in ranking.ranked if r.number in ranking.tied]
+    if not tied:
+        return ""
+    what = objectives.names(ranking.objectives)
+    peak = measured_of(winner).peak_allocated_bytes
+    is_frugal = all(peak <= other.peak_allocated_bytes for other in tied)
+    again = "" if is_frugal or not ranking.is_measured_again(winner) else " of those measured again"
+    is_chosen = is_frugal or bool(again)
+    memory = f"; it leaves the most memory{again}" if is_chosen else ""
+    return f" {units.plural(len(tied), 'other')} cannot be told from it by {what}{memory}."
+
+
 def _no_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
     if not snapshot.records:
         return "No trial has finished yet."
@@ -125,35 +133,58 @@ def _no_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
     )
 
 
-def _tiles(
+def answer(snapshot: StudySnapshot, ranking: Ranking) -> str:
+    """Return the winner in one line: its speed on the target card, and its gain if it has one."""
+    winner = ranking.winner
+    if winner is None or winner.measurement is None:
+        return _no_winner(snapshot, ranking)
+    if ranking.is_unclear:
+        return confirmation.no_clear_winner(snapshot, ranking)
+    best, number = objectives.best(ranking.objectives), winner.number
+    if ranking.tied:
+        best = f"Recommended, of {len(ranking.tied) + 1} that tie,"
+    speed = uncertainty.speed_on_target(snapshot, winner)
+    comparison = compare(ranking)
+    gain = None if comparison is None else comparison.gain
+    over = uncertainty.reference_of(ranking, winner.config)
+    faster = "" if gain is None or gain.low == gain.high else f", {uncertainty.factor(gain)} {over}"
+    return f"{best} is trial {number}: {speed}{faster}."
+
+
+def _facts(
     snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord, measured: Measurement
-) -> Iterator[Tile]:
+) -> Iterator[Fact]:
     """Yield what was asked for first, then what else a reader wants to know."""
-    speed = _speed_tile(measured)
-    memory = _memory_tile(measured, snapshot.definition.target)
+    speed, gain = _speed(snapshot, winner), _gain(ranking)
+    memory = _memory(measured, snapshot.definition.target)
     if "tokens_per_second" not in ranking.objectives and "peak_memory" in ranking.objectives:
-        yield from (memory, speed, _gain_tile(ranking))
+        yield from (memory, speed, gain)
     else:
-        yield from (speed, _gain_tile(ranking), memory)
+        yield from (speed, gain, memory)
     if "trainable_parameters" in ranking.objectives:
-        yield _parameters_tile(winner, measured)
-    yield from _cost_tile(snapshot, winner)
-    yield _trials_tile(snapshot)
+        detail = uncertainty.capacity(winner.config)
+        yield Fact(units.count(measured.trainable_parameters), "trainable parameters", detail)
+    yield from _cost(snapshot, winner)
+    yield _trials(snapshot)
 
 
-def _parameters_tile(winner: TrialRecord, measured: Measurement) -> Tile:
-    detail = uncertainty.capacity(winner.config)
-    return Tile(units.count(measured.trainable_parameters), "trainable parameters", detail)
-
-
-def _cost_tile(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[Tile]:
+def _cost(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[Fact]:
     dollars, offer = snapshot.usd_per_million_tokens(winner), snapshot.offer
     if dollars is not None and offer is not None:
-        hour = f"{offer.label} at ${offer.usd_per_hour:.2f} an hour, as of {offer.date}"
-        yield Tile(f"${dollars:.3g}", "per million tokens", hour)
+        ends = snapshot.usd_interval(winner)
+        between = "" if ends is None else f"{units.usd_interval(ends)}; "
+        price = offer_words(offer)
+        yield Fact(units.usd(dollars), "per million tokens", f"{between}{price}")
 
 
-def _speed_tile(measured: Measurement) -> Tile:
+def offer_words(offer: Offer) -> str:
+    """Return where a card is rented at what price, and when that was read."""
+    return f"{offer.label} at ${offer.usd_per_hour:,.2f} an hour, as of {offer.date}"
+
+
+def _speed(snapshot: StudySnapshot, winner: TrialRecord) -> Fact:
+    """Return the speed on the target card, with what was measured beside it where it is another."""
+    measured, target = measured_of(winner), snapshot.definition.target
     doubts = uncertainty.doubts(measured) if measured.is_noisy else ""
     details = (
         uncertainty.interval_words(measured),
@@ -161,41 +192,56 @@ def _speed_tile(measured: Measurement) -> Tile:
         f"marked {doubts}: it may be more or less" if doubts else "",
     )
     shown = ", ".join(detail for detail in details if detail)
-    return Tile(units.rate(measured.tokens_per_second), "tokens/s", shown)
+    own = units.rate(measured.tokens_per_second)
+    if target.emulated_on is None:
+        return Fact(own, "tokens/s", shown)
+    beside = f"measured on {target.emulated_on}: {own}, {shown}"
+    speed = snapshot.target_speed(winner)
+    if speed is None:
+        return Fact(units.DASH, f"tokens/s on {target.gpu}", f"not predicted; {beside}")
+    known = None if speed.low is None or speed.high is None else (speed.low, speed.high)
+    ends = "" if known is None else f" {units.rate_interval(known)}"
+    label = f"tokens/s on {target.gpu}"
+    return Fact(units.rate(speed.tokens_per_second), label, f"predicted{ends}; {beside}")
 
 
-def _gain_tile(ranking: Ranking) -> Tile:
+def _gain(ranking: Ranking) -> Fact:
     """Return the gain within one capacity class; a dash, and why, where none can be stated."""
     comparison, winner = compare(ranking), ranking.winner
     if comparison is None or winner is None:
-        return Tile(units.DASH, "gain over the baseline", "the baseline was not measured")
-    baseline = comparison.baseline
-    reached = uncertainty.speed(measured_of(baseline))
-    reference = f"baseline: {reached} ({units.shape(baseline.config)})"
+        return Fact(units.DASH, "gain over the baseline", "the baseline was not measured")
+    over = comparison.over or comparison.baseline
+    named = uncertainty.reference_of(ranking, winner.config if comparison.over else over.config)
+    reached = uncertainty.speed(measured_of(over))
+    what = f"{named.removeprefix('the ')}: {reached} ({units.shape(over.config)})"
+    own = _own_class(comparison, ranking, winner)
     if comparison.gain is None:
         why = uncertainty.why_no_gain(comparison, winner.config)
-        return Tile(units.DASH, "gain over the baseline", f"{why}; {reference}")
+        return Fact(units.DASH, "gain over the baseline", f"{why}; {own}{what}")
     sure = confirmation.status_words(ranking, study="")
-    is_itself = comparison.gain.trial.number == baseline.number
+    is_itself = comparison.gain.trial.number == over.number
     ends = "" if is_itself else f"interval {uncertainty.factor_interval(comparison.gain)}; "
     factor = uncertainty.factor(comparison.gain)
-    return Tile(factor, "the baseline's speed", f"{sure}; {ends}{reference}")
+    label = "the baseline's speed" if comparison.is_over_the_baseline else f"the speed of {named}"
+    return Fact(factor, label, f"{sure}; {ends}{own}{what}")
 
 
-def _memory_tile(measured: Measurement, target: Target) -> Tile:
+def _own_class(comparison: Comparison, ranking: Ranking, winner: TrialRecord) -> str:
+    if ranking.is_in_baselines_class(winner):
+        return ""
+    return f"{uncertainty.within_the_baselines_class(comparison)}; "
+
+
+def _memory(measured: Measurement, target: Target) -> Fact:
     share = measured.peak_allocated_bytes / target.budget_bytes
     budget = units.gib(target.budget_bytes)
-    return Tile(
-        units.gib(measured.peak_allocated_bytes),
-        "peak allocated memory",
-        f"{units.percent(share)} of the {budget} budget of {target.gpu}",
-        share=min(share, 1.0),
-    )
+    detail = f"{units.percent(share)} of the {budget} budget of {target.gpu}"
+    return Fact(units.gib(measured.peak_allocated_bytes), "peak allocated memory", detail)
 
 
-def _trials_tile(snapshot: StudySnapshot) -> Tile:
+def _trials(snapshot: StudySnapshot) -> Fact:
     fitting = sum(record.verdict is Verdict.FITS for record in snapshot.records)
-    return Tile(
+    return Fact(
         f"{len(snapshot.records):,}",
         "trials",
         f"{fitting:,} fitted; {units.duration(snapshot.wall_seconds)} of wall time",

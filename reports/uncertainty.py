@@ -10,12 +10,23 @@ import math
 from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
+from storage.definition import StudySnapshot, Target
 from storage.gain import Comparison, Gain, NoGain
-from storage.ranking import measured_of
-from storage.records import Measurement, Need
+from storage.ranking import Ranking, measured_of
+from storage.records import Measurement, Need, TrialRecord
 
 _DOUBTS = ("noisy", "neighbour", "throttled")
 """Flags that say why a speed may be off."""
+
+_FLAGS = {
+    "emulated": "",
+    "throttled": "slowed by a power or heat limit",
+    "noisy": "uneven steps",
+    "neighbour": "another process shared the card",
+    "remeasured": "measured twice, as something disturbed it",
+    "allocator_retries": "the allocator had to give memory back",
+    "accumulation_extrapolated": "its step is derived from fewer micro-steps",
+}
 
 _WHO_IS_NOISY: dict[NoGain, str] = {
     "noisy_winner": "the winner's measurement is",
@@ -51,6 +62,34 @@ def speed(measured: Measurement) -> str:
     return f"{rate} ({interval(measured)}, {doubts(measured)})" if measured.is_noisy else rate
 
 
+def measured_beside(measured: Measurement, target: Target) -> str:
+    """Return what the card that stood in for the target reached; empty where none did."""
+    if target.emulated_on is None:
+        return ""
+    return f"measured on {target.emulated_on}: {units.rate(measured.tokens_per_second)}"
+
+
+def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
+    """Return a trial's speed on the card that the study is for, how sure it is, and what another
+    card reached that stood in."""
+    measured, target = measured_of(record), snapshot.definition.target
+    if target.emulated_on is None:
+        return f"{units.rate(measured.tokens_per_second)} tokens/s ({interval(measured)})"
+    speed, beside = snapshot.target_speed(record), measured_beside(measured, target)
+    if speed is None:
+        return f"{beside}; not predicted on {target.gpu}"
+    known = None if speed.low is None or speed.high is None else (speed.low, speed.high)
+    ends = "" if known is None else f" {units.rate_interval(known)}"
+    rate = units.rate(speed.tokens_per_second)
+    return f"{rate} tokens/s on {target.gpu} (predicted{ends}; {beside})"
+
+
+def flags_in_words(measured: Measurement) -> str:
+    """Return what a measurement is marked with, in words, but for that another card stood in."""
+    known = [_FLAGS.get(flag, flag.replace("_", " ")) for flag in measured.flags]
+    return ", ".join(word for word in known if word)
+
+
 def factor(gain: Gain) -> str:
     """Return a gain with no more digits than its interval supports, two decimals at the most.
 
@@ -80,8 +119,18 @@ def capacity(config: TrialConfig) -> str:
     return f"{rank} on {targets_in_words(config.target_modules)}"
 
 
+def reference_of(ranking: Ranking, config: TrialConfig) -> str:
+    """Return what its gain is over: ``the baseline``, or ``the baseline at rank 8 on q,v``."""
+    return "the baseline" if ranking.is_of_baselines_class(config) else at_capacity(config)
+
+
+def at_capacity(config: TrialConfig) -> str:
+    """Return what the baseline is called in the class of ``config``, another than its own."""
+    return f"the baseline at {capacity(config)}"
+
+
 def why_no_gain(comparison: Comparison, winner: TrialConfig) -> str:
-    """Return why no gain is stated, and what the baseline's own class gained; empty with a gain."""
+    """Return why no gain of the winner is stated; empty with a gain."""
     match comparison.reason:
         case None:
             return ""
@@ -90,22 +139,47 @@ def why_no_gain(comparison: Comparison, winner: TrialConfig) -> str:
         case "another_class":
             return (
                 f"no gain is stated: the winner ({capacity(winner)}) is in another capacity class "
-                f"than the baseline ({capacity(comparison.baseline.config)}); "
-                f"{_within_the_class(comparison)}"
+                f"than the baseline ({capacity(comparison.baseline.config)}), and "
+                f"{doubt_in_words('another_class', at_capacity(winner))} beside it"
             )
         case "not_confirmed":
             return "no gain is stated: the winner is not confirmed"
         case "baseline_not_confirmed":
             return "no gain is stated: the baseline was not measured again beside the winner"
+        case "noisy_winner" | "noisy_baseline" | "noisy_both" as noisy:
+            return f"no gain is stated: {_WHO_IS_NOISY[noisy]} noisy"
         case reason:
-            return f"no gain is stated: {_WHO_IS_NOISY[reason]} noisy"
+            return f"no gain is stated: {doubt_in_words(reason, at_capacity(winner))}"
 
 
-def _within_the_class(comparison: Comparison) -> str:
+def doubt_in_words(reason: NoGain | None, over: str) -> str:
+    """Return in a clause why a trial's gain over what is named ``over`` is not stated."""
+    match reason:
+        case "another_class":
+            return f"{over} was not measured"
+        case "recipe_did_not_fit":
+            return f"{over} did not fit"
+        case "not_confirmed":
+            return "it was not measured again"
+        case "baseline_not_confirmed":
+            return f"{over} was not measured again"
+        case "noisy_baseline":
+            return f"the measurement of {over} is noisy"
+        case "noisy_both":
+            return f"its measurement and that of {over} are noisy"
+        case _:
+            return "its measurement is noisy"
+
+
+def within_the_baselines_class(comparison: Comparison) -> str:
+    """Return what the baseline's own class gained, where the winner is in another."""
     fastest, gain = comparison.fastest_of_class, comparison.class_gain
     if fastest is None or fastest.measurement is None:
         return "nothing of the space was measured in the baseline's class"
-    named = f"the fastest of the baseline's class is trial {fastest.number}"
+    of_class = "the fastest of the baseline's class"
+    if fastest.number == comparison.baseline.number:
+        return f"{of_class} that was measured is the baseline itself"
+    named = f"{of_class} is trial {fastest.number}"
     if gain is None:
         noisy = fastest.measurement.is_noisy or measured_of(comparison.baseline).is_noisy
         why = "too noisy to compare" if noisy else "not confirmed"

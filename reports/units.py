@@ -85,6 +85,20 @@ def count(value: int | None) -> str:
     return DASH if value is None else f"{value:,}"
 
 
+def usd(dollars: float | None) -> str:
+    """Return dollars: ``$1.10``, and with three digits where they are few: ``$0.000114``."""
+    if dollars is None or not is_known(dollars):
+        return DASH
+    if dollars >= 1 or dollars <= 0:
+        return f"${dollars:,.2f}"
+    return f"${dollars:.{2 - math.floor(math.log10(dollars))}f}"
+
+
+def usd_interval(ends: tuple[float, float] | None) -> str:
+    """Return the ends of an interval of dollars: ``$0.0953–0.286``."""
+    return DASH if ends is None else f"{usd(ends[0])}–{usd(ends[1]).removeprefix('$')}"
+
+
 def percent(share: float | None) -> str:
     """Return a share as whole percent: ``93 %``."""
     return DASH if share is None or not is_known(share) else f"{100 * share:.0f} %"

@@ -41,6 +41,7 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
         "best": None if winner is None else _trial(winner) | {"target_tokens_per_second": speed},
         "cost": None if winner is None else _cost(snapshot, winner),
         "target_tokens_per_second": speed,
+        "gain": _class_wide_gain(ranking),
         "front": [_on_front(record, ranking) for record in ranking.front],
         "knee": winner.number if winner is not None and is_front else None,
         "baseline": _baseline(ranking),
@@ -140,7 +141,7 @@ def _baseline(ranking: Ranking) -> dict[str, Any] | None:
     comparison = compare(ranking)
     if comparison is None:
         return None
-    base = comparison.baseline
+    base, is_over_it = comparison.baseline, comparison.is_over_the_baseline
     return {
         "number": base.number,
         "config": base.config.model_dump(mode="json"),
@@ -148,9 +149,35 @@ def _baseline(ranking: Ranking) -> dict[str, Any] | None:
         **_certainty(base),
         "in_space": ranking.is_baseline_in_space,
         "class": base.config.capacity(),
-        **_gain(comparison.gain),
-        "no_gain": comparison.reason,
+        **_gain(comparison.gain if is_over_it else None),
+        "no_gain": "another_class" if comparison.gain and not is_over_it else comparison.reason,
         "class_gain": _class_gain(comparison),
+    }
+
+
+def _class_wide_gain(ranking: Ranking) -> dict[str, Any] | None:
+    """Return the winner's gain within its capacity class, with what it is over, or why there is
+    none; None where the baseline was not measured."""
+    comparison, winner = compare(ranking), ranking.winner
+    if comparison is None:
+        return None
+    gain, over = comparison.gain, comparison.over
+    return {
+        "value": None if gain is None else gain.ratio,
+        "low": None if gain is None else gain.low,
+        "high": None if gain is None else gain.high,
+        "class": None if winner is None else winner.config.capacity(),
+        "over": None if over is None else _reference(over, comparison),
+        "reason": comparison.reason,
+    }
+
+
+def _reference(over: TrialRecord, comparison: Comparison) -> dict[str, Any]:
+    return {
+        "baseline": comparison.is_over_the_baseline,
+        "config": over.config.model_dump(mode="json"),
+        "tokens_per_second": measured_of(over).tokens_per_second,
+        **_certainty(over),
     }
 
 

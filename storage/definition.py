@@ -182,6 +182,8 @@ class StudySnapshot:
     """What is predicted of the target card where another stood in, by trial number."""
     memory_parts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """Bytes of each part of a trial's peak by prediction, by number, where that is at hand."""
+    job_tokens: float | None = None
+    """Tokens of the training that a report is asked to price; None where nobody said."""
 
     def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
         """Return how fast a measured trial is on the target card: as measured where that ran it.
@@ -230,9 +232,11 @@ class StudySummary:
     best_number: int | None
     """The best trial of the space that fits, by those; None where nothing fits yet."""
     best: Measurement | None
-    """What was measured of it."""
+    """What was measured of it, on whatever card ran it."""
     wall_seconds: float
     holder: str | None
     """Who drives it now (``host:pid``)."""
     is_confirmed: bool = False
     """Whether the best was measured again."""
+    speed: TargetSpeed | None = None
+    """Of the best on the target card; None where that is not known."""

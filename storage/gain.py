@@ -1,7 +1,9 @@
 """Owns what a study's winner gained over its baseline, or why that is not stated. Pure.
 
 Rank and target modules cost speed and buy capacity, so a gain is stated within one capacity class,
-and only where both were measured again and both speeds are sure enough. Knows nothing of words.
+and only where both were measured again and both speeds are sure enough. What a winner of another
+class than the baseline's gained is stated over the baseline's recipe in the winner's class. Knows
+nothing of words.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from search_spaces.config import canonical
 from storage.ranking import Ranking, measured_of
 from storage.records import TrialRecord
 
@@ -17,6 +20,7 @@ NoGain = Literal[
     "not_confirmed",
     "baseline_not_confirmed",
     "another_class",
+    "recipe_did_not_fit",
     "noisy_winner",
     "noisy_baseline",
     "noisy_both",
@@ -42,12 +46,20 @@ class Comparison:
 
     baseline: TrialRecord
     gain: Gain | None
-    """The winner's; None where `reason` says why."""
+    """The winner's, within its capacity class; None where `reason` says why."""
     reason: NoGain | None
+    over: TrialRecord | None = None
+    """What that is over: the baseline, or its recipe in the winner's class; None where the recipe
+    was not measured beside the winner."""
     fastest_of_class: TrialRecord | None = None
     """The fastest trial of the space in the baseline's class, where the winner is in another."""
     class_gain: Gain | None = None
     """That trial's; None where its speed or the baseline's is too unsure, or not confirmed."""
+
+    @property
+    def is_over_the_baseline(self) -> bool:
+        """Whether the gain is over the baseline itself, not its recipe in the winner's class."""
+        return self.over is not None and self.over.number == self.baseline.number
 
 
 def compare(ranking: Ranking) -> Comparison | None:
@@ -57,27 +69,40 @@ def compare(ranking: Ranking) -> Comparison | None:
         return None
     if winner is None:
         return Comparison(baseline, None, "no_winner")
+    over = ranking.reference_for(winner.config)
+    gain, reason = gain_of(ranking, winner)
     if ranking.is_in_baselines_class(winner):
-        reason = _doubt(ranking, winner, baseline)
-        return Comparison(baseline, None if reason else _gain(winner, baseline), reason)
+        return Comparison(baseline, gain, reason, over)
     fastest = ranking.fastest_of_baselines_class
-    class_gain = None
-    if fastest is not None and ranking.is_confirmed:
-        is_sure = all(map(ranking.is_measured_again, (fastest, baseline)))
-        class_gain = _gain(fastest, baseline) if is_sure else None
-    return Comparison(baseline, None, "another_class", fastest, class_gain)
+    class_gain = gain_of(ranking, fastest)[0] if fastest and ranking.is_confirmed else None
+    return Comparison(baseline, gain, reason, over, fastest, class_gain)
 
 
-def _doubt(ranking: Ranking, winner: TrialRecord, baseline: TrialRecord) -> NoGain | None:
-    """Return why the winner's gain is not stated; None where it is."""
-    if not ranking.is_measured_again(winner):
+def gain_of(ranking: Ranking, trial: TrialRecord) -> tuple[Gain | None, NoGain | None]:
+    """Return what a trial gained within its capacity class, or why that is not stated."""
+    over = ranking.reference_for(trial.config)
+    reason = _doubt(ranking, trial, over)
+    if reason is not None or over is None:
+        return None, reason
+    return _gain(trial, over), None
+
+
+def _doubt(ranking: Ranking, trial: TrialRecord, over: TrialRecord | None) -> NoGain | None:
+    """Return why a trial's gain is not stated; None where it is."""
+    is_winner = ranking.winner is not None and trial.number == ranking.winner.number
+    if over is None and not ranking.is_of_baselines_class(trial.config):
+        has_fallen = canonical(ranking.recipe_for(trial.config)) in ranking.confirmations.fallen
+        return "recipe_did_not_fit" if has_fallen else "another_class"
+    if over is None or not ranking.is_measured_again(trial):
         return "not_confirmed"
-    noise = _noise(winner, baseline)
+    noise = _noise(trial, over)
     if noise is not None:
         return noise
-    if not ranking.is_confirmed:
+    if is_winner and not ranking.is_confirmed:
         return "not_confirmed"
-    return None if ranking.is_measured_again(baseline) else "baseline_not_confirmed"
+    # A recipe that no search asked for was measured beside the winner and at no other time.
+    is_again = over.purpose == "confirm" or ranking.is_measured_again(over)
+    return None if is_again else "baseline_not_confirmed"
 
 
 def _noise(trial: TrialRecord, baseline: TrialRecord) -> NoGain | None:

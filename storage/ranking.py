@@ -210,6 +210,42 @@ class Ranking:
         measured = [r for r in self.records if r.is_baseline and r.verdict is Verdict.FITS]
         return measured[-1] if measured else None
 
+    def is_of_baselines_class(self, config: TrialConfig) -> bool:
+        """Whether a configuration can learn as much as the baseline, be that measured or not."""
+        baseline = self.definition.space.baseline_config()
+        return self.capacity_class(config) == self.capacity_class(baseline)
+
+    @cached_property
+    def recipe(self) -> TrialConfig | None:
+        """The baseline in the winner's capacity class, over which a gain compares; None for none.
+
+        It is the baseline itself where the winner is in its class, however that spells its modules.
+        """
+        return None if self.winner is None else self.recipe_for(self.winner.config)
+
+    def recipe_for(self, config: TrialConfig) -> TrialConfig:
+        """Return the baseline in the capacity class of ``config``."""
+        baseline = self.definition.space.baseline_config()
+        if self.is_of_baselines_class(config):
+            return baseline
+        return baseline.model_copy(
+            update={"lora_rank": config.lora_rank, "target_modules": config.target_modules}
+        )
+
+    def reference_for(self, config: TrialConfig) -> TrialRecord | None:
+        """Return what the gain of ``config`` is stated over: the measured baseline, or in another
+        class what was measured of the recipe beside the winner; None where that was not."""
+        if self.baseline is not None and self.is_of_baselines_class(config):
+            return self.baseline
+        wanted, known = canonical(self.recipe_for(config)), self.confirmations
+        pooled = known.pooled(wanted)
+        if pooled is None or wanted in known.fallen:
+            return None
+        tried = (r for r in self.records if r.number in self.searched)
+        runs = (r for r in known.records if r.series == known.series and r.purpose == "confirm")
+        found = next(r for r in (*tried, *runs) if canonical(r.config) == wanted)
+        return found.model_copy(update={"outcome": Measured(measurement=pooled)})
+
     @property
     def is_baseline_in_space(self) -> bool:
         """Whether the space holds the measured baseline."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -55,8 +55,16 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
     return _snapshot(name, attributes[name], trials, holder, home)
 
 
-def list_studies(url: str, home: Path) -> list[StudySummary]:
-    """Return a summary of every study, oldest first. Raises as `read_study` does."""
+def list_studies(
+    url: str, home: Path, *, completed: Callable[[StudySnapshot], StudySnapshot] = lambda s: s
+) -> list[StudySummary]:
+    """Return a summary of every study, oldest first. Raises as `read_study` does.
+
+    Args:
+        url: of the database.
+        home: the directory of all studies' files.
+        completed: adds to a study what storage does not know: its speeds on the target card.
+    """
     database = parse_url(url)
     with _reading(database) as storage:
         snapshots = [
@@ -65,7 +73,7 @@ def list_studies(url: str, home: Path) -> list[StudySummary]:
             )
             for name, attributes in _attributes(storage).items()
         ]
-    return [_summary(snapshot) for snapshot in snapshots]
+    return [_summary(completed(snapshot)) for snapshot in snapshots]
 
 
 @contextmanager
@@ -158,6 +166,7 @@ def _summary(snapshot: StudySnapshot) -> StudySummary:
         wall_seconds=snapshot.wall_seconds,
         holder=snapshot.holder,
         is_confirmed=ranking.is_confirmed,
+        speed=None if best is None else snapshot.target_speed(best),
     )
 
 

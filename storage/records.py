@@ -269,7 +269,8 @@ class Errand(_Frozen):
     series: int = 0
     """Which confirmation of the study it belongs to, from 1; 0 for a trial of the search."""
     confirms: int | None = None
-    """Number of the trial whose configuration is measured again."""
+    """Number of the trial whose configuration is measured again; None where it is of no trial but
+    the baseline's in the winner's capacity class."""
 
 
 SEARCH = Errand()

@@ -200,22 +200,25 @@ def best(
 def report(
     studies: opt.StudiesArgument = None,
     plans: opt.PlanFilesOption = None,
+    tokens: opt.TokensOption = None,
     dataset_samples: opt.DatasetOption = None,
+    epochs: opt.EpochsOption = None,
     output: opt.ReportOption = None,
     storage: opt.StorageOption = None,
 ) -> int:
-    """Write a study's report, or set several cards beside each other; one HTML file.
+    """Write a study's report, with what your training costs, or compare cards; one HTML file.
 
-    Several studies, and plans that `sweep plan --json` printed, are compared: which card is the
-    cheapest, which the soonest, and what cannot be told. Example: sweep report a10 a100-40gb --plan
-    l4.json --dataset-samples 50000
+    Several studies, and plans that `sweep plan --json` printed, are set beside each other: which
+    card is the cheapest, which the soonest, and what cannot be told. Example: sweep report a10
+    a100-40gb --plan l4.json --dataset-samples 50000
     """
+    from reports.decision import Job
     from sweep.terminal import commands
 
     return commands.report(
         studies or (),
         plans=plans or (),
-        dataset_samples=dataset_samples,
+        job=Job(tokens=tokens, dataset_samples=dataset_samples, epochs=epochs),
         storage=storage,
         output=_output(output),
     )
@@ -225,13 +228,16 @@ def report(
 def export(
     study: opt.StudyArgument,
     format: opt.FormatOption = "script",
+    trial: opt.TrialOption = None,
     output: opt.ExportOption = None,
     storage: opt.StorageOption = None,
 ) -> int:
-    """Write a study's winner as a recipe that runs."""
+    """Write a study's winner as a recipe that runs; or another trial, with --trial."""
     from sweep.terminal import commands
 
-    return commands.export(study, format=format, storage=storage, output=_output(output))
+    return commands.export(
+        study, format=format, trial=trial, storage=storage, output=_output(output)
+    )
 
 
 @app.command()

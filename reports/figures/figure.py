@@ -35,6 +35,8 @@ class PageFigure:
     """A plotly figure, or ``{"data": [...], "layout": {...}}`` that refers to trials."""
     table: DataTable | None = None
     """None where its marks are the trials, which the page's own table has."""
+    controls: Mapping[str, Any] | None = None
+    """What a script of the page needs to draw it as the reader chooses."""
 
     @property
     def plain(self) -> dict[str, Any]:

@@ -7,26 +7,19 @@ readers can tell apart, and legible on white and on near-black.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-import plotly.graph_objects as go
-
-from reports import uncertainty, units
-from reports.outcomes import VERDICT_LABELS, reason
-from search_spaces.config import TrialConfig
 from storage.ranking import rankable
 from storage.records import Measurement, TrialRecord, Verdict
 
-FRONT_COLOUR = "#009E73"
-LIMIT_COLOUR = "#D55E00"
-WINNER_COLOUR = "#E69F00"
+FRONT_COLOUR = "#008F68"
+LIMIT_COLOUR = "#CC5500"
+WINNER_COLOUR = "#B07800"
+FADED_COLOUR = "#8192A6"
+"""What stands back still has three times the lightness of the page, or a third of it."""
 OUTLINE = {"width": 1, "color": "#1c2128"}
-HOVER_TEMPLATE = "%{hovertext}<extra></extra>"
-"""Shows `hover`'s text and nothing of plotly's own."""
-_PAIRS_PER_LINE = 2
 
 MAIN_PIXELS = 360
 LANE_PIXELS = 40
@@ -47,53 +40,17 @@ class Mark:
 
 MARKS: Mapping[Verdict, Mark] = {
     Verdict.FITS: Mark("#0072B2", "circle", "fits"),
-    Verdict.PRUNED_SLOW: Mark("#56B4E9", "circle-open", "stopped<br>as slow"),
-    Verdict.OOM: Mark("#D55E00", "x", "ran out of<br>memory"),
-    Verdict.PREDICTED_OOM: Mark("#E69F00", "triangle-right-open", "predicted<br>not to fit"),
-    Verdict.DOMINATED_OOM: Mark("#CC79A7", "triangle-up-open", "larger than<br>an OOM"),
+    Verdict.PRUNED_SLOW: Mark("#2E86C8", "circle-open", "stopped<br>as slow"),
+    Verdict.OOM: Mark("#CC5500", "x", "ran out of<br>memory"),
+    Verdict.PREDICTED_OOM: Mark("#B07800", "square-open", "predicted<br>not to fit"),
+    Verdict.DOMINATED_OOM: Mark("#C0609A", "triangle-up-open", "larger than<br>an OOM"),
     Verdict.DIVERGED: Mark("#AA4499", "diamond", "diverged"),
-    Verdict.INVALID: Mark("#8A8F98", "square-open", "invalid"),
-    Verdict.INEFFECTIVE: Mark("#999933", "hexagon-open", "had no<br>effect"),
-    Verdict.TIMED_OUT: Mark("#44AA99", "hourglass", "timed out"),
+    Verdict.INVALID: Mark("#7D8691", "asterisk-open", "invalid"),
+    Verdict.INEFFECTIVE: Mark("#868613", "hexagon-open", "had no<br>effect"),
+    Verdict.TIMED_OUT: Mark("#2F9384", "hourglass", "timed out"),
     Verdict.CRASHED: Mark("#C2455C", "cross", "crashed"),
-    Verdict.LOST: Mark("#8A8F98", "circle-x-open", "lost"),
+    Verdict.LOST: Mark("#7D8691", "circle-x-open", "lost"),
 }
-
-
-def hover(record: TrialRecord, *, budget_bytes: int) -> str:
-    """Return a trial's verdict, numbers and whole configuration as plotly's text, escaped."""
-    lines = [f"<b>Trial {record.number}: {VERDICT_LABELS[record.verdict]}</b>"]
-    if record.is_baseline:
-        lines.append("the baseline")
-    lines += [
-        escape(line)
-        for line in (
-            *_numbers(record),
-            *filter(None, [reason(record, budget_bytes=budget_bytes)]),
-            *_settings(record.config),
-        )
-    ]
-    return "<br>".join(lines)
-
-
-def _numbers(record: TrialRecord) -> Iterator[str]:
-    for _, measured in measured_trials([record]):
-        rate, doubts = units.rate(measured.tokens_per_second), uncertainty.doubts(measured)
-        marked = f", marked {doubts}" if doubts else ""
-        yield f"{rate} tokens/s ({uncertainty.interval_words(measured)}{marked})"
-        yield (
-            f"peak {units.gib(measured.peak_allocated_bytes)} allocated, "
-            f"{units.gib(measured.peak_reserved_bytes)} reserved"
-        )
-        yield f"{units.step_time(measured.step_seconds)} a step"
-
-
-def _settings(config: TrialConfig) -> Iterator[str]:
-    pairs = [
-        f"{key}: {units.short(value)}" for key, value in config.model_dump(mode="json").items()
-    ]
-    for start in range(0, len(pairs), _PAIRS_PER_LINE):
-        yield ", ".join(pairs[start : start + _PAIRS_PER_LINE])
 
 
 def measured_trials(records: Iterable[TrialRecord]) -> tuple[tuple[TrialRecord, Measurement], ...]:
@@ -109,37 +66,41 @@ def lanes_of(
     return tuple(verdict for verdict in Verdict if verdict in wanted)
 
 
-def frame(figure: go.Figure, *, lanes: tuple[Verdict, ...], x_axis: dict[str, Any]) -> None:
-    """Give ``figure`` its panels: speeds on ``y``, lanes on ``y2``, one x axis under both."""
+def panels(*, lanes: Sequence[str], tall: int = MAIN_PIXELS) -> dict[str, Any]:
+    """Return a layout with speeds on ``y``, a lane of each name on ``y2``, one x axis under both.
+
+    Args:
+        lanes: the name of each, from the top.
+        tall: pixels of the upper panel.
+    """
     below = LANE_PIXELS * len(lanes)
     gap = GAP_PIXELS if lanes else 0
-    inner = MAIN_PIXELS + gap + below
-    figure.update_layout(
-        height=inner + MARGIN["t"] + MARGIN["b"],
-        margin=MARGIN,
-        hovermode="closest",
+    inner = tall + gap + below
+    layout: dict[str, Any] = {
+        "height": inner + MARGIN["t"] + MARGIN["b"],
+        "margin": dict(MARGIN),
+        "hovermode": "closest",
         # Lanes are places, not groups: bars of several lanes must not make room for each other.
-        barmode="overlay",
-        legend={"orientation": "h", "x": 0, "y": 1.06, "yanchor": "bottom", "xanchor": "left"},
-        xaxis={**x_axis, "anchor": "y2" if lanes else "y"},
-        yaxis={
+        "barmode": "overlay",
+        "legend": {"orientation": "h", "x": 0, "y": 1.06, "yanchor": "bottom", "xanchor": "left"},
+        "xaxis": {"anchor": "y2" if lanes else "y"},
+        "yaxis": {
             "domain": [(below + gap) / inner, 1.0],
             "rangemode": "tozero",
             "tickformat": ",~r",
             "title": {"text": "tokens/s"},
         },
-    )
-    if lanes:
-        figure.update_layout(yaxis2=_lane_axis(lanes, top=below / inner))
+    }
+    return layout | ({"yaxis2": _lane_axis(lanes, top=below / inner)} if lanes else {})
 
 
-def _lane_axis(lanes: tuple[Verdict, ...], *, top: float) -> dict[str, Any]:
+def _lane_axis(lanes: Sequence[str], *, top: float) -> dict[str, Any]:
     return {
         "domain": [0.0, top],
         "range": [len(lanes) - 0.5, -0.5],
         "tickmode": "array",
         "tickvals": list(range(len(lanes))),
-        "ticktext": [MARKS[verdict].lane for verdict in lanes],
+        "ticktext": list(lanes),
         "zeroline": False,
         "fixedrange": True,
     }

@@ -50,24 +50,27 @@ def format_names() -> tuple[str, ...]:
     return tuple(_FORMATS)
 
 
-def export(snapshot: StudySnapshot, *, format: str) -> str:
+def export(snapshot: StudySnapshot, *, format: str, number: int | None = None) -> str:
     """Return the winner of a study as a recipe, or its trials as a surface: the text of one file.
 
     Args:
         snapshot: the study.
         format: one of `format_names`.
+        number: of the trial that is wanted instead of the winner.
 
     Raises:
-        InputError: no such format.
+        InputError: no such format, or no such trial that fits.
         NothingFits: nothing that was tried was measured to fit.
     """
     if format == SURFACE:
+        if number is not None:
+            raise InputError("--trial: a surface is of all trials; leave it out")
         return surface_text(snapshot)
     if format not in _FORMATS:
         raise InputError(
             f"unknown format {quote(format)}{did_you_mean(format, (*_FORMATS, SURFACE))}"
         )
-    return _FORMATS[format](recipe_of(snapshot))
+    return _FORMATS[format](recipe_of(snapshot, number=number))
 
 
 def save(text: str, path: Path) -> None:

@@ -14,13 +14,13 @@ from reports import objectives, uncertainty, units
 from reports.confirmation import status_words
 from reports.summary import emulation_note
 from search_spaces.config import TrialConfig
-from search_spaces.errors import NothingFits, quote
+from search_spaces.errors import InputError, NothingFits, quote
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
 from storage.definition import StudySnapshot, Target
-from storage.ranking import rank_study
-from storage.records import Measurement
+from storage.ranking import Ranking, measured_of, rank_study
+from storage.records import Measurement, TrialRecord, Verdict
 
 LEARNING_RATE = 2e-4
 WEIGHT_DECAY = 0.01
@@ -34,7 +34,7 @@ _COMMENT_WIDTH = 96
 
 @dataclass(frozen=True)
 class Recipe:
-    """The winner of a study, with all that an export of it says."""
+    """The winner of a study or another trial of it, with all that an export of it says."""
 
     study: str
     number: int
@@ -49,6 +49,8 @@ class Recipe:
     """Whether it was measured again after the search."""
     certainty: str = ""
     """That in words, and what to type where it was not."""
+    is_best: bool = True
+    """Whether it is the study's winner."""
 
     @property
     def model_type(self) -> str:
@@ -84,12 +86,18 @@ class Recipe:
     def facts(self) -> tuple[str, ...]:
         """Return what was measured, of what and on what, a sentence or two each."""
         return (
-            f"{objectives.best(self.objectives)}, of study {quote(self.study)}: "
+            f"{self._role}, of study {quote(self.study)}: "
             f"trial {self.number}{f', {self.certainty}' if self.certainty else ''}.",
             _numbers(self.measurement),
             emulation_note(self.target) or f"Measured on {self._device()}.",
             f"Model: {self.model.name}. Libraries: {self._libraries()}.",
         )
+
+    @property
+    def _role(self) -> str:
+        if self.is_best:
+            return objectives.best(self.objectives)
+        return "One of the configurations that fit, not the best"
 
     def _device(self) -> str:
         if self.target.device == "cpu":
@@ -102,31 +110,55 @@ class Recipe:
         return ", ".join(known) or "not recorded"
 
 
-def recipe_of(snapshot: StudySnapshot) -> Recipe:
-    """Return the recipe of a study's winner.
+def recipe_of(snapshot: StudySnapshot, *, number: int | None = None) -> Recipe:
+    """Return the recipe of a study's winner, or of the trial of that number.
 
     Raises:
         NothingFits: nothing that was tried was measured to fit.
+        InputError: there is no trial of that number, or it was not measured to fit.
     """
     ranking = rank_study(snapshot)
     best = ranking.winner
-    if best is None or best.measurement is None:
+    chosen = best if number is None else _trial(snapshot, ranking, number)
+    if chosen is None:
         raise NothingFits(
             f"study {quote(snapshot.name)} has nothing to export: no trial of its space was "
             "measured to fit"
         )
+    is_best = best is not None and chosen.number == best.number
+    again = ranking.is_measured_again(chosen)
     return Recipe(
         study=snapshot.name,
-        number=best.number,
-        config=best.config,
-        measurement=best.measurement,
+        number=chosen.number,
+        config=chosen.config,
+        measurement=measured_of(chosen),
         model=ModelSpec.from_json(snapshot.definition.model),
         target=snapshot.definition.target,
         environment=snapshot.environment,
         objectives=snapshot.definition.space.objectives,
-        is_confirmed=ranking.is_confirmed,
-        certainty=status_words(ranking, study=snapshot.name),
+        is_confirmed=ranking.is_confirmed if is_best else again,
+        certainty=status_words(ranking, study=snapshot.name)
+        if is_best
+        else f"{'' if again else 'not '}measured again",
+        is_best=is_best,
     )
+
+
+def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecord:
+    """Return a trial as it is ranked: what was measured again with the speed of those runs."""
+    known = {record.number: record for record in ranking.records}
+    tried = {record.number for record in snapshot.records}
+    if number not in tried:
+        raise InputError(
+            f"study {quote(snapshot.name)} has no trial {number}; `sweep report` shows all of them"
+        )
+    record = known.get(number)
+    if record is None or record.verdict is not Verdict.FITS:
+        raise InputError(
+            f"trial {number} of study {quote(snapshot.name)} was not measured to fit, so there is "
+            "no recipe of it"
+        )
+    return record
 
 
 def _numbers(measured: Measurement) -> str:

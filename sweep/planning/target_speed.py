@@ -2,6 +2,8 @@
 
 The memory of a trial is measured under the target's budget and is real; its speed is that of the
 card that ran it. What stands for it is what `sweep plan` says of the configuration on the target.
+What the stand-in measured does not calibrate that: factors fitted to a study's steps on an H200
+leave the published steps of six other cards no better predicted.
 Knows nothing of files, terminals or how a study is driven.
 """
 

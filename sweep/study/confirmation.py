@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.space import ConfirmBudget, StepBudget
 from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_enough
-from storage.ranking import Ranking, is_sound, measured_of, rank
+from storage.ranking import Ranking, is_sound, rank
 from storage.records import (
     Crashed,
     Errand,
@@ -45,6 +45,15 @@ BEGUN_MAX = 8
 """So many in all: where more take the lead one after the other, the machine cannot tell them."""
 SOAKS_MAX = 3
 """Where so many lose in their soaks, another budget or another study is what helps."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A configuration that is measured again."""
+
+    config: TrialConfig
+    number: int | None
+    """Of its trial; None for the baseline's recipe in the winner's class, which none was."""
 
 
 @dataclass(frozen=True)
@@ -78,54 +87,80 @@ class Plan:
         if again is not None:
             return self._run(again, "confirm")
         winner = self.ranking.winner
-        return (
-            self._run(winner, "soak") if winner is not None and self._is_to_soak(winner) else None
-        )
+        if winner is None or not self._is_to_soak(winner):
+            return None
+        return self._run(_contender(winner), "soak")
 
-    def contenders(self) -> tuple[TrialRecord, ...]:
-        """Return what is measured again: the winner, its ties, and what was begun; the baseline
-        last.
+    def contenders(self) -> tuple[Contender, ...]:
+        """Return what is measured again: the winner, its ties, and what was begun; what gains are
+        stated over last, the baseline at the end.
         """
         ranking = self.ranking
         begun = {canonical(r.config) for r in self._of("confirm")}
         alike = [r for r in ranking.ranked if r is ranking.winner or r.number in ranking.tied]
         kept = [r for r in ranking.ranked if canonical(r.config) in begun]
-        named = (*alike[:CONTENDERS_MAX], *kept, *self._references())
-        unique = {canonical(r.config): r for r in named}
         is_full = len(begun) >= BEGUN_MAX
-        return tuple(r for key, r in unique.items() if key in begun or not is_full)
+        rivals = {canonical(r.config): _contender(r) for r in (*alike[:CONTENDERS_MAX], *kept)}
+        named = {key: c for key, c in rivals.items() if key in begun or not is_full}
+        return tuple((named | {canonical(c.config): c for c in self._references()}).values())
 
-    def _references(self) -> Iterator[TrialRecord]:
-        """Yield what a gain is stated over and, where the winner's cannot be, whose it is then."""
+    def _references(self) -> Iterator[Contender]:
+        """Yield what gains are stated over: the winner's, and in another class than the baseline's
+        that of the fastest of the baseline's own, with it.
+        """
         ranking, winner = self.ranking, self.ranking.winner
         if winner is None or ranking.baseline is None:
             return
         if ranking.is_in_baselines_class(winner):
-            yield ranking.baseline
-        elif ranking.fastest_of_baselines_class is not None:
-            yield from (ranking.fastest_of_baselines_class, ranking.baseline)
+            yield _contender(ranking.baseline)
+            return
+        recipe = ranking.recipe
+        if recipe is not None and canonical(recipe) not in ranking.confirmations.fallen:
+            yield self._recipe(recipe)
+        if ranking.fastest_of_baselines_class is not None:
+            yield _contender(ranking.fastest_of_baselines_class)
+            yield _contender(ranking.baseline)
 
-    def _unconfirmed(self) -> list[TrialRecord]:
+    def _recipe(self, config: TrialConfig) -> Contender:
+        tried = [r for r in self.ranking.records if canonical(r.config) == canonical(config)]
+        return _contender(tried[-1]) if tried else Contender(config, None)
+
+    def _unconfirmed(self) -> list[Contender]:
         """Return what ran too seldom; past the budget only what there is no answer without."""
         winner = self.ranking.winner
-        needed = {r.number for r in self._references()} | ({winner.number} if winner else set())
+        needed = {canonical(c.config) for c in self._references()}
+        needed |= set() if winner is None else {canonical(winner.config)}
         return [
-            record
-            for record in self.contenders()
-            if self._runs(record) < RUNS_TO_CONFIRM
-            and (not self._is_spent or record.number in needed)
+            contender
+            for contender in self.contenders()
+            if self._runs(contender) < RUNS_TO_CONFIRM
+            and (not self._is_spent or canonical(contender.config) in needed)
         ]
 
-    def _undecided(self) -> list[TrialRecord]:
+    def _undecided(self) -> list[Contender]:
         """Return what more runs may tell apart, or tell at all."""
         if self._is_spent:
             return []
         ranking = self.ranking
-        again = [r for r in self.contenders() if ranking.is_measured_again(r)]
-        alike = [r for r in again if r is ranking.winner or r.number in ranking.tied]
-        unsure = [r for r in again if measured_of(r).is_noisy]
+        pooled = {c: ranking.confirmations.pooled(c.config) for c in self.contenders()}
+        won = ranking.winner
+        tied = {*ranking.tied, *(() if won is None else (won.number,))}
+        alike = [c for c, measured in pooled.items() if measured and c.number in tied]
+        unsure = [c for c, measured in pooled.items() if measured and measured.is_noisy]
         chosen = (*(alike if len(alike) > 1 else ()), *unsure)
-        return [r for r in chosen if self._runs(r) < self.budget.repeats]
+        return [c for c in chosen if self._runs(c) < self.budget.repeats]
+
+    def lacks_its_recipe(self, run: NextRun) -> bool:
+        """Whether what is to be run is a recipe that this series came to its end without."""
+        winner, known = self.ranking.winner, self.ranking.confirmations
+        is_new = run.errand.confirms is None and all(
+            canonical(r.config) != canonical(run.config) for r in self._of("confirm")
+        )
+        return (
+            is_new
+            and winner is not None
+            and known.soak(winner.config, series=self.series) is not None
+        )
 
     def _is_to_soak(self, winner: TrialRecord) -> bool:
         budget, soaks = self.budget, self._of("soak")
@@ -138,18 +173,18 @@ class Plan:
         ):
             return False
         concluded = {canonical(r.config) for r in soaks if r.config != winner.config}
-        return len(concluded) < SOAKS_MAX and self._may_try(winner, "soak")
+        return len(concluded) < SOAKS_MAX and self._may_try(winner.config, "soak")
 
-    def _fewest(self, records: Iterable[TrialRecord]) -> TrialRecord | None:
+    def _fewest(self, contenders: Iterable[Contender]) -> Contender | None:
         """Return the one that ran least; of equals the first."""
-        possible = [r for r in records if self._may_try(r, "confirm")]
+        possible = [c for c in contenders if self._may_try(c.config, "confirm")]
         return min(possible, key=self._runs, default=None)
 
-    def _runs(self, record: TrialRecord) -> int:
-        return len(self.ranking.confirmations.runs(record.config, series=self.series))
+    def _runs(self, contender: Contender) -> int:
+        return len(self.ranking.confirmations.runs(contender.config, series=self.series))
 
-    def _may_try(self, record: TrialRecord, purpose: Purpose) -> bool:
-        failed = attempts(self._of(purpose), record.config, since=self.since)
+    def _may_try(self, config: TrialConfig, purpose: Purpose) -> bool:
+        failed = attempts(self._of(purpose), config, since=self.since)
         return failed < MAX_ATTEMPTS
 
     @property
@@ -161,9 +196,13 @@ class Plan:
         known = self.ranking.confirmations.records
         return [r for r in known if r.series == self.series and r.purpose == purpose]
 
-    def _run(self, record: TrialRecord, purpose: Purpose) -> NextRun:
-        errand = Errand(purpose=purpose, series=self.series, confirms=record.number)
-        return NextRun(record.config, errand)
+    def _run(self, contender: Contender, purpose: Purpose) -> NextRun:
+        errand = Errand(purpose=purpose, series=self.series, confirms=contender.number)
+        return NextRun(contender.config, errand)
+
+
+def _contender(record: TrialRecord) -> Contender:
+    return Contender(record.config, record.number)
 
 
 def confirm(
@@ -236,15 +275,22 @@ class _Confirming:
         known = Confirmations(self.study.confirmations())
         if not known.newest:
             return 1
-        if self._plan(known.newest, since).next_run() is None:
+        plan = self._plan(known.newest, since)
+        run = plan.next_run()
+        if run is None:
             return known.newest + is_anew
+        if plan.lacks_its_recipe(run):
+            # Of an earlier version, at its end: another hour's speeds do not compare with its own.
+            return known.newest + 1
         searched = max(record.number for record in self.study.records())
         return known.newest + (searched > max(record.number for record in known.records))
 
     def _begin(self, plan: Plan) -> None:
         self.runner.renew()
-        numbers = tuple(record.number for record in plan.contenders())
-        self.on_event(ConfirmationStarted(series=plan.series, numbers=numbers))
+        known = plan.contenders()
+        numbers = tuple(c.number for c in known if c.number is not None)
+        recipe = next((c.config for c in known if c.number is None), None)
+        self.on_event(ConfirmationStarted(series=plan.series, numbers=numbers, recipe=recipe))
 
     def _perform(self, run: NextRun) -> None:
         """Run one configuration and store how that ended, before anything else happens."""

@@ -71,6 +71,8 @@ class ConfirmationStarted:
     series: int
     numbers: tuple[int, ...]
     """Trials whose configurations are run in turns, the baseline last."""
+    recipe: TrialConfig | None = None
+    """The baseline in the winner's class, run with them; None where it is one of them."""
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,16 @@ class Rival:
     peak_allocated_bytes: int
 
 
-def rivals_among(ranking: Ranking) -> tuple[Rival, ...]:
+def rivals_among(ranking: Ranking, *, of: TrialConfig) -> tuple[Rival, ...]:
     """Return the trials of the space that ran to the end within the budget, at a known speed.
 
     A baseline outside the space cannot win it, so it stops nothing either. A speed without an
-    interval beats nobody for sure.
+    interval beats nobody for sure. What is of the baseline's capacity class is stopped by its like
+    alone: the fastest of that class is asked for though smaller adapters are faster.
     """
-    rivals = (_rival(record) for record in ranking.ranked)
+    is_of_class = ranking.is_of_baselines_class
+    among = [r for r in ranking.ranked if not is_of_class(of) or is_of_class(r.config)]
+    rivals = (_rival(record) for record in among)
     return tuple(rival for rival in rivals if rival is not None)
 
 

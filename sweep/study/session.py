@@ -283,6 +283,7 @@ def drive(
                     space,
                     usd_per_hour=price_of(space, gpu=prepared.target.gpu),
                     outlook=partial(_outlook, sampler, study),
+                    fastest_of=partial(_fastest_of, sampler, study),
                 ),
                 on_event=listener,
                 should_stop=interruption.is_requested,
@@ -329,6 +330,15 @@ def _outlook(sampler: BaseSampler, study: OpenStudy, besides: int | None) -> Out
     if not isinstance(sampler, GuidedSampler):
         return None
     return sampler.outlook(study.study, besides=besides)
+
+
+def _fastest_of(
+    sampler: BaseSampler, study: OpenStudy, is_wanted: Callable[[TrialConfig], bool]
+) -> TrialConfig | None:
+    """Return what is expected to be the fastest of some; None from a sampler that cannot tell."""
+    if not isinstance(sampler, GuidedSampler):
+        return None
+    return sampler.fastest_of(study.study, is_wanted)
 
 
 def _sampler(space: SearchSpace, preflight: Preflight) -> BaseSampler:

@@ -10,15 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.prices import load_prices
 from search_spaces.space import SearchSpace
-from storage.records import TrialRecord
+from storage.ranking import Ranking
+from storage.records import TrialRecord, Verdict
 from sweep.paths import own_price_file
 from sweep.sampling.guided import Outlook
 from sweep.study.events import StopReason
 
 SECONDS_PER_HOUR = 3600.0
+CLASS_TRIALS_MAX = 2
+"""Of the baseline's class, where another wins and nothing of it was measured to the end."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,14 @@ class Stopping:
         usd_per_hour: price of the target's card; None where nothing is to be limited by it.
         outlook: says what is still to be gained by what all trials say, or all but that of a
             number; None from samplers that cannot tell.
+        fastest_of: says what is expected to be the fastest of some configurations that were not
+            tried; None from samplers that cannot tell, and where none is left.
     """
 
     space: SearchSpace
     usd_per_hour: float | None = None
     outlook: Callable[[int | None], Outlook | None] = lambda _: None
+    fastest_of: Callable[[Callable[[TrialConfig], bool]], TrialConfig | None] = lambda _: None
 
     def out_of_time(self, spent: Spent) -> StopReason | None:
         """Return why even a failed trial is not tried again; None where time and money are left."""
@@ -73,6 +80,27 @@ class Stopping:
         if is_begun and self._is_little_left(None) and self._is_little_left(records[-1].number):
             return StopReason.GAIN_SPENT
         return None
+
+    def still_owed(self, ranking: Ranking) -> TrialConfig | None:
+        """Return what is tried before a search ends for want of gain; None for nothing.
+
+        Whoever asked with a rank and target modules in mind wants the fastest of them, though those
+        of less capacity are faster: the most promising of the baseline's class is measured, or a
+        second one where that came to nothing.
+        """
+        winner = ranking.winner
+        is_about_speed = self.space.objectives == ("tokens_per_second",)
+        if winner is None or not is_about_speed or ranking.is_of_baselines_class(winner.config):
+            return None
+        tried = [
+            record
+            for record in ranking.of_space
+            if not record.is_baseline and ranking.is_of_baselines_class(record.config)
+        ]
+        is_measured = any(record.verdict is Verdict.FITS for record in tried)
+        if is_measured or len(tried) >= CLASS_TRIALS_MAX:
+            return None
+        return self.fastest_of(ranking.is_of_baselines_class)
 
     def _is_little_left(self, besides: int | None) -> bool:
         """Whether too little is to be gained by what the trials say, one of them apart."""

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig
-from storage.ranking import rank
+from storage.ranking import Ranking, rank
 from storage.records import (
     RETRYABLE,
     Outcome,
@@ -162,6 +162,8 @@ class _Driver:
     _since: int = 0
     """Number of this run's first trial."""
     _failures: ConsecutiveFailures = field(default_factory=ConsecutiveFailures)
+    _owed: TrialConfig | None = None
+    """What is tried next, as the search would end without it."""
 
     def __post_init__(self) -> None:
         self._space = self.study.definition.space
@@ -211,7 +213,12 @@ class _Driver:
             return reason
         if self._lacks_baseline(records) and spent.trials < self._space.trials:
             return None
-        return self.stopping.out_of_trials(spent, is_exhausted=self._is_exhausted, records=records)
+        reason = self.stopping.out_of_trials(
+            spent, is_exhausted=self._is_exhausted, records=records
+        )
+        if reason is StopReason.GAIN_SPENT:
+            self._owed = self.stopping.still_owed(self._ranking())
+        return reason if self._owed is None else None
 
     def end(self, reason: StopReason) -> None:
         """Store why the search ended, and what it was not able to rule out."""
@@ -232,7 +239,8 @@ class _Driver:
             return self._begin(self._baseline)
         if retries and not (self._failures and has_room and not self._is_exhausted()):
             return self._begin(retries[0])
-        return self._begin(None)
+        owed, self._owed = self._owed, None
+        return self._begin(owed)
 
     def check(self, trial: _OpenTrial) -> Outcome | None:
         """Return the verdict that spares the device the trial; None where only running it tells."""
@@ -242,9 +250,7 @@ class _Driver:
 
     def run(self, trial: _OpenTrial) -> Outcome:
         """Run a trial on the device, and stop it early where it cannot matter any more."""
-        study = self.study
-        ranking = rank(study.records(), study.definition, study.confirmations())
-        rivals = () if trial.is_baseline else rivals_among(ranking)
+        rivals = () if trial.is_baseline else rivals_among(self._ranking(), of=trial.config)
 
         def observe(progress: Progress) -> bool:
             self.on_event(TrialProgress(number=trial.handle.number, progress=progress))
@@ -331,6 +337,10 @@ class _Driver:
             )
         )
         return trial
+
+    def _ranking(self) -> Ranking:
+        study = self.study
+        return rank(study.records(), study.definition, study.confirmations())
 
     def _lacks_baseline(self, records: Sequence[TrialRecord]) -> bool:
         return all(record.config != self._baseline for record in records)

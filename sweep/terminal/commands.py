@@ -18,7 +18,8 @@ from typing import Any
 
 from reports import units
 from reports.cards import card_of_study, cards_of_plan
-from reports.comparison import Comparison, Work, compare_cards
+from reports.comparison import Comparison, compare_cards
+from reports.decision import Job
 from reports.page import render, render_comparison, write_page, write_report
 from reports.summary import emulation_note
 from search_spaces.documents import parse_object, read_text
@@ -192,7 +193,7 @@ def status(study: str | None, *, storage: str | None) -> int:
     """Print what ran, what is running and the best so far, of one study or of all."""
     url = storage_url(storage)
     if study is None:
-        say(studies_text(list_studies(url, runs_directory())))
+        say(studies_text(list_studies(url, runs_directory(), completed=with_target_speeds)))
     else:
         say(status_text(_read(study, url=url)))
     return DONE
@@ -209,17 +210,15 @@ def report(
     studies: Sequence[str],
     *,
     plans: Sequence[str],
-    dataset_samples: float | None,
+    job: Job,
     storage: str | None,
     output: Path | None,
 ) -> int:
     """Print the report of a study, or of several cards, or write it and print where it is."""
     snapshots = [_read(study, url=storage_url(storage)) for study in studies]
     if len(studies) == 1 and not plans:
-        if dataset_samples is not None:
-            raise InputError("--dataset-samples needs several studies or plans to compare")
-        return _put(render(snapshots[0]), output or report_path(studies[0]))
-    page = render_comparison(compared(snapshots, plans, samples=dataset_samples))
+        return _put(render(job.priced(snapshots[0])), output or report_path(studies[0]))
+    page = render_comparison(compared(snapshots, plans, job=job))
     return _put(page, output or comparison_path(studies))
 
 
@@ -233,15 +232,13 @@ def _put(page: str, path: Path) -> int:
     return DONE
 
 
-def compared(
-    snapshots: Sequence[StudySnapshot], plans: Sequence[str], *, samples: float | None
-) -> Comparison:
+def compared(snapshots: Sequence[StudySnapshot], plans: Sequence[str], *, job: Job) -> Comparison:
     """Return studies and plans beside each other.
 
     Args:
         snapshots: the studies.
         plans: files with what `sweep plan --json` printed.
-        samples: rows of full length that are to be trained.
+        job: the training that is to be priced.
 
     Raises:
         InputError: a file is no plan, or there is nothing to compare.
@@ -254,13 +251,15 @@ def compared(
     for file in plans:
         document = parse_object(read_text(Path(file), label=file), where=file)
         cards += cards_of_plan(document, where=file, models=models)
-    return compare_cards(cards, work=Work(samples))
+    return compare_cards(cards, job=job)
 
 
-def export(study: str, *, format: str, storage: str | None, output: Path | None) -> int:
-    """Print a study's winner as a recipe, or write it and print where it is."""
+def export(
+    study: str, *, format: str, trial: int | None, storage: str | None, output: Path | None
+) -> int:
+    """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
     snapshot = _read(study, url=storage_url(storage))
-    text = formats.export(snapshot, format=format)
+    text = formats.export(snapshot, format=format, number=trial)
     if output is None or str(output) == STDOUT:
         say(text.removesuffix("\n"))
     else:

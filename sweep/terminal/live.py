@@ -105,9 +105,15 @@ class Board:
 
     @property
     def gain(self) -> Gain | None:
-        """The best's speed over the baseline's, where it can be stated."""
+        """The best's speed over the baseline's in its class, where it can be stated."""
         comparison = compare(self._ranking)
         return None if comparison is None else comparison.gain
+
+    @property
+    def reference(self) -> str:
+        """What that is over."""
+        best = self._ranking.winner
+        return "" if best is None else uncertainty.reference_of(self._ranking, best.config)
 
     @property
     def is_first(self) -> bool:
@@ -191,7 +197,10 @@ def confirming_line(event: ConfirmationStarted) -> str:
     """Return what is measured again, in one line."""
     listed = ", ".join(map(str, event.numbers))
     noun = "trials" if len(event.numbers) > 1 else "trial"
-    return f"the search has ended: measuring {noun} {listed} again, in turns in a fresh worker"
+    recipe = f" beside {uncertainty.at_capacity(event.recipe)}" if event.recipe else ""
+    return (
+        f"the search has ended: measuring {noun} {listed} again{recipe}, in turns in a fresh worker"
+    )
 
 
 def trial_line(board: Board, event: TrialFinished) -> str:
@@ -211,6 +220,8 @@ def _again_line(board: Board, record: TrialRecord) -> str:
     soak = None if record.measurement is None else record.measurement.soak
     what = "soak of trial" if record.purpose == "soak" else "again trial"
     steps = f" ({soak.steps} steps in {units.duration(soak.seconds)})" if soak else ""
+    if record.confirms is None:
+        return f"{uncertainty.at_capacity(record.config)}: {ended}"
     return f"{what} {record.confirms}{steps}: {ended}"
 
 
@@ -276,7 +287,9 @@ def _best(board: Board) -> str:
     if best is None:
         return "nothing fits yet"
     budget_bytes = board.definition.target.budget_bytes
-    gain = "" if board.gain is None else f", {uncertainty.factor(board.gain)} the baseline"
+    gain = ""
+    if board.gain is not None:
+        gain = f", {uncertainty.factor(board.gain)} {board.reference}"
     ended = outcome_line(best, budget_bytes=budget_bytes)
     return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"
 
@@ -290,9 +303,14 @@ def _now(board: Board) -> str:
     phase = "checking" if board.progress is None else board.progress.phase
     step = f" step {board.progress.step}" if board.progress and board.progress.step else ""
     errand = board.current.errand
+    confirmed = (
+        uncertainty.at_capacity(config)
+        if errand.confirms is None
+        else f"trial {errand.confirms} again"
+    )
     again = {
         "search": f"trial {number}",
-        "confirm": f"trial {errand.confirms} again",
+        "confirm": confirmed,
         "soak": f"trial {errand.confirms}, soak",
     }[errand.purpose]
     return f"{again}, {phase}{step}: {board.describe(config)}"

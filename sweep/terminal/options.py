@@ -148,6 +148,9 @@ PlanFilesOption = Annotated[
     list[str] | None,
     typer.Option("--plan", help="A file of `sweep plan --json` to compare with; repeatable."),
 ]
+TrialOption = Annotated[
+    int | None, typer.Option("--trial", help="Number of another trial than the winner.")
+]
 ReportOption = Annotated[
     str | None,
     typer.Option(

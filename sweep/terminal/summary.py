@@ -16,7 +16,7 @@ from reports.summary import emulation_note, summary_of
 from search_spaces.config import TrialConfig
 from storage.definition import StudySnapshot, StudySummary
 from storage.ranking import rank_study
-from storage.records import Invalid
+from storage.records import Invalid, Measurement
 from sweep.terminal.console import table
 
 _CONFIGURATION_COLUMNS = ("trial", "tokens/s", "95 % interval", "peak", "budget", "configuration")
@@ -105,18 +105,20 @@ def not_ruled_out(snapshot: StudySnapshot) -> str | None:
     if snapshot.ended is None or promising is None:
         return None
     config, gain = TrialConfig.model_validate(promising["config"]), promising["gain"]
-    count = snapshot.ended["open"]
+    count, chance = snapshot.ended["open"], promising["chance"]
     opening = (
         f"Not ruled out: {units.plural(count, 'configuration')} with a chance of one in twenty or "
         "more of being better"
         if count
         else "Nothing that is left has a chance of one in twenty of being better"
     )
-    expected = "" if gain is None else f", and is expected to gain {gain:.1%}"
-    return (
-        f"{opening}; the most promising, {units.shape(config)}, has a chance of "
-        f"{promising['chance']:.0%}{expected}."
+    likeliest = (
+        f"{opening}; the most promising, {units.shape(config)}, has a chance of {chance:.0%}"
     )
+    if gain is None or chance <= 0:
+        return f"{likeliest}."
+    # Expected over all cases is the chance times what is gained where it comes true.
+    return f"{likeliest}, and would then be {gain / chance:.1%} better."
 
 
 def _best_of(summary: StudySummary) -> str:
@@ -124,13 +126,23 @@ def _best_of(summary: StudySummary) -> str:
     if summary.best is None:
         return units.DASH
     asked = summary.objectives
-    parts = [uncertainty.speed(summary.best)]
+    parts = [_speed_of(summary, summary.best)]
     if "peak_memory" in asked:
         parts.append(units.gib(summary.best.peak_allocated_bytes))
     if "trainable_parameters" in asked:
         parts.append(f"{units.count(summary.best.trainable_parameters)} trainable")
     parts.append("confirmed" if summary.is_confirmed else "not confirmed")
     return ", ".join(parts)
+
+
+def _speed_of(summary: StudySummary, measured: Measurement) -> str:
+    """Return the best's speed on the target card: measured, or predicted where another ran it."""
+    speed = summary.speed
+    if speed is None or speed.basis == "measured":
+        return uncertainty.speed(measured)
+    known = None if speed.low is None or speed.high is None else (speed.low, speed.high)
+    ends = "" if known is None else f" {units.rate_interval(known)}"
+    return f"{units.rate(speed.tokens_per_second)} tokens/s (predicted{ends})"
 
 
 def why_invalid(snapshot: StudySnapshot) -> Invalid | None:
@@ -159,8 +171,8 @@ def _winner(snapshot: StudySnapshot) -> Iterator[str]:
     summary = summary_of(snapshot)
     yield summary.sentence
     if summary.configuration:
-        for tile in summary.tiles:
-            yield f"  {tile.value} {tile.label} ({tile.detail})"
+        for fact in summary.facts:
+            yield f"  {fact.value} {fact.label} ({fact.detail})"
 
 
 def _measured_again(snapshot: StudySnapshot) -> list[str]:

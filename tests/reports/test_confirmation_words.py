@@ -14,7 +14,7 @@ from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
 from storage.ranking import rank_study
 from storage.records import Measured, OutOfMemory, SoakReport, TrialRecord
-from tests.reports.synthetic import fits, measurement, snapshot
+from tests.reports.synthetic import definition, fits, measurement, snapshot
 from tests.storage.builders import confirmed
 
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
@@ -68,8 +68,8 @@ def test_a_trial_that_ran_out_in_its_soak_is_said_to_have_lost() -> None:
         said.sentence
     )
     rows = {row.number: row for row in confirmation_rows(study)}
-    assert rows[1].result == "ran out of memory in its soak"
-    assert rows[0].result == "baseline"
+    assert rows["1"].result == "ran out of memory in its soak"
+    assert rows["0"].result == "baseline"
 
 
 def test_a_machine_too_busy_to_tell_has_no_clear_winner() -> None:
@@ -79,7 +79,7 @@ def test_a_machine_too_busy_to_tell_has_no_clear_winner() -> None:
     assert said.sentence.startswith("No clear winner: trial 1 and 1 other cannot be told apart")
     assert "`sweep confirm a10-mistral` measures again" in said.sentence
     assert said.commands[0] == "sweep confirm a10-mistral"
-    assert "the baseline's speed" not in {tile.label for tile in said.tiles}
+    assert "the baseline's speed" not in {fact.label for fact in said.facts}
 
 
 def test_ties_are_ties_and_the_recommended_one_leaves_the_most_memory() -> None:
@@ -89,10 +89,34 @@ def test_ties_are_ties_and_the_recommended_one_leaves_the_most_memory() -> None:
     assert said.startswith("The fastest configuration that fits is trial 2.")
     assert "1 other cannot be told from it by speed; it leaves the most memory." in said
     assert [(row.number, row.result) for row in confirmation_rows(study)] == [
-        (2, "recommended"),
-        (1, "tied"),
-        (0, "baseline"),
+        ("2", "recommended"),
+        ("1", "tied"),
+        ("0", "baseline"),
     ]
+
+
+def test_the_baseline_in_the_winners_class_is_among_what_was_measured_again() -> None:
+    space = {"dimensions": {"micro_batch_size": {"choices": [10]}}, "fixed": {"lora_rank": 64}}
+    small = {"micro_batch_size": 8, "lora_rank": 16}
+    about = definition(space=space | {"baseline": small})
+    trials = (
+        fits(0, 8_000.0),
+        fits(1, 16_000.0, TrialConfig(micro_batch_size=10, lora_rank=64)),
+    )
+    errand = {"purpose": "confirm", "series": 1, "confirms": None, "is_baseline": False}
+    recipe = TrialConfig(micro_batch_size=8, lora_rank=64)
+    runs = [fits(900 + n, 6_400.0, recipe).model_copy(update=errand) for n in range(2)]
+    study = snapshot(trials, definition=about, confirmations=(*confirmed(trials[1]), *runs))
+    rows = confirmation_rows(study)
+    assert [(row.number, row.runs, row.result) for row in rows] == [
+        ("1", "16,000, 16,000", "recommended"),
+        ("–", "6,400, 6,400", "baseline at rank 64 on q,k,v,o"),
+    ]
+    facts = {fact.label: fact for fact in summary_of(study).facts}
+    gain = facts["the speed of the baseline at rank 64 on q,k,v,o"]
+    assert gain.value == "2.5x"
+    assert "nothing of the space was measured in the baseline's class" in gain.detail
+    assert "baseline at rank 64 on q,k,v,o: 6,400 tokens/s (8 x 512, rank 64)" in gain.detail
 
 
 def test_speeds_of_the_search_are_marked_once_others_were_measured_again() -> None:

@@ -90,14 +90,14 @@ def test_a_need_says_whether_it_is_a_bound_or_a_prediction(
     assert uncertainty.excess(need, budget_bytes=BUDGET_BYTES) == excess
 
 
-def _tiles(*trials: Any, **space: Any) -> dict[str, tuple[str, str]]:
+def _facts(*trials: Any, **space: Any) -> dict[str, tuple[str, str]]:
     study = snapshot(trials, definition=definition(space=space), confirmations=confirmed(*trials))
     said = summary_of(study)
-    return {tile.label: (tile.value, tile.detail) for tile in said.tiles}
+    return {fact.label: (fact.value, fact.detail) for fact in said.facts}
 
 
 def test_the_gain_stands_with_its_interval() -> None:
-    value, detail = _tiles(fits(0, 8_000.0), fits(1, 16_800.0, FAST))["the baseline's speed"]
+    value, detail = _facts(fits(0, 8_000.0), fits(1, 16_800.0, FAST))["the baseline's speed"]
     assert value == "2.1x"
     assert detail.startswith(
         "confirmed (2 runs); interval 2.07–2.13x; baseline: 8,000 tokens/s (8 x 512, rank 16)"
@@ -119,25 +119,25 @@ def test_the_gain_stands_with_its_interval() -> None:
 def test_a_noisy_winner_or_baseline_has_no_gain_and_both_speeds_are_shown_for_what_they_are(
     baseline: dict[str, Any], winner: dict[str, Any], said: str
 ) -> None:
-    tiles = _tiles(fits(0, 8_000.0, **baseline), fits(1, 16_800.0, FAST, **winner))
-    value, detail = tiles["gain over the baseline"]
+    facts = _facts(fits(0, 8_000.0, **baseline), fits(1, 16_800.0, FAST, **winner))
+    value, detail = facts["gain over the baseline"]
     assert value == "–"
     assert said in detail
     assert "2.1" not in detail
-    is_doubted = "it may be more or less" in tiles["tokens/s"][1]
+    is_doubted = "it may be more or less" in facts["tokens/s on a10"][1]
     assert is_doubted is bool(winner)
 
 
 def test_across_capacity_classes_the_fastest_of_the_baselines_class_is_named_with_its_gain() -> (
     None
 ):
-    tiles = _tiles(
+    facts = _facts(
         fits(0, 8_000.0),
         fits(1, 20_000.0, TrialConfig(micro_batch_size=10, lora_rank=64)),
         fits(2, 12_000.0, TrialConfig(micro_batch_size=10)),
         **RANKS,
     )
-    value, detail = tiles["gain over the baseline"]
+    value, detail = facts["gain over the baseline"]
     assert value == "–"
     assert "the winner (rank 64 on q,k,v,o) is in another capacity class" in detail
     assert "than the baseline (rank 16 on q,k,v,o)" in detail
@@ -145,14 +145,14 @@ def test_across_capacity_classes_the_fastest_of_the_baselines_class_is_named_wit
 
 
 def test_where_nothing_of_the_space_is_in_the_baselines_class_that_is_said() -> None:
-    tiles = _tiles(
+    facts = _facts(
         fits(0, 8_000.0),
         fits(1, 20_000.0, TrialConfig(micro_batch_size=10, lora_rank=64)),
         dimensions={"micro_batch_size": {"choices": [8, 10]}},
         fixed={"lora_rank": 64},
         baseline={"micro_batch_size": 8, "lora_rank": 16},
     )
-    _, detail = tiles["gain over the baseline"]
+    _, detail = facts["gain over the baseline"]
     assert "nothing of the space was measured in the baseline's class" in detail
 
 
@@ -173,7 +173,11 @@ def test_a_baseline_outside_the_space_is_no_answer_where_nothing_of_the_space_fi
 @pytest.mark.parametrize(
     ("objectives", "sentence", "first"),
     [
-        (["tokens_per_second"], "The fastest configuration that fits is trial 1.", "tokens/s"),
+        (
+            ["tokens_per_second"],
+            "The fastest configuration that fits is trial 1.",
+            "tokens/s on a10",
+        ),
         (
             ["peak_memory"],
             "The configuration that needs the least memory is trial 0.",
@@ -182,12 +186,12 @@ def test_a_baseline_outside_the_space_is_no_answer_where_nothing_of_the_space_fi
         (
             ["trainable_parameters"],
             "The configuration with the most trainable parameters that fits is trial 1.",
-            "tokens/s",
+            "tokens/s on a10",
         ),
         (
             ["peak_memory", "tokens_per_second"],
             "The best compromise between peak memory and speed (the knee of their front) is",
-            "tokens/s",
+            "tokens/s on a10",
         ),
     ],
 )
@@ -201,4 +205,4 @@ def test_the_answer_is_by_what_was_asked_for(
     )
     said = summary_of(snapshot(trials, definition=about))
     assert said.sentence.startswith(sentence)
-    assert said.tiles[0].label == first
+    assert said.facts[0].label == first

@@ -135,7 +135,7 @@ def test_a_winner_of_another_class_has_no_gain_and_the_fastest_of_the_baselines_
     space = {"dimensions": {"lora_rank": {"choices": [16, 64]}, "seq_len": {"choices": [64, 512]}}}
     found = document(
         a_record(0, fits(100.0), is_baseline=True),
-        TrialRecord(number=1, config=TrialConfig(lora_rank=64), outcome=fits(400.0)),
+        TrialRecord(number=1, config=TrialConfig(lora_rank=64, seq_len=64), outcome=fits(400.0)),
         TrialRecord(number=2, config=TrialConfig(seq_len=64), outcome=fits(150.0)),
         is_confirmed=True,
         **space,

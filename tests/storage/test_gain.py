@@ -125,6 +125,61 @@ def test_across_capacity_classes_the_gain_is_that_of_the_baselines_own_class() -
     assert found.class_gain.ratio == pytest.approx(1.5)
 
 
+def run_again(config: TrialConfig, *speeds: float, number: int) -> list[TrialRecord]:
+    """Runs of a confirmation that no trial of the search stands behind."""
+    errand = {"purpose": "confirm", "series": 1, "confirms": None}
+    return [
+        TrialRecord.model_validate(
+            {"number": number + n, "config": config, "outcome": fits(speed)} | errand
+        )
+        for n, speed in enumerate(speeds)
+    ]
+
+
+def in_another_class(*more: TrialRecord) -> Comparison:
+    records = [
+        TrialRecord(
+            number=0, config=TrialConfig(lora_rank=16), outcome=fits(100.0), is_baseline=True
+        ),
+        TrialRecord(
+            number=1,
+            config=TrialConfig(lora_rank=64, micro_batch_size=2),
+            outcome=fits(300.0, spread=0.01),
+        ),
+    ]
+    found = compare(rank(records, a_definition(**SPACE), (*confirmed(records[1]), *more)))
+    assert found is not None
+    return found
+
+
+def test_in_another_class_the_gain_is_over_the_published_recipe_in_that_class() -> None:
+    found = in_another_class(*run_again(TrialConfig(lora_rank=64), 148.0, 152.0, number=2000))
+    assert found.gain is not None
+    assert found.gain.trial.number == 1
+    assert found.gain.ratio == pytest.approx(2.0, rel=0.001)
+    assert found.gain.low < 2.0 < found.gain.high
+    assert found.over is not None
+    assert found.over.config == TrialConfig(lora_rank=64)
+    assert (found.reason, found.is_over_the_baseline) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "config"), [((150.0,), {"lora_rank": 64}), ((150.0, 150.0), {"lora_rank": 32})]
+)
+def test_a_recipe_run_once_or_of_a_third_class_gives_no_gain(
+    speeds: tuple[float, ...], config: dict[str, Any]
+) -> None:
+    found = in_another_class(*run_again(TrialConfig(**config), *speeds, number=2000))
+    assert (found.gain, found.over, found.reason) == (None, None, "another_class")
+
+
+def test_a_recipe_that_ran_out_of_memory_in_the_winners_class_gives_no_gain() -> None:
+    (lost,) = run_again(TrialConfig(lora_rank=64), 1.0, number=2000)
+    lost = lost.model_copy(update={"outcome": OutOfMemory(stage="forward")})
+    found = in_another_class(lost)
+    assert (found.gain, found.over, found.reason) == (None, None, "recipe_did_not_fit")
+
+
 def test_a_noisy_fastest_of_the_class_has_no_gain_either() -> None:
     found = compared(
         (fits(100.0), {"lora_rank": 16}),
@@ -152,7 +207,9 @@ def test_other_target_modules_are_another_class_and_another_spelling_is_none() -
     assert within is not None
     assert within.reason is None
     assert across is not None
-    assert across.reason == "another_class"
+    # The winner is the baseline's recipe on q,v itself.
+    assert across.over is not None
+    assert (across.over.number, across.is_over_the_baseline) == (1, False)
 
 
 def test_without_a_measured_baseline_there_is_nothing_to_compare() -> None:

@@ -33,7 +33,7 @@ MODEL = ModelSpec(
 _KIB = 1024
 _TARGETS = {"qv": 0.4, "attention": 1.0, "all-linear": 3.0}
 
-SPACE = {
+SPACE: dict[str, Any] = {
     "name": "simulated",
     "model": MODEL.name,
     "gpu": "a10",

@@ -19,8 +19,7 @@
       return fallback(text);
     }
   };
-
-  for (const button of document.querySelectorAll("button[data-copy]")) {
+  const prepare = (button) => {
     const label = button.textContent;
     // Without scripts there is nothing to press.
     button.hidden = false;
@@ -30,5 +29,14 @@
       button.textContent = (await copy(source.textContent)) ? "Copied" : "Press Ctrl+C";
       setTimeout(() => { button.textContent = label; }, 1500);
     });
-  }
+    return button;
+  };
+
+  report.copyButton = (id, label) => {
+    const button = document.createElement("button");
+    Object.assign(button, { type: "button", className: "copy", textContent: label });
+    button.dataset.copy = id;
+    return prepare(button);
+  };
+  for (const button of document.querySelectorAll("button[data-copy]")) prepare(button);
 })();

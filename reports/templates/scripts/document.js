@@ -11,7 +11,18 @@ const report = (() => {
     return Object.fromEntries(Object.entries(part).map(([key, inner]) => [key, valueOf(inner, chosen)]));
   };
   // A trace without rows refers to nothing: what is the user's may begin with an @ there.
-  const resolveTrace = ({ rows, ...trace }) => (rows ? valueOf(trace, rows.map((row) => study.trials[row])) : trace);
+  const resolveTrace = ({ rows, ...trace }) => {
+    if (!rows) return trace;
+    // The page explains marks itself, by the row that each stands for.
+    return { ...valueOf(trace, rows.map((row) => study.trials[row])), customdata: rows };
+  };
 
-  return { study, figures, themes, resolveTrace };
+  const rowOf = new Map(study.trials.map((trial, row) => [trial.number, row]));
+  const namesOf = new Map(study.trials.map((trial) => [trial.number, []]));
+  for (const [name, numbers] of Object.entries(study.named)) {
+    for (const number of numbers) namesOf.get(number)?.push(name);
+  }
+  const configOf = (trial) => ({ ...study.recipe, ...trial.config });
+
+  return { study, figures, themes, resolveTrace, rowOf, namesOf, configOf };
 })();

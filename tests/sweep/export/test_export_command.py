@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from search_spaces.config import TrialConfig
+from storage.reading import read_study
 from sweep.cli import main
 from sweep.export.formats import format_names
 from sweep.running.replay import ReplayRunner
@@ -47,12 +50,45 @@ def test_the_winner_goes_to_stdout_or_to_a_file(
     assert yaml.safe_load(path.read_text())["base_model"].endswith(MODEL.name)
 
 
+def test_another_trial_than_the_winner_is_exported_and_says_that_it_is_not_the_best(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = finished_study(home)
+    assert main(["best", study, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]["number"]
+    records = read_study(study, url=f"sqlite:///{home}/runs/sweep.db", home=home / "runs").records
+    other = next(r for r in records if r.number != best and r.measurement is not None)
+    assert main(["export", study, "--format", "json", "--trial", str(other.number)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["number"] == other.number
+    assert TrialConfig(**document["config"]) == other.config
+    assert main(["export", study, "--trial", str(other.number)]) == 0
+    assert "One of the configurations that fit, not the best" in capsys.readouterr().out
+    assert main(["export", study, "--trial", str(best)]) == 0
+    chosen = capsys.readouterr().out
+    assert main(["export", study]) == 0
+    assert capsys.readouterr().out == chosen
+
+
+def test_a_report_prices_the_training_that_is_asked_about(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = finished_study(home)
+    assert main(["report", study, "--tokens", "1000000", "--epochs", "3", "-o", "-"]) == 0
+    assert 'value="3000000"' in capsys.readouterr().out
+    assert main(["report", study, "--epochs", "3"]) == 2
+    assert "epochs need tokens or dataset_samples" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "space", "code", "complaint"),
     [
         (["--format", "axolot"], {}, 2, "did you mean 'axolotl'"),
         # As `best` does.
         ([], TOO_LARGE, 1, "has nothing to export"),
+        (["--trial", "77"], {}, 2, "has no trial 77"),
+        (["--trial", "0"], TOO_LARGE, 2, "trial 0 of study 'study' was not measured to fit"),
+        (["--trial", "0", "--format", "surface"], {}, 2, "a surface is of all trials"),
     ],
 )
 def test_nothing_to_export_is_said_and_writes_nothing(

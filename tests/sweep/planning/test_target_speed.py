@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import subprocess
 import sys
 import time
@@ -15,8 +17,10 @@ from search_spaces.models import load_model_spec
 from storage.definition import StudySnapshot
 from storage.records import OutOfMemory, TrialRecord
 from sweep.planning.target_speed import with_target_speeds
+from sweep.predict.speed.calibration import Calibration, calibrate
 from sweep.predict.speed.predictor import predict_step
 from tests.reports import synthetic
+from tests.sweep.predict.speed.test_published_speeds import measured_on_h200, published
 
 MODEL = load_model_spec("mistral-7b-v0.3")
 
@@ -75,6 +79,20 @@ def test_a_thousand_trials_take_well_under_a_second() -> None:
     begun = time.perf_counter()
     assert all(snapshot.target_speed(record) for record in records)
     assert time.perf_counter() - begun < 1.0
+
+
+def test_what_a_stand_in_measured_would_not_make_other_cards_better_predicted() -> None:
+    steps = measured_on_h200("study_steps_h200.jsonl")
+    by_study = calibrate([(c, s) for _, c, s in steps], model=MODEL, gpu=find_gpu("h200"))
+
+    def error(calibration: Calibration | None) -> float:
+        return statistics.mean(
+            abs(math.log(outcome.measured_over_predicted))
+            for outcome in published(calibration=calibration)
+        )
+
+    assert {model.name for model, _, _ in steps} == {MODEL.name}
+    assert error(by_study) > error(None)
 
 
 def test_it_needs_no_torch() -> None:

@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -518,9 +519,124 @@ def test_in_another_class_the_fastest_of_the_baselines_own_is_confirmed_too(
         drive(study, a_runner(card))
         comparison = compare(ranking_of(study))
     assert comparison is not None
-    assert comparison.reason == "another_class"
     assert comparison.class_gain is not None
     assert comparison.class_gain.ratio == pytest.approx(2.0)
+    # The winner's own gain is over what the recipe reaches at its rank.
+    assert comparison.gain is not None
+    assert comparison.gain.ratio == pytest.approx(2.0)
+    assert comparison.over is not None
+    assert comparison.over.config.lora_rank == 8
+
+
+LARGER: dict[str, Any] = SPACE | {
+    "dimensions": {"lora_rank": {"choices": [8]}, "micro_batch_size": {"choices": [10]}},
+    "fixed": {"kernels": "liger", "target_modules": "attention"},
+    "baseline": {"lora_rank": 16, "micro_batch_size": 4},
+}
+"""A space that has nothing of its baseline's class."""
+RECIPE = TrialConfig(kernels="liger", lora_rank=8, micro_batch_size=4)
+
+
+def half(config: TrialConfig) -> Outcome:
+    return at_speed(config, 1_000.0 * config.micro_batch_size)
+
+
+def test_the_recipe_in_the_winners_class_is_run_in_turns_with_it_and_is_no_trial(
+    tmp_path: Path,
+) -> None:
+    events: list[Event] = []
+    with opened(tmp_path, **LARGER) as study:
+        drive(study, a_runner(half), on_event=events.append)
+        runs = [r for r in study.confirmations() if r.purpose == "confirm"]
+        assert [r.config.micro_batch_size for r in runs] == [10, 4, 10, 4]
+        assert [r.confirms for r in runs] == [1, None, 1, None]
+        assert {r.config for r in runs[1::2]} == {RECIPE}
+        assert len(study.records()) == 2
+        comparison = compare(ranking_of(study))
+        # Nothing more is to be run.
+        assert drive(study, a_runner(half)) is StopReason.EXHAUSTED
+        assert len(study.confirmations()) == 5
+    assert comparison is not None
+    assert comparison.gain is not None
+    assert comparison.gain.ratio == pytest.approx(2.5)
+    (begun,) = [event for event in events if isinstance(event, ConfirmationStarted)]
+    assert (begun.numbers, begun.recipe) == ((1,), RECIPE)
+
+
+def test_a_recipe_that_does_not_fit_in_the_winners_class_is_run_once(tmp_path: Path) -> None:
+    def card(config: TrialConfig) -> Outcome:
+        return OutOfMemory(stage="forward") if config == RECIPE else half(config)
+
+    with opened(tmp_path, **LARGER) as study:
+        drive(study, a_runner(card))
+        assert batches(study.confirmations()) == [10, 4, 10]
+        ranking = ranking_of(study)
+        comparison = compare(ranking)
+    assert ranking.is_confirmed
+    assert comparison is not None
+    assert (comparison.gain, comparison.reason) == (None, "recipe_did_not_fit")
+
+
+def test_a_recipe_that_crashes_is_given_up_for_this_run_and_keeps_nothing_from_an_end(
+    tmp_path: Path,
+) -> None:
+    def card(config: TrialConfig) -> Outcome:
+        return Crashed(phase="measure") if config == RECIPE else half(config)
+
+    with opened(tmp_path, **LARGER) as study:
+        drive(study, a_runner(card))
+        assert batches(study.confirmations()).count(4) == 3
+        assert ranking_of(study).is_confirmed
+    with opened(tmp_path, **LARGER) as study:
+        drive(study, a_runner(half))
+        assert {r.series for r in study.confirmations()} == {1}
+        assert compare(ranking_of(study)).gain is not None  # type: ignore[union-attr]
+
+
+def test_a_study_that_ended_before_recipes_were_run_is_confirmed_anew(tmp_path: Path) -> None:
+    with opened(tmp_path, **LARGER) as study:
+        drive(study, a_runner(half))
+    with sqlite3.connect(tmp_path / "sweep.db") as database:
+        runs = database.execute(
+            "select trial_id, value_json from trial_user_attributes where key = 'record'"
+        ).fetchall()
+        for trial_id, value in runs:
+            record = json.loads(value)
+            if record["purpose"] == "confirm" and record["confirms"] is None:
+                record["config"]["lora_rank"] = 32
+                database.execute(
+                    "update trial_user_attributes set value_json = ? "
+                    "where key = 'record' and trial_id = ?",
+                    (json.dumps(record), trial_id),
+                )
+    with opened(tmp_path, **LARGER) as study:
+        assert compare(ranking_of(study)).reason == "another_class"  # type: ignore[union-attr]
+        drive(study, a_runner(half))
+        again = [r for r in study.confirmations() if r.series == 2]
+        assert batches(tuple(again)) == [10, 4, 10, 4]
+        assert compare(ranking_of(study)).gain is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("killed_at", range(6))
+def test_a_confirmation_with_a_recipe_goes_on_wherever_it_was_killed(
+    tmp_path: Path, killed_at: int
+) -> None:
+    ran: list[TrialConfig] = []
+
+    def dying(config: TrialConfig) -> Outcome:
+        ran.append(config)
+        if len(ran) == 3 + killed_at:
+            raise KeyboardInterrupt
+        return half(config)
+
+    with opened(tmp_path, **LARGER) as study, suppress(KeyboardInterrupt):
+        drive(study, a_runner(dying))
+    with opened(tmp_path, **LARGER) as study:
+        drive(study, a_runner(half))
+        fitted = tuple(r for r in study.confirmations() if r.measurement is not None)
+        assert {r.series for r in fitted} == {1}
+        assert sorted(batches(fitted)) == [4, 4, 10, 10]
+        assert compare(ranking_of(study)).gain is not None  # type: ignore[union-attr]
 
 
 def test_of_several_objectives_the_knee_is_confirmed(tmp_path: Path) -> None:

@@ -88,10 +88,12 @@ def test_rivals_are_the_trials_that_ran_to_the_end_within_the_budget() -> None:
     ranking = rank(records, a_definition())
     assert measurement.speed_interval is not None
     # What it reached for sure: a rival that was lucky stops nobody.
-    assert [r.tokens_per_second for r in rivals_among(ranking)] == [measurement.speed_interval[0]]
+    assert [r.tokens_per_second for r in rivals_among(ranking, of=TrialConfig())] == [
+        measurement.speed_interval[0]
+    ]
 
 
 def test_a_baseline_outside_the_space_stops_nothing_and_neither_does_a_speed_unsure() -> None:
     outside = a_record(TrialConfig(lora_rank=4), is_baseline=True)
     unsure = a_record(CONFIG, Measured(measurement=a_measurement(CONFIG, steps_measured=3)))
-    assert rivals_among(rank([outside, unsure], a_definition())) == ()
+    assert rivals_among(rank([outside, unsure], a_definition()), of=TrialConfig()) == ()

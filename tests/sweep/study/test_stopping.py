@@ -10,8 +10,9 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
+from storage.ranking import rank
 from storage.reading import read_study
-from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord, Verdict
+from storage.records import Crashed, Measured, Outcome, OutOfMemory, TrialRecord, Verdict
 from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler, Outlook
@@ -21,11 +22,14 @@ from sweep.study.preflight import Preflight
 from sweep.study.stopping import Spent, Stopping, price_of
 from sweep.study.tuner import tune
 from sweep.terminal.summary import not_ruled_out
+from tests.reports import synthetic
 from tests.sweep.simulated_device import (
     BUDGET,
     MODEL,
+    SPACE,
     Exact,
     OneFactor,
+    a_measurement,
     a_record,
     a_space,
     a_study,
@@ -53,24 +57,38 @@ class Physical:
         pass
 
 
-def a_preflight() -> Preflight:
+class SmallerIsFaster(Physical):
+    """Forecasts that a small rank is half as fast again."""
+
+    def predict(self, config: TrialConfig) -> float:
+        return tokens_per_second(config) * (1.5 if config.lora_rank == 8 else 1.0)
+
+    def physics(self, configs: Sequence[TrialConfig]) -> OneFactor:
+        return OneFactor(np.log([1.2 * c.tokens_per_step / self.predict(c) for c in configs]))
+
+
+def a_preflight(speed: Physical | None = None) -> Preflight:
     return Preflight(
         model=MODEL,
         budget_bytes=BUDGET,
         violation=lambda _: None,
         predictor=Exact(),
-        speed=Physical(),
+        speed=speed or Physical(),
     )
 
 
-def run(home: Path, answer: Any = train, **changes: Any) -> tuple[StopReason, OpenStudy]:
+def run(
+    home: Path, answer: Any = train, speed: Physical | None = None, **changes: Any
+) -> tuple[StopReason, OpenStudy]:
     """Run a guided study of the simulated card to its end."""
-    space, preflight = a_space(**changes), a_preflight()
+    space, preflight = a_space(**changes), a_preflight(speed)
     sampler = make_sampler("guided", space, seed=0, preflight=preflight)
     assert isinstance(sampler, GuidedSampler)
     with a_study(home, sampler=sampler, **changes) as study:
         stopping = Stopping(
-            space, outlook=lambda besides: sampler.outlook(study.study, besides=besides)
+            space,
+            outlook=lambda besides: sampler.outlook(study.study, besides=besides),
+            fastest_of=lambda is_wanted: sampler.fastest_of(study.study, is_wanted),
         )
         runner = ReplayRunner(otherwise=answer)
         return tune(study, runner=runner, preflight=preflight, stopping=stopping), study
@@ -93,6 +111,79 @@ def test_a_guided_study_ends_when_it_knows_and_says_what_it_could_not_rule_out(
     said = not_ruled_out(snapshot)
     assert said is not None
     assert "the most promising, " in said
+
+
+TWO_RANKS: dict[str, Any] = {
+    "dimensions": SPACE["dimensions"] | {"lora_rank": {"choices": [8, 16]}},
+    "fixed": {"target_modules": "attention"},
+}
+
+
+def two_ranks(config: TrialConfig) -> Outcome:
+    outcome = train(config)
+    if not isinstance(outcome, Measured) or config.lora_rank != 8:
+        return outcome
+    speed = 1.5 * tokens_per_second(config)
+    step = config.tokens_per_step / speed
+    ends = (0.995 * step, 1.005 * step)
+    changes = {"tokens_per_second": speed, "step_seconds": step, "step_seconds_ci95": ends}
+    return Measured(measurement=a_measurement(config, **changes))
+
+
+def of_rank(study: OpenStudy, rank: int) -> list[TrialRecord]:
+    return [r for r in study.records() if r.config.lora_rank == rank and not r.is_baseline]
+
+
+def test_where_smaller_adapters_win_the_fastest_of_the_baselines_class_is_measured_too(
+    tmp_path: Path,
+) -> None:
+    reason, study = run(tmp_path, two_ranks, SmallerIsFaster(), **TWO_RANKS)
+    assert reason is StopReason.GAIN_SPENT
+    assert of_rank(study, 8)
+    (owed,) = of_rank(study, 16)
+    assert owed.number == max(r.number for r in study.records())
+    assert owed.verdict is Verdict.FITS
+    assert tokens_per_second(owed.config) > 0.99 * best_speed(a_space())
+
+
+def test_of_the_baselines_class_two_are_tried_where_the_first_does_not_fit(tmp_path: Path) -> None:
+    def never(config: TrialConfig) -> Outcome:
+        is_lost = config.lora_rank == 16 and config != a_space(**TWO_RANKS).baseline_config()
+        return OutOfMemory(stage="forward") if is_lost else two_ranks(config)
+
+    reason, study = run(tmp_path, never, SmallerIsFaster(), **TWO_RANKS)
+    assert reason is StopReason.GAIN_SPENT
+    assert [r.verdict for r in of_rank(study, 16)] == [Verdict.OOM] * 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"dimensions": {"lora_rank": {"choices": [8]}}, "fixed": {}}, id="not-there"),
+        pytest.param({"objectives": ["peak_memory"]}, id="not-about-speed"),
+    ],
+)
+def test_nothing_more_is_owed(tmp_path: Path, changes: dict[str, Any]) -> None:
+    _, study = run(tmp_path, two_ranks, SmallerIsFaster(), **(TWO_RANKS | changes))
+    assert not of_rank(study, 16)
+
+
+def test_a_search_that_measured_the_baselines_class_owes_nothing() -> None:
+    space = a_space(**TWO_RANKS)
+    small, own = TrialConfig(lora_rank=8), TrialConfig(kernels="liger")
+    definition = synthetic.definition().model_copy(
+        update={"space": space, "model": MODEL.to_json()}
+    )
+    stopping = Stopping(space, fastest_of=lambda is_wanted: own if is_wanted(own) else None)
+
+    def owed(*records: TrialRecord) -> TrialConfig | None:
+        return stopping.still_owed(rank(records, definition))
+
+    won = a_record(small, two_ranks(small), number=1)
+    assert owed(RECORDS[0], won) == own
+    assert owed(RECORDS[0], won, a_record(own, number=2)) is None
+    assert owed(a_record(own, number=2)) is None
+    assert owed() is None
 
 
 def test_without_a_threshold_a_guided_study_goes_on_to_its_last_trial(tmp_path: Path) -> None:

@@ -67,7 +67,6 @@ def test_a_plan_is_set_beside_a_study_and_leads_where_it_is_surely_faster(
     ("arguments", "complaint"),
     [
         ([], "at least two"),
-        (["study", "--dataset-samples", "5"], "needs several studies or plans"),
         (["study", "nobody"], "no study 'nobody'"),
         (["study", "--plan", "none.json"], "none.json: no such file"),
     ],

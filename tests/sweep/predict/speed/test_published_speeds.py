@@ -80,13 +80,16 @@ def published_models() -> dict[str, dict[str, Any]]:
     return dict(json.loads(text))
 
 
-def published(card: str | None = None, split: str | None = None) -> list[Outcome]:
+def published(
+    card: str | None = None, split: str | None = None, calibration: Calibration | None = None
+) -> list[Outcome]:
     return [
         outcome(
             parse_config(row["config"]),
             row["step_seconds"],
             model=ModelSpec(row["model"], "directory", published_models()[row["model"]]),
             gpu=find_gpu(row["card"]),
+            calibration=calibration,
         )
         for row in published_rows()
         if card in (None, row["card"]) and split in (None, row["split"])

@@ -1,0 +1,426 @@
+"""Owns the figure of what is given up for what: the front of any two numbers of a trial.
+
+Pure: the page's document in, a drawing that refers to its trials out. What has no speed is never
+drawn as if it had one: it is in the lane of how it ended, at the memory that it needs. The page
+lets two axes and a capacity class be chosen; each choice is a `View`, made here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from reports import units
+from reports.figures.style import (
+    FADED_COLOUR,
+    FRONT_COLOUR,
+    LIMIT_COLOUR,
+    MAIN_PIXELS,
+    MARKS,
+    OUTLINE,
+    WINNER_COLOUR,
+    panels,
+)
+from search_spaces.gpus import GIB
+from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
+from storage.records import Verdict
+
+Trial = Mapping[str, Any]
+MEMORY = "peak_allocated_gib"
+SPEEDS = ("target_tokens_per_second", "tokens_per_second")
+"""What a front is about where it is known, the first of them before the second."""
+LABEL_CHARACTERS = 34
+_MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
+_EMPTY_PIXELS = 10
+"""Of the upper panel where nothing was measured."""
+_BEYOND_SHARE = 0.5
+"""Width of what is beyond the budget, of that of what is within."""
+_JITTER = 0.62
+_GOLDEN = 0.618034
+
+
+@dataclass(frozen=True)
+class View:
+    """The front of two columns within a capacity class, or within all."""
+
+    rows: tuple[int, ...]
+    """Indices of its trials, from the best in the first column on."""
+    labels: tuple[str, ...]
+    """What sets each apart from the others of the front, in few words."""
+    shared: str
+    """What they have in common and the baseline has not; empty where that is nothing."""
+
+
+def front_drawing(document: Mapping[str, Any], candidates: Sequence[int]) -> dict[str, Any]:
+    """Return the front of speed and memory, with every trial that has no speed in a lane below.
+
+    Args:
+        document: `document_of` a study.
+        candidates: indices of the trials that may be on a front.
+    """
+    trials: Sequence[Trial] = document["trials"]
+    y = _speed_of(document)
+    view = _view(document, candidates, (MEMORY, y))
+    scale = MemoryScale.of(document)
+    lanes = lanes_of(trials)
+    is_measured = y in document["columns"]
+    names = [lane_label(trials, lane) for lane in lanes]
+    layout = panels(lanes=names, tall=MAIN_PIXELS if is_measured else _EMPTY_PIXELS)
+    layout["xaxis"] |= scale.axis()
+    if is_measured:
+        layout["yaxis"]["title"] = {
+            "text": escape(document["columns"][y]["label"]),
+            "standoff": 10,
+        }
+    layout["shapes"], layout["annotations"] = scale.marks()
+    return {
+        "data": [
+            *_measured_traces(trials, view, y=y),
+            *_named_traces(document, y=y),
+            *(_lane_trace(trials, verdict, lane, scale) for lane, verdict in enumerate(lanes)),
+        ],
+        "layout": layout,
+    }
+
+
+def front_controls(document: Mapping[str, Any], candidates: Sequence[int]) -> dict[str, Any]:
+    """Return what the page needs to draw the figure by other axes or for one class.
+
+    ``views`` by the two columns in the order of the document, and the class (empty for all).
+    """
+    scale = MemoryScale.of(document)
+    shapes, annotations = scale.marks()
+    pairs = itertools.combinations(document["columns"], 2)
+    return {
+        "x": MEMORY,
+        "y": _speed_of(document),
+        "memory": MEMORY,
+        "measured": {
+            _name_of(verdict): _measured_rows(document["trials"], verdict) for verdict in _MEASURED
+        },
+        "symbols": {str(verdict): MARKS[verdict].symbol for verdict in _MEASURED},
+        "memory_axis": scale.axis(),
+        "shapes": shapes,
+        "annotations": annotations,
+        "lanes": [
+            {"verdict": str(v), "label": MARKS[v].lane} for v in lanes_of(document["trials"])
+        ],
+        "views": {
+            f"{a}|{b}|{name}": asdict(_view(document, candidates, (a, b), name))
+            for a, b in pairs
+            for name in ("", *document["classes"])
+        },
+    }
+
+
+def _speed_of(document: Mapping[str, Any]) -> str:
+    return next((speed for speed in SPEEDS if speed in document["columns"]), SPEEDS[-1])
+
+
+def _view(
+    document: Mapping[str, Any],
+    candidates: Sequence[int],
+    columns: tuple[str, str],
+    name: str = "",
+) -> View:
+    trials: Sequence[Trial] = document["trials"]
+    chosen = [row for row in candidates if name in ("", trials[row]["class"])]
+    signs = [1 if _is_more_better(document, column) else -1 for column in columns]
+    rows = pareto_rows(trials, chosen, columns, signs)
+    settings = [document["recipe"] | trials[row]["config"] for row in rows]
+    labels, shared = told_apart(settings, recipe=document["recipe"])
+    return View(tuple(rows), tuple(labels), shared)
+
+
+def _is_more_better(document: Mapping[str, Any], column: str) -> bool:
+    known = document["columns"].get(column)
+    return column != MEMORY if known is None else bool(known["more_is_better"])
+
+
+def pareto_rows(
+    trials: Sequence[Trial], rows: Sequence[int], columns: tuple[str, str], signs: Sequence[int]
+) -> list[int]:
+    """Return the rows that no other beats in one column and matches in both.
+
+    Args:
+        trials: all of the page's.
+        rows: indices of those that may be on the front.
+        columns: what they are compared by; who lacks one is left out.
+        signs: 1 where more of a column is better, -1 where less is.
+    """
+    points = sorted(
+        (-signs[0] * trials[row][columns[0]], -signs[1] * trials[row][columns[1]], row)
+        for row in rows
+        if all(column in trials[row] for column in columns)
+    )
+    front: list[tuple[float, float, int]] = []
+    for point in points:
+        if not front or point[1] < front[-1][1] or point[:2] == front[-1][:2]:
+            front.append(point)
+    return [row for *_, row in front]
+
+
+def told_apart(
+    settings: Sequence[Mapping[str, Any]], *, recipe: Mapping[str, Any]
+) -> tuple[list[str], str]:
+    """Return a short label for each configuration, and what all of them share over the recipe."""
+    if not settings:
+        return [], ""
+    varying = [key for key in recipe if any(s[key] != settings[0][key] for s in settings)]
+    common = [k for k in recipe if k not in varying and settings[0][k] != recipe[k]]
+    shared = ", ".join(units.phrase(key, settings[0][key]) for key in common)
+    keys = varying or common
+    return [_label(one, keys) or "as the baseline" for one in settings], shared if varying else ""
+
+
+def _label(setting: Mapping[str, Any], keys: Sequence[str]) -> str:
+    is_sized = any(key in keys for key in SIZE_KEYS)
+    size = [f"{setting['micro_batch_size']} × {setting['seq_len']}"] if is_sized else []
+    first = [key for key in CAPACITY_KEYS if key in keys]
+    rest = [key for key in keys if key not in (*SIZE_KEYS, *CAPACITY_KEYS)]
+    words = [*size, *(units.phrase(key, setting[key]) for key in (*first, *rest))]
+    text = units.visible(", ".join(words))
+    return text if len(text) <= LABEL_CHARACTERS else f"{text[: LABEL_CHARACTERS - 1]}…"
+
+
+def _measured_traces(trials: Sequence[Trial], view: View, *, y: str) -> Iterator[dict[str, Any]]:
+    """Yield what was measured: the others stand back, the front is joined and stands out."""
+    place = {"x": f"@{MEMORY}", "y": f"@{y}", "hoverinfo": "none"}
+    for verdict in _MEASURED:
+        rows = _measured_rows(trials, verdict)
+        if rows:
+            yield {
+                "meta": "others",
+                "type": "scatter",
+                "mode": "markers",
+                "name": _name_of(verdict),
+                "rows": [row for row in rows if row not in view.rows],
+                "marker": {"color": FADED_COLOUR, "symbol": MARKS[verdict].symbol, "size": 7},
+                **place,
+            }
+    yield {
+        "meta": "line",
+        "type": "scatter",
+        "mode": "lines",
+        "name": "front: none is better in both",
+        "rows": list(view.rows),
+        "line": {"color": FRONT_COLOUR, "width": 2, "shape": "hv"},
+        **place,
+        "hoverinfo": "skip",
+    }
+    yield {
+        "meta": "front",
+        "type": "scatter",
+        "mode": "markers",
+        "name": "on the front",
+        "showlegend": False,
+        "rows": list(view.rows),
+        "marker": {
+            "color": MARKS[Verdict.FITS].colour,
+            "size": 10,
+            "symbol": [MARKS[Verdict(trials[row]["verdict"])].symbol for row in view.rows],
+        },
+        **place,
+    }
+
+
+def _measured_rows(trials: Sequence[Trial], verdict: Verdict) -> list[int]:
+    return [
+        row
+        for row, trial in enumerate(trials)
+        if trial["verdict"] == verdict and "tokens_per_second" in trial
+    ]
+
+
+def _name_of(verdict: Verdict) -> str:
+    return MARKS[verdict].lane.replace("<br>", " ")
+
+
+def _named_traces(document: Mapping[str, Any], *, y: str) -> Iterator[dict[str, Any]]:
+    rows = {trial["number"]: row for row, trial in enumerate(document["trials"])}
+    looks = {
+        "winner": {"symbol": "star", "size": 17, "color": WINNER_COLOUR, "line": OUTLINE},
+        "baseline": {"symbol": "diamond-open", "size": 14, "color": WINNER_COLOUR},
+    }
+    for name, marker in looks.items():
+        numbers = document["named"][name]
+        if numbers:
+            yield {
+                "meta": "named",
+                "type": "scatter",
+                "mode": "markers",
+                "name": name,
+                "rows": [rows[number] for number in numbers],
+                "x": f"@{MEMORY}",
+                "y": f"@{y}",
+                "marker": marker,
+                "hoverinfo": "none",
+            }
+
+
+def lanes_of(trials: Sequence[Trial]) -> tuple[Verdict, ...]:
+    """Return how the trials without a speed ended, in the order of `Verdict`."""
+    ended = {trial["verdict"] for trial in trials if "tokens_per_second" not in trial}
+    return tuple(verdict for verdict in Verdict if verdict in ended)
+
+
+def lane_label(trials: Sequence[Trial], verdict: Verdict) -> str:
+    """Return what heads a lane: how its trials ended, and how many of them there are."""
+    count = sum(t["verdict"] == verdict and "tokens_per_second" not in t for t in trials)
+    return f"{MARKS[verdict].lane}: {count:,}"
+
+
+def _lane_trace(
+    trials: Sequence[Trial], verdict: Verdict, lane: int, scale: MemoryScale
+) -> dict[str, Any]:
+    """Return a lane's trials, side by side where they need the same; an arrow where it is more."""
+    rows = [
+        row
+        for row, trial in enumerate(trials)
+        if trial["verdict"] == verdict and "tokens_per_second" not in trial
+    ]
+    needs = [_need_of(trials[row]) for row in rows]
+    bounds = [trials[row].get("need_is_lower_bound", False) for row in rows]
+    mark = MARKS[verdict]
+    return {
+        "meta": "lane",
+        "type": "scatter",
+        "mode": "markers+text",
+        "name": _name_of(verdict),
+        "showlegend": False,
+        "yaxis": "y2",
+        "rows": rows,
+        "x": [scale.position(need) for need in needs],
+        "y": [lane + _offset(n, len(rows)) for n in range(len(rows))],
+        "text": [
+            "?" if need is None else "→" if bound else ""
+            for need, bound in zip(needs, bounds, strict=True)
+        ],
+        "textposition": "middle right",
+        "textfont": {"color": mark.colour, "size": 11},
+        "marker": {
+            "color": mark.colour,
+            "symbol": mark.symbol,
+            "size": 9,
+        },
+        "hoverinfo": "none",
+    }
+
+
+def _need_of(trial: Trial) -> float | None:
+    need = trial.get("need_gib", trial.get("predicted_peak_gib"))
+    return None if need is None else float(need)
+
+
+def _offset(index: int, count: int) -> float:
+    """Return where in its lane a trial is, so that equals do not hide each other."""
+    return ((index * _GOLDEN) % 1 - 0.5) * _JITTER if count > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class MemoryScale:
+    """The memory axis: even up to the budget, by ratio beyond it, so that far needs stay apart."""
+
+    left_gib: float
+    budget_gib: float
+    right_gib: float
+    """The most that anything needs; the budget where nothing needs more."""
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> MemoryScale:
+        """Return the scale that every trial of a document is on."""
+        budget = float(document["budget_gib"])
+        trials: Sequence[Trial] = document["trials"]
+        places = (t.get(MEMORY, _need_of(t)) for t in trials)
+        known = [float(place) for place in places if place is not None]
+        least, most = min([*known, budget]), max([*known, budget])
+        air = 0.06 * (budget - least) or 0.1 * budget
+        return cls(max(least - air, 0.0), budget, most)
+
+    @property
+    def _width(self) -> float:
+        return self.budget_gib - self.left_gib
+
+    @property
+    def _ratio(self) -> float:
+        # A need just beyond the budget is not to look far from it.
+        return max(self.right_gib / self.budget_gib, 1.5)
+
+    def position(self, need_gib: float | None) -> float:
+        """Return where a need is drawn; at the left edge where it is not known."""
+        if need_gib is None:
+            return self.left_gib + 0.02 * self._width
+        if need_gib <= self.budget_gib:
+            return need_gib
+        share = math.log(need_gib / self.budget_gib) / math.log(self._ratio)
+        return self.budget_gib + share * _BEYOND_SHARE * self._width
+
+    def axis(self) -> dict[str, Any]:
+        """Return range, ticks and title of plotly's axis."""
+        beyond = [(self.position(m * self.budget_gib), f"{m:g}×") for m in self._multiples()]
+        within = list(self._within())
+        end = self.position(self._ratio * self.budget_gib) if self._is_exceeded else self.budget_gib
+        unit = "MiB" if units.is_small(self.budget_gib * GIB) else "GiB"
+        past = ", beyond the budget in multiples of it" if beyond else ""
+        return {
+            "range": [self.left_gib, end + 0.04 * self._width],
+            "tickmode": "array",
+            "tickvals": [place for place, _ in (*within, *beyond)],
+            "ticktext": [text for _, text in (*within, *beyond)],
+            "title": {"text": f"peak allocated memory ({unit}{past})"},
+        }
+
+    @property
+    def _is_exceeded(self) -> bool:
+        return self.right_gib > self.budget_gib
+
+    def _multiples(self) -> list[float]:
+        if not self._is_exceeded:
+            return []
+        top = math.log2(self._ratio)
+        if top < 1:
+            return [1.25, 1.5]
+        step = math.ceil(top / 4)
+        return [float(2**power) for power in range(step, int(top) + 1, step)]
+
+    def _within(self) -> Iterator[tuple[float, str]]:
+        """Yield ticks up to the budget, five or so."""
+        scale = GIB / units.MIB if units.is_small(self.budget_gib * GIB) else 1.0
+        step = _round_step(self._width * scale / 5)
+        first, last = math.ceil(self.left_gib * scale / step), int(self.budget_gib * scale / step)
+        for tick in range(first, last + 1):
+            yield tick * step / scale, f"{tick * step:g}"
+
+    def marks(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the line of the budget with its name."""
+        at = self.budget_gib
+        line = {
+            "type": "line",
+            "x0": at,
+            "x1": at,
+            "y0": 0,
+            "y1": 1,
+            "yref": "paper",
+            "line": {"color": LIMIT_COLOUR, "width": 2, "dash": "dash"},
+        }
+        name = {
+            "x": at,
+            "y": 1,
+            "yref": "paper",
+            "yanchor": "bottom",
+            "xanchor": "center" if self._is_exceeded else "right",
+            "text": f"budget {units.gib(at * GIB)}",
+            "showarrow": False,
+            "font": {"color": LIMIT_COLOUR},
+        }
+        return [line], [name]
+
+
+def _round_step(rough: float) -> float:
+    """Return 1, 2 or 5 times a power of ten, the next above."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * unit for unit in (1, 2, 5, 10) if power * unit >= rough)

@@ -1,0 +1,52 @@
+"use strict";
+// Owns which trial is pinned: figures, the panel and the table show it and listen here.
+report.selection = (() => {
+  const listeners = [];
+  let pinned = null;
+  const pin = (row) => {
+    if (row === pinned) return;
+    pinned = row;
+    for (const listener of listeners) listener(pinned);
+  };
+  return { pin, toggle: (row) => pin(row === pinned ? null : row), get pinned() { return pinned; }, listen: (listener) => listeners.push(listener) };
+})();
+
+(() => {
+  const { study, words, selection, configOf } = report;
+  const element = (tag, text, className) => {
+    const made = document.createElement(tag);
+    made.textContent = text ?? "";
+    if (className) made.className = className;
+    return made;
+  };
+  report.element = element;
+
+  const panel = document.getElementById("pinned");
+  const facts = (pairs) => {
+    const list = element("dl");
+    for (const [name, value] of pairs) list.append(element("dt", name), element("dd", value));
+    return list;
+  };
+  const settings = (trial) => {
+    const box = element("details");
+    const text = element("pre", Object.entries(configOf(trial)).map(([key, value]) => `${key}: ${JSON.stringify(value)}`).join("\n"));
+    text.id = "pinned-configuration";
+    box.append(element("summary", "The whole configuration"), report.copyButton(text.id, "Copy"), text);
+    return box;
+  };
+  const show = (row) => {
+    panel.hidden = row === null;
+    if (row === null) return;
+    const trial = study.trials[row];
+    const close = element("button", "Close", "close");
+    close.type = "button";
+    close.addEventListener("click", () => selection.pin(null));
+    const title = element("h3", words.titleOf(trial));
+    title.append(...words.badgesOf(trial).map((name) => element("span", name, "badge")));
+    panel.replaceChildren(close, title, facts(words.detailsOf(trial)), settings(trial));
+  };
+  selection.listen(show);
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") selection.pin(null);
+  });
+})();

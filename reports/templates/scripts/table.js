@@ -1,0 +1,174 @@
+"use strict";
+// Owns the table of all trials: sorted, filtered, pinned by click or Enter, and downloaded as it stands.
+(() => {
+  const holder = document.getElementById("trials-table");
+  if (!holder) return;
+  const { study, words, selection, element, rowOf, configOf } = report;
+  const { isKnown, number } = words;
+  const PAGE = 50;
+  const form = document.getElementById("trials-controls");
+  const more = document.getElementById("trials-more");
+
+  const measured = Object.entries(study.columns).map(([key, { label, unit }]) => ({ key, label, isNumber: true, words: (trial) => number(trial[key], unit) }));
+  const columns = [
+    { key: "number", label: "trial", isNumber: true, words: (trial) => String(trial.number) },
+    { key: "changes", label: "against the baseline", words: (trial) => trial.changes },
+    ...measured,
+    { key: "need_gib", label: "needs", isNumber: true, words: (trial) => words.needOf(trial) || words.dash },
+    { key: "class", label: "class", words: (trial) => trial.class },
+    { key: "verdict", label: "ended", words: (trial) => study.verdicts[trial.verdict] },
+  ].filter(({ key }) => study.trials.some((trial) => isKnown(trial[key])));
+  const first = measured.find(({ key }) => key.endsWith("tokens_per_second"));
+  const state = { key: first?.key ?? "number", falls: Boolean(first), text: "", verdict: "", class: "", shown: PAGE };
+
+  const haystacks = study.trials.map((trial) => [
+    `trial ${trial.number}`, trial.changes, trial.class, study.verdicts[trial.verdict], trial.reason, trial.error, trial.doubts, ...(trial.flags ?? []),
+    ...words.badgesOf(trial), ...Object.entries(configOf(trial)).map(([key, value]) => `${key}: ${value}`),
+  ].filter(Boolean).join("\n").toLowerCase());
+  const isWanted = (trial, row) => (!state.verdict || trial.verdict === state.verdict) && (!state.class || trial.class === state.class)
+    && state.text.toLowerCase().split(/[\s,]+/).every((word) => haystacks[row].includes(word));
+  // What is not known comes last, whichever way the rest goes.
+  const compare = (a, b) => {
+    const [x, y] = [a[state.key], b[state.key]];
+    if (!isKnown(x) || !isKnown(y)) return isKnown(y) - isKnown(x) || a.number - b.number;
+    const order = typeof x === "number" ? x - y : String(x).localeCompare(String(y));
+    return (state.falls ? -order : order) || a.number - b.number;
+  };
+  const chosen = () => study.trials.filter(isWanted).sort(compare);
+
+  const cellOf = (trial, column) => {
+    const cell = element("td", column.words(trial), column.isNumber ? "number" : "");
+    cell.dataset.label = column.label;
+    if (column.key === "changes") cell.append(...words.badgesOf(trial).map((name) => element("span", name, "badge")));
+    if (column.key === "verdict" && (trial.error || trial.reason)) cell.append(reasonOf(trial));
+    return cell;
+  };
+  const reasonOf = ({ reason, error }) => {
+    if (!error) return element("div", reason, "caption");
+    const whole = element("details");
+    whole.append(element("summary", reason ?? "why"), element("pre", error));
+    return whole;
+  };
+  const rowFor = (trial) => {
+    const line = element("tr");
+    line.tabIndex = 0;
+    line.dataset.row = rowOf.get(trial.number);
+    line.setAttribute("aria-selected", String(Number(line.dataset.row) === selection.pinned));
+    line.append(...columns.map((column) => cellOf(trial, column)));
+    return line;
+  };
+  const headOf = (column) => {
+    const head = element("th", "", column.isNumber ? "number" : "");
+    const isSorted = column.key === state.key;
+    head.scope = "col";
+    head.setAttribute("aria-sort", isSorted ? (state.falls ? "descending" : "ascending") : "none");
+    const button = element("button", `${column.label}${isSorted ? (state.falls ? " ↓" : " ↑") : ""}`, "sort");
+    button.type = "button";
+    button.dataset.sort = column.key;
+    head.append(button);
+    return head;
+  };
+  const plural = (count) => `${count.toLocaleString("en-US")} ${count === 1 ? "trial" : "trials"}`;
+
+  const table = element("table", "", "cards trials");
+  const head = table.createTHead().insertRow();
+  const body = table.createTBody();
+  const showRows = () => {
+    const trials = chosen();
+    const pinned = trials.findIndex((trial) => rowOf.get(trial.number) === selection.pinned);
+    state.shown = Math.max(state.shown, pinned + 1);
+    body.replaceChildren(...trials.slice(0, state.shown).map(rowFor));
+    const total = study.trials.length;
+    const some = trials.length === total ? `${plural(total)} in all` : `${trials.length.toLocaleString("en-US")} of ${plural(total)}`;
+    document.getElementById("trials-count").textContent = trials.length > state.shown ? `${some}, the first ${state.shown} are listed.` : `${some}.`;
+    more.hidden = trials.length <= state.shown;
+    more.textContent = `Show ${Math.min(200, trials.length - state.shown)} more`;
+  };
+  const show = () => {
+    head.replaceChildren(...columns.map(headOf));
+    showRows();
+  };
+  const mark = (row) => {
+    if (row !== null && !body.querySelector(`[data-row="${row}"]`)) showRows();
+    for (const line of body.rows) line.setAttribute("aria-selected", String(Number(line.dataset.row) === row));
+  };
+
+  const sortBy = (key) => {
+    const isNumber = columns.find((column) => column.key === key).isNumber && key !== "number";
+    state.falls = key === state.key ? !state.falls : isNumber;
+    state.key = key;
+    show();
+    head.querySelector(`[data-sort="${key}"]`)?.focus();
+  };
+  head.addEventListener("click", ({ target }) => target.dataset.sort && sortBy(target.dataset.sort));
+  body.addEventListener("click", ({ target }) => {
+    const line = target.closest("tr");
+    if (line && !target.closest("details")) selection.toggle(Number(line.dataset.row));
+  });
+  body.addEventListener("keydown", (event) => {
+    const line = event.target;
+    if (line.tagName !== "TR") return;
+    const next = { ArrowDown: line.nextElementSibling, ArrowUp: line.previousElementSibling }[event.key];
+    if (next) next.focus();
+    else if (event.key === "Enter" || event.key === " ") selection.toggle(Number(line.dataset.row));
+    else return;
+    event.preventDefault();
+  });
+  form.addEventListener("input", ({ target }) => {
+    state[target.name] = target.value.trim();
+    state.shown = PAGE;
+    showRows();
+  });
+  form.addEventListener("submit", (event) => event.preventDefault());
+  more.addEventListener("click", () => {
+    state.shown += 200;
+    showRows();
+  });
+  selection.listen(mark);
+
+  // A spreadsheet would run a text that begins like a formula.
+  const quoted = (value) => {
+    const text = isKnown(value) ? (typeof value === "object" ? JSON.stringify(value) : String(value)) : "";
+    const safe = typeof value === "string" && /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
+    return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
+  };
+  const flat = ({ config, ...trial }) => ({ ...trial, ...configOf({ config }) });
+  const csv = (trials) => {
+    const keys = [...new Set(trials.flatMap((trial) => Object.keys(flat(trial))))];
+    return [keys, ...trials.map((trial) => keys.map((key) => flat(trial)[key]))].map((line) => line.map(quoted).join(",")).join("\r\n") + "\r\n";
+  };
+  const json = (trials) => `${JSON.stringify(trials.map((trial) => ({ ...trial, config: configOf(trial) })), null, 1)}\n`;
+  // A space that holds the trials: what they differ in is searched, the rest is fixed. YAML reads JSON's values.
+  const yaml = (trials) => {
+    const configs = trials.map(configOf);
+    const values = (key) => [...new Set(configs.map((config) => JSON.stringify(config[key])))];
+    const varying = Object.keys(study.recipe).filter((key) => values(key).length > 1);
+    const searched = varying.length ? varying : ["micro_batch_size"];
+    const line = ([key, value]) => `${key}: ${JSON.stringify(value)}`;
+    const order = (texts) => texts.map((text) => JSON.parse(text)).sort((a, b) => (typeof a === "number" ? a - b : 0)).map((value) => JSON.stringify(value));
+    return [
+      `# ${plural(trials.length)} of a study, and what lies between them: sweep run THIS-FILE.yaml`,
+      "name: selection", ...Object.entries(study.space).map(line),
+      "dimensions:", ...searched.map((key) => `  ${key}: [${order(values(key)).join(", ")}]`),
+      "fixed:", ...Object.entries(configs[0]).filter(([key]) => !searched.includes(key)).map((pair) => `  ${line(pair)}`),
+      "baseline:", ...Object.entries(study.recipe).map((pair) => `  ${line(pair)}`), "",
+    ].join("\n");
+  };
+  const FORMATS = { csv: [csv, "text/csv"], json: [json, "application/json"], yaml: [yaml, "application/yaml"] };
+  const downloads = document.getElementById("trials-downloads");
+  downloads.addEventListener("click", ({ target }) => {
+    const [write, type] = FORMATS[target.dataset.download] ?? [];
+    const trials = chosen();
+    if (!write || !trials.length) return;
+    const link = element("a");
+    link.href = URL.createObjectURL(new Blob([write(trials)], { type: `${type};charset=utf-8` }));
+    link.download = `trials.${target.dataset.download}`;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  });
+
+  holder.append(table);
+  form.hidden = false;
+  downloads.hidden = false;
+  show();
+})();
