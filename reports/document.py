@@ -171,6 +171,7 @@ def _measured(measured: Measurement, snapshot: StudySnapshot) -> dict[str, Any]:
         "trainable_parameters": measured.trainable_parameters,
         # Of random weights a loss says nothing about quality.
         "final_loss": measured.final_loss if is_real else None,
+        "joules_per_token": measured.joules_per_token,
         "doubts": uncertainty.doubts(measured) or None,
         "flags": list(measured.flags) or None,
     }

@@ -37,7 +37,6 @@ from reports.figures.style import themes
 from reports.figures.trust import trust_section
 from reports.front import front_of
 from reports.opening import opening_of
-from reports.tables import tables_of
 from reports.trials import trials_of
 from reports.wall import wall_of
 from search_spaces.errors import EnvironmentFault
@@ -55,12 +54,11 @@ class Section:
 
 SECTIONS: tuple[Section, ...] = (
     Section("decision", decision_of),
-    Section("opening", opening_of),
     Section("front", front_of),
     Section("wall", wall_of),
     Section("knobs", knobs_of),
+    Section("opening", opening_of),
     Section("trials", trials_of),
-    Section("tables", tables_of),
     Section("trust", trust_section),
 )
 """The page, from top to bottom."""
@@ -101,10 +99,24 @@ def write_page(page: str, path: Path) -> None:
 
 def render(snapshot: StudySnapshot) -> str:
     """Return a study's report as HTML."""
-    made = [(section.name, section.make(snapshot)) for section in SECTIONS]
-    sections = [(name, value) for name, value in made if value is not None]
+    sections = _sections(snapshot)
     title = f"{snapshot.name} · QLoRA study"
     return _page(title, sections, document=document_of(snapshot), snapshot=snapshot)
+
+
+def figures_of(snapshot: StudySnapshot) -> tuple[PageFigure, ...]:
+    """Return the figures of a study's report, in the order of the page."""
+    return _figures(_sections(snapshot))
+
+
+def _sections(snapshot: StudySnapshot) -> list[tuple[str, Any]]:
+    """Return the name and the value of every section that has something to say."""
+    made = [(section.name, section.make(snapshot)) for section in SECTIONS]
+    return [(name, value) for name, value in made if value is not None]
+
+
+def _figures(sections: Iterable[tuple[str, Any]]) -> tuple[PageFigure, ...]:
+    return tuple(figure for _, value in sections for figure in getattr(value, "figures", ()))
 
 
 def render_comparison(comparison: Comparison) -> str:
@@ -120,7 +132,6 @@ def _page(
     document: Mapping[str, Any],
     snapshot: StudySnapshot | None,
 ) -> str:
-    figures = [figure for _, value in sections for figure in getattr(value, "figures", ())]
     scripts = [_plotly(), *(_source(f"scripts/{name}") for name in _SCRIPTS)]
     return (
         _environment()
@@ -130,7 +141,7 @@ def _page(
             snapshot=snapshot,
             sections=sections,
             styles=Markup("".join(map(_source, _STYLES))),
-            page_data=Markup(_page_data(document, figures)),
+            page_data=Markup(_page_data(document, _figures(sections))),
             scripts=[Markup(script) for script in scripts],
             script_hashes=[_csp_hash(script) for script in scripts],
         )

@@ -1,7 +1,6 @@
-"""Owns the tables that people read: top configurations, capacity classes, verdicts, environment.
+"""Owns the tables that people read: top configurations, capacity classes, environment.
 
-Pure: a study's snapshot in, rows of finished text out. Knows nothing of terminals, HTML or figures;
-how trials end is put into words by `outcomes`.
+Pure: a study's snapshot in, rows of finished text out. Knows nothing of terminals, HTML or figures.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from reports import objectives, uncertainty, units
-from reports.outcomes import VERDICT_LABELS, VERDICT_MEANINGS
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
 from storage.definition import StudySnapshot
-from storage.ranking import ClassBest, rank_study, verdict_counts
-from storage.records import TrialRecord, Verdict
+from storage.ranking import ClassBest, rank_study
+from storage.records import TrialRecord
 
 
 @dataclass(frozen=True)
@@ -59,30 +57,6 @@ class ClassRow:
     changes: str
     tokens_per_second: str
     peak_allocated: str
-
-
-@dataclass(frozen=True)
-class VerdictRow:
-    """How many trials ended in one way."""
-
-    verdict: Verdict
-    label: str
-    count: int
-    meaning: str
-
-
-@dataclass(frozen=True)
-class Tables:
-    """What the page lists."""
-
-    top: tuple[ConfigurationRow, ...]
-    classes: tuple[ClassRow, ...]
-    verdicts: tuple[VerdictRow, ...]
-
-
-def tables_of(snapshot: StudySnapshot) -> Tables:
-    """Return the tables of a study's trials."""
-    return Tables(top_configurations(snapshot), class_rows(snapshot), verdict_rows(snapshot))
 
 
 @dataclass(frozen=True)
@@ -147,16 +121,6 @@ def _class_row(best: ClassBest, record: TrialRecord, *, baseline: TrialConfig) -
         tokens_per_second=units.rate(best.tokens_per_second)
         + (" (stopped early)" if best.is_partial else ""),
         peak_allocated=units.gib(measured.peak_allocated_bytes if measured else None),
-    )
-
-
-def verdict_rows(snapshot: StudySnapshot) -> tuple[VerdictRow, ...]:
-    """Return how many trials ended in each way that occurred, in the order of `Verdict`."""
-    counts = verdict_counts(snapshot.records)
-    return tuple(
-        VerdictRow(verdict, VERDICT_LABELS[verdict], counts[verdict], VERDICT_MEANINGS[verdict])
-        for verdict in Verdict
-        if counts[verdict]
     )
 
 

@@ -156,6 +156,16 @@ class TargetSpeed:
 
 
 @dataclass(frozen=True)
+class MemoryForecast:
+    """What a configuration is predicted to need under the study's budget."""
+
+    peak_allocated_bytes: int
+    parts: Mapping[str, int]
+    """Bytes by what they are for; they add up to the peak."""
+    fits: Literal["yes", "no", "uncertain"]
+
+
+@dataclass(frozen=True)
 class StudySnapshot:
     """A study as it stands in storage: all that reports, `status` and `best` read."""
 
@@ -180,8 +190,8 @@ class StudySnapshot:
     """At what the target card can be rented; None where no price is known."""
     target_speeds: Mapping[int, TargetSpeed] = field(default_factory=dict)
     """What is predicted of the target card where another stood in, by trial number."""
-    memory_parts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    """Bytes of each part of a trial's peak by prediction, by number, where that is at hand."""
+    memory_forecasts: Mapping[TrialConfig, MemoryForecast] = field(default_factory=dict)
+    """What a configuration is predicted to need, tried or not, where that is at hand."""
     job_tokens: float | None = None
     """Tokens of the training that a report is asked to price; None where nobody said."""
 

@@ -44,7 +44,7 @@ from sweep.paths import (
     runs_directory,
     storage_url,
 )
-from sweep.planning.memory_parts import with_memory_parts
+from sweep.planning.kept_memory import with_memory_forecasts
 from sweep.planning.target_speed import with_target_speeds
 from sweep.running.device_info import read_card
 from sweep.study.events import Listener, StopReason
@@ -136,7 +136,7 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
 def _read(study: str, *, url: str) -> StudySnapshot:
     """Return a study, with its speeds on the target card and that card's cheapest offer."""
     stored = with_target_speeds(read_study(study, url=url, home=runs_directory()))
-    snapshot = with_memory_parts(stored, cache_dir=cache_directory() / "memory")
+    snapshot = with_memory_forecasts(stored, cache_dir=cache_directory() / "memory")
     try:
         offers = load_prices(own_price_file()).get(snapshot.definition.target.gpu)
     except InputError as error:

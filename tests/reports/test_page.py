@@ -156,7 +156,7 @@ def test_several_objectives_have_their_trade_off_on_the_page() -> None:
     ]
     text = Page(render(snapshot(trials, definition=about))).visible
     assert "the knee of their front" in text
-    trade_off = text[text.index("The trade-off") : text.index("What do I give up")]
+    trade_off = text[text.index("The trade-off") : text.index("All trials")]
     assert "16,800 20.00 GiB" in trade_off
     assert "8,000 8.00 GiB" in trade_off
     assert "The trade-off" not in Page(render(snapshot(trials))).visible

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from reports import tables
+from reports.trials import trials_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.records import Measured, OutOfMemory, PrunedSlow, Verdict
@@ -98,16 +99,19 @@ def test_each_capacity_class_has_its_fastest_and_says_when_it_was_stopped_early(
 
 
 def test_every_verdict_has_a_label_and_one_sentence() -> None:
-    rows = tables.verdict_rows(snapshot(one_of_each()))
-    assert [row.verdict for row in rows] == list(Verdict)
-    assert len({row.label for row in rows}) == len(Verdict)
-    assert all(row.meaning.endswith(".") and row.count == 1 for row in rows)
+    section = trials_of(snapshot(one_of_each()))
+    assert section is not None
+    assert list(section.verdicts) == [str(verdict) for verdict in Verdict]
+    assert len(section.meanings) == len(Verdict)
+    assert all(meaning.endswith(".") for meaning in section.meanings.values())
 
 
-def test_verdicts_that_did_not_occur_are_left_out() -> None:
+def test_the_trials_can_be_filtered_by_the_verdicts_that_occurred_with_their_counts() -> None:
     study = snapshot([fits(0, 8_000.0), record(1, OutOfMemory(stage="forward"))])
-    rows = tables.verdict_rows(study)
-    assert [(row.verdict, row.count) for row in rows] == [(Verdict.FITS, 1), (Verdict.OOM, 1)]
+    section = trials_of(study)
+    assert section is not None
+    assert list(section.verdicts.values()) == ["fits (1)", "ran out of memory (1)"]
+    assert trials_of(snapshot()) is None
 
 
 def test_the_environment_names_target_host_and_every_stored_version() -> None:

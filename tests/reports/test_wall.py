@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from reports.page import render
 from reports.wall import BATCHES_MAX, PANELS_MAX, Cell, Wall, wall_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from storage.definition import StudySnapshot
+from storage.definition import MemoryForecast, StudySnapshot
 from storage.records import (
     Crashed,
     DominatedOutOfMemory,
@@ -161,6 +162,27 @@ def test_many_sizes_share_rows() -> None:
     rows = wall.panels[0].rows
     assert len(rows) <= BATCHES_MAX
     assert rows[0][0] == "1–5"
+
+
+def test_what_was_not_tried_is_predicted_for_the_fastest_structure_where_that_is_at_hand() -> None:
+    fast = TrialConfig(micro_batch_size=8, upcast_fp32=False)
+    sizes = {4: "yes", 8: "yes", 10: "uncertain", 12: "no"}
+    forecasts = {
+        fast.model_copy(update={"micro_batch_size": size}): MemoryForecast(size * 2 * GIB, {}, fits)
+        for size, fits in sizes.items()
+    }
+    study = snapshot([fits(0, 8_000.0), fits(1, 9_000.0, fast)], memory_forecasts=forecasts)
+    assert not _wall(replace(study, memory_forecasts={})).has_expected
+    rows = dict(_wall(study).panels[0].rows)
+    column = _wall(study).lengths.index("512")
+    shown = {batch: (cells[column].kind, cells[column].text) for batch, cells in rows.items()}
+    assert shown["8"] == ("fits", "9.0k")
+    assert shown["4"] == ("expected", "○")
+    assert shown["10"] == ("expected", "?")
+    assert shown["12"] == ("expected", "△")
+    assert shown["32"] == ("untried", "")
+    assert rows["12"][column].trial is None
+    assert "not tried, predicted not to fit: 24.00 GiB" in rows["12"][column].words
 
 
 @pytest.mark.parametrize("trials", [1, 9, 300])

@@ -50,6 +50,7 @@ report.words = (() => {
     isKnown(trial.peak_reserved_gib) && ["reserved", number(trial.peak_reserved_gib, "gib")],
     isKnown(trial.step_seconds) && ["a step", number(trial.step_seconds, "seconds")],
     isKnown(trial.predicted_peak_gib) && ["predicted peak", number(trial.predicted_peak_gib, "gib")],
+    isKnown(trial.joules_per_token) && ["energy of a token", `${Number((1000 * trial.joules_per_token).toPrecision(3))} mJ`],
     trial.flags && ["flags", trial.flags.join(", ")],
     trial.error && ["why", trial.error],
   ].filter(Boolean);
