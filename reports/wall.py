@@ -18,7 +18,7 @@ from reports.outcomes import VERDICT_LABELS
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.knobs import KNOBS, SIZE_KEYS
 from search_spaces.space import SearchSpace
-from storage.definition import StudySnapshot
+from storage.definition import MemoryForecast, StudySnapshot
 from storage.ranking import fitting, measured_of, rank_study
 from storage.records import OUT_OF_MEMORY, Need, TrialRecord, Verdict, need_of, predicted_need
 
@@ -35,6 +35,7 @@ _EXPECTED = {
     "uncertain": ("?", "too close to say"),
 }
 """The mark and the words of what was not tried."""
+_CERTAINTY = {"yes": 0, "uncertain": 1, "no": 2}
 
 CellKind = Literal["fits", "partial", "oom", "refused", "unknown", "expected", "untried"]
 """Measured to the end; stopped as slow; out of memory for real; not launched, by prediction or by
@@ -113,7 +114,7 @@ def wall_of(snapshot: StudySnapshot) -> Wall | None:
     knobs = _panel_knobs(records)
     groups = _by_values(records, knobs)
     forecasts = snapshot.memory_forecasts
-    is_predicted = any(_standing_for(group) in forecasts for _, group in groups)
+    is_predicted = any(r.config in forecasts for _, group in groups for r in _structures(group))
     # Where what was not tried can be predicted, the space's own sizes are worth a row as well.
     beside = snapshot.definition.space if is_predicted else None
     batches = _bands(_values(records, "micro_batch_size", beside), most=BATCHES_MAX)
@@ -140,10 +141,27 @@ def _values(records: Sequence[TrialRecord], key: str, space: SearchSpace | None)
     return tried if space is None else tried | set(space.values_of(key))
 
 
-def _standing_for(records: Sequence[TrialRecord]) -> TrialConfig:
-    """Return the structure that what was not tried is predicted for: the panel's fastest."""
-    best = next(iter(fitting(records)), None)
-    return (best or records[-1]).config
+def _structures(records: Sequence[TrialRecord]) -> tuple[TrialRecord, ...]:
+    """Return the trials whose structure tells where a panel's wall is: the fastest and the leanest.
+
+    The leanest took the least memory a token.
+    """
+    measured = [record for record in records if record.measurement is not None]
+    if not measured:
+        return tuple(records[-1:])
+    fastest = max(measured, key=lambda record: measured_of(record).tokens_per_second)
+    leanest = min(measured, key=_bytes_per_token)
+    is_one = _at(fastest.config, 1, 1) == _at(leanest.config, 1, 1)
+    return (fastest,) if is_one else (fastest, leanest)
+
+
+def _bytes_per_token(record: TrialRecord) -> float:
+    return measured_of(record).peak_allocated_bytes / record.config.tokens_per_micro_batch
+
+
+def _at(config: TrialConfig, batch: int, length: int) -> TrialConfig:
+    """Return a configuration at another size."""
+    return config.model_copy(update={"micro_batch_size": batch, "seq_len": length})
 
 
 def _value(record: TrialRecord, key: str) -> Any:
@@ -268,37 +286,46 @@ class _Cells:
             config = record.config
             place = _band_of(config.micro_batch_size, batches), _band_of(config.seq_len, lengths)
             known[place].append(record)
-        stands = _standing_for(records)
+        structures = _structures(records)
         return tuple(
             (
                 _band_name(batch),
                 tuple(
                     self._cell(known[batch, length])
                     if (batch, length) in known
-                    else self._expected(stands, batch, length)
+                    else self._expected(structures, batch, length)
                     for length in lengths
                 ),
             )
             for batch in batches
         )
 
-    def _expected(self, stands: TrialConfig, batch: Band, length: Band) -> Cell:
-        """Return the cell of what was not tried, and is predicted where that is at hand."""
+    def _expected(self, structures: Sequence[TrialRecord], batch: Band, length: Band) -> Cell:
+        """Return the cell of what was not tried, and is predicted where that is at hand.
+
+        As of what was tried, it is the best of the panel's structures: the fastest that fits.
+        """
         if batch[0] != batch[1] or length[0] != length[1]:
             return Cell("untried")
-        sizes = {"micro_batch_size": batch[0], "seq_len": length[0]}
-        config = stands.model_copy(update=sizes)
-        forecast = self.snapshot.memory_forecasts.get(config)
-        if forecast is None or self.snapshot.definition.space.params_of(config) is None:
+        known: list[tuple[MemoryForecast, TrialRecord]] = []
+        for record in structures:
+            config = _at(record.config, batch[0], length[0])
+            forecast = self.snapshot.memory_forecasts.get(config)
+            if forecast is not None and self.snapshot.definition.space.params_of(config):
+                known.append((forecast, record))
+                if forecast.fits == "yes":
+                    break
+        if not known:
             return Cell("untried")
+        # The first that fits, else one that may, and of those that do not the least.
+        forecast, record = min(
+            known, key=lambda pair: (_CERTAINTY[pair[0].fits], pair[0].peak_allocated_bytes)
+        )
         text, words = _EXPECTED[forecast.fits]
         need = units.gib(forecast.peak_allocated_bytes)
-        return Cell(
-            "expected",
-            text,
-            _gib(forecast.peak_allocated_bytes),
-            f"not tried, {words}: {need} predicted for the panel's fastest structure",
-        )
+        as_what = f"{need} with the other settings of trial {record.number}"
+        memory = _gib(forecast.peak_allocated_bytes)
+        return Cell("expected", text, memory, f"not tried, {words}: {as_what}")
 
     def _cell(self, records: Sequence[TrialRecord]) -> Cell:
         if not records:

@@ -70,11 +70,26 @@ class KeptForecasts(Mapping[TrialConfig, MemoryForecast]):
 
     def _predicted(self, config: TrialConfig) -> MemoryForecast | None:
         try:
-            predicted = self._predictor.predict(config)
+            beyond = None if config in self._tried else self._far_beyond(config)
+            predicted = self._predictor.predict(config) if beyond is None else None
         except SweepError:
             return None
+        if predicted is None:
+            return beyond
         fits = _FITS[predicted.fits(self._budget_bytes)]
         return MemoryForecast(predicted.peak_allocated_bytes, predicted.breakdown, fits)
+
+    def _far_beyond(self, config: TrialConfig) -> MemoryForecast | None:
+        """Return what needs too much even if nothing is wasted, which is quickly seen; else None.
+
+        Replaying the allocator takes most of a prediction, and would only add to it.
+        """
+        whole = self._predictor.predict_all([config])
+        if whole.refused:
+            return None
+        least, unsure = int(whole.least_allocated_bytes[0]), float(whole.uncertainty[0])
+        is_beyond = least * (1 - unsure) > self._budget_bytes
+        return MemoryForecast(least, {}, "no") if is_beyond else None
 
     def __iter__(self) -> Iterator[TrialConfig]:
         return (config for config in self._tried if self.get(config) is not None)

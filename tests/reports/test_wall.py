@@ -164,7 +164,7 @@ def test_many_sizes_share_rows() -> None:
     assert rows[0][0] == "1–5"
 
 
-def test_what_was_not_tried_is_predicted_for_the_fastest_structure_where_that_is_at_hand() -> None:
+def test_what_was_not_tried_is_predicted_where_that_is_at_hand() -> None:
     fast = TrialConfig(micro_batch_size=8, upcast_fp32=False)
     sizes = {4: "yes", 8: "yes", 10: "uncertain", 12: "no"}
     forecasts = {
@@ -182,7 +182,25 @@ def test_what_was_not_tried_is_predicted_for_the_fastest_structure_where_that_is
     assert shown["12"] == ("expected", "△")
     assert shown["32"] == ("untried", "")
     assert rows["12"][column].trial is None
-    assert "not tried, predicted not to fit: 24.00 GiB" in rows["12"][column].words
+    assert "not tried, predicted not to fit: 24.00 GiB with the other settings of trial 1" in (
+        rows["12"][column].words
+    )
+
+
+def test_a_cell_that_was_not_tried_fits_where_the_leanest_structure_of_its_panel_does() -> None:
+    heavy = TrialConfig(micro_batch_size=8)
+    lean = TrialConfig(micro_batch_size=4, upcast_fp32=False)
+    forecasts = {
+        heavy: MemoryForecast(20 * GIB, {}, "yes"),
+        heavy.model_copy(update={"micro_batch_size": 10}): MemoryForecast(30 * GIB, {}, "no"),
+        lean.model_copy(update={"micro_batch_size": 10}): MemoryForecast(15 * GIB, {}, "yes"),
+    }
+    trials = [fits(0, 9_000.0, heavy), fits(1, 8_000.0, lean, peak_allocated_bytes=2 * GIB)]
+    study = snapshot(trials, memory_forecasts=forecasts)
+    rows = dict(_wall(study).panels[0].rows)
+    cell = rows["10"][_wall(study).lengths.index("512")]
+    assert (cell.text, cell.memory) == ("○", "15.0")
+    assert "trial 1" in cell.words
 
 
 @pytest.mark.parametrize("trials", [1, 9, 300])
