@@ -138,6 +138,7 @@ def _signed(count: float) -> str:
 def _basis(effect: Effect) -> str:
     words = [
         f"{name}: {_told_by(change)}"
+        + (f" ({change.pair})" if change.pair and change.pair != effect.label else "")
         for name, change in (("speed", effect.speed), ("memory", effect.memory))
         if change is not None
     ]
@@ -152,7 +153,7 @@ def _told_by(change: Change) -> str:
         case "fit":
             return f"the fitted model, {change.count} trials"
         case "pair":
-            return f"one pair{f', {change.pair}' if change.pair else ''}"
+            return "one pair"
 
 
 def _unfit(effect: Effect) -> str:

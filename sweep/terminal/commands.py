@@ -215,6 +215,8 @@ def report(
     output: Path | None,
 ) -> int:
     """Print the report of a study, or of several cards, or write it and print where it is."""
+    if not studies and len(plans) < 2:
+        raise InputError("name a study for its report, or several studies or plans to compare")
     snapshots = [_read(study, url=storage_url(storage)) for study in studies]
     if len(studies) == 1 and not plans:
         return _put(render(job.priced(snapshots[0])), output or report_path(studies[0]))

@@ -187,8 +187,10 @@ def test_a_single_pair_has_the_interval_of_its_two_speeds_and_says_its_own_step(
         fits(2, 9_000.0, TrialConfig(micro_batch_size=4, compile=True)),
     ]
     about = _space(micro_batch_size=(4, 8, 10), compile=(False, True))
-    change = _by_key(snapshot(records, definition=about), "micro_batch_size").speed
+    effect = _by_key(snapshot(records, definition=about), "micro_batch_size")
+    change = effect.speed
     assert change is not None
+    assert effect.label == "micro-batch 8 → 10"
     assert (change.basis, change.count, change.pair) == ("pair", 1, "micro-batch 8 → 10")
     assert change.estimate.value == pytest.approx(1.1)
     assert change.estimate.low == pytest.approx(1.1 / 1.01 * 0.99, rel=1e-3)
