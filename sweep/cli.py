@@ -203,6 +203,7 @@ def report(
     tokens: opt.TokensOption = None,
     dataset_samples: opt.DatasetOption = None,
     epochs: opt.EpochsOption = None,
+    figure: opt.FigureOption = None,
     output: opt.ReportOption = None,
     storage: opt.StorageOption = None,
 ) -> int:
@@ -211,6 +212,8 @@ def report(
     Several studies, and plans that `sweep plan --json` printed, are set beside each other: which
     card is the cheapest, which the soonest, and what cannot be told. Example: sweep report a10
     a100-40gb --plan l4.json --dataset-samples 50000
+
+    A picture for slides, where the extra `images` is installed: sweep report a10 -o front.png
     """
     from reports.decision import Job
     from sweep.terminal import commands
@@ -219,6 +222,7 @@ def report(
         studies or (),
         plans=plans or (),
         job=Job(tokens=tokens, dataset_samples=dataset_samples, epochs=epochs),
+        figure=figure,
         storage=storage,
         output=_output(output),
     )

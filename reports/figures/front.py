@@ -35,6 +35,8 @@ SPEEDS = ("target_tokens_per_second", "tokens_per_second")
 """What a front is about where it is known, the first of them before the second."""
 LABEL_CHARACTERS = 34
 _MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
+_LABEL_HEIGHT = 0.055
+"""Of the upper panel's height."""
 _EMPTY_PIXELS = 10
 """Of the upper panel where nothing was measured."""
 _BEYOND_SHARE = 0.5
@@ -77,6 +79,7 @@ def front_drawing(document: Mapping[str, Any], candidates: Sequence[int]) -> dic
             "standoff": 10,
         }
     layout["shapes"], layout["annotations"] = scale.marks()
+    layout["annotations"] += _labels(trials, view, y=y)
     return {
         "data": [
             *_measured_traces(trials, view, y=y),
@@ -226,6 +229,22 @@ def _measured_traces(trials: Sequence[Trial], view: View, *, y: str) -> Iterator
         },
         **place,
     }
+
+
+def _labels(trials: Sequence[Trial], view: View, *, y: str) -> list[dict[str, Any]]:
+    """Return the labels of a picture, from the right; what would stand on another has none.
+
+    The page places its own, for the width and the axes at hand.
+    """
+    most = max((trials[row][y] for row in view.rows), default=0.0)
+    labels: list[dict[str, Any]] = []
+    for row, label in reversed(list(zip(view.rows, view.labels, strict=True))):
+        height = trials[row][y]
+        if labels and labels[-1]["y"] - height < _LABEL_HEIGHT * most:
+            continue
+        at = {"x": trials[row][MEMORY], "y": height, "xanchor": "right", "yanchor": "bottom"}
+        labels.append({**at, "text": escape(label), "showarrow": False, "xshift": -7})
+    return labels
 
 
 def _measured_rows(trials: Sequence[Trial], verdict: Verdict) -> list[int]:
@@ -415,7 +434,6 @@ class MemoryScale:
             "xanchor": "center" if self._is_exceeded else "right",
             "text": f"budget {units.gib(at * GIB)}",
             "showarrow": False,
-            "font": {"color": LIMIT_COLOUR},
         }
         return [line], [name]
 

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from reports import units
+from reports import images, units
 from reports.cards import card_of_study, cards_of_plan
 from reports.comparison import Comparison, compare_cards
 from reports.decision import Job
@@ -211,6 +211,7 @@ def report(
     *,
     plans: Sequence[str],
     job: Job,
+    figure: str | None,
     storage: str | None,
     output: Path | None,
 ) -> int:
@@ -218,10 +219,24 @@ def report(
     if not studies and len(plans) < 2:
         raise InputError("name a study for its report, or several studies or plans to compare")
     snapshots = [_read(study, url=storage_url(storage)) for study in studies]
+    is_picture = output is not None and output.suffix in images.SUFFIXES
+    if figure is not None and not is_picture:
+        raise InputError("--figure needs -o with a name that ends in .png or .svg")
     if len(studies) == 1 and not plans:
+        if output is not None and is_picture:
+            return _draw(snapshots[0], output, figure=figure)
         return _put(render(job.priced(snapshots[0])), output or report_path(studies[0]))
+    if is_picture:
+        raise InputError("a picture is of one study: several have a page alone")
     page = render_comparison(compared(snapshots, plans, job=job))
     return _put(page, output or comparison_path(studies))
+
+
+def _draw(snapshot: StudySnapshot, path: Path, *, figure: str | None) -> int:
+    """Write one figure of a study's report as a picture, and print where it is."""
+    images.write_image(snapshot, path, figure=figure)
+    say(str(path))
+    return DONE
 
 
 def _put(page: str, path: Path) -> int:

@@ -144,6 +144,10 @@ BudgetOption = Annotated[
 FormatOption = Annotated[
     str, typer.Option("--format", help="script, json, axolotl, llama-factory, trl or surface.")
 ]
+FigureOption = Annotated[
+    str | None,
+    typer.Option("--figure", help="Which figure, where -o ends in .png or .svg; the front."),
+]
 PlanFilesOption = Annotated[
     list[str] | None,
     typer.Option("--plan", help="A file of `sweep plan --json` to compare with; repeatable."),

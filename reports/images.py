@@ -1,0 +1,75 @@
+"""Owns a figure as a picture for slides: PNG or SVG by plotly's image engine, where that is.
+
+The picture is the page's figure in its light theme, with the values of the trials in it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import plotly.graph_objects as go
+
+from reports.document import document_of
+from reports.figures.figure import PageFigure, resolved
+from reports.figures.style import themes
+from reports.page import figures_of, write_whole
+from search_spaces.errors import EnvironmentFault, InputError, listed
+from storage.definition import StudySnapshot
+
+SUFFIXES = (".png", ".svg")
+FRONT = "front-figure"
+_PIXELS = 1100
+
+
+def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = None) -> None:
+    """Write a figure of a study's report as a picture, whole or not at all.
+
+    Args:
+        snapshot: the study.
+        path: ends in ``.png`` or ``.svg``.
+        figure: identifier of the figure; the front where nothing is said.
+
+    Raises:
+        InputError: the study's report has no such figure.
+        EnvironmentFault: the image engine is not installed, finds no browser, or the file cannot be
+            written.
+    """
+    drawn = picture_of(snapshot, figure or FRONT)
+    if importlib.util.find_spec("kaleido") is None:
+        raise EnvironmentFault(
+            "a picture needs plotly's image engine: pip install 'qlora-sweep[images]'. "
+            "It draws with the Chrome or Chromium that is installed."
+        )
+    try:
+        data = drawn.to_image(format=path.suffix[1:], scale=2 if path.suffix == ".png" else 1)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise EnvironmentFault(f"plotly's image engine failed: {error}") from error
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write the picture {path}: {error.strerror}") from error
+
+
+def picture_of(snapshot: StudySnapshot, name: str) -> go.Figure:
+    """Return a figure of a study's report, complete and in the light theme.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    figure = _named(figures_of(snapshot), name)
+    whole = resolved(figure.plain, document_of(snapshot)["trials"])
+    picture = go.Figure(whole)
+    picture.update_layout(template=themes()["light"], width=_PIXELS, paper_bgcolor="#ffffff")
+    return picture
+
+
+def _named(figures: Sequence[PageFigure], name: str) -> PageFigure:
+    known = {figure.id: figure for figure in figures}
+    # The front is called so on the command line too, whatever its element on the page is called.
+    found = known.get(name) or known.get(f"{name}-figure")
+    if found is None:
+        names = listed([id.removesuffix("-figure") for id in known]) if known else "none"
+        raise InputError(f"figure '{name}' is not in this study's report; there are: {names}")
+    return found

@@ -1,0 +1,252 @@
+"""A person uses the report in a real browser: chooses, pins, finds, sorts, copies and prints.
+
+Driven through playwright by the Chromium that is here; nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reports.page import write_report
+from search_spaces.config import parse_config
+from search_spaces.loading import load_space
+from storage.definition import StudySnapshot, TargetSpeed
+from storage.records import Crashed
+from tests.reports.synthetic import (
+    hostile_study,
+    one_of_each,
+    plausible_study,
+    record,
+    snapshot,
+)
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+
+LONG = "RuntimeError: " + "the worker said a great deal before it ended, line by line. " * 20
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+class Reader:
+    """One open page, with everything that went wrong on it."""
+
+    def __init__(self, browser: Any, study: StudySnapshot, directory: Path, **context: Any) -> None:
+        path = directory / "report.html"
+        write_report(study, path)
+        self.context = browser.new_context(
+            **({"viewport": {"width": 1280, "height": 800}} | context)
+        )
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+
+    def numbers(self) -> list[int]:
+        """Return the trials that the table lists, from the top."""
+        cells = self.page.locator("#trials-table tbody td:first-child").all_inner_texts()
+        return [int(text.strip().split()[-1]) for text in cells]
+
+    def download(self, kind: str) -> str:
+        with self.page.expect_download() as waiting:
+            self.page.click(f"[data-download={kind}]")
+        return Path(waiting.value.path()).read_text(encoding="utf-8")
+
+
+def _study() -> StudySnapshot:
+    study = plausible_study()
+    long = record(len(study.records), Crashed(phase="build", detail=LONG))
+    records = (*study.records, long)
+    speeds = {
+        r.number: TargetSpeed(m.tokens_per_second / 6, m.tokens_per_second / 7, None, "predicted")
+        for r in records
+        if (m := r.measurement)
+    }
+    return replace(study, records=records, target_speeds=speeds)
+
+
+@pytest.fixture
+def reader(browser: Any, tmp_path: Path) -> Iterator[Reader]:
+    opened = Reader(browser, _study(), tmp_path)
+    yield opened
+    opened.context.close()
+    assert opened.complaints == []
+    assert [url for url in opened.requests if not url.startswith(("file:", "blob:"))] == []
+
+
+def test_sorting_by_any_column_goes_both_ways_and_leaves_the_unknown_last(reader: Reader) -> None:
+    by_number = "[data-sort=number]"
+    reader.page.click(by_number)
+    assert reader.numbers() == sorted(reader.numbers())
+    reader.page.click(by_number)
+    assert reader.numbers() == sorted(reader.numbers(), reverse=True)
+    assert (
+        reader.page.locator("th:has([data-sort=number])").get_attribute("aria-sort") == "descending"
+    )
+    for key in ("tokens_per_second", "peak_allocated_gib", "changes", "verdict"):
+        reader.page.click(f"[data-sort={key}]")
+    reader.page.click("[data-sort=peak_allocated_gib]")
+    cells = reader.page.locator("td[data-label^='peak allocated']").all_inner_texts()
+    known = [float(text.split()[0]) for text in cells if text != "–"]
+    assert known == sorted(known, reverse=True)
+    assert cells == [*cells[: len(known)], *["–"] * (len(cells) - len(known))]
+
+
+def test_trials_are_found_by_text_verdict_and_setting(reader: Reader) -> None:
+    everything = len(reader.numbers())
+    reader.page.fill("[name=text]", "kernels: liger, fits")
+    assert 0 < len(reader.numbers()) < everything
+    reader.page.fill("[name=text]", "")
+    reader.page.select_option("#trials-controls [name=verdict]", "crashed")
+    assert "of" in reader.page.inner_text("#trials-count")
+    assert everything - 1 in reader.numbers()
+
+
+def test_the_whole_text_of_an_error_can_be_read(reader: Reader) -> None:
+    reader.page.fill("[name=text]", "great deal")
+    reader.page.click("#trials-table summary")
+    shown = reader.page.inner_text("#trials-table details pre")
+    assert " ".join(shown.split()) == " ".join(LONG.split())
+
+
+def test_a_click_on_a_mark_pins_its_trial_and_selects_its_row(reader: Reader) -> None:
+    mark = reader.page.locator("#front-figure .scatterlayer .trace .points path").first
+    mark.scroll_into_view_if_needed()
+    box = mark.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    reader.page.mouse.move(x - 3, y)
+    reader.page.mouse.move(x, y)
+    assert "Trial " in reader.page.inner_text("#tip")
+    reader.page.mouse.click(x, y)
+    title = reader.page.inner_text("#pinned h3")
+    selected = reader.page.locator("tr[aria-selected=true]")
+    assert selected.count() == 1
+    number = re.search(r"Trial (\d+)", title)
+    assert number is not None
+    assert selected.locator("td").first.inner_text().split()[-1] == number[1]
+    reader.page.keyboard.press("Escape")
+    assert reader.page.locator("#pinned").is_hidden()
+
+
+def test_enter_pins_from_the_table_and_from_the_figure_and_unpins(reader: Reader) -> None:
+    row = reader.page.locator("#trials-table tbody tr").nth(2)
+    row.focus()
+    reader.page.keyboard.press("ArrowDown")
+    reader.page.keyboard.press("Enter")
+    assert reader.page.locator("tr[aria-selected=true]").count() == 1
+    assert reader.page.locator("#pinned").is_visible()
+    reader.page.keyboard.press("Enter")
+    assert reader.page.locator("#pinned").is_hidden()
+    reader.page.locator("#front-figure").focus()
+    reader.page.keyboard.press("ArrowRight")
+    assert "Trial " in reader.page.inner_text("#tip")
+    reader.page.keyboard.press("Enter")
+    assert reader.page.locator("#pinned").is_visible()
+
+
+def test_the_axes_can_be_chosen_and_never_show_one_number_twice(reader: Reader) -> None:
+    title = ".xtitle"
+    assert "memory" in reader.page.text_content(f"#front-figure {title}")
+    reader.page.select_option("#front-controls [name=x]", "trainable_parameters")
+    assert "trainable" in reader.page.text_content(f"#front-figure {title}")
+    reader.page.select_option("#front-controls [name=x]", "target_tokens_per_second")
+    chosen = [reader.page.input_value(f"#front-controls [name={axis}]") for axis in "xy"]
+    assert len(set(chosen)) == 2
+
+
+def test_a_button_copies_the_configuration_of_the_pinned_trial(reader: Reader) -> None:
+    reader.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    reader.page.locator("#trials-table tbody tr").first.click()
+    reader.page.click("#pinned summary")
+    reader.page.click("#pinned [data-copy]")
+    reader.page.get_by_text("Copied").wait_for()
+    assert "micro_batch_size: " in reader.page.evaluate("navigator.clipboard.readText()")
+
+
+def test_the_trials_that_are_listed_can_be_downloaded(reader: Reader, tmp_path: Path) -> None:
+    reader.page.fill("[name=text]", "kernels: liger")
+    numbers = sorted(reader.numbers())
+    rows = list(csv.DictReader(reader.download("csv").splitlines()))
+    assert sorted(int(row["number"]) for row in rows) == numbers
+    assert {row["kernels"] for row in rows} == {"liger"}
+    trials = json.loads(reader.download("json"))
+    configs = {parse_config(trial["config"], where="download") for trial in trials}
+    assert sorted(trial["number"] for trial in trials) == numbers
+    file = tmp_path / "selection.yaml"
+    file.write_text(reader.download("yaml"), encoding="utf-8")
+    space = load_space(str(file))
+    assert all(space.params_of(config) is not None for config in configs)
+
+
+def test_one_trial_is_downloaded_as_a_space_of_it_alone(reader: Reader, tmp_path: Path) -> None:
+    reader.page.fill("[name=text]", "great deal")
+    (trial,) = json.loads(reader.download("json"))
+    file = tmp_path / "one.yaml"
+    file.write_text(reader.download("yaml"), encoding="utf-8")
+    space = load_space(str(file))
+    assert space.params_of(parse_config(trial["config"], where="download")) is not None
+
+
+@pytest.mark.parametrize(
+    "study",
+    [_study(), snapshot(one_of_each()), hostile_study(), snapshot()],
+    ids=["plausible", "each", "hostile", "empty"],
+)
+def test_a_narrow_screen_never_scrolls_sideways(
+    browser: Any, study: StudySnapshot, tmp_path: Path
+) -> None:
+    narrow = Reader(browser, study, tmp_path, viewport={"width": 390, "height": 800})
+    width = narrow.page.evaluate("document.documentElement.scrollWidth")
+    narrow.context.close()
+    assert width == 390
+    assert narrow.complaints == []
+
+
+def test_a_dark_system_has_dark_paper_and_light_letters_in_figures_too(
+    browser: Any, tmp_path: Path
+) -> None:
+    dark = Reader(browser, _study(), tmp_path, color_scheme="dark")
+    paper = dark.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    letters = dark.page.evaluate("document.querySelector('.xtitle').style.fill")
+    dark.context.close()
+    assert max(map(int, re.findall(r"\d+", paper)[:3])) < 60
+    assert min(map(int, re.findall(r"\d+", letters)[:3])) > 180
+    assert dark.complaints == []
+
+
+def test_print_is_light_and_no_figure_is_wider_than_the_paper(browser: Any, tmp_path: Path) -> None:
+    printed = Reader(browser, _study(), tmp_path, color_scheme="dark")
+    pdf = printed.page.pdf(format="A4")
+    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 2
+    printed.page.emulate_media(media="print", color_scheme="dark")
+    printed.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    paper = printed.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    sizes = "[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth)"
+    widths = printed.page.evaluate(sizes)
+    letters = printed.page.evaluate("document.querySelector('.xtitle').style.fill")
+    printed.context.close()
+    assert paper == "rgb(255, 255, 255)"
+    assert max(map(int, re.findall(r"\d+", letters)[:3])) < 60
+    assert max(widths) <= 703
+    assert printed.complaints == []
