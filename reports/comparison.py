@@ -12,25 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from reports.cards import Card, Ground, Option, Range
+from reports.decision import Job
 from search_spaces.errors import InputError
 
 SECONDS_PER_HOUR = 3600.0
-
-
-@dataclass(frozen=True)
-class Work:
-    """How much is to be trained; of nothing typed a million tokens."""
-
-    samples: float | None = None
-    """Rows of full length."""
-
-    def __post_init__(self) -> None:
-        if self.samples is not None and not 0 < self.samples < math.inf:
-            raise InputError(f"dataset_samples must be greater than 0, got {self.samples!r}")
-
-    def tokens(self, ground: Ground) -> float:
-        """Return how many tokens that is."""
-        return 1e6 if self.samples is None else self.samples * ground.seq_len
 
 
 @dataclass(frozen=True)
@@ -91,14 +76,26 @@ class Comparison:
     """Several cards beside each other."""
 
     cards: tuple[Card, ...]
-    work: Work
+    job: Job
     groups: tuple[Group, ...]
     """Of at least two cards, the one with the most cards first."""
     alone: tuple[Entry, ...]
     """The fastest on each ground that a single card has."""
 
 
-def compare_cards(cards: Sequence[Card], *, work: Work) -> Comparison:
+def is_asked(job: Job) -> bool:
+    """Whether a training was named; else a million tokens are compared."""
+    return job.tokens is not None or job.dataset_samples is not None
+
+
+def tokens_of(job: Job, ground: Ground) -> float:
+    """Return how many tokens a training is, over all epochs; its rows are of full length."""
+    if job.dataset_samples is not None:
+        return job.dataset_samples * ground.seq_len * (job.epochs or 1.0)
+    return 1e6 if job.tokens is None else job.tokens * (job.epochs or 1.0)
+
+
+def compare_cards(cards: Sequence[Card], *, job: Job) -> Comparison:
     """Return what can be told of several cards.
 
     Raises:
@@ -108,11 +105,11 @@ def compare_cards(cards: Sequence[Card], *, work: Work) -> Comparison:
         raise InputError("comparing takes at least two studies or plans")
     named = _named_apart(cards)
     grounds = dict.fromkeys(option.ground for card in named for option in card.options)
-    found = [(ground, _entries(named, ground, work)) for ground in grounds]
-    shared = [_group(ground, entries, work) for ground, entries in found if len(entries) > 1]
+    found = [(ground, _entries(named, ground, job)) for ground in grounds]
+    shared = [_group(ground, entries, job) for ground, entries in found if len(entries) > 1]
     return Comparison(
         named,
-        work,
+        job,
         tuple(sorted(shared, key=lambda group: -len(group.entries))),
         tuple(entries[0] for _, entries in found if len(entries) == 1),
     )
@@ -131,9 +128,9 @@ def _named_apart(cards: Sequence[Card]) -> tuple[Card, ...]:
     )
 
 
-def _entries(cards: Sequence[Card], ground: Ground, work: Work) -> tuple[Entry, ...]:
+def _entries(cards: Sequence[Card], ground: Ground, job: Job) -> tuple[Entry, ...]:
     options = ((card, card.best(ground)) for card in cards)
-    entries = [_entry(card, option, work) for card, option in options if option is not None]
+    entries = [_entry(card, option, job) for card, option in options if option is not None]
 
     def order(entry: Entry) -> tuple[bool, float]:
         return entry.usd is None, (entry.usd or entry.seconds).value
@@ -141,8 +138,8 @@ def _entries(cards: Sequence[Card], ground: Ground, work: Work) -> tuple[Entry, 
     return tuple(sorted(entries, key=order))
 
 
-def _entry(card: Card, option: Option, work: Work) -> Entry:
-    tokens, speed = work.tokens(option.ground), option.tokens_per_second
+def _entry(card: Card, option: Option, job: Job) -> Entry:
+    tokens, speed = tokens_of(job, option.ground), option.tokens_per_second
     seconds = Range(
         tokens / speed.value,
         tokens / speed.high,
@@ -164,23 +161,23 @@ def _scaled(known: Range, by: float, *, plus: float = 0.0) -> Range:
     return Range(known.value * by + plus, known.low * by + plus, known.high * by + plus)
 
 
-def _group(ground: Ground, entries: tuple[Entry, ...], work: Work) -> Group:
+def _group(ground: Ground, entries: tuple[Entry, ...], job: Job) -> Group:
     priced = [entry for entry in entries if entry.usd is not None]
     return Group(
         ground,
         entries,
-        cheapest=_leader(priced, lambda entry: _dollars(entry, work)) if len(priced) > 1 else None,
+        cheapest=_leader(priced, lambda entry: _dollars(entry, job)) if len(priced) > 1 else None,
         soonest=_leader(entries, lambda entry: entry.seconds),
         break_evens=_break_evens(priced),
     )
 
 
-def _dollars(entry: Entry, work: Work) -> Range:
+def _dollars(entry: Entry, job: Job) -> Range:
     """Return what cards are compared by: the bill of the work, of none typed the price of tokens.
 
     What is paid before the first step is next to nothing for much work and most of it for little.
     """
-    known = entry.usd_per_million_tokens if work.samples is None else entry.usd
+    known = entry.usd_per_million_tokens if not is_asked(job) else entry.usd
     assert known is not None, "only entries with a price are compared by it"
     return known
 

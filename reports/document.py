@@ -84,8 +84,14 @@ def document_of(snapshot: StudySnapshot) -> dict[str, Any]:
 
 def no_document() -> dict[str, Any]:
     """Return the data of a page that is about no single study: it has no trials."""
-    empty: dict[str, Any] = {"study": "", "gpu": "", "budget_gib": 0.0, "classes": [], "trials": []}
-    return empty | {key: {} for key in ("recipe", "space", "columns", "verdicts", "named")}
+    nothing: dict[str, Any] = {
+        "recipe": {},
+        "space": {},
+        "columns": {},
+        "named": {},
+        "verdicts": {},
+    }
+    return {"study": "", "gpu": "", "budget_gib": 0.0, "classes": [], "trials": [], **nothing}
 
 
 def effective_records(ranking: Ranking, snapshot: StudySnapshot) -> tuple[TrialRecord, ...]:

@@ -31,6 +31,7 @@ that of fewer."""
 DEGREES_ENOUGH = 3
 """The fewest trials that a fit must have beyond what it determines: with fewer, what it misses is
 hardly seen."""
+ARROW = " → "
 _NAMED = 3
 
 Basis = Literal["pairs", "fit", "pair"]
@@ -73,7 +74,7 @@ class Effect:
     @property
     def label(self) -> str:
         """The change in words: ``hf kernels → liger kernels``."""
-        return f"{self.before} → {self.after}" if self.before else self.after
+        return f"{self.before}{ARROW}{self.after}" if self.before else self.after
 
 
 @dataclass(frozen=True)
@@ -152,12 +153,18 @@ class _Study:
 
 def _effect(study: _Study, knob: Knob, contrast: tuple[Any, Any]) -> Effect:
     speed = _change(study, knob, contrast, "speed")
+    memory = _change(study, knob, contrast, "memory")
     is_told = speed is not None
+    # Where single pairs are all there is, their own step is what is told, and no slope.
+    steps = {change.pair for change in (speed, memory) if change is not None}
+    own = steps.pop() if len(steps) == 1 else ""
+    before, after = own.split(ARROW) if own else _words(knob, contrast)
     return Effect(
         knob.key,
-        *_words(knob, contrast),
+        before,
+        after,
         speed=speed,
-        memory=_change(study, knob, contrast, "memory"),
+        memory=memory,
         untold="" if is_told else _why_untold(study, knob, contrast),
         would_tell="" if is_told else _would_tell(study.sample, knob, contrast),
         unfit_after=_one_sided(study.sample, knob, contrast),
@@ -245,7 +252,7 @@ def _single(pair: _Pair, knob: Knob, *, is_ratio: bool) -> Change:
     words, step = "", 1.0
     if knob.is_slope:
         step = knob.scale(pair.ends[1]) - knob.scale(pair.ends[0])
-        words = f"{KNOBS[knob.key].label} {pair.ends[0]:g} → {pair.ends[1]:g}"
+        words = f"{KNOBS[knob.key].label} {pair.ends[0]:g}{ARROW}{pair.ends[1]:g}"
     whole = _Pair(step * pair.difference, step * pair.half, pair.ends)
     return Change(_of_pairs([whole], is_ratio=is_ratio), "pair", 1, words)
 

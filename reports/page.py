@@ -63,7 +63,7 @@ SECTIONS: tuple[Section, ...] = (
 )
 """The page, from top to bottom."""
 
-_STYLES = ("report.css", "decision.css")
+_STYLES = ("report.css", "decision.css", "analysis.css")
 _SCRIPTS = (
     "document.js",
     "words.js",
@@ -73,6 +73,8 @@ _SCRIPTS = (
     "front.js",
     "table.js",
     "decision.js",
+    "wall.js",
+    "folds.js",
     "start.js",
 )
 """Files of `templates/scripts`, in the order in which they run."""

@@ -211,6 +211,7 @@ def _winner(snapshot: StudySnapshot, ranking: Ranking) -> WinnerMemory | None:
     winner = ranking.winner
     if winner is None:
         return None
-    parts = snapshot.memory_parts.get(winner.number, {})
+    forecast = snapshot.memory_forecasts.get(winner.config)
+    parts = {} if forecast is None else forecast.parts
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     return WinnerMemory(winner.number, measured_of(winner), tuple(ordered))

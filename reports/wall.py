@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from reports import uncertainty, units
 from reports.outcomes import VERDICT_LABELS
-from search_spaces.config import canonical
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.knobs import KNOBS, SIZE_KEYS
-from storage.definition import StudySnapshot
+from search_spaces.space import SearchSpace
+from storage.definition import MemoryForecast, StudySnapshot
 from storage.ranking import fitting, measured_of, rank_study
 from storage.records import OUT_OF_MEMORY, Need, TrialRecord, Verdict, need_of, predicted_need
 
@@ -28,9 +29,17 @@ BATCHES_MAX, LENGTHS_MAX = 14, 8
 """With more values than these, neighbours share a row or a column."""
 NEAREST_SHOWN = 3
 
-CellKind = Literal["fits", "partial", "oom", "refused", "unknown", "untried"]
+_EXPECTED = {
+    "yes": ("○", "predicted to fit"),
+    "no": ("△", "predicted not to fit"),
+    "uncertain": ("?", "too close to say"),
+}
+"""The mark and the words of what was not tried."""
+_CERTAINTY = {"yes": 0, "uncertain": 1, "no": 2}
+
+CellKind = Literal["fits", "partial", "oom", "refused", "unknown", "expected", "untried"]
 """Measured to the end; stopped as slow; out of memory for real; not launched, by prediction or by
-comparison with one that ran out; came to nothing that tells; not tried."""
+comparison with one that ran out; came to nothing that tells; not tried, but predicted; neither."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,12 @@ class Wall:
     """Trials that did not fit and whose need nothing predicted: they cannot be ranked."""
     budget: str
 
+    @property
+    def has_expected(self) -> bool:
+        """Whether any cell tells of what was not tried."""
+        rows = (cells for panel in self.panels for _, cells in panel.rows)
+        return any(cell.kind == "expected" for cells in rows for cell in cells)
+
 
 def wall_of(snapshot: StudySnapshot) -> Wall | None:
     """Return the wall of a study; None where it has no trial of its space.
@@ -96,14 +111,18 @@ def wall_of(snapshot: StudySnapshot) -> Wall | None:
     records = rank_study(snapshot).of_space
     if not records:
         return None
-    budget_bytes = snapshot.definition.target.budget_bytes
     knobs = _panel_knobs(records)
-    batches = _bands({r.config.micro_batch_size for r in records}, most=BATCHES_MAX)
-    lengths = _bands({r.config.seq_len for r in records}, most=LENGTHS_MAX)
-    cells = _Cells(budget_bytes, _fastest(records))
+    groups = _by_values(records, knobs)
+    forecasts = snapshot.memory_forecasts
+    is_predicted = any(r.config in forecasts for _, group in groups for r in _structures(group))
+    # Where what was not tried can be predicted, the space's own sizes are worth a row as well.
+    beside = snapshot.definition.space if is_predicted else None
+    batches = _bands(_values(records, "micro_batch_size", beside), most=BATCHES_MAX)
+    lengths = _bands(_values(records, "seq_len", beside), most=LENGTHS_MAX)
+    cells = _Cells(snapshot, _fastest(records))
     panels = (
         Panel(_title(values), len(group), cells.rows(group, batches=batches, lengths=lengths))
-        for values, group in _by_values(records, knobs)
+        for values, group in groups
     )
     return Wall(
         lengths=tuple(map(_band_name, lengths)),
@@ -112,8 +131,37 @@ def wall_of(snapshot: StudySnapshot) -> Wall | None:
         best_over=_labels(_varying(records, without=(*SIZE_KEYS, *knobs))),
         nearest=_nearest(snapshot, records),
         unpredicted=sum(predicted_need(r) is None for r in records if r.verdict in OUT_OF_MEMORY),
-        budget=units.gib(budget_bytes),
+        budget=units.gib(snapshot.definition.target.budget_bytes),
     )
+
+
+def _values(records: Sequence[TrialRecord], key: str, space: SearchSpace | None) -> set[int]:
+    """Return the values of a size that were tried, and those of a space."""
+    tried = {getattr(record.config, key) for record in records}
+    return tried if space is None else tried | set(space.values_of(key))
+
+
+def _structures(records: Sequence[TrialRecord]) -> tuple[TrialRecord, ...]:
+    """Return the trials whose structure tells where a panel's wall is: the fastest and the leanest.
+
+    The leanest took the least memory a token.
+    """
+    measured = [record for record in records if record.measurement is not None]
+    if not measured:
+        return tuple(records[-1:])
+    fastest = max(measured, key=lambda record: measured_of(record).tokens_per_second)
+    leanest = min(measured, key=_bytes_per_token)
+    is_one = _at(fastest.config, 1, 1) == _at(leanest.config, 1, 1)
+    return (fastest,) if is_one else (fastest, leanest)
+
+
+def _bytes_per_token(record: TrialRecord) -> float:
+    return measured_of(record).peak_allocated_bytes / record.config.tokens_per_micro_batch
+
+
+def _at(config: TrialConfig, batch: int, length: int) -> TrialConfig:
+    """Return a configuration at another size."""
+    return config.model_copy(update={"micro_batch_size": batch, "seq_len": length})
 
 
 def _value(record: TrialRecord, key: str) -> Any:
@@ -220,9 +268,14 @@ def _fastest(records: Iterable[TrialRecord]) -> float:
 class _Cells:
     """Makes cells that compare with each other."""
 
-    budget_bytes: int
+    snapshot: StudySnapshot
     fastest: float
     """Tokens/s of the fastest trial of the wall."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a trial may allocate."""
+        return self.snapshot.definition.target.budget_bytes
 
     def rows(
         self, records: Sequence[TrialRecord], *, batches: Sequence[Band], lengths: Sequence[Band]
@@ -233,13 +286,46 @@ class _Cells:
             config = record.config
             place = _band_of(config.micro_batch_size, batches), _band_of(config.seq_len, lengths)
             known[place].append(record)
+        structures = _structures(records)
         return tuple(
             (
                 _band_name(batch),
-                tuple(self._cell(known.get((batch, length), [])) for length in lengths),
+                tuple(
+                    self._cell(known[batch, length])
+                    if (batch, length) in known
+                    else self._expected(structures, batch, length)
+                    for length in lengths
+                ),
             )
             for batch in batches
         )
+
+    def _expected(self, structures: Sequence[TrialRecord], batch: Band, length: Band) -> Cell:
+        """Return the cell of what was not tried, and is predicted where that is at hand.
+
+        As of what was tried, it is the best of the panel's structures: the fastest that fits.
+        """
+        if batch[0] != batch[1] or length[0] != length[1]:
+            return Cell("untried")
+        known: list[tuple[MemoryForecast, TrialRecord]] = []
+        for record in structures:
+            config = _at(record.config, batch[0], length[0])
+            forecast = self.snapshot.memory_forecasts.get(config)
+            if forecast is not None and self.snapshot.definition.space.params_of(config):
+                known.append((forecast, record))
+                if forecast.fits == "yes":
+                    break
+        if not known:
+            return Cell("untried")
+        # The first that fits, else one that may, and of those that do not the least.
+        forecast, record = min(
+            known, key=lambda pair: (_CERTAINTY[pair[0].fits], pair[0].peak_allocated_bytes)
+        )
+        text, words = _EXPECTED[forecast.fits]
+        need = units.gib(forecast.peak_allocated_bytes)
+        as_what = f"{need} with the other settings of trial {record.number}"
+        memory = _gib(forecast.peak_allocated_bytes)
+        return Cell("expected", text, memory, f"not tried, {words}: {as_what}")
 
     def _cell(self, records: Sequence[TrialRecord]) -> Cell:
         if not records:

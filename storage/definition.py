@@ -158,6 +158,16 @@ class TargetSpeed:
 
 
 @dataclass(frozen=True)
+class MemoryForecast:
+    """What a configuration is predicted to need under the study's budget."""
+
+    peak_allocated_bytes: int
+    parts: Mapping[str, int]
+    """Bytes by what they are for; they add up to the peak."""
+    fits: Literal["yes", "no", "uncertain"]
+
+
+@dataclass(frozen=True)
 class StudySnapshot:
     """A study as it stands in storage: all that reports, `status` and `best` read."""
 
@@ -184,10 +194,10 @@ class StudySnapshot:
     """Of the study, which another one of the same name has not."""
     target_speeds: Mapping[int, TargetSpeed] = field(default_factory=dict)
     """What is predicted of the target card where another stood in, by trial number."""
+    memory_forecasts: Mapping[TrialConfig, MemoryForecast] = field(default_factory=dict)
+    """What a configuration is predicted to need, tried or not, where that is at hand."""
     job_tokens: float | None = None
     """Tokens of the training that a report is asked to price; None where nobody said."""
-    memory_parts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    """Bytes of each part of a trial's peak by prediction, by number, where that is at hand."""
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What was worked out of it by whoever reads it, so that it is worked out once."""
 

@@ -253,11 +253,11 @@ def report(
     output: opt.ReportOption = None,
     storage: opt.StorageOption = None,
 ) -> int:
-    """Write a study's report, or set several cards beside each other; one HTML file.
+    """Write a study's report, with what your training costs, or compare cards; one HTML file.
 
-    Several studies, and plans that `sweep plan --json` printed, are compared: which card is the
-    cheapest, which the soonest, and what cannot be told. Example: sweep report a10 a100-40gb --plan
-    l4.json --dataset-samples 50000
+    Several studies, and plans that `sweep plan --json` printed, are set beside each other: which
+    card is the cheapest, which the soonest, and what cannot be told. Example: sweep report a10
+    a100-40gb --plan l4.json --dataset-samples 50000
 
     A picture for slides, where the extra `images` is installed: sweep report a10 -o front.png
     """

@@ -17,7 +17,8 @@ import plotly.graph_objects as go
 
 from reports import units
 from reports.cards import Card, Ground, Option, Range
-from reports.comparison import BreakEven, Comparison, Entry, Group, Leader, Work, start_usd
+from reports.comparison import BreakEven, Comparison, Entry, Group, Leader, is_asked, start_usd
+from reports.decision import Job
 from reports.figures.figure import DataTable, PageFigure
 from reports.figures.style import FRONT_COLOUR, LIMIT_COLOUR, MARKS, OUTLINE, WINNER_COLOUR
 from search_spaces.config import TrialConfig
@@ -79,19 +80,23 @@ def words_of(comparison: Comparison) -> ComparisonWords:
     names = [card.label for card in comparison.cards]
     return ComparisonWords(
         title=f"{', '.join(names[:-1])} or {names[-1]}?",
-        work=_work_words(comparison.work),
+        work=_job_words(comparison.job),
         groups=tuple(
-            _group_words(group, comparison.work, comparison.cards) for group in comparison.groups
+            _group_words(group, comparison.job, comparison.cards) for group in comparison.groups
         ),
         apart=tuple(_apart(comparison)),
         figures=_figures(comparison),
     )
 
 
-def _work_words(work: Work) -> str:
-    if work.samples is None:
+def _job_words(job: Job) -> str:
+    if not is_asked(job):
         return "a million tokens"
-    return f"{work.samples:,.0f} rows of full length"
+    repeats = job.epochs or 1.0
+    epochs = f"{repeats:g} epochs of " if repeats != 1 else ""
+    if job.tokens is not None:
+        return f"{epochs}{job.tokens:,.0f} tokens"
+    return f"{epochs}{job.dataset_samples:,.0f} rows of full length"
 
 
 def ground_words(ground: Ground, config: TrialConfig) -> str:
@@ -100,26 +105,24 @@ def ground_words(ground: Ground, config: TrialConfig) -> str:
     return f"rank {config.lora_rank} on {targets}, {units.count(ground.seq_len)} tokens a row"
 
 
-def _group_words(group: Group, work: Work, cards: Sequence[Card]) -> GroupWords:
+def _group_words(group: Group, job: Job, cards: Sequence[Card]) -> GroupWords:
     first = group.entries[0].option
     return GroupWords(
         title=f"{group.ground.model_name}, {ground_words(group.ground, first.config)}",
-        verdicts=(*_verdicts(group, work), *_absent(group, cards)),
+        verdicts=(*_verdicts(group, job), *_absent(group, cards)),
         rows=tuple(_row(entry, group) for entry in group.entries),
     )
 
 
-def _verdicts(group: Group, work: Work) -> Iterator[str]:
+def _verdicts(group: Group, job: Job) -> Iterator[str]:
     unpriced = [entry.card.label for entry in group.entries if entry.usd is None]
     if group.cheapest is not None:
         yield _leader_words(
-            "Cheapest", group.cheapest, [_bill_words(e, work) for e in group.cheapest.tied]
+            "Cheapest", group.cheapest, [_bill_words(e, job) for e in group.cheapest.tied]
         )
     if unpriced:
         yield f"No price is known of {', '.join(unpriced)}: write one into runs/prices.yaml."
-    yield _leader_words(
-        "Soonest", group.soonest, [_time_words(e, work) for e in group.soonest.tied]
-    )
+    yield _leader_words("Soonest", group.soonest, [_time_words(e, job) for e in group.soonest.tied])
     yield from (_break_even_words(point, group.ground) for point in group.break_evens)
     if group.cheapest is not None and group.cheapest.is_sure and not group.break_evens:
         yield _no_break_even(group.cheapest)
@@ -177,14 +180,14 @@ def factor_words(ratio: Range) -> str:
     return f"{ratio.value:.1f}x as much ({ends})"
 
 
-def _bill_words(entry: Entry, work: Work) -> str:
-    known = entry.usd_per_million_tokens if work.samples is None else entry.usd
-    what = " per million tokens" if work.samples is None else ""
+def _bill_words(entry: Entry, job: Job) -> str:
+    known = entry.usd_per_million_tokens if not is_asked(job) else entry.usd
+    what = "" if is_asked(job) else " per million tokens"
     return f"{dollars(known)}{what}"
 
 
-def _time_words(entry: Entry, work: Work) -> str:
-    return f"{time_range(entry.seconds)} for {_work_words(work)}"
+def _time_words(entry: Entry, job: Job) -> str:
+    return f"{time_range(entry.seconds)} for {_job_words(job)}"
 
 
 def dollars(known: Range | None) -> str:

@@ -123,7 +123,10 @@ def memory_words(change: Change) -> str:
     known = change.estimate
     if change.basis == "pair":
         return _signed(known.value)
-    return f"{_signed(known.value)} ({known.low / GIB:+.2f} to {known.high / GIB:+.2f})"
+    ends = f"{known.low / GIB:+.2f} to {known.high / GIB:+.2f}"
+    if known.low <= 0 <= known.high:
+        return f"no difference told ({ends} GiB)"
+    return f"{known.value / GIB:+.2f} GiB ({ends})"
 
 
 def _signed(count: float) -> str:
@@ -135,6 +138,7 @@ def _signed(count: float) -> str:
 def _basis(effect: Effect) -> str:
     words = [
         f"{name}: {_told_by(change)}"
+        + (f" ({change.pair})" if change.pair and change.pair != effect.label else "")
         for name, change in (("speed", effect.speed), ("memory", effect.memory))
         if change is not None
     ]
@@ -149,7 +153,7 @@ def _told_by(change: Change) -> str:
         case "fit":
             return f"the fitted model, {change.count} trials"
         case "pair":
-            return f"one pair{f', {change.pair}' if change.pair else ''}"
+            return "one pair"
 
 
 def _unfit(effect: Effect) -> str:

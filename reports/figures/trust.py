@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from reports import tables, units
+from reports.figures.course import course_drawing
 from reports.figures.figure import DataTable, PageFigure
 from reports.figures.style import LIMIT_COLOUR, MARKS
-from reports.figures.timeline import timeline_figure
 from reports.outcomes import VERDICT_LABELS
 from reports.trust import Accuracy, Course, Steps, Trust, WinnerMemory, trust_of
 from search_spaces.gpus import GIB
@@ -250,16 +250,14 @@ def _savings(course: Course) -> Iterator[str]:
 
 
 def _course_figure(snapshot: StudySnapshot) -> PageFigure | None:
-    figure = timeline_figure(snapshot)
-    if not figure.data:
+    if not snapshot.records:
         return None
     return PageFigure(
         "timeline",
         "Course of the search",
         "Above, the speeds as they were measured, with the fastest so far; below, when each trial "
         "ran, in the lane of how it ended. Pauses of the study are cut out and marked.",
-        figure,
-        None,
+        course_drawing(snapshot),
     )
 
 

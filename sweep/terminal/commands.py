@@ -17,7 +17,7 @@ from typing import Any
 
 from reports import images, units
 from reports.cards import card_of_study, cards_of_plan
-from reports.comparison import Comparison, Work, compare_cards
+from reports.comparison import Comparison, compare_cards
 from reports.decision import Job
 from reports.page import render, render_comparison, write_page, write_report
 from reports.summary import emulation_note
@@ -40,7 +40,7 @@ from sweep.paths import (
     runs_directory,
     storage_url,
 )
-from sweep.planning.memory_parts import with_memory_parts
+from sweep.planning.kept_memory import with_memory_forecasts
 from sweep.running.device_info import read_card
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption
@@ -147,8 +147,8 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
 
 
 def _read_for_report(study: str, *, url: str) -> StudySnapshot:
-    """Return a study with its prices and speeds, and the parts of its trials' memory at hand."""
-    return with_memory_parts(read(study, url=url), cache_dir=cache_directory() / "memory")
+    """Return a study with its prices, its speeds, and what is known of memory without tracing."""
+    return with_memory_forecasts(read(study, url=url), cache_dir=cache_directory() / "memory")
 
 
 def _write_report(
@@ -253,6 +253,8 @@ def report(
     output: Path | None,
 ) -> int:
     """Print the report of a study, or of several cards, or write it and print where it is."""
+    if not studies and len(plans) < 2:
+        raise InputError("name a study for its report, or several studies or plans to compare")
     snapshots = [_read_for_report(study, url=storage_url(storage)) for study in studies]
     is_picture = output is not None and output.suffix in images.SUFFIXES
     if figure is not None and not is_picture:
@@ -263,10 +265,7 @@ def report(
         return _put(render(job.priced(snapshots[0])), output or report_path(studies[0]))
     if is_picture:
         raise InputError("a picture is of one study: several have a page alone")
-    if job.tokens is not None:
-        raise InputError("--tokens is for one study; several compare by --dataset-samples")
-    samples = None if job.dataset_samples is None else job.dataset_samples * (job.epochs or 1.0)
-    page = render_comparison(compared(snapshots, plans, samples=samples))
+    page = render_comparison(compared(snapshots, plans, job=job))
     return _put(page, output or comparison_path(studies))
 
 
@@ -287,15 +286,13 @@ def _put(page: str, path: Path) -> int:
     return DONE
 
 
-def compared(
-    snapshots: Sequence[StudySnapshot], plans: Sequence[str], *, samples: float | None
-) -> Comparison:
+def compared(snapshots: Sequence[StudySnapshot], plans: Sequence[str], *, job: Job) -> Comparison:
     """Return studies and plans beside each other.
 
     Args:
         snapshots: the studies.
         plans: files with what `sweep plan --json` printed.
-        samples: rows of full length that are to be trained.
+        job: the training that is to be priced.
 
     Raises:
         InputError: a file is no plan, or there is nothing to compare.
@@ -308,7 +305,7 @@ def compared(
     for file in plans:
         document = parse_object(read_text(Path(file), label=file), where=file)
         cards += cards_of_plan(document, where=file, models=models)
-    return compare_cards(cards, work=Work(samples))
+    return compare_cards(cards, job=job)
 
 
 def export(

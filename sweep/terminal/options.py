@@ -218,9 +218,6 @@ BudgetOption = Annotated[
 FormatOption = Annotated[
     str, typer.Option("--format", help="script, json, axolotl, llama-factory, trl or surface.")
 ]
-TrialOption = Annotated[
-    int | None, typer.Option("--trial", help="Number of another trial than the winner.")
-]
 FigureOption = Annotated[
     str | None,
     typer.Option("--figure", help="Which figure, where -o ends in .png or .svg; the front."),
@@ -228,6 +225,9 @@ FigureOption = Annotated[
 PlanFilesOption = Annotated[
     list[str] | None,
     typer.Option("--plan", help="A file of `sweep plan --json` to compare with; repeatable."),
+]
+TrialOption = Annotated[
+    int | None, typer.Option("--trial", help="Number of another trial than the winner.")
 ]
 ReportOption = Annotated[
     str | None,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from reports.cards import Card, Range, card_of_study, cards_of_plan
-from reports.comparison import Comparison, Work, compare_cards
+from reports.comparison import Comparison, compare_cards
+from reports.decision import Job
 from reports.figures.comparison import words_of
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -53,7 +54,9 @@ def _study(
 
 
 def _compared(*studies: StudySnapshot, samples: float | None = None) -> Comparison:
-    return compare_cards([card_of_study(study) for study in studies], work=Work(samples))
+    return compare_cards(
+        [card_of_study(study) for study in studies], job=Job(dataset_samples=samples)
+    )
 
 
 def test_the_cheapest_and_the_soonest_are_told_where_the_speeds_are_surely_apart() -> None:
@@ -162,7 +165,7 @@ def test_two_of_one_name_are_numbered_and_a_comparison_takes_two() -> None:
     with pytest.raises(InputError, match="at least two"):
         _compared(_study("a10", 4_000.0))
     with pytest.raises(InputError, match="dataset_samples"):
-        Work(0)
+        Job(dataset_samples=0)
 
 
 def _plan(gpu: str = "l4", **values: Any) -> dict[str, Any]:
@@ -194,7 +197,7 @@ def test_a_plan_is_compared_with_a_study_of_the_same_model() -> None:
     assert card.rent.fixed_seconds == 60.0
     speeds = [option.tokens_per_second for option in card.options]
     assert speeds[0] == Range(3_000.0, 2_000.0, math.inf)
-    (group,) = compare_cards([card_of_study(study), card], work=Work()).groups
+    (group,) = compare_cards([card_of_study(study), card], job=Job()).groups
     assert {entry.card.label for entry in group.entries} == {"a10", "l4 (plan)"}
     assert not group.soonest.is_sure
 
@@ -231,7 +234,7 @@ def test_what_a_plan_is_not_sure_fits_says_so() -> None:
     plan = _plan()
     plan["recommended"] |= {"fits_certainty": "uncertain"}
     cards = cards_of_plan({"plans": [plan, _plan("t4")]}, where="plan.json")
-    rows = words_of(compare_cards(cards, work=Work())).groups[0].rows
+    rows = words_of(compare_cards(cards, job=Job())).groups[0].rows
     assert [row.peak.startswith("may not fit") for row in rows].count(True) == 1
 
 

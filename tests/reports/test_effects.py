@@ -187,8 +187,10 @@ def test_a_single_pair_has_the_interval_of_its_two_speeds_and_says_its_own_step(
         fits(2, 9_000.0, TrialConfig(micro_batch_size=4, compile=True)),
     ]
     about = _space(micro_batch_size=(4, 8, 10), compile=(False, True))
-    change = _by_key(snapshot(records, definition=about), "micro_batch_size").speed
+    effect = _by_key(snapshot(records, definition=about), "micro_batch_size")
+    change = effect.speed
     assert change is not None
+    assert effect.label == "micro-batch 8 → 10"
     assert (change.basis, change.count, change.pair) == ("pair", 1, "micro-batch 8 → 10")
     assert change.estimate.value == pytest.approx(1.1)
     assert change.estimate.low == pytest.approx(1.1 / 1.01 * 0.99, rel=1e-3)
@@ -326,3 +328,5 @@ def test_an_interval_across_one_is_no_difference_and_a_single_pair_of_peaks_is_e
     exact = Estimate(-2.0 * GIB, -2.0 * GIB, -2.0 * GIB)
     assert memory_words(Change(exact, "pair", 1)) == "-2.00 GiB"
     assert memory_words(Change(Estimate(0.0, 0.0, 0.0), "pair", 1)) == "none"
+    around = Estimate(0.5 * GIB, -1.0 * GIB, 2.0 * GIB)
+    assert memory_words(Change(around, "fit", 9)) == "no difference told (-1.00 to +2.00 GiB)"

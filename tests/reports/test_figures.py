@@ -7,14 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import plotly.graph_objects as go
 import pytest
 
-from reports.document import document_of
-from reports.figures.figure import resolved
-from reports.figures.style import MARKS, hover
-from reports.figures.timeline import fastest_so_far, spans_of, timeline_figure
-from reports.page import figures_of
+from reports.figures.course import course_drawing, fastest_so_far, spans_of
+from reports.figures.figure import PageFigure
+from reports.figures.style import MARKS
+from reports.outcomes import VERDICT_LABELS
+from reports.page import SECTIONS
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage import ranking
@@ -25,7 +24,6 @@ from storage.records import (
     Verdict,
 )
 from tests.reports.synthetic import (
-    BUDGET_BYTES,
     fits,
     one_of_each,
     plausible_study,
@@ -37,17 +35,13 @@ HAVE_SPEED = {Verdict.FITS, Verdict.PRUNED_SLOW}
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
 
 
-def _traces(figure: go.Figure, axis: str) -> list[Any]:
-    return [trace for trace in figure.data if (trace.yaxis or "y") == axis]
-
-
-def _trace(figure: go.Figure, name: str) -> Any:
-    (found,) = [trace for trace in figure.data if trace.name == name]
+def _trace(study: StudySnapshot, name: str) -> Any:
+    (found,) = [trace for trace in course_drawing(study)["data"] if trace["name"] == name]
     return found
 
 
-def _in_verdict(study: StudySnapshot, verdict: Verdict) -> list[TrialRecord]:
-    return [record for record in study.records if record.verdict is verdict]
+def _bars(study: StudySnapshot) -> list[Any]:
+    return [trace for trace in course_drawing(study)["data"] if trace["type"] == "bar"]
 
 
 def test_no_two_verdicts_look_alike() -> None:
@@ -59,20 +53,7 @@ def test_no_two_verdicts_look_alike() -> None:
 def test_a_baseline_outside_the_space_is_in_no_figure_of_the_space() -> None:
     outside = fits(0, 90_000.0, TrialConfig(lora_rank=64), peak_allocated_bytes=GIB)
     study = snapshot([outside, fits(1, 16_000.0, FAST)])
-    assert list(_trace(timeline_figure(study), "fastest so far").y) == [16_000.0, 16_000.0]
-
-
-def test_the_hover_text_names_the_verdict_the_numbers_and_every_setting() -> None:
-    text = hover(fits(3, 16_000.0, FAST), budget_bytes=BUDGET_BYTES)
-    assert text.startswith("<b>Trial 3: fits</b>")
-    assert "16,000 tokens/s" in text
-    assert "10.00 GiB allocated" in text
-    assert all(f"{key}: " in text for key in TrialConfig.model_fields)
-
-
-@pytest.mark.parametrize("trial", one_of_each(), ids=lambda trial: str(trial.verdict))
-def test_every_verdict_has_a_hover_text(trial: TrialRecord) -> None:
-    assert f"Trial {trial.number}: " in hover(trial, budget_bytes=BUDGET_BYTES)
+    assert _trace(study, "fastest so far")["y"] == [16_000.0, 16_000.0]
 
 
 def test_trials_lie_on_the_study_s_clock_one_after_another() -> None:
@@ -89,7 +70,9 @@ def test_a_pause_of_the_study_is_cut_out_and_marked() -> None:
     second = spans_of(study)[1]
     assert second.start == pytest.approx(8.0)
     assert second.pause_before == pytest.approx(2 * 86_400 - 8.0)
-    assert any("paused 47 h 59 min" in a.text for a in timeline_figure(study).layout.annotations)
+    assert any(
+        "paused 47 h 59 min" in a["text"] for a in course_drawing(study)["layout"]["annotations"]
+    )
 
 
 def test_trials_without_a_start_time_follow_the_one_before() -> None:
@@ -120,24 +103,31 @@ def test_the_fastest_so_far_only_rises_and_ends_at_the_winner() -> None:
     assert winner is not None
     assert winner.measurement is not None
     assert rates[-1] == winner.measurement.tokens_per_second
-    line = _trace(timeline_figure(study), "fastest so far")
-    assert list(line.y) == [*rates, rates[-1]]
+    assert _trace(study, "fastest so far")["y"] == [*rates, rates[-1]]
 
 
 def test_every_trial_has_a_bar_in_the_lane_of_its_verdict() -> None:
     study = plausible_study()
-    bars = [trace for trace in timeline_figure(study).data if trace.type == "bar"]
-    assert sum(len(trace.x) for trace in bars) == len(study.records)
-    widths = sorted(x for trace in bars for x in trace.x)
-    assert widths == pytest.approx(sorted(r.wall_seconds / 60 for r in study.records))
+    bars = _bars(study)
+    assert sorted(row for trace in bars for row in trace["rows"]) == list(range(len(study.records)))
+    for trace in bars:
+        verdicts = {study.records[row].verdict for row in trace["rows"]}
+        assert {VERDICT_LABELS[verdict] for verdict in verdicts} == {trace["name"]}
+    widths = sorted(x for trace in bars for x in trace["x"])
+    assert widths == pytest.approx(sorted(r.wall_seconds / 60 for r in study.records), abs=1e-4)
 
 
 def test_a_trial_that_took_no_time_is_edged_in_its_own_colour_so_that_it_is_seen() -> None:
     quick = record(1, PredictedOutOfMemory(predicted_bytes=30 * GIB), wall_seconds=0.0)
-    bars = timeline_figure(snapshot([fits(0, 8_000.0), quick])).data
-    edges = {trace.name: trace.marker.line.color[0] for trace in bars if trace.type == "bar"}
+    bars = _bars(snapshot([fits(0, 8_000.0), quick]))
+    edges = {trace["name"]: trace["marker"]["line"]["color"][0] for trace in bars}
     assert edges["predicted not to fit"] == MARKS[Verdict.PREDICTED_OOM].colour
     assert edges["fits"] != MARKS[Verdict.FITS].colour
+
+
+def _figures(study: StudySnapshot) -> list[PageFigure]:
+    values = [section.make(study) for section in SECTIONS]
+    return [figure for value in values for figure in getattr(value, "figures", ())]
 
 
 @pytest.mark.parametrize(
@@ -156,18 +146,17 @@ def test_a_trial_that_took_no_time_is_edged_in_its_own_colour_so_that_it_is_seen
 def test_any_study_can_be_drawn_without_a_number_that_is_not_finite(
     records: Sequence[TrialRecord],
 ) -> None:
-    study = snapshot(records)
-    trials = document_of(study)["trials"]
-    for figure in figures_of(study):
-        numbers = [
-            value
-            for trace in resolved(figure.plain, trials)["data"]
-            for values in (trace.get("x", ()), trace.get("y", ()))
-            for value in values
-            if isinstance(value, float)
-        ]
-        assert all(math.isfinite(number) for number in numbers)
+    for figure in _figures(snapshot(records)):
+        for trace in figure.plain["data"]:
+            numbers = [*_listed(trace.get("x")), *_listed(trace.get("y"))]
+            assert all(math.isfinite(number) for number in numbers)
+
+
+def _listed(values: Any) -> list[float]:
+    """Return the numbers of an array; one that refers to trials has none of its own."""
+    listed = [] if isinstance(values, str) or values is None else list(values)
+    return [value for value in listed if isinstance(value, float)]
 
 
 def test_an_empty_study_has_no_figures() -> None:
-    assert figures_of(snapshot()) == ()
+    assert _figures(snapshot()) == []

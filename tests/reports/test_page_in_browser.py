@@ -13,10 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from reports.page import render, write_report
+from reports.cards import card_of_study
+from reports.comparison import compare_cards
+from reports.decision import Job
+from reports.page import render, render_comparison
 from search_spaces.prices import Offer
 from storage.definition import StudySnapshot
 from tests.reports.synthetic import (
+    HOSTILE,
     definition,
     fits,
     hostile_study,
@@ -46,11 +50,22 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this ma
 
 def _open(study: StudySnapshot, directory: Path) -> tuple[str, list[str]]:
     """Return the page as the browser left it, and what its console said."""
+    return _shown(render(study), directory)
+
+
+def _shown(page: str, directory: Path, *, then: str = "") -> tuple[str, list[str]]:
+    """Return a page as the browser left it, after a script that does what a reader does."""
+    digest = base64.b64encode(hashlib.sha256(then.encode()).digest()).decode()
+    allowed = page.replace("script-src ", f"script-src 'sha256-{digest}' ", 1)
     path = directory / "report.html"
-    write_report(study, path)
+    ending = f"<script>{then}</script></body>"
+    path.write_text(allowed.replace("</body>", ending), encoding="utf-8", errors="replace")
     command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={directory / 'profile'}", path.as_uri()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
     return ended.stdout, re.findall(r".*:CONSOLE.*", ended.stderr)
+
+
+UNFOLD = 'for (const fold of document.querySelectorAll("details")) fold.open = true;'
 
 
 @pytest.mark.parametrize(
@@ -61,7 +76,7 @@ def _open(study: StudySnapshot, directory: Path) -> tuple[str, list[str]]:
 def test_every_figure_is_drawn_and_the_console_is_silent(
     study: StudySnapshot, tmp_path: Path
 ) -> None:
-    page, console = _open(study, tmp_path)
+    page, console = _shown(render(study), tmp_path, then=UNFOLD)
     assert console == []
     figures = re.findall(r'<div class="figure[^"]*" id="([^"]+)"', page)
     assert "front-figure" in figures
@@ -80,19 +95,49 @@ def test_what_a_training_costs_is_worked_out_in_the_page_as_it_is_in_the_report(
     study = snapshot((fits(0, 8_000.0), fits(1, 16_000.0)), offer=offer)
     study = replace(study, definition=definition(emulated_on=None))
     asked = re.findall(r'<span class="job"[^>]*>([^<]+)<', render(replace(study, job_tokens=2e9)))
-    path = tmp_path / "report.html"
     # Typed into the field, as a reader does.
     typed = (
         'const field = document.getElementById("job-tokens"); field.value = "2000000000";'
         'field.dispatchEvent(new Event("input"));'
     )
-    digest = base64.b64encode(hashlib.sha256(typed.encode()).digest()).decode()
-    page = render(study).replace("script-src ", f"script-src 'sha256-{digest}' ", 1)
-    path.write_text(page.replace("</body>", f"<script>{typed}</script></body>"), encoding="utf-8")
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
-    assert not re.findall(r".*:CONSOLE.*", ended.stderr)
-    shown = re.findall(r'<span class="job"[^>]*>([^<]+)<', ended.stdout)
+    page, console = _shown(render(study), tmp_path, then=typed)
+    assert console == []
+    shown = re.findall(r'<span class="job"[^>]*>([^<]+)<', page)
     assert shown == asked
     assert shown
     assert shown[0].startswith("$")
+
+
+def test_what_is_folded_is_drawn_only_when_it_is_unfolded(tmp_path: Path) -> None:
+    study = plausible_study()
+    folded, _ = _open(study, tmp_path)
+    assert "main-svg" not in folded[folded.index('id="timeline"') : folded.index('id="page-data"')]
+    opened, console = _shown(render(study), tmp_path, then=UNFOLD)
+    assert console == []
+    assert "main-svg" in opened[opened.index('id="timeline"') : opened.index('id="page-data"')]
+
+
+def test_a_cell_of_the_wall_pins_its_trial_by_click_and_by_enter(tmp_path: Path) -> None:
+    study = plausible_study()
+    find = 'const cell = document.querySelector(".wall td.fits");'
+    for act in ("cell.click()", 'cell.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}))'):
+        page, console = _shown(render(study), tmp_path, then=f"{find}{act}")
+        assert console == []
+        (cell,) = re.findall(r'<td class="cell fits pinned"[^>]*data-trial="(\d+)"', page)
+        pinned = page[page.index('id="pinned"') :]
+        assert f"Trial {cell}: fits" in pinned[:4000]
+
+
+def test_the_page_of_several_cards_is_drawn_without_an_error(tmp_path: Path) -> None:
+    offer = Offer(gpu="a10", provider="x", usd_per_hour=3.6, date=date(2026, 7, 1), source="y")
+    about = definition(emulated_on=None)
+    cards = [
+        card_of_study(snapshot((fits(0, speed),), name=name, offer=offer, definition=about))
+        for name, speed in (("one", 8_000.0), (HOSTILE, 9_000.0))
+    ]
+    page, console = _shown(render_comparison(compare_cards(cards, job=Job())), tmp_path)
+    assert console == []
+    for figure in ("fronts", "prices"):
+        element = page[page.index(f'id="{figure}"') :]
+        assert element.index("<svg") < element.index("</section>")
+    assert not re.search(r"<img[^>]*onerror", page[: page.index('id="page-data"')])

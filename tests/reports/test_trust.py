@@ -11,6 +11,7 @@ from reports.page import render
 from reports.trust import trust_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
+from storage.definition import MemoryForecast
 from storage.records import (
     DominatedOutOfMemory,
     Measured,
@@ -134,7 +135,8 @@ def test_the_winner_s_memory_is_what_was_measured_and_its_parts_only_where_they_
     assert bare.parts == ()
     assert "not known here" in bare.memory[1]
     parts = {"weights": 4 * GIB, "activations": 6 * GIB, "loss": 0}
-    known = trust_section(replace(study, memory_parts={0: parts}))
+    forecast = MemoryForecast(10 * GIB, parts, "yes")
+    known = trust_section(replace(study, memory_forecasts={study.records[0].config: forecast}))
     assert [(part.name, part.share) for part in known.parts] == [
         ("activations", 0.6),
         ("weights", 0.4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from reports.page import render
 from reports.wall import BATCHES_MAX, PANELS_MAX, Cell, Wall, wall_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from storage.definition import StudySnapshot
+from storage.definition import MemoryForecast, StudySnapshot
 from storage.records import (
     Crashed,
     DominatedOutOfMemory,
@@ -161,6 +162,45 @@ def test_many_sizes_share_rows() -> None:
     rows = wall.panels[0].rows
     assert len(rows) <= BATCHES_MAX
     assert rows[0][0] == "1–5"
+
+
+def test_what_was_not_tried_is_predicted_where_that_is_at_hand() -> None:
+    fast = TrialConfig(micro_batch_size=8, upcast_fp32=False)
+    sizes = {4: "yes", 8: "yes", 10: "uncertain", 12: "no"}
+    forecasts = {
+        fast.model_copy(update={"micro_batch_size": size}): MemoryForecast(size * 2 * GIB, {}, fits)
+        for size, fits in sizes.items()
+    }
+    study = snapshot([fits(0, 8_000.0), fits(1, 9_000.0, fast)], memory_forecasts=forecasts)
+    assert not _wall(replace(study, memory_forecasts={})).has_expected
+    rows = dict(_wall(study).panels[0].rows)
+    column = _wall(study).lengths.index("512")
+    shown = {batch: (cells[column].kind, cells[column].text) for batch, cells in rows.items()}
+    assert shown["8"] == ("fits", "9.0k")
+    assert shown["4"] == ("expected", "○")
+    assert shown["10"] == ("expected", "?")
+    assert shown["12"] == ("expected", "△")
+    assert shown["32"] == ("untried", "")
+    assert rows["12"][column].trial is None
+    assert "not tried, predicted not to fit: 24.00 GiB with the other settings of trial 1" in (
+        rows["12"][column].words
+    )
+
+
+def test_a_cell_that_was_not_tried_fits_where_the_leanest_structure_of_its_panel_does() -> None:
+    heavy = TrialConfig(micro_batch_size=8)
+    lean = TrialConfig(micro_batch_size=4, upcast_fp32=False)
+    forecasts = {
+        heavy: MemoryForecast(20 * GIB, {}, "yes"),
+        heavy.model_copy(update={"micro_batch_size": 10}): MemoryForecast(30 * GIB, {}, "no"),
+        lean.model_copy(update={"micro_batch_size": 10}): MemoryForecast(15 * GIB, {}, "yes"),
+    }
+    trials = [fits(0, 9_000.0, heavy), fits(1, 8_000.0, lean, peak_allocated_bytes=2 * GIB)]
+    study = snapshot(trials, memory_forecasts=forecasts)
+    rows = dict(_wall(study).panels[0].rows)
+    cell = rows["10"][_wall(study).lengths.index("512")]
+    assert (cell.text, cell.memory) == ("○", "15.0")
+    assert "trial 1" in cell.words
 
 
 @pytest.mark.parametrize("trials", [1, 9, 300])

@@ -47,7 +47,9 @@
     holder.shown = drawing;
   };
   report.draw = draw;
-  const drawAll = () => Object.keys(figures).forEach(draw);
+  // What is folded away has no width, and is drawn when it is unfolded.
+  const isOpen = (id) => !document.getElementById(id)?.closest("details:not([open])");
+  const drawAll = () => Object.keys(figures).filter(isOpen).forEach(draw);
 
   const tip = document.getElementById("tip");
   const explain = (row, x, y) => {
@@ -83,7 +85,7 @@
   };
   const attend = (id) => {
     const holder = document.getElementById(id);
-    if (!holder || !hasTrials(figures[id])) return;
+    if (!holder || !hasTrials(figures[id]) || holder.tabIndex === 0) return;
     holder.tabIndex = 0;
     holder.setAttribute("role", "application");
     holder.setAttribute("aria-label", `${holder.getAttribute("aria-label")}. Arrow keys walk through the trials, Enter pins one.`);
@@ -98,10 +100,13 @@
     holder.addEventListener("blur", forget);
   };
 
+  report.unfold = (id) => {
+    draw(id);
+    attend(id);
+  };
   report.start = () => {
-    drawAll();
-    Object.keys(figures).forEach(attend);
-    selection.listen(() => Object.keys(figures).filter((id) => hasTrials(figures[id])).forEach(draw));
+    Object.keys(figures).filter(isOpen).forEach(report.unfold);
+    selection.listen(() => Object.keys(figures).filter((id) => isOpen(id) && hasTrials(figures[id])).forEach(draw));
     dark.addEventListener("change", drawAll);
     narrow.addEventListener("change", drawAll);
     const print = (now) => () => { isPrinting = now; drawAll(); };

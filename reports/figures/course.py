@@ -1,27 +1,18 @@
-"""Owns the figure of the study's course: when each trial ran, how it ended, the fastest so far.
+"""Owns the figure of a study's course: when each trial ran, how it ended, the fastest so far.
 
-Pure: a study's snapshot in, a plotly figure out. Long pauses between runs are cut out of the axis.
+Pure: a study's snapshot in, a drawing out, whose marks are the page's trials. Long pauses between
+runs are cut out of the axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
-
-import plotly.graph_objects as go
+from typing import Any
 
 from reports import units
-from reports.figures.style import (
-    FRONT_COLOUR,
-    HOVER_TEMPLATE,
-    MARKS,
-    hover,
-    lanes_of,
-    measured_trials,
-    panels,
-)
+from reports.figures.style import FRONT_COLOUR, MARKS, lanes_of, measured_trials, panels
 from reports.outcomes import VERDICT_LABELS
 from storage.definition import StudySnapshot
 from storage.ranking import rank_study
@@ -73,22 +64,22 @@ def _in_order(records: Sequence[TrialRecord]) -> list[tuple[TrialRecord, float |
     return [(record, started) for *_, record, started in sorted(placed, key=lambda p: p[:2])]
 
 
-def timeline_figure(snapshot: StudySnapshot) -> go.Figure:
+def course_drawing(snapshot: StudySnapshot) -> dict[str, Any]:
     """Draw the measured speeds as they came, the fastest so far, and each trial's lane."""
-    figure = go.Figure()
     spans = spans_of(snapshot)
-    budget_bytes = snapshot.definition.target.budget_bytes
-    _add_fastest_so_far(figure, spans, {r.number for r in rank_study(snapshot).of_space})
-    _add_speeds(figure, spans, budget_bytes)
+    rows = {record.number: row for row, record in enumerate(snapshot.records)}
     lanes = lanes_of(snapshot.records)
-    for lane, verdict in enumerate(lanes):
-        here = [span for span in spans if span.record.verdict is verdict]
-        hovers = [_hover(span, budget_bytes) for span in here]
-        _add_lane(figure, here, hovers, lane=lane, seen_seconds=spans[-1].end / _BARS_ACROSS)
-    figure.update_layout(panels(lanes=[MARKS[verdict].lane for verdict in lanes]))
-    figure.update_xaxes(title={"text": "minutes"}, rangemode="tozero")
-    _add_pauses(figure, spans)
-    return figure
+    data = [
+        *_fastest_line(spans, {record.number for record in rank_study(snapshot).of_space}),
+        *_speeds(spans, rows),
+        *(
+            _lane(spans, rows, verdict, lane=lane, seen_seconds=spans[-1].end / _BARS_ACROSS)
+            for lane, verdict in enumerate(lanes)
+        ),
+    ]
+    layout = panels(lanes=[MARKS[verdict].lane for verdict in lanes])
+    layout["xaxis"] |= {"title": {"text": "minutes"}, "rangemode": "tozero"}
+    return {"data": data, "layout": layout | _pauses(spans)}
 
 
 def fastest_so_far(
@@ -109,25 +100,29 @@ def fastest_so_far(
     return steps
 
 
-def _add_fastest_so_far(
-    figure: go.Figure, spans: Sequence[Span], of_space: Collection[int]
-) -> None:
+def _fastest_line(spans: Sequence[Span], of_space: Collection[int]) -> Iterator[dict[str, Any]]:
     steps = fastest_so_far(spans, of_space=of_space)
     if not steps:
         return
     # The line goes on to the end of the study: the last of them stayed the fastest.
     steps.append((max(span.end for span in spans), steps[-1][1]))
-    figure.add_scatter(
-        name="fastest so far",
-        mode="lines",
-        x=[seconds / _MINUTE for seconds, _ in steps],
-        y=[rate for _, rate in steps],
-        line={"color": FRONT_COLOUR, "width": 2, "shape": "hv"},
-        hoverinfo="skip",
-    )
+    yield {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "fastest so far",
+        "x": [_minutes(seconds) for seconds, _ in steps],
+        "y": [rate for _, rate in steps],
+        "line": {"color": FRONT_COLOUR, "width": 2, "shape": "hv"},
+        "hoverinfo": "skip",
+    }
 
 
-def _add_speeds(figure: go.Figure, spans: Sequence[Span], budget_bytes: int) -> None:
+def _minutes(seconds: float) -> float:
+    return round(seconds / _MINUTE, 4)
+
+
+def _speeds(spans: Sequence[Span], rows: Mapping[int, int]) -> Iterator[dict[str, Any]]:
+    """Yield the speeds of the search: what was measured again later is not what drove it."""
     for verdict in (Verdict.FITS, Verdict.PRUNED_SLOW):
         points = [
             (span, measured)
@@ -136,65 +131,69 @@ def _add_speeds(figure: go.Figure, spans: Sequence[Span], budget_bytes: int) -> 
             for _, measured in measured_trials([span.record])
         ]
         if points:
-            figure.add_scatter(
-                name=VERDICT_LABELS[verdict],
-                mode="markers",
-                x=[span.end / _MINUTE for span, _ in points],
-                y=[measured.tokens_per_second for _, measured in points],
-                marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 8},
-                hovertext=[hover(span.record, budget_bytes=budget_bytes) for span, _ in points],
-                hovertemplate=HOVER_TEMPLATE,
-            )
+            mark = MARKS[verdict]
+            yield {
+                "type": "scatter",
+                "mode": "markers",
+                "name": VERDICT_LABELS[verdict],
+                "rows": [rows[span.record.number] for span, _ in points],
+                "x": [_minutes(span.end) for span, _ in points],
+                "y": [round(measured.tokens_per_second, 1) for _, measured in points],
+                "marker": {"color": mark.colour, "symbol": mark.symbol, "size": 8},
+                "hoverinfo": "none",
+            }
 
 
-def _add_lane(
-    figure: go.Figure,
+def _lane(
     spans: Sequence[Span],
-    hovers: Sequence[str],
+    rows: Mapping[int, int],
+    verdict: Verdict,
     *,
     lane: int,
     seen_seconds: float,
-) -> None:
-    colour = MARKS[spans[0].record.verdict].colour
+) -> dict[str, Any]:
+    here, colour = [span for span in spans if span.record.verdict is verdict], MARKS[verdict].colour
     # A pale edge parts neighbours; what is too narrow to be seen through it is edged in its colour.
-    edges = [_PALE if span.end - span.start > seen_seconds else colour for span in spans]
-    figure.add_bar(
-        name=VERDICT_LABELS[spans[0].record.verdict],
-        yaxis="y2",
-        orientation="h",
-        base=[span.start / _MINUTE for span in spans],
-        x=[(span.end - span.start) / _MINUTE for span in spans],
-        y=[lane] * len(spans),
-        width=0.6,
-        marker={"color": colour, "line": {"color": edges, "width": 1}},
-        hovertext=list(hovers),
-        hovertemplate=HOVER_TEMPLATE,
-        showlegend=False,
-    )
+    edges = [_PALE if span.end - span.start > seen_seconds else colour for span in here]
+    return {
+        "type": "bar",
+        "name": VERDICT_LABELS[verdict],
+        "yaxis": "y2",
+        "orientation": "h",
+        "rows": [rows[span.record.number] for span in here],
+        "base": [_minutes(span.start) for span in here],
+        "x": [_minutes(span.end - span.start) for span in here],
+        "y": [lane] * len(here),
+        "width": 0.6,
+        "marker": {"color": colour, "line": {"color": edges, "width": 1}},
+        "hoverinfo": "none",
+        "showlegend": False,
+    }
 
 
-def _hover(span: Span, budget_bytes: int) -> str:
-    began = f" from {escape(span.record.started_at)}" if span.record.started_at else ""
-    took = units.duration(span.end - span.start)
-    return f"{took}{began}<br>{hover(span.record, budget_bytes=budget_bytes)}"
-
-
-def _add_pauses(figure: go.Figure, spans: Sequence[Span]) -> None:
-    for span in spans:
-        if span.pause_before:
-            figure.add_vline(
-                x=span.start / _MINUTE, line={"dash": "dot", "width": 1, "color": "#8a8f98"}
-            )
-            figure.add_annotation(
-                x=span.start / _MINUTE,
-                y=0,
-                yref="paper",
-                yanchor="bottom",
-                xanchor="left",
-                textangle=-90,
-                showarrow=False,
-                text=f"paused {units.duration(span.pause_before)}",
-            )
+def _pauses(spans: Sequence[Span]) -> dict[str, Any]:
+    """Return a dotted line for each pause that was cut out, with how long it was."""
+    paused = [span for span in spans if span.pause_before]
+    line = {"dash": "dot", "width": 1, "color": MARKS[Verdict.LOST].colour}
+    return {
+        "shapes": [
+            {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line}
+            for x in (_minutes(span.start) for span in paused)
+        ],
+        "annotations": [
+            {
+                "x": _minutes(span.start),
+                "y": 0,
+                "yref": "paper",
+                "yanchor": "bottom",
+                "xanchor": "left",
+                "textangle": -90,
+                "showarrow": False,
+                "text": f"paused {units.duration(span.pause_before)}",
+            }
+            for span in paused
+        ],
+    }
 
 
 def _seconds(started_at: str | None) -> float | None:
