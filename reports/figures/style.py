@@ -1,4 +1,4 @@
-"""Owns what the figures share: each verdict's mark, the hover text, the panels, and the two themes.
+"""Owns what the figures share: each verdict's mark, the panels, and the two themes.
 
 Knows nothing of what a figure shows. No verdict is told by colour alone: each has a symbol or a
 lane of its own. Colours are from the palettes of Okabe and Ito and of Paul Tol, which colour-blind
@@ -7,14 +7,10 @@ readers can tell apart, and legible on white and on near-black.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-from reports import uncertainty, units
-from reports.outcomes import VERDICT_LABELS, reason
-from search_spaces.config import TrialConfig
 from storage.ranking import rankable
 from storage.records import Measurement, TrialRecord, Verdict
 
@@ -24,9 +20,6 @@ WINNER_COLOUR = "#B07800"
 FADED_COLOUR = "#8192A6"
 """What stands back still has three times the lightness of the page, or a third of it."""
 OUTLINE = {"width": 1, "color": "#1c2128"}
-HOVER_TEMPLATE = "%{hovertext}<extra></extra>"
-"""Shows `hover`'s text and nothing of plotly's own."""
-_PAIRS_PER_LINE = 2
 
 MAIN_PIXELS = 360
 LANE_PIXELS = 40
@@ -58,42 +51,6 @@ MARKS: Mapping[Verdict, Mark] = {
     Verdict.CRASHED: Mark("#C2455C", "cross", "crashed"),
     Verdict.LOST: Mark("#7D8691", "circle-x-open", "lost"),
 }
-
-
-def hover(record: TrialRecord, *, budget_bytes: int) -> str:
-    """Return a trial's verdict, numbers and whole configuration as plotly's text, escaped."""
-    lines = [f"<b>Trial {record.number}: {VERDICT_LABELS[record.verdict]}</b>"]
-    if record.is_baseline:
-        lines.append("the baseline")
-    lines += [
-        escape(line)
-        for line in (
-            *_numbers(record),
-            *filter(None, [reason(record, budget_bytes=budget_bytes)]),
-            *_settings(record.config),
-        )
-    ]
-    return "<br>".join(lines)
-
-
-def _numbers(record: TrialRecord) -> Iterator[str]:
-    for _, measured in measured_trials([record]):
-        rate, doubts = units.rate(measured.tokens_per_second), uncertainty.doubts(measured)
-        marked = f", marked {doubts}" if doubts else ""
-        yield f"{rate} tokens/s ({uncertainty.interval_words(measured)}{marked})"
-        yield (
-            f"peak {units.gib(measured.peak_allocated_bytes)} allocated, "
-            f"{units.gib(measured.peak_reserved_bytes)} reserved"
-        )
-        yield f"{units.step_time(measured.step_seconds)} a step"
-
-
-def _settings(config: TrialConfig) -> Iterator[str]:
-    pairs = [
-        f"{key}: {units.short(value)}" for key, value in config.model_dump(mode="json").items()
-    ]
-    for start in range(0, len(pairs), _PAIRS_PER_LINE):
-        yield ", ".join(pairs[start : start + _PAIRS_PER_LINE])
 
 
 def measured_trials(records: Iterable[TrialRecord]) -> tuple[tuple[TrialRecord, Measurement], ...]:

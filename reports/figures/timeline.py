@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 
 import plotly.graph_objects as go
 
 from reports import units
 from reports.figures.style import (
     FRONT_COLOUR,
-    HOVER_TEMPLATE,
     MARKS,
-    hover,
     lanes_of,
     measured_trials,
     panels,
@@ -40,6 +37,8 @@ class Span:
     """One trial on the study's own clock, in seconds from its first trial, pauses cut out."""
 
     record: TrialRecord
+    row: int
+    """Its index among the page's trials, which explain their marks."""
     start: float
     end: float
     pause_before: float
@@ -49,13 +48,14 @@ class Span:
 def spans_of(snapshot: StudySnapshot) -> tuple[Span, ...]:
     """Return the trials in the order they ran; without a start time, after the one before."""
     spans: list[Span] = []
+    rows = {record.number: row for row, record in enumerate(snapshot.records)}
     clock, previous_end = 0.0, None
     for record, started in _in_order(snapshot.records):
         silence = 0.0 if started is None or previous_end is None else started - previous_end
         pause = silence if silence > PAUSE_SECONDS else 0.0
         start = clock + max(silence - pause, 0.0)
         wall = max(record.wall_seconds, 0.0) if units.is_known(record.wall_seconds) else 0.0
-        spans.append(Span(record, start, start + wall, pause))
+        spans.append(Span(record, rows[record.number], start, start + wall, pause))
         clock = start + wall
         began = previous_end if started is None else started
         previous_end = None if began is None else began + wall
@@ -77,14 +77,12 @@ def timeline_figure(snapshot: StudySnapshot) -> go.Figure:
     """Draw the measured speeds as they came, the fastest so far, and each trial's lane."""
     figure = go.Figure()
     spans = spans_of(snapshot)
-    budget_bytes = snapshot.definition.target.budget_bytes
     _add_fastest_so_far(figure, spans, {r.number for r in rank_study(snapshot).of_space})
-    _add_speeds(figure, spans, budget_bytes)
+    _add_speeds(figure, spans)
     lanes = lanes_of(snapshot.records)
     for lane, verdict in enumerate(lanes):
         here = [span for span in spans if span.record.verdict is verdict]
-        hovers = [_hover(span, budget_bytes) for span in here]
-        _add_lane(figure, here, hovers, lane=lane, seen_seconds=spans[-1].end / _BARS_ACROSS)
+        _add_lane(figure, here, lane=lane, seen_seconds=spans[-1].end / _BARS_ACROSS)
     figure.update_layout(panels(lanes=[MARKS[verdict].lane for verdict in lanes]))
     figure.update_xaxes(title={"text": "minutes"}, rangemode="tozero")
     _add_pauses(figure, spans)
@@ -127,7 +125,7 @@ def _add_fastest_so_far(
     )
 
 
-def _add_speeds(figure: go.Figure, spans: Sequence[Span], budget_bytes: int) -> None:
+def _add_speeds(figure: go.Figure, spans: Sequence[Span]) -> None:
     for verdict in (Verdict.FITS, Verdict.PRUNED_SLOW):
         points = [
             (span, measured)
@@ -142,19 +140,12 @@ def _add_speeds(figure: go.Figure, spans: Sequence[Span], budget_bytes: int) -> 
                 x=[span.end / _MINUTE for span, _ in points],
                 y=[measured.tokens_per_second for _, measured in points],
                 marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 8},
-                hovertext=[hover(span.record, budget_bytes=budget_bytes) for span, _ in points],
-                hovertemplate=HOVER_TEMPLATE,
+                customdata=[span.row for span, _ in points],
+                hoverinfo="none",
             )
 
 
-def _add_lane(
-    figure: go.Figure,
-    spans: Sequence[Span],
-    hovers: Sequence[str],
-    *,
-    lane: int,
-    seen_seconds: float,
-) -> None:
+def _add_lane(figure: go.Figure, spans: Sequence[Span], *, lane: int, seen_seconds: float) -> None:
     colour = MARKS[spans[0].record.verdict].colour
     # A pale edge parts neighbours; what is too narrow to be seen through it is edged in its colour.
     edges = [_PALE if span.end - span.start > seen_seconds else colour for span in spans]
@@ -167,16 +158,10 @@ def _add_lane(
         y=[lane] * len(spans),
         width=0.6,
         marker={"color": colour, "line": {"color": edges, "width": 1}},
-        hovertext=list(hovers),
-        hovertemplate=HOVER_TEMPLATE,
+        customdata=[span.row for span in spans],
+        hoverinfo="none",
         showlegend=False,
     )
-
-
-def _hover(span: Span, budget_bytes: int) -> str:
-    began = f" from {escape(span.record.started_at)}" if span.record.started_at else ""
-    took = units.duration(span.end - span.start)
-    return f"{took}{began}<br>{hover(span.record, budget_bytes=budget_bytes)}"
 
 
 def _add_pauses(figure: go.Figure, spans: Sequence[Span]) -> None:

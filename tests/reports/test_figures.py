@@ -12,7 +12,7 @@ import pytest
 
 from reports.document import document_of
 from reports.figures.figure import resolved
-from reports.figures.style import MARKS, hover
+from reports.figures.style import MARKS
 from reports.figures.timeline import fastest_so_far, spans_of, timeline_figure
 from reports.page import figures_of
 from search_spaces.config import TrialConfig
@@ -25,7 +25,6 @@ from storage.records import (
     Verdict,
 )
 from tests.reports.synthetic import (
-    BUDGET_BYTES,
     fits,
     one_of_each,
     plausible_study,
@@ -60,19 +59,6 @@ def test_a_baseline_outside_the_space_is_in_no_figure_of_the_space() -> None:
     outside = fits(0, 90_000.0, TrialConfig(lora_rank=64), peak_allocated_bytes=GIB)
     study = snapshot([outside, fits(1, 16_000.0, FAST)])
     assert list(_trace(timeline_figure(study), "fastest so far").y) == [16_000.0, 16_000.0]
-
-
-def test_the_hover_text_names_the_verdict_the_numbers_and_every_setting() -> None:
-    text = hover(fits(3, 16_000.0, FAST), budget_bytes=BUDGET_BYTES)
-    assert text.startswith("<b>Trial 3: fits</b>")
-    assert "16,000 tokens/s" in text
-    assert "10.00 GiB allocated" in text
-    assert all(f"{key}: " in text for key in TrialConfig.model_fields)
-
-
-@pytest.mark.parametrize("trial", one_of_each(), ids=lambda trial: str(trial.verdict))
-def test_every_verdict_has_a_hover_text(trial: TrialRecord) -> None:
-    assert f"Trial {trial.number}: " in hover(trial, budget_bytes=BUDGET_BYTES)
 
 
 def test_trials_lie_on_the_study_s_clock_one_after_another() -> None:
