@@ -1,4 +1,4 @@
-"""Owns what the figures share: each verdict's mark, the hover text, the panels, and the two themes.
+"""Owns what the figures share: each verdict's mark, the panels, and the two themes.
 
 Knows nothing of what a figure shows. No verdict is told by colour alone: each has a symbol or a
 lane of its own. Colours are from the palettes of Okabe and Ito and of Paul Tol, which colour-blind

@@ -28,7 +28,7 @@
 
   // A ring around the pinned trial, wherever a figure shows it.
   const rings = (data) => data.flatMap((trace) => {
-    const at = selection.pinned === null || trace.type === "bar" ? -1 : (trace.rows ?? []).indexOf(selection.pinned);
+    const at = selection.pinned === null || trace.type === "bar" ? -1 : (rowsOf(trace) ?? []).indexOf(selection.pinned);
     if (at < 0 || trace.meta === "line") return [];
     const { x, y } = resolveTrace({ rows: [selection.pinned], x: Array.isArray(trace.x) ? [trace.x[at]] : trace.x, y: Array.isArray(trace.y) ? [trace.y[at]] : trace.y });
     return [{
@@ -36,7 +36,9 @@
       name: "pinned", marker: { symbol: "circle-open", size: 22, color: dark.matches && !isPrinting ? "#e3e7ec" : "#1c2128", line: { width: 2 } },
     }];
   });
-  const hasTrials = ({ data }) => data.some((trace) => trace.rows);
+  // Plotly's own figures name the rows of their marks as customdata.
+  const rowsOf = (trace) => trace.rows ?? (trace.hoverinfo === "none" ? trace.customdata : undefined);
+  const hasTrials = ({ data }) => data.some(rowsOf);
 
   const draw = (id) => {
     const holder = document.getElementById(id);
@@ -65,10 +67,10 @@
 
   // By keyboard: arrows walk along the front, or along all trials of a figure without one; Enter pins.
   const walkable = (holder) => {
-    const traces = holder.shown.data.filter((trace) => trace.rows && trace.meta !== "line");
+    const traces = holder.shown.data.filter((trace) => rowsOf(trace) && trace.meta !== "line");
     const front = traces.find((trace) => trace.meta === "front");
     if (front?.rows.length) return front.rows;
-    return [...new Set(traces.flatMap((trace) => trace.rows))].sort((a, b) => a - b);
+    return [...new Set(traces.flatMap(rowsOf))].sort((a, b) => a - b);
   };
   const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
   const walk = (holder, event) => {
