@@ -254,11 +254,12 @@ def training_flops_per_token(
 
 def parameters(model: ModelSpec) -> int | None:
     """Return the parameters of the whole model; None where the architecture is not known."""
-    kind, hidden = model.model_type, model.hidden_size
+    kind = model.model_type
     shapes = _attention_shapes(model) if kind in _COUNTED_EXPERTS else linear_shapes(model)
     experts = _experts(model) if kind in _COUNTED_EXPERTS else 0
     if shapes is None or experts is None or kind not in _COUNTED | _COUNTED_EXPERTS:
         return None
+    hidden = model.hidden_size
     embeddings = model.vocab_size * hidden * (1 if is_tied(model) else 2)
     linears = sum(rows * columns for rows, columns in shapes.values())
     norms = hidden * (4 if kind in _FOUR_NORMS else 2) + _head_norms(model)
