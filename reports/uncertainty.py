@@ -110,7 +110,10 @@ def _decimals(gain: Gain) -> int:
     supported = 2 if half_width <= 0.01 else 1 if half_width <= 0.1 else 0
     # A small factor keeps its first digit: 0x would say nothing.
     leading = max(0, math.ceil(-math.log10(gain.ratio))) if gain.ratio < 1 else 0
-    return max(supported, min(leading, 2))
+    least = max(supported, min(leading, 2))
+    # Nor may rounding take a factor out of its own interval: 2x between 2.1 and 2.6.
+    inside = (d for d in range(least, 2) if gain.low <= round(gain.ratio, d) <= gain.high)
+    return next(inside, 2)
 
 
 def capacity(config: TrialConfig) -> str:
