@@ -168,7 +168,7 @@ def _course(snapshot: StudySnapshot) -> Course:
         confirming_seconds=sum(record.device_seconds for record in snapshot.confirmations),
         pruned=_saved_by_pruning(snapshot, by_verdict[Verdict.PRUNED_SLOW]),
         refused=_saved_by_refusing(snapshot),
-        refused_by_setup=not by_verdict[Verdict.OOM],
+        refused_by_setup=not _ran_out(snapshot),
     )
 
 
@@ -199,12 +199,22 @@ def _saved_by_refusing(snapshot: StudySnapshot) -> Saving | None:
     Where none did, as long as setting up took: nothing runs out before that.
     """
     refused = sum(record.verdict in _LAUNCHED_FOR_NOTHING for record in snapshot.records)
-    ran_out = [r.device_seconds for r in snapshot.records if r.verdict is Verdict.OOM]
-    prices = ran_out or [r.measurement.setup_seconds for r in snapshot.records if r.measurement]
+    prices = _ran_out(snapshot) or [
+        r.measurement.setup_seconds for r in snapshot.records if r.measurement
+    ]
     if not refused or not prices:
         return None
     each = median(prices)
     return Saving(refused, refused * each, len(prices), each)
+
+
+def _ran_out(snapshot: StudySnapshot) -> list[float]:
+    """Return the device's seconds of each trial that ran out here; what was carried took none."""
+    return [
+        record.device_seconds
+        for record in snapshot.records
+        if record.verdict is Verdict.OOM and record.carried is None
+    ]
 
 
 def _winner(snapshot: StudySnapshot, ranking: Ranking) -> WinnerMemory | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -91,12 +91,19 @@ class Confirmations:
         """Return the device's seconds that a series took so far, soaks and start as well."""
         return sum(record.device_seconds for record in self.records if record.series == series)
 
-    def repeat_seconds(self, *, series: int) -> float:
-        """Return what the runs of a series took so far; not its soaks, nor the worker's start."""
+    def repeat_seconds(self, *, series: int, besides: Collection[TrialConfig] = ()) -> float:
+        """Return what the runs of a series took so far; not its soaks, nor the worker's start.
+
+        Args:
+            series: that is asked about.
+            besides: canonical configurations whose runs do not count.
+        """
         return sum(
             _run_seconds(record)
             for record in self.records
-            if record.series == series and record.purpose == "confirm"
+            if record.series == series
+            and record.purpose == "confirm"
+            and canonical(record.config) not in besides
         )
 
     def pooled(self, config: TrialConfig) -> Measurement | None:

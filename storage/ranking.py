@@ -34,7 +34,8 @@ from storage.confirmations import Confirmations
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.records import Measured, Measurement, TrialRecord, Verdict
 
-_CONCLUSIVE = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED, Verdict.INEFFECTIVE})
+CONCLUSIVE = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED, Verdict.INEFFECTIVE})
+"""How a trial ends that says what becomes of its configuration: the last of them counts."""
 
 
 @dataclass(frozen=True)
@@ -369,7 +370,7 @@ def fitting(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
     last = {
         canonical(record.config): record
         for record in _by_number(records)
-        if record.verdict in _CONCLUSIVE
+        if record.verdict in CONCLUSIVE
     }
     return _fastest_first(record for record in last.values() if record.verdict is Verdict.FITS)
 

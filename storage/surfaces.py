@@ -282,9 +282,15 @@ def _product_of(gpu: str) -> str:
         return gpu
 
 
-def _seconds(record: TrialRecord) -> float:
-    """Return the device's time; the whole trial's where it is not kept apart."""
-    return max(record.device_seconds or record.wall_seconds, 1e-3)
+def _seconds(record: TrialRecord) -> float | None:
+    """Return the device's time; the whole trial's where it is not kept apart.
+
+    What another study ran took none here: a measurement knows its own, running out does not.
+    """
+    if record.carried is None:
+        return max(record.device_seconds or record.wall_seconds, 1e-3)
+    measured = record.measurement
+    return None if measured is None else measured.setup_seconds + measured.measured_seconds
 
 
 def _row_of(record: TrialRecord) -> SurfaceRow | None:

@@ -14,7 +14,7 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
 from search_spaces.space import SearchSpace, StepBudget
 from storage.definition import StudyDefinition, StudySnapshot
-from storage.ranking import rank_study
+from storage.ranking import CONCLUSIVE, rank_study
 from storage.records import RETRYABLE, Carried, TrialRecord, Verdict
 from storage.study import OpenStudy
 from sweep.sampling.encoding import Encoding
@@ -106,13 +106,18 @@ def carry_over(
 def holding(source: StudySnapshot, space: SearchSpace) -> Iterator[TrialRecord]:
     """Yield the trials of a study that hold in another space, by number.
 
+    Of one configuration it is the last that came to a conclusion, as in that study's own ranking.
     Not those that did not hold when they were measured again, and none of those runs: they compare
     with each other alone.
     """
     fallen = rank_study(source).fallen
     baseline = space.baseline_config()
+    concluded = (r for r in source.records if r.verdict in CONCLUSIVE)
+    last = {canonical(record.config): record.number for record in concluded}
     for record in source.records:
         if record.verdict not in HOLDING or record.number in fallen:
+            continue
+        if last[canonical(record.config)] != record.number:
             continue
         is_asked = record.config == baseline or space.params_of(record.config) is not None
         if is_asked and _is_long_enough(record, space.steps):

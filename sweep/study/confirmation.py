@@ -92,8 +92,8 @@ class Plan:
         return self._run(_contender(winner), "soak")
 
     def contenders(self) -> tuple[Contender, ...]:
-        """Return what is measured again: the winner, its ties, and what was begun; what gains are
-        stated over last, the baseline at the end.
+        """Return what is measured again: the winner, what its gain is over, its ties, what was
+        begun, and what the gain of the baseline's class takes. Cut short, the gain is known first.
         """
         ranking = self.ranking
         begun = {canonical(r.config) for r in self._of("confirm")}
@@ -102,7 +102,9 @@ class Plan:
         is_full = len(begun) >= BEGUN_MAX
         rivals = {canonical(r.config): _contender(r) for r in (*alike[:CONTENDERS_MAX], *kept)}
         named = {key: c for key, c in rivals.items() if key in begun or not is_full}
-        return tuple((named | {canonical(c.config): c for c in self._references()}).values())
+        over = {canonical(c.config): c for c in self._references()}
+        known, first = named | over, (*list(named)[:1], *list(over)[:1])
+        return tuple(known[key] for key in dict.fromkeys((*first, *known)))
 
     def _references(self) -> Iterator[Contender]:
         """Yield what gains are stated over: the winner's, and in another class than the baseline's
@@ -126,16 +128,26 @@ class Plan:
         return _contender(tried[-1]) if tried else Contender(config, None)
 
     def _unconfirmed(self) -> list[Contender]:
-        """Return what ran too seldom; past the budget only what there is no answer without."""
-        winner = self.ranking.winner
-        needed = {canonical(c.config) for c in self._references()}
-        needed |= set() if winner is None else {canonical(winner.config)}
+        """Return what ran too seldom; past the budget only what there is no answer without, and
+        what was begun: a single run counts for nothing.
+        """
         return [
             contender
             for contender in self.contenders()
             if self._runs(contender) < RUNS_TO_CONFIRM
-            and (not self._is_spent or canonical(contender.config) in needed)
+            and (not self._is_spent or self._is_needed(contender))
         ]
+
+    def _is_needed(self, contender: Contender) -> bool:
+        winner = self.ranking.winner
+        needed = {canonical(c.config) for c in self._references()}
+        needed |= set() if winner is None else {canonical(winner.config)}
+        return canonical(contender.config) in needed or self._runs(contender) > 0
+
+    def owed(self) -> int:
+        """Return how many runs are still to come, whatever they take."""
+        needed = [contender for contender in self.contenders() if self._is_needed(contender)]
+        return sum(max(0, RUNS_TO_CONFIRM - self._runs(contender)) for contender in needed)
 
     def _undecided(self) -> list[Contender]:
         """Return what more runs may tell apart, or tell at all."""
@@ -189,7 +201,11 @@ class Plan:
 
     @property
     def _is_spent(self) -> bool:
-        spent = self.ranking.confirmations.repeat_seconds(series=self.series)
+        """Whether the winner and its ties took their time; what gains are stated over is needed."""
+        winner = self.ranking.winner
+        needed = {canonical(c.config) for c in self._references()}
+        needed -= set() if winner is None else {canonical(winner.config)}
+        spent = self.ranking.confirmations.repeat_seconds(series=self.series, besides=needed)
         return spent >= self.budget.seconds
 
     def _of(self, purpose: Purpose) -> list[TrialRecord]:

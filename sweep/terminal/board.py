@@ -6,7 +6,7 @@ terminals.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from reports import uncertainty, units
@@ -20,6 +20,7 @@ from storage.ranking import Ranking, rank
 from storage.records import Phase, TrialRecord
 from storage.recovery import next_number
 from sweep.running.runner import Progress
+from sweep.study.confirmation import Plan
 from sweep.study.events import (
     ConfirmationStarted,
     Event,
@@ -122,11 +123,14 @@ class Board:
     _finished_here: int = field(default=0, init=False)
     _since: int = field(init=False)
     _ranking: Ranking = field(init=False)
+    _owed: int = field(default=0, init=False)
+    """Runs that a confirmation still takes, whatever its budget is."""
 
     def __post_init__(self) -> None:
         self._since = next_number(self.records)
         self._started_seconds = self._doing_seconds = self.clock()
         self._ranking = rank(self.records, self.definition, self.confirmations)
+        self._count_owed()
 
     def take(self, event: Event) -> None:
         """Take in one event."""
@@ -145,6 +149,7 @@ class Board:
                 self._finish(record)
             case ConfirmationStarted():
                 self.confirming = event
+                self._count_owed()
             case StudyFinished():
                 self.current = self.progress = None
         if self.doing != before or isinstance(event, TrialStarted):
@@ -158,8 +163,15 @@ class Board:
         is_searched = record.purpose == "search"
         (self.records if is_searched else self.confirmations).append(record)
         self._ranking = rank(self.records, self.definition, self.confirmations)
+        self._count_owed()
         self._finished_here += is_searched
         self.current = self.progress = None
+
+    def _count_owed(self) -> None:
+        """Count, once a trial, the runs that a confirmation takes whatever its budget is."""
+        budget = self.definition.space.confirm
+        series = 0 if self.confirming is None else self.confirming.series
+        self._owed = 0 if budget is None else Plan(self._ranking, budget, series).owed()
 
     def _note_building(self, progress: Progress) -> None:
         is_first = self.is_first and not self._building_seconds
@@ -236,13 +248,18 @@ class Board:
         return at_pace if left is None else min(left, at_pace)
 
     def _confirm_seconds(self) -> float | None:
-        """Return what the budget leaves, with the start of the fresh worker as far as known."""
+        """Return what the budget leaves, or what is run whatever it takes where that is more, with
+        the start of the fresh worker as far as known.
+        """
         budget = self.definition.space.confirm
         if budget is None:
             return None
         series = 0 if self.confirming is None else self.confirming.series
         known = Confirmations(tuple(r for r in self.confirmations if r.series == series))
-        repeats = max(0.0, budget.seconds - known.repeat_seconds(series=series))
+        repeats = max(
+            budget.seconds - known.repeat_seconds(series=series),
+            self._owed * _run_seconds(known.records or self.records),
+        )
         is_soaked = any(r.purpose == "soak" for r in known.records)
         starting = 0.0 if known.records else self._building_seconds
         doing = self.doing_seconds if self.confirming is not None else 0.0
@@ -252,3 +269,10 @@ class Board:
     def describe(self, config: TrialConfig) -> str:
         """Return what was searched of a configuration."""
         return search_words(config, space=self.definition.space)
+
+
+def _run_seconds(records: Iterable[TrialRecord]) -> float:
+    """Return what a run took on average, the start of its worker apart; 0 where none did."""
+    measured = [r.measurement for r in records if r.measurement and r.purpose != "soak"]
+    taken = [m.setup_seconds + m.measured_seconds for m in measured]
+    return sum(taken) / len(taken) if taken else 0.0

@@ -13,6 +13,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.definition import MemoryForecast
 from storage.records import (
+    Carried,
     DominatedOutOfMemory,
     Measured,
     OutOfMemory,
@@ -113,6 +114,21 @@ def test_what_was_not_launched_is_priced_by_what_ran_out_or_else_by_setting_up()
     assert course.refused is not None
     assert not course.refused_by_setup
     assert course.refused.seconds == pytest.approx(2 * 4.0)
+
+
+def test_what_another_study_ran_is_no_price_of_what_was_not_launched() -> None:
+    """It took none of this study's seconds, and running out takes some."""
+    refused = record(1, PredictedOutOfMemory(predicted_bytes=30 * GIB), device_seconds=0.0)
+    carried = record(
+        2,
+        OutOfMemory(stage="backward"),
+        device_seconds=0.0,
+        carried=Carried(study="narrow", identity="i", number=7),
+    )
+    course = trust_of(snapshot([fits(0, 9_000.0, setup_seconds=1.5), refused, carried])).course
+    assert course.refused is not None
+    assert course.refused_by_setup
+    assert course.refused.seconds == pytest.approx(1.5)
 
 
 def test_steps_of_the_best_are_those_of_the_search_with_each_run_that_measured_again() -> None:

@@ -10,7 +10,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, NothingFits
 from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
-from storage.records import Crashed, OutOfMemory
+from storage.records import Carried, Crashed, OutOfMemory
 from storage.surfaces import read_surface, surface_text
 from tests.sweep.imagined_study import TRIALS, a_record, a_snapshot
 
@@ -149,6 +149,18 @@ def test_a_study_is_a_surface_of_what_was_measured(tmp_path: Path) -> None:
     assert again.measurement is not None
     assert row.tokens_per_second == again.measurement.tokens_per_second
     assert row.device_seconds == 2.5
+
+
+def test_what_another_study_ran_took_what_its_measurement_says(tmp_path: Path) -> None:
+    mark = Carried(study="narrow", identity="i", number=1)
+    fit = a_record(0, TrialConfig(), carried=mark, device_seconds=0.0, wall_seconds=0.0)
+    longer = TrialConfig(micro_batch_size=64)
+    oom = fit.model_copy(
+        update={"number": 1, "config": longer, "outcome": OutOfMemory(stage="forward")}
+    )
+    text = surface_text(a_snapshot(fit, oom))
+    surface = read_surface(a_file(tmp_path, *text.splitlines()))
+    assert [row.device_seconds for row in surface.rows] == [2.0, None]
 
 
 def test_a_study_of_which_nothing_was_measured_is_no_surface() -> None:

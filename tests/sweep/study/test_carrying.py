@@ -188,6 +188,14 @@ def test_only_what_the_device_said_and_would_say_again_holds(
     assert list(holding(a_snapshot(record), a_space(**changes))) == [record] * holds
 
 
+def test_of_a_configuration_that_ran_twice_the_last_trial_holds() -> None:
+    later = a_record(TrialConfig(), RAN_OUT, number=3)
+    lost = a_record(TrialConfig(), {"verdict": "crashed", "phase": "attach"}, number=4)
+    assert list(holding(a_snapshot(FITS, later, lost), a_space())) == [later]
+    never = a_record(TrialConfig(), {"verdict": "ineffective", "knob": "kernels"}, number=5)
+    assert list(holding(a_snapshot(FITS, later, never), a_space())) == []
+
+
 def test_what_did_not_hold_when_measured_again_is_left_behind() -> None:
     fit = a_record(TrialConfig(micro_batch_size=8), number=0)
     soaked = confirmed(fit)[-1].model_copy(update={"outcome": RAN_OUT})

@@ -291,7 +291,8 @@ def test_ties_are_run_again_until_they_separate(tmp_path: Path) -> None:
     assert ranking.winner is not None
     assert ranking.winner.config.micro_batch_size == 10
     assert ranking.tied == ()
-    assert order[:3] == [10, 8, 4]
+    # What the gain is over goes second: cut short, that is known first.
+    assert order[:3] == [10, 4, 8]
     assert Counter(order) == {10: 3, 8: 3, 4: 2}
 
 
@@ -321,6 +322,48 @@ def test_past_its_budget_only_the_winner_and_the_baseline_are_run(tmp_path: Path
     # All were as fast in the search, and the first to be measured again was the first by number.
     assert counted[8] == 2
     assert sum(counted.values()) <= 6
+
+
+def test_what_was_begun_before_the_budget_was_spent_is_run_often_enough_to_count(
+    tmp_path: Path,
+) -> None:
+    """The baseline's runs are needed and spend nothing of it; a single run is for nothing."""
+    card = by_batch(
+        {size: itertools.repeat(10_000.0) for size in (4, 6, 8)} | {2: itertools.repeat(100.0)},
+        spread=0.01,
+    )
+    run_seconds = 1.0 + 12 * 4 * 512 / 10_000.0
+    space = SPACE | {
+        "dimensions": {"micro_batch_size": {"choices": [4, 6, 8]}},
+        "baseline": {"micro_batch_size": 2},
+        "confirm": CONFIRM | {"seconds": 1.1 * run_seconds, "soak_seconds": 0.0},
+    }
+    with opened(tmp_path, **space) as study:
+        drive(study, a_runner(card))
+        order = batches(study.confirmations())
+        tied = ranking_of(study).tied
+    assert order == [4, 2, 6, 4, 2, 6]
+    assert tied != ()
+
+
+def test_cut_short_after_two_rounds_of_two_the_gain_is_known_or_next(tmp_path: Path) -> None:
+    """Six are to be measured again; what the winner's gain is over is the second of them."""
+    dimensions = {"lora_rank": {"choices": [8, 16]}, "micro_batch_size": {"choices": [6, 8, 10]}}
+    fixed = {"kernels": "liger", "target_modules": "attention"}
+    space = SPACE | {"dimensions": dimensions, "fixed": fixed}
+    space |= {"baseline": {"lora_rank": 16, "micro_batch_size": 4}}
+
+    def card(config: TrialConfig) -> Outcome:
+        return at_speed(config, 10_000.0 - 2_000.0 * (config.lora_rank == 16), spread=0.01)
+
+    with opened(tmp_path, **space) as study:
+        drive(study, a_runner(card))
+        runs = [r for r in study.confirmations() if r.purpose == "confirm"]
+        ranking = rank(study.records(), study.definition, runs[:8])
+    asked = [(r.config.lora_rank, r.config.micro_batch_size) for r in runs[:8]]
+    assert asked == [(8, 6), (8, 4), (8, 8), (8, 10), (16, 6), (16, 4), (8, 6), (8, 4)]
+    assert ranking.winner is not None
+    assert ranking.reference_for(ranking.winner.config) is not None
 
 
 def test_a_card_that_slows_down_slows_down_for_all_and_the_better_still_wins(

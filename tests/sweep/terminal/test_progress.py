@@ -180,6 +180,20 @@ def test_what_a_confirmation_takes_is_known_before_and_during_it() -> None:
     assert board.remaining.confirm_seconds == pytest.approx(20.0 - spent)
 
 
+def test_what_is_left_of_a_confirmation_counts_the_runs_that_are_needed_past_its_budget() -> None:
+    board = a_board(trials=9, confirm={"seconds": 2, "soak_seconds": 10})
+    first = lasting(1).record
+    board.take(TrialFinished(record=first))
+    measured = first.measurement
+    assert measured is not None
+    each = measured.setup_seconds + measured.measured_seconds
+    assert 2 * each > 2.0
+    assert board.remaining.confirm_seconds == pytest.approx(2 * each + 10.0)
+    board.take(ConfirmationStarted(series=1, numbers=(1,)))
+    board.take(TrialFinished(record=confirmed(first)[0]))
+    assert board.remaining.confirm_seconds == pytest.approx(each + 10.0)
+
+
 def test_a_trial_is_described_by_what_is_searched_and_the_rest_is_said_once() -> None:
     space = a_space(
         fixed={"lora_rank": 8, "compile": True},
