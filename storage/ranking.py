@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.linears import CapacityClass
@@ -344,13 +345,16 @@ def rank(
     return Ranking(definition, tuple(effective), known, searched, fallen)
 
 
+_RANKINGS: WeakKeyDictionary[StudySnapshot, Ranking] = WeakKeyDictionary()
+"""Of each snapshot for as long as that is in use: a page asks dozens of times."""
+
+
 def rank_study(snapshot: StudySnapshot) -> Ranking:
     """Return the order of a study's trials as it stands, the same value each time."""
-    known: Ranking | None = snapshot.derived.get("ranking")
-    if known is None:
-        known = rank(snapshot.records, snapshot.definition, snapshot.confirmations)
-        snapshot.derived["ranking"] = known
-    return known
+    if snapshot not in _RANKINGS:
+        ranking = rank(snapshot.records, snapshot.definition, snapshot.confirmations)
+        _RANKINGS[snapshot] = ranking
+    return _RANKINGS[snapshot]
 
 
 def rankable(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
