@@ -12,7 +12,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
 from storage.definition import StudySnapshot
-from storage.ranking import Ranking, pareto_front, rank, rank_study, verdict_counts
+from storage.objectives import pareto_front
+from storage.ranking import Ranking, rank, rank_study, verdict_counts
 from storage.records import (
     Crashed,
     Diverged,
