@@ -14,7 +14,8 @@ from search_spaces.dimensions import Choices
 from search_spaces.knobs import KNOBS, SIZE_KEYS
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
-from storage.ranking import Ranking, measured_of, rank_study
+from storage.objectives import measured_of
+from storage.ranking import Ranking, rank_study
 from storage.records import (
     OUT_OF_MEMORY,
     RETRYABLE,

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from reports import uncertainty, units
 from storage.confirmations import fell_in_words
 from storage.definition import StudySnapshot
-from storage.ranking import Ranking, measured_of, rank_study
+from storage.objectives import measured_of
+from storage.ranking import Ranking, rank_study
 from storage.records import TrialRecord
 
 UNCLEAR = "No clear winner: its speed differs too much from run to run."

@@ -24,7 +24,8 @@ from search_spaces.errors import InputError
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from storage.definition import StudySnapshot, TargetSpeed
 from storage.gain import compare, gain_of
-from storage.ranking import Ranking, measured_of, rank_study
+from storage.objectives import measured_of
+from storage.ranking import Ranking, rank_study
 from storage.records import Measurement, TrialRecord
 
 SPEED_LOSS = 0.10

@@ -15,7 +15,8 @@ from reports import uncertainty, units
 from reports.outcomes import VERDICT_LABELS, reason
 from search_spaces.gpus import GIB, gpu_catalogue
 from storage.definition import StudySnapshot
-from storage.ranking import Ranking, is_sound, rank_study
+from storage.objectives import is_sound
+from storage.ranking import Ranking, rank_study
 from storage.records import Measurement, TrialRecord, need_of
 
 

@@ -13,7 +13,8 @@ from reports.document import document_of
 from reports.figures.figure import PageFigure
 from reports.figures.front import front_controls, front_drawing
 from storage.definition import StudySnapshot
-from storage.ranking import fitting, rank_study
+from storage.objectives import fitting
+from storage.ranking import rank_study
 from storage.records import Verdict
 
 _CAPTION = (

@@ -15,7 +15,8 @@ from search_spaces.config import canonical
 from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, Target
 from storage.gain import Comparison, compare
-from storage.ranking import Ranking, measured_of, rank_study
+from storage.objectives import measured_of
+from storage.ranking import Ranking, rank_study
 from storage.records import RETRYABLE, Measurement, TrialRecord, Verdict
 
 

@@ -12,7 +12,8 @@ from statistics import median
 from typing import Literal
 
 from storage.definition import StudySnapshot
-from storage.ranking import Ranking, measured_of, rank_study, rankable
+from storage.objectives import measured_of, rankable
+from storage.ranking import Ranking, rank_study
 from storage.records import OUT_OF_MEMORY, Measurement, PredictionRecord, TrialRecord, Verdict
 
 TOP_SHOWN = 5

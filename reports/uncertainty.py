@@ -12,7 +12,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
 from storage.definition import StudySnapshot, Target
 from storage.gain import Comparison, Gain, NoGain
-from storage.ranking import Ranking, measured_of
+from storage.objectives import measured_of
+from storage.ranking import Ranking
 from storage.records import Measurement, Need, TrialRecord
 
 _DOUBTS = ("noisy", "neighbour", "throttled")

@@ -19,7 +19,8 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.knobs import KNOBS, SIZE_KEYS
 from search_spaces.space import SearchSpace
 from storage.definition import MemoryForecast, StudySnapshot
-from storage.ranking import fitting, measured_of, rank_study
+from storage.objectives import fitting, measured_of
+from storage.ranking import rank_study
 from storage.records import OUT_OF_MEMORY, Need, TrialRecord, Verdict, need_of, predicted_need
 
 PANEL_KNOBS = ("checkpoint_fraction", "kernels")

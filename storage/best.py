@@ -7,7 +7,8 @@ from typing import Any
 
 from storage.definition import StudySnapshot
 from storage.gain import Comparison, Gain, compare
-from storage.ranking import Ranking, measured_of, objective_value, rank_study, verdict_counts
+from storage.objectives import measured_of, objective_value
+from storage.ranking import Ranking, rank_study, verdict_counts
 from storage.records import Measurement, TrialRecord
 
 

@@ -167,9 +167,12 @@ class MemoryForecast:
     fits: Literal["yes", "no", "uncertain"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StudySnapshot:
-    """A study as it stands in storage: all that reports, `status` and `best` read."""
+    """A study as it stands in storage: all that reports, `status` and `best` read.
+
+    Equal to itself alone, so that what is worked out of it can be kept beside it.
+    """
 
     name: str
     definition: StudyDefinition
@@ -198,8 +201,6 @@ class StudySnapshot:
     """What a configuration is predicted to need, tried or not, where that is at hand."""
     job_tokens: float | None = None
     """Tokens of the training that a report is asked to price; None where nobody said."""
-    derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What was worked out of it by whoever reads it, so that it is worked out once."""
 
     def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
         """Return how fast a measured trial is on the target card: as measured where that ran it.

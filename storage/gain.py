@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from search_spaces.config import canonical
-from storage.ranking import Ranking, measured_of
+from storage.objectives import measured_of
+from storage.ranking import Ranking
 from storage.records import TrialRecord
 
 NoGain = Literal[

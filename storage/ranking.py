@@ -21,10 +21,10 @@ search: speeds of two processes do not compare as those of one do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.linears import CapacityClass
@@ -32,10 +32,18 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
 from storage.confirmations import Confirmations
 from storage.definition import StudyDefinition, StudySnapshot
+from storage.objectives import (
+    by_number,
+    distance_to_the_corner,
+    fastest_first,
+    fitting,
+    is_tied,
+    measured_of,
+    merits_of,
+    pareto_front,
+    rankable,
+)
 from storage.records import Measured, Measurement, TrialRecord, Verdict
-
-CONCLUSIVE = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED, Verdict.INEFFECTIVE})
-"""How a trial ends that says what becomes of its configuration: the last of them counts."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +104,13 @@ class Ranking:
         """
         candidates = fitting(self.of_space)
         front = pareto_front(candidates, self.objectives)
-        distance = _distance_to_the_corner(front, self.objectives)
+        distance = distance_to_the_corner(front, self.objectives)
         on_front = {record.number for record in front}
 
         outran = self._outran_the_confirmed(candidates)
 
         def order(record: TrialRecord) -> tuple[int, bool, float, tuple[float, ...]]:
-            merits = tuple(-merit for merit in _merits(record, self.objectives))
+            merits = tuple(-merit for merit in merits_of(record, self.objectives))
             return outran(record), record.number not in on_front, distance(record), merits
 
         return tuple(sorted(candidates, key=order))
@@ -162,7 +170,7 @@ class Ranking:
             record
             for record in self._by_merit
             if record.number != best.number
-            and all(_is_tied(o, mine, measured_of(record)) for o in self.objectives)
+            and all(is_tied(o, mine, measured_of(record)) for o in self.objectives)
         )
 
     def _is_steady(self, record: TrialRecord) -> bool:
@@ -275,7 +283,7 @@ class Ranking:
         """
         stopped = (r for r in self.of_space if r.verdict is Verdict.PRUNED_SLOW)
         best: dict[tuple[CapacityClass, int], ClassBest] = {}
-        for record in (*fitting(self.of_space), *_fastest_first(stopped)):
+        for record in (*fitting(self.of_space), *fastest_first(stopped)):
             key = self.capacity_class(record.config), record.config.seq_len
             best.setdefault(key, _class_best(record))
         return tuple(
@@ -327,12 +335,12 @@ def rank(
         definition: the study's.
         confirmations: what measured some of them again.
     """
-    known = Confirmations(tuple(_by_number(rankable(confirmations))))
+    known = Confirmations(tuple(by_number(rankable(confirmations))))
     if not known.records:
-        return Ranking(definition, tuple(_by_number(rankable(records))))
+        return Ranking(definition, tuple(by_number(rankable(records))))
     effective: list[TrialRecord] = []
     searched, fallen = {}, {}
-    for record in _by_number(rankable(records)):
+    for record in by_number(rankable(records)):
         fell, pooled = known.fallen.get(canonical(record.config)), known.pooled(record.config)
         if record.verdict is not Verdict.FITS or (fell is None and pooled is None):
             effective.append(record)
@@ -345,111 +353,22 @@ def rank(
     return Ranking(definition, tuple(effective), known, searched, fallen)
 
 
+_RANKINGS: WeakKeyDictionary[StudySnapshot, Ranking] = WeakKeyDictionary()
+"""Of each snapshot for as long as that is in use: a page asks dozens of times."""
+
+
 def rank_study(snapshot: StudySnapshot) -> Ranking:
     """Return the order of a study's trials as it stands, the same value each time."""
-    known: Ranking | None = snapshot.derived.get("ranking")
-    if known is None:
-        known = rank(snapshot.records, snapshot.definition, snapshot.confirmations)
-        snapshot.derived["ranking"] = known
-    return known
-
-
-def rankable(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
-    """Return the trials less those whose measured speed or interval is not finite and positive.
-
-    Such numbers come from a broken clock or a damaged record; nothing can be ranked by them.
-    """
-    return tuple(r for r in records if r.measurement is None or is_sound(r.measurement))
-
-
-def fitting(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
-    """Return the trials that fit, each configuration once, fastest first.
-
-    Equal speeds are ordered by less memory, then by number.
-    """
-    last = {
-        canonical(record.config): record
-        for record in _by_number(records)
-        if record.verdict in CONCLUSIVE
-    }
-    return _fastest_first(record for record in last.values() if record.verdict is Verdict.FITS)
-
-
-def pareto_front(
-    records: Iterable[TrialRecord], objectives: Sequence[Objective]
-) -> tuple[TrialRecord, ...]:
-    """Return the fitting trials that no other beats in one and matches in every objective.
-
-    Fastest first, as `fitting` orders them.
-    """
-    points = {record.number: _merits(record, objectives) for record in fitting(records)}
-    kept: list[tuple[float, ...]] = []
-    # In falling order whatever dominates a point comes before it, and what dominates that as well.
-    for point in sorted(set(points.values()), reverse=True):
-        if not any(_dominates(other, point) for other in kept):
-            kept.append(point)
-    on_front = set(kept)
-    return tuple(r for r in fitting(records) if points[r.number] in on_front)
+    if snapshot not in _RANKINGS:
+        ranking = rank(snapshot.records, snapshot.definition, snapshot.confirmations)
+        _RANKINGS[snapshot] = ranking
+    return _RANKINGS[snapshot]
 
 
 def verdict_counts(records: Iterable[TrialRecord]) -> dict[str, int]:
     """Return the number of trials of every verdict, zero included."""
     verdicts = [record.verdict for record in records]
     return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
-
-
-def objective_value(objective: Objective, measured: Measurement) -> float:
-    """Return what was measured of an objective: tokens/s, bytes, or a count."""
-    match objective:
-        case "tokens_per_second":
-            return measured.tokens_per_second
-        case "peak_memory":
-            return measured.peak_allocated_bytes
-        case "trainable_parameters":
-            return measured.trainable_parameters
-
-
-def _merits(record: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, ...]:
-    """Return the value of each objective, turned so that larger is better."""
-    measured = measured_of(record)
-    values = ((objective, objective_value(objective, measured)) for objective in objectives)
-    return tuple(-value if objective == "peak_memory" else value for objective, value in values)
-
-
-def _dominates(other: Sequence[float], point: Sequence[float]) -> bool:
-    return other != point and all(theirs >= ours for theirs, ours in zip(other, point, strict=True))
-
-
-def _distance_to_the_corner(
-    front: Sequence[TrialRecord], objectives: Sequence[Objective]
-) -> Callable[[TrialRecord], float]:
-    """Return what measures how far a trial is from the best of every objective at once.
-
-    In units of the front's extent; an objective in which all of the front are equal says nothing.
-    """
-    columns = list(zip(*(_merits(record, objectives) for record in front), strict=True))
-    scales = [(max(column), max(column) - min(column)) for column in columns]
-
-    def distance(record: TrialRecord) -> float:
-        return math.hypot(
-            *(
-                (best - merit) / extent
-                for merit, (best, extent) in zip(_merits(record, objectives), scales, strict=True)
-                if extent > 0
-            )
-        )
-
-    return distance
-
-
-def _is_tied(objective: Objective, best: Measurement, other: Measurement) -> bool:
-    if objective != "tokens_per_second":
-        return objective_value(objective, best) == objective_value(objective, other)
-    best_ends, ends = best.speed_interval, other.speed_interval
-    if best_ends is None or ends is None:
-        return False
-    # One that seems faster and comes after it was measured in another process, and never beside it.
-    return best_ends[0] <= ends[1]
 
 
 def _class_best(record: TrialRecord) -> ClassBest:
@@ -462,31 +381,6 @@ def _class_best(record: TrialRecord) -> ClassBest:
         measured_of(record).tokens_per_second,
         is_partial=record.verdict is Verdict.PRUNED_SLOW,
     )
-
-
-def _by_number(records: Iterable[TrialRecord]) -> list[TrialRecord]:
-    return sorted(records, key=lambda record: record.number)
-
-
-def _fastest_first(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
-    def order(record: TrialRecord) -> tuple[float, int, int]:
-        measured = measured_of(record)
-        return -measured.tokens_per_second, measured.peak_allocated_bytes, record.number
-
-    return tuple(sorted(records, key=order))
-
-
-def is_sound(measured: Measurement) -> bool:
-    """Whether anything can be ranked by a measurement: its numbers are finite and positive."""
-    interval = measured.step_seconds_ci95 or ()
-    numbers = (measured.tokens_per_second, measured.step_seconds, *interval)
-    return all(math.isfinite(number) and number > 0 for number in numbers)
-
-
-def measured_of(record: TrialRecord) -> Measurement:
-    """Return the measurement of a trial that has one, as every ranked trial does."""
-    assert record.measurement is not None, "only measured trials are ranked"
-    return record.measurement
 
 
 def _wear(record: TrialRecord) -> tuple[bool, int]:

@@ -1,6 +1,6 @@
 """qlora-sweep: how a configuration is tried. The tuner, the runner, the worker, the predictors."""
 
-from qlora_sweep import refuse_namesakes
+from sweep.namesakes import refuse_namesakes
 
 # Every process of ours comes by here first: the command, `python -m sweep.cli`, each child.
 refuse_namesakes()

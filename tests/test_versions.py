@@ -90,10 +90,9 @@ def test_every_package_that_is_imported_is_declared() -> None:
     named = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "liger_kernel": "liger-kernel"}
     pattern = re.compile(r"^\s*(?:from|import) ([a-zA-Z_]\w*)", re.MULTILINE)
     packages = {"search_spaces", "storage", "sweep", "reports"}
-    ours = packages | {"qlora_sweep"}
     for package in packages:
         for path in (ROOT / package).rglob("*.py"):
             modules |= set(pattern.findall(path.read_text(encoding="utf-8")))
-    outside = modules - ours - set(sys.stdlib_module_names)
+    outside = modules - packages - set(sys.stdlib_module_names)
     missing = {canonicalize_name(named.get(m, m)) for m in outside} - lower_bounds().keys()
     assert missing == set()

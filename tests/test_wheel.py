@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from qlora_sweep import EXIT_CODE, NAMES
+from sweep.namesakes import EXIT_CODE, NAMES
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: `make test` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -52,6 +52,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(built: Path) -> Path:
     (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that ``pip install --editable`` makes of the checkout."""
+    out = tmp_path_factory.mktemp("editable")
+    call(sys.executable, "-m", "hatchling", "build", "-t", "wheel:editable", "-d", out)
+    (found,) = out.glob("*.whl")
     return found
 
 
@@ -91,12 +100,12 @@ class Installed:
         return done.stdout
 
 
-Install = Callable[[Path], Installed]
+Install = Callable[[Path, Path], Installed]
 
 
 @pytest.fixture(scope="module")
-def install(wheel: Path) -> Install:
-    def install(where: Path) -> Installed:
+def install() -> Install:
+    def install(where: Path, wheel: Path) -> Installed:
         environment, directory = where / "environment", where / "elsewhere"
         directory.mkdir()
         venv.create(environment, symlinks=True)
@@ -111,8 +120,8 @@ def install(wheel: Path) -> Install:
 
 
 @pytest.fixture(scope="module")
-def installed(install: Install, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return install(tmp_path_factory.mktemp("installed"))
+def installed(install: Install, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return install(tmp_path_factory.mktemp("installed"), wheel)
 
 
 def files_of(wheel: Path) -> dict[str, str]:
@@ -126,7 +135,7 @@ def test_every_file_of_the_packages_is_in_the_wheel_and_nothing_else(wheel: Path
     listed = call("git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *NAMES)
     expected = {name for name in listed.splitlines() if (ROOT / name).exists()}
     packed = {name for name in files_of(wheel) if ".dist-info/" not in name}
-    assert packed == expected | {"qlora_sweep.py"}
+    assert packed == expected - {"sweep/entry_point.py"} | {"qlora_sweep.py"}
 
 
 def test_the_source_distribution_builds_the_same_wheel(
@@ -149,6 +158,21 @@ def test_it_answers_far_from_the_repository(installed: Installed) -> None:
     assert "Name a GPU" in installed.sweep("--help")
     for listing in ("presets", "gpus", "models"):
         assert len(installed.sweep(listing).splitlines()) > 3
+
+
+def test_an_editable_installation_runs_the_checkout_and_refuses_namesakes(
+    install: Install, editable: Path, tmp_path: Path
+) -> None:
+    made = install(tmp_path, editable)
+    where = "import sweep; print(*sweep.__path__)"
+    assert made.run("python", "-c", where).stdout.strip() == str(ROOT / "sweep")
+    assert made.sweep("--version").startswith("sweep ")
+
+    site = next(made.environment.glob("lib/python*/site-packages"))
+    (site / "sweep.py").write_text("raise SystemExit('never run')")
+    refused = made.try_sweep("--version")
+    assert refused.returncode == EXIT_CODE
+    assert f"'sweep' is not ours: Python finds {site / 'sweep.py'} first" in refused.stderr
 
 
 def test_it_plans_for_a_card_that_is_not_there(installed: Installed) -> None:
@@ -190,7 +214,7 @@ def blobs(directory: Path) -> Path:
 def test_a_distribution_that_overwrites_a_package_is_named_until_it_is_gone(
     install: Install, wheel: Path, tmp_path: Path
 ) -> None:
-    made = install(tmp_path)
+    made = install(tmp_path, wheel)
     again = ("install", "--quiet", "--no-deps", "--force-reinstall", wheel)
     made.pip("install", "--quiet", "--no-deps", blobs(tmp_path))
     for command in ("--version", "doctor"):

@@ -8,29 +8,25 @@ lets two axes and a capacity class be chosen; each choice is a `View`, made here
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
 from reports import units
+from reports.figures.memory_scale import MEMORY, MemoryScale, Trial, need_of
 from reports.figures.style import (
     FADED_COLOUR,
     FRONT_COLOUR,
-    LIMIT_COLOUR,
     MAIN_PIXELS,
     MARKS,
     OUTLINE,
     WINNER_COLOUR,
     panels,
 )
-from search_spaces.gpus import GIB
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from storage.records import Verdict
 
-Trial = Mapping[str, Any]
-MEMORY = "peak_allocated_gib"
 SPEEDS = ("target_tokens_per_second", "tokens_per_second")
 """What a front is about where it is known, the first of them before the second."""
 LABEL_CHARACTERS = 34
@@ -39,8 +35,6 @@ _LABEL_HEIGHT = 0.055
 """Of the upper panel's height."""
 _EMPTY_PIXELS = 10
 """Of the upper panel where nothing was measured."""
-_BEYOND_SHARE = 0.5
-"""Width of what is beyond the budget, of that of what is within."""
 _JITTER = 0.62
 _GOLDEN = 0.618034
 
@@ -302,7 +296,7 @@ def _lane_trace(
         for row, trial in enumerate(trials)
         if trial["verdict"] == verdict and "tokens_per_second" not in trial
     ]
-    needs = [_need_of(trials[row]) for row in rows]
+    needs = [need_of(trials[row]) for row in rows]
     bounds = [trials[row].get("need_is_lower_bound", False) for row in rows]
     mark = MARKS[verdict]
     return {
@@ -330,115 +324,6 @@ def _lane_trace(
     }
 
 
-def _need_of(trial: Trial) -> float | None:
-    need = trial.get("need_gib", trial.get("predicted_peak_gib"))
-    return None if need is None else float(need)
-
-
 def _offset(index: int, count: int) -> float:
     """Return where in its lane a trial is, so that equals do not hide each other."""
     return ((index * _GOLDEN) % 1 - 0.5) * _JITTER if count > 1 else 0.0
-
-
-@dataclass(frozen=True)
-class MemoryScale:
-    """The memory axis: even up to the budget, by ratio beyond it, so that far needs stay apart."""
-
-    left_gib: float
-    budget_gib: float
-    right_gib: float
-    """The most that anything needs; the budget where nothing needs more."""
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> MemoryScale:
-        """Return the scale that every trial of a document is on."""
-        budget = float(document["budget_gib"])
-        trials: Sequence[Trial] = document["trials"]
-        places = (t.get(MEMORY, _need_of(t)) for t in trials)
-        known = [float(place) for place in places if place is not None]
-        least, most = min([*known, budget]), max([*known, budget])
-        air = 0.06 * (budget - least) or 0.1 * budget
-        return cls(max(least - air, 0.0), budget, most)
-
-    @property
-    def _width(self) -> float:
-        return self.budget_gib - self.left_gib
-
-    @property
-    def _ratio(self) -> float:
-        # A need just beyond the budget is not to look far from it.
-        return max(self.right_gib / self.budget_gib, 1.5)
-
-    def position(self, need_gib: float | None) -> float:
-        """Return where a need is drawn; at the left edge where it is not known."""
-        if need_gib is None:
-            return self.left_gib + 0.02 * self._width
-        if need_gib <= self.budget_gib:
-            return need_gib
-        share = math.log(need_gib / self.budget_gib) / math.log(self._ratio)
-        return self.budget_gib + share * _BEYOND_SHARE * self._width
-
-    def axis(self) -> dict[str, Any]:
-        """Return range, ticks and title of plotly's axis."""
-        beyond = [(self.position(m * self.budget_gib), f"{m:g}×") for m in self._multiples()]
-        within = list(self._within())
-        end = self.position(self._ratio * self.budget_gib) if self._is_exceeded else self.budget_gib
-        unit = "MiB" if units.is_small(self.budget_gib * GIB) else "GiB"
-        past = ", beyond the budget in multiples of it" if beyond else ""
-        return {
-            "range": [self.left_gib, end + 0.04 * self._width],
-            "tickmode": "array",
-            "tickvals": [place for place, _ in (*within, *beyond)],
-            "ticktext": [text for _, text in (*within, *beyond)],
-            "title": {"text": f"peak allocated memory ({unit}{past})"},
-        }
-
-    @property
-    def _is_exceeded(self) -> bool:
-        return self.right_gib > self.budget_gib
-
-    def _multiples(self) -> list[float]:
-        if not self._is_exceeded:
-            return []
-        top = math.log2(self._ratio)
-        if top < 1:
-            return [1.25, 1.5]
-        step = math.ceil(top / 4)
-        return [float(2**power) for power in range(step, int(top) + 1, step)]
-
-    def _within(self) -> Iterator[tuple[float, str]]:
-        """Yield ticks up to the budget, five or so."""
-        scale = GIB / units.MIB if units.is_small(self.budget_gib * GIB) else 1.0
-        step = _round_step(self._width * scale / 5)
-        first, last = math.ceil(self.left_gib * scale / step), int(self.budget_gib * scale / step)
-        for tick in range(first, last + 1):
-            yield tick * step / scale, f"{tick * step:g}"
-
-    def marks(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the line of the budget with its name."""
-        at = self.budget_gib
-        line = {
-            "type": "line",
-            "x0": at,
-            "x1": at,
-            "y0": 0,
-            "y1": 1,
-            "yref": "paper",
-            "line": {"color": LIMIT_COLOUR, "width": 2, "dash": "dash"},
-        }
-        name = {
-            "x": at,
-            "y": 1,
-            "yref": "paper",
-            "yanchor": "bottom",
-            "xanchor": "center" if self._is_exceeded else "right",
-            "text": f"budget {units.gib(at * GIB)}",
-            "showarrow": False,
-        }
-        return [line], [name]
-
-
-def _round_step(rough: float) -> float:
-    """Return 1, 2 or 5 times a power of ten, the next above."""
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * unit for unit in (1, 2, 5, 10) if power * unit >= rough)

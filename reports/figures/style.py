@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from storage.ranking import rankable
+from storage.objectives import rankable
 from storage.records import Measurement, TrialRecord, Verdict
 
 FRONT_COLOUR = "#008F68"

@@ -19,7 +19,8 @@ from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
 from storage.definition import StudySnapshot, Target
-from storage.ranking import Ranking, measured_of, rank_study
+from storage.objectives import measured_of
+from storage.ranking import Ranking, rank_study
 from storage.records import Measurement, TrialRecord, Verdict
 
 LEARNING_RATE = 2e-4

@@ -14,7 +14,7 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, gpu_catalogue, match_product
 from search_spaces.models import ModelSpec
 from storage.definition import StudySnapshot, Target
-from storage.ranking import fitting, rankable
+from storage.objectives import fitting, rankable
 from storage.records import OutOfMemory, TrialRecord
 from sweep.predict.memory.predictor import Residuals
 from sweep.predict.speed.calibration import Calibration, calibrate

@@ -22,7 +22,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.knobs import KNOBS
 from search_spaces.space import Objective, StepBudget
 from storage import mapping
-from storage.ranking import measured_of, objective_value
+from storage.objectives import measured_of, objective_value
 from storage.records import Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.sampling.belief import (
     Array,

@@ -14,7 +14,8 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
 from search_spaces.space import SearchSpace, StepBudget
 from storage.definition import StudyDefinition, StudySnapshot
-from storage.ranking import CONCLUSIVE, rank_study
+from storage.objectives import CONCLUSIVE
+from storage.ranking import rank_study
 from storage.records import RETRYABLE, Carried, TrialRecord, Verdict
 from storage.study import OpenStudy
 from sweep.sampling.encoding import Encoding

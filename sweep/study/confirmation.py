@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.space import ConfirmBudget, StepBudget
 from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_enough
-from storage.ranking import Ranking, is_sound, rank
+from storage.objectives import is_sound
+from storage.ranking import Ranking, rank
 from storage.records import (
     Crashed,
     Errand,

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import qlora_sweep
 from reports import units
 from search_spaces.errors import install_extra
 from search_spaces.gpus import GIB, match_product
 from storage.environment import PACKAGES, fingerprint
+from sweep import namesakes
 from sweep.paths import runs_directory
 from sweep.running.device_info import Card, read_card
 
@@ -86,8 +86,8 @@ def examine(ask_libraries: Callable[[], Mapping[str, Any]] | None = None) -> Mac
         runs=runs,
         is_writable=os.access(nearest, os.W_OK | os.X_OK),
         free_disk_bytes=shutil.disk_usage(nearest).free,
-        changed_files=tuple(qlora_sweep.changed_files()),
-        sharers=tuple(qlora_sweep.sharers()),
+        changed_files=tuple(namesakes.changed_files()),
+        sharers=tuple(namesakes.sharers()),
     )
 
 
@@ -150,17 +150,17 @@ def _installation(machine: Machine) -> Finding:
             "fail",
             "installation",
             f"{shown}{more}: not what was installed; replaced by {others or 'something else'}",
-            qlora_sweep.APART,
+            namesakes.APART,
         )
     if machine.sharers:
         return Finding(
             "note",
             "installation",
-            f"{others} installed files under {', '.join(qlora_sweep.NAMES)} too: "
+            f"{others} installed files under {', '.join(namesakes.NAMES)} too: "
             "removing or updating it takes files of sweep away",
-            qlora_sweep.APART,
+            namesakes.APART,
         )
-    return Finding("ok", "installation", f"its own packages, in {qlora_sweep.ROOT}")
+    return Finding("ok", "installation", f"its own packages, in {namesakes.ROOT}")
 
 
 def _libraries(machine: Machine) -> Iterator[Finding]:

@@ -23,7 +23,8 @@ from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot, StudySummary
 from storage.gain import compare
-from storage.ranking import Ranking, measured_of, rank_study
+from storage.objectives import measured_of
+from storage.ranking import Ranking, rank_study
 from storage.records import Invalid, Measurement, TrialRecord
 from sweep.terminal.console import folded, table
 

@@ -12,7 +12,8 @@ import pytest
 
 from reports.document import document_of
 from reports.figures.figure import resolved
-from reports.figures.front import MemoryScale, told_apart
+from reports.figures.front import told_apart
+from reports.figures.memory_scale import MemoryScale
 from reports.figures.style import MARKS
 from reports.front import front_of
 from search_spaces.config import TrialConfig

@@ -13,7 +13,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.confirmations import _T_975, Confirmations, Spread, pool
 from storage.gain import compare
-from storage.ranking import Ranking, measured_of, rank
+from storage.objectives import measured_of
+from storage.ranking import Ranking, rank
 from storage.records import (
     Crashed,
     Measured,

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
 from storage.definition import StudySnapshot
-from storage.ranking import Ranking, pareto_front, rank, rank_study, verdict_counts
+from storage.objectives import pareto_front
+from storage.ranking import Ranking, rank, rank_study, verdict_counts
 from storage.records import (
     Crashed,
     Diverged,
@@ -342,7 +345,10 @@ def test_a_study_is_ranked_once_and_a_changed_one_anew() -> None:
     assert rank_study(study) is rank_study(study)
     grown = replace(study, records=(a_record(0), a_record(1, fits(2_000.0), batch=2)))
     assert numbers(rank_study(grown).ranked) == [1, 0]
-    assert study == StudySnapshot("study", a_definition(), {}, (a_record(0),))
+    kept = weakref.ref(study)
+    del study
+    gc.collect()
+    assert kept() is None, "a ranking keeps no study that nobody reads any more"
 
 
 def test_the_baseline_has_a_recipe_in_every_class_and_is_its_own() -> None:

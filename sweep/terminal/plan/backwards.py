@@ -14,7 +14,7 @@ from search_spaces.gpus import GIB
 from search_spaces.prices import PRICE_OPTION
 from sweep.planning.cheapest import Cheapest, JobCard, Outcome
 from sweep.planning.longest import LENGTH_STEP, Longest, LongestRow
-from sweep.terminal.plan.costs import short_usd_range, usd, usd_range, work_words
+from sweep.terminal.plan.costs import short_usd_range, usd_range, work_words
 from sweep.terminal.plan.forecast import knobs, shared_line, shared_words, structure
 from sweep.terminal.plan.layout import empty_grid, lines, section
 from sweep.terminal.plan.verdict import one_pass, speed_words
@@ -132,7 +132,7 @@ def _card_words(card: JobCard) -> str:
     bill = card.bill
     late = " (perhaps late)" if card.outcome is Outcome.PERHAPS_LATE else ""
     return (
-        f"{bill.offer.label}, {usd(bill.usd)} ({usd_range(bill)}) in "
+        f"{bill.offer.label}, {units.usd(bill.usd)} ({usd_range(bill)}) in "
         f"{units.duration(3600 * bill.wall_hours)}{late}"
     )
 
@@ -150,7 +150,7 @@ def _cards_table(answer: Cheapest) -> RenderableType:
             f"{card.gpu.memory_bytes / GIB:.0f} GiB",
             units.rate(None if forecast is None else forecast.tokens_per_second),
             f"{bill.wall_hours:.2f}{'?' if is_late else ''}",
-            usd(bill.usd),
+            units.usd(bill.usd),
             short_usd_range(bill),
         )
     late = any(card.outcome is Outcome.PERHAPS_LATE for card in answer.able)
@@ -165,7 +165,8 @@ def _why_not(card: JobCard) -> str:
         case Outcome.TOO_SLOW | Outcome.PERHAPS_IN_TIME:
             soonest, latest = (units.duration(3600 * b.wall_hours) for b in card.bill.extremes)
             took = units.duration(3600 * card.bill.wall_hours)
-            why = f"{took} ({soonest} to {latest}), {usd(card.bill.usd)} at {card.bill.offer.label}"
+            price = f"{units.usd(card.bill.usd)} at {card.bill.offer.label}"
+            why = f"{took} ({soonest} to {latest}), {price}"
         case Outcome.NO_PRICE:
             why = card.reason or f"give one with {PRICE_OPTION} {card.gpu.name}=DOLLARS"
         case _:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
@@ -23,22 +22,15 @@ ITEM_WORDS = {
 }
 
 
-def usd(amount: float) -> str:
-    """Return dollars: ``$1.10``, and with three digits where they are few: ``$0.000114``."""
-    if amount >= 1 or amount <= 0:
-        return f"${amount:,.2f}"
-    return f"${amount:.{2 - math.floor(math.log10(amount))}f}"
-
-
 def usd_range(bill: Bill) -> str:
     """Return what a bill may come to inside the uncertainty of its step: ``$0.60 to $1.50``."""
-    return " to ".join(usd(end.usd) for end in bill.extremes)
+    return " to ".join(units.usd(end.usd) for end in bill.extremes)
 
 
 def short_usd_range(bill: Bill) -> str:
     """Return the same for a cell: ``$0.60–1.50``."""
-    low, high = (usd(end.usd) for end in bill.extremes)
-    return f"{low}–{high.removeprefix('$')}"
+    low, high = bill.extremes
+    return units.usd_interval((low.usd, high.usd))
 
 
 def bill_lines(bill: Bill) -> Iterator[str]:
@@ -49,7 +41,7 @@ def bill_lines(bill: Bill) -> Iterator[str]:
             yield f"  {_item(item)}"
     if bill.usd_per_epoch is not None:
         size = bill.workload.dataset_samples
-        yield f"an epoch of {size:,} samples: {usd(bill.usd_per_epoch)}"
+        yield f"an epoch of {size:,} samples: {units.usd(bill.usd_per_epoch)}"
 
 
 def work_words(work: Workload) -> str:
@@ -61,7 +53,7 @@ def work_words(work: Workload) -> str:
 
 
 def _item(item: BillItem) -> str:
-    return f"{ITEM_WORDS[item.name]:<32}{units.duration(item.seconds):>14}  {usd(item.usd)}"
+    return f"{ITEM_WORDS[item.name]:<32}{units.duration(item.seconds):>14}  {units.usd(item.usd)}"
 
 
 def offers_view(bills: Sequence[Bill]) -> RenderableType:
@@ -72,10 +64,10 @@ def offers_view(bills: Sequence[Bill]) -> RenderableType:
     rows = empty_grid("offer", *numbers, "mostly", right=numbers)
     for bill in bills:
         told = {
-            "per hour": usd(bill.offer.usd_per_hour),
-            "in all": usd(bill.usd),
-            "1 M tokens": usd(bill.usd_per_million_tokens),
-            "1,000 steps": usd(bill.usd_per_1000_steps),
+            "per hour": units.usd(bill.offer.usd_per_hour),
+            "in all": units.usd(bill.usd),
+            "1 M tokens": units.usd(bill.usd_per_million_tokens),
+            "1,000 steps": units.usd(bill.usd_per_1000_steps),
             "hours": f"{bill.wall_hours:.2f}",
         }
         mostly = f"{ITEM_WORDS[bill.dominant.name]} {units.percent(bill.dominant.usd / bill.usd)}"

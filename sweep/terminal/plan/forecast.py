@@ -17,7 +17,6 @@ from sweep.predict.cost import Bill
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit, MemoryPrediction
 from sweep.predict.speed.predictor import SpeedPrediction
-from sweep.terminal.plan.costs import usd
 from sweep.terminal.plan.layout import empty_grid
 
 BAR_WIDTH = 60
@@ -184,7 +183,7 @@ def configurations_view(
             Text(_short_word(forecast), FIT_STYLES[forecast.fit]),
             units.gib(memory.peak_allocated_bytes if memory else None),
             units.rate(forecast.tokens_per_second),
-            usd(bill.usd_per_1000_steps) if bill else units.DASH,
+            units.usd(bill.usd_per_1000_steps) if bill else units.DASH,
             speed.bottleneck if speed else units.DASH,
             ": ".join([", ".join([units.size(forecast.config), *own]), *_why_not(forecast)]),
         )

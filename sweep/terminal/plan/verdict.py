@@ -16,7 +16,7 @@ from sweep.planning.whatif import WhatIf
 from sweep.predict.cost import Bill
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.offers import OfferComparison
-from sweep.terminal.plan.costs import usd, usd_range, work_words
+from sweep.terminal.plan.costs import usd_range, work_words
 from sweep.terminal.plan.forecast import describe
 
 _FIT_WORDS = {
@@ -93,9 +93,9 @@ def _memory(forecast: Forecast, budget_bytes: int) -> Iterator[str]:
 
 
 def _cost(bill: Bill) -> str:
-    tokens = usd(bill.usd_per_million_tokens)
+    tokens = units.usd(bill.usd_per_million_tokens)
     return (
-        f"{work_words(bill.workload)}: {usd(bill.usd)} ({usd_range(bill)}) in "
+        f"{work_words(bill.workload)}: {units.usd(bill.usd)} ({usd_range(bill)}) in "
         f"{units.duration(3600 * bill.wall_hours)} on {bill.offer.label}; {tokens} a million tokens"
     )
 
@@ -140,9 +140,10 @@ def comparison_verdict(comparison: CardComparison) -> Iterator[str]:
         return
     yield _cheapest(comparison.bills)
     soonest = comparison.bills.soonest
+    others = _open(other.offer.gpu for other in comparison.bills.perhaps_soonest)
     yield (
         f"soonest done: {soonest.offer.label}, {units.duration(3600 * soonest.wall_hours)}, "
-        f"{usd(soonest.usd)}{_open(other.offer.gpu for other in comparison.bills.perhaps_soonest)}"
+        f"{units.usd(soonest.usd)}{others}"
     )
 
 
@@ -174,7 +175,7 @@ def _cheapest(offers: OfferComparison) -> str:
     if next_card is not None:
         times = next_card.usd_per_sample / first.usd_per_sample
         more = f"; {next_card.offer.label} {times:.2f} times that"
-    words = f"cheapest: {first.offer.label}, {usd(first.usd)} ({usd_range(first)}){more}"
+    words = f"cheapest: {first.offer.label}, {units.usd(first.usd)} ({usd_range(first)}){more}"
     return words + _open(bill.offer.label for bill in offers.perhaps_cheapest)
 
 

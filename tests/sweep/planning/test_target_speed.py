@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -70,15 +71,24 @@ def test_what_was_not_measured_and_what_cannot_be_predicted_has_no_speed() -> No
     assert snapshot.target_speed(record) is None
 
 
-def test_a_thousand_trials_take_well_under_a_second() -> None:
+def test_the_time_that_speeds_take_grows_with_the_trials_and_not_with_their_square() -> None:
     records = [
         synthetic.fits(n, 9_000.0, TrialConfig(micro_batch_size=1 + n % 40, lora_rank=1 + n // 40))
         for n in range(1000)
     ]
-    snapshot = study(*records)
-    begun = time.perf_counter()
-    assert all(snapshot.target_speed(record) for record in records)
-    assert time.perf_counter() - begun < 1.0
+    assert _seconds(records) < 50 * _seconds(records[:100])
+
+
+def _seconds(records: Sequence[TrialRecord]) -> float:
+    """Return the least of three, which a busy machine disturbs least."""
+
+    def once() -> float:
+        begun = time.perf_counter()
+        snapshot = study(*records)
+        assert all(snapshot.target_speed(record) for record in records)
+        return time.perf_counter() - begun
+
+    return min(once() for _ in range(3))
 
 
 def test_what_a_stand_in_measured_would_not_make_other_cards_better_predicted() -> None:

@@ -1,10 +1,9 @@
-"""Owns the start of the command `sweep`, and that what is imported under our names is ours.
+"""Owns that what is imported under our names is ours.
 
 The packages are named for what they hold, and land in site-packages under those names. Another
 distribution, a file of the user's or a directory in PYTHONPATH may have one of them too: that is
 told here, with its path and what to do, before anything fails for a reason that nobody can read.
-This module alone has a name that nobody else will take. It imports nothing of ours until the
-names are known to be ours, and nothing heavy; looking costs less than a millisecond.
+It imports nothing of ours, and nothing heavy; looking costs less than a millisecond.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ NAMES = ("search_spaces", "storage", "reports", "sweep")
 """Top-level packages of the distribution."""
 EXIT_CODE = 3
 """The environment is at fault."""
-ROOT = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 """Where all of it is: site-packages, or a checkout."""
 _BEGINNING = f'"""{DISTRIBUTION}:'.encode()
 """How the first line of each of our packages begins, which no other package's does."""
@@ -27,14 +26,6 @@ _OWN_ENVIRONMENT = "give sweep an environment of its own (python -m venv)"
 _AGAIN = f"pip install --force-reinstall --no-deps {DISTRIBUTION}"
 APART = f"{_OWN_ENVIRONMENT}, or remove the other and: {_AGAIN}"
 """What to do where two distributions share a name."""
-
-
-def main() -> int:
-    """Run the command that was typed and return the exit code."""
-    refuse_namesakes()
-    from sweep.cli import main as run
-
-    return run()
 
 
 def refuse_namesakes() -> None:
@@ -163,7 +154,3 @@ def _is_as_installed(path: str, digest: str) -> bool:
     except OSError:
         return False
     return urlsafe_b64encode(found).rstrip(b"=").decode() == digest
-
-
-if __name__ == "__main__":
-    sys.exit(main())
