@@ -31,7 +31,8 @@ from storage.records import Verdict
 
 Trial = Mapping[str, Any]
 MEMORY = "peak_allocated_gib"
-SPEEDS = ("target_tokens_per_second", "tokens_per_second")
+MEASURED_SPEED = "tokens_per_second"
+SPEEDS = ("target_tokens_per_second", MEASURED_SPEED)
 """What a front is about where it is known, the first of them before the second."""
 LABEL_CHARACTERS = 34
 _MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
@@ -228,6 +229,21 @@ def _measured_traces(trials: Sequence[Trial], view: View, *, y: str) -> Iterator
             "symbol": [MARKS[Verdict(trials[row]["verdict"])].symbol for row in view.rows],
         },
         **place,
+        **({"error_y": _whiskers(trials, view)} if y == MEASURED_SPEED else {}),
+    }
+
+
+def _whiskers(trials: Sequence[Trial], view: View) -> dict[str, Any]:
+    """Return the intervals of measured speeds; a prediction's are wide, and alike for all."""
+    measured = [trials[row] for row in view.rows]
+    high, low = f"{MEASURED_SPEED}_high", f"{MEASURED_SPEED}_low"
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [t.get(high, t[MEASURED_SPEED]) - t[MEASURED_SPEED] for t in measured],
+        "arrayminus": [t[MEASURED_SPEED] - t.get(low, t[MEASURED_SPEED]) for t in measured],
+        "thickness": 1.5,
+        "width": 4,
     }
 
 

@@ -76,7 +76,7 @@
   const walk = (holder, event) => {
     const rows = walkable(holder);
     const at = rows.indexOf(holder.cursor);
-    if (event.key === "Enter" && at >= 0) selection.toggle(holder.cursor);
+    if (event.key === "Enter" && at >= 0) selection.toggle(holder.cursor, holder);
     else if (event.key in STEPS && rows.length) {
       const step = STEPS[event.key];
       holder.cursor = rows[at < 0 ? (step > 0 ? 0 : rows.length - 1) : (at + step + rows.length) % rows.length];
