@@ -186,7 +186,10 @@ def _label(setting: Mapping[str, Any], keys: Sequence[str]) -> str:
     size = [f"{setting['micro_batch_size']} × {setting['seq_len']}"] if is_sized else []
     first = [key for key in CAPACITY_KEYS if key in keys]
     rest = [key for key in keys if key not in (*SIZE_KEYS, *CAPACITY_KEYS)]
-    words = [*size, *(units.phrase(key, setting[key]) for key in (*first, *rest))]
+    # As a class is called: rank 8 on q,v.
+    capacity = [units.phrase(key, setting[key]).removeprefix("adapters ") for key in first]
+    others = [units.phrase(key, setting[key]) for key in rest]
+    words = [*size, *([" ".join(capacity)] if capacity else []), *others]
     text = units.visible(", ".join(words))
     return text if len(text) <= LABEL_CHARACTERS else f"{text[: LABEL_CHARACTERS - 1]}…"
 

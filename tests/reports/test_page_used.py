@@ -331,9 +331,18 @@ def test_print_is_light_and_no_figure_is_wider_than_the_paper(browser: Any, tmp_
     paper = printed.page.evaluate("getComputedStyle(document.body).backgroundColor")
     sizes = "[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth)"
     widths = printed.page.evaluate(sizes)
+    overlaps = """() => {
+      const drawn = [...document.querySelectorAll('.js-plotly-plot .main-svg:first-child')];
+      const boxes = drawn.map((e) => e.getBoundingClientRect()).filter((b) => b.width);
+      const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1
+        && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+      return boxes.flatMap((a, n) => boxes.slice(n + 1).filter((b) => meet(a, b))).length;
+    }"""
+    overlapping = printed.page.evaluate(overlaps)
     letters = printed.page.evaluate("document.querySelector('.xtitle').style.fill")
     printed.context.close()
     assert paper == "rgb(255, 255, 255)"
+    assert overlapping == 0
     assert max(map(int, re.findall(r"\d+", letters)[:3])) < 60
     assert max(widths) <= 703
     assert printed.complaints == []

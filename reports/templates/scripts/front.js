@@ -38,7 +38,7 @@
   const HEIGHT = 16;
   const TITLE_LETTERS = 48;
   const shortened = (text) => (text.length > TITLE_LETTERS ? `${text.slice(0, TITLE_LETTERS - 1)}…` : text);
-  const AIR = { mark: 5, named: 10 };
+  const AIR = { mark: 5, named: 12 };
   const namedRows = () => ["winner", "baseline"].flatMap((name) => study.named[name]).map((number) => report.rowOf.get(number));
   const labelled = (view, layout, width) => {
     const [left, right] = layout.xaxis.range;
@@ -49,7 +49,7 @@
     const place = (trial) => [((trial[chosen.x] - left) / (right - left)) * wide, ((top - trial[chosen.y]) / (top - bottom)) * tall];
     const named = new Set(namedRows());
     const marks = [...named, ...Object.values(controls.measured).flat().filter(isOfClass)].map((row) => [...place(study.trials[row]), named.has(row) ? AIR.named : AIR.mark]);
-    const isFree = (box) => !marks.some(([x, y, air]) => box[0] < x + air && x - air < box[1] && box[2] < y + air - 2 && y - air + 2 < box[3])
+    const isFree = (box) => !marks.some(([x, y, air]) => box[0] < x + air && x - air < box[1] && box[2] < y + air && y - air < box[3] - 2)
       && box[0] >= 0 && box[1] <= wide && box[2] >= -4 && box[3] <= tall
       && !taken.some((other) => box[0] < other[1] && other[0] < box[1] && box[2] < other[3] && other[2] < box[3]);
     const toLeft = !isMoreBetter(chosen.x);
