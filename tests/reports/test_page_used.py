@@ -188,6 +188,24 @@ def test_tab_passes_the_tables_in_one_step_each(reader: Reader) -> None:
     assert reader.page.evaluate(cells) == reader.page.evaluate(panels) > 1
 
 
+def test_tab_never_stops_where_nothing_is_to_be_seen(reader: Reader) -> None:
+    hidden = """() => {
+      const at = document.activeElement;
+      const faint = (e) => e && (getComputedStyle(e).opacity === "0" || faint(e.parentElement));
+      return at === document.body ? null : faint(at) || !at.getClientRects().length
+        || getComputedStyle(at).outlineStyle === "none";
+    }"""
+    stops = []
+    while len(stops) < 100:
+        reader.page.keyboard.press("Tab")
+        seen = reader.page.evaluate(hidden)
+        if seen is None:
+            break
+        stops.append(seen)
+    assert 10 < len(stops) < 100
+    assert not any(stops)
+
+
 def test_an_arrow_goes_on_within_a_panel_of_the_wall(reader: Reader) -> None:
     first = reader.page.locator(".wall td[tabindex='0']").first
     trial = first.get_attribute("data-trial")

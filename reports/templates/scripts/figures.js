@@ -46,6 +46,8 @@
     const width = isPrinting ? PRINT_PIXELS : holder.clientWidth;
     const drawing = report.choices[id]?.(figures[id], width) ?? figures[id];
     Plotly.react(holder, [...drawing.data, ...rings(drawing.data)].map(resolveTrace), layoutFor(drawing.layout), config());
+    // Plotly's buttons appear under a mouse alone: whom Tab led there would see nothing.
+    for (const button of holder.querySelectorAll(".modebar-btn")) button.tabIndex = -1;
     holder.shown = drawing;
   };
   report.draw = draw;
