@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import yaml
 
 from reports import confirmation, objectives, uncertainty, units
+from reports.advice import how_to_go_faster
 from reports.summary import answer, notes, offer_words
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -26,7 +27,7 @@ from storage.definition import StudySnapshot, TargetSpeed
 from storage.gain import compare, gain_of
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
-from storage.records import Measurement, TrialRecord
+from storage.records import Measurement, TrialRecord, Verdict
 
 SPEED_LOSS = 0.10
 """Share of the best speed that may be given up for memory."""
@@ -148,16 +149,20 @@ class Decision:
     price_source: str
     job_tokens: float
     notes: tuple[str, ...]
+    advice: tuple[str, ...]
+    """What it would take to have an answer; empty where there is one."""
 
 
 def decision_of(snapshot: StudySnapshot) -> Decision:
     """Return what a report is decided by."""
     ranking = rank_study(snapshot)
     cards, lines = _answers(snapshot, ranking)
+    headline = answer(snapshot, ranking)
+    advice = () if cards else how_to_go_faster(snapshot)
     unclear = _unclear(ranking)
     is_sure = ranking.winner is None or (ranking.is_confirmed and not unclear)
     return Decision(
-        headline=answer(snapshot, ranking),
+        headline=headline,
         unclear=unclear,
         command="" if is_sure else confirmation.measure_again(snapshot.name),
         cards=tuple(cards),
@@ -166,6 +171,7 @@ def decision_of(snapshot: StudySnapshot) -> Decision:
         price_source="" if snapshot.offer is None else snapshot.offer.source,
         job_tokens=_job_tokens(snapshot),
         notes=notes(snapshot),
+        advice=tuple(sentence for sentence in advice if sentence != headline),
     )
 
 
@@ -202,9 +208,7 @@ def _questions(
     quick = [r for r in fastest if speeds[r.number] >= limit]
     frugal = min(quick, key=lambda r: measured_of(r).peak_allocated_bytes)
     yield MEMORY, f"at most {SPEED_LOSS:.0%} slower than the fastest", frugal
-    largest = max(fastest, key=lambda r: measured_of(r).trainable_parameters)
-    count = units.count(measured_of(largest).trainable_parameters)
-    yield CAPACITY, f"{count} trainable parameters, the most that fitted", largest
+    yield CAPACITY, *_largest(ranking, fastest)
 
 
 def searched_of(ranking: Ranking, record: TrialRecord) -> Measurement:
@@ -227,6 +231,16 @@ def _of_class(ranking: Ranking, fastest: Sequence[TrialRecord]) -> tuple[str, Tr
     if ranking.baseline is not None:
         return f"{own}: only the baseline was measured", ranking.baseline
     return f"{own}, as the baseline: nothing of it was measured to fit", None
+
+
+def _largest(ranking: Ranking, fastest: Sequence[TrialRecord]) -> tuple[str, TrialRecord]:
+    """Return who trains the most: what was stopped as slow, and the baseline, fitted as well."""
+    slow = [r for r in ranking.of_space if r.verdict is Verdict.PRUNED_SLOW and r.measurement]
+    own = [] if ranking.baseline is None else [ranking.baseline]
+    largest = max([*fastest, *own, *slow], key=lambda r: measured_of(r).trainable_parameters)
+    count = units.count(measured_of(largest).trainable_parameters)
+    stopped = ", stopped as too slow" if largest.verdict is Verdict.PRUNED_SLOW else ""
+    return f"{count} trainable parameters, the most that fitted{stopped}", largest
 
 
 def _cheapest(

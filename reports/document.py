@@ -146,6 +146,7 @@ def _trial(
         "reason": why or None,
         "error": error if error and error != why else None,
         "is_measured_again": ranking.is_measured_again(record) or None,
+        "carried_from": None if record.carried is None else record.carried.study,
         "started_at": record.started_at,
         "wall_seconds": record.wall_seconds,
         "device_seconds": record.device_seconds,

@@ -6,21 +6,27 @@ Pure: a study's snapshot in, a value for the page out. The figure itself is `fig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from reports import units
 from reports.document import document_of
-from reports.figures.figure import PageFigure
+from reports.figures.figure import DataTable, PageFigure
 from reports.figures.front import front_controls, front_drawing
+from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
 from storage.objectives import fitting
 from storage.ranking import rank_study
 from storage.records import Verdict
 
+_QUESTION = "What do I give up for less memory, money or rank?"
+_UNMEASURED = "How far is each from fitting?"
 _CAPTION = (
     "Every trial. The line joins what nothing else beats in both numbers; what was stopped as too "
-    "slow is hollow and counts. Below, in lanes, what was not measured, at the memory that it "
-    "needs: an arrow where it needs at least that, a question mark where nothing is known."
+    "slow is hollow and counts; whiskers are intervals of measured speeds. Below, in lanes, what "
+    "was not measured, at the memory that it needs: an arrow where it needs at least that, a "
+    "question mark where nothing is known."
 )
 
 
@@ -28,6 +34,7 @@ _CAPTION = (
 class FrontSection:
     """The front, and by what it may be drawn."""
 
+    title: str
     figures: tuple[PageFigure, ...]
     columns: Mapping[str, str]
     """What an axis may show, with its words; fewer than two leave nothing to choose."""
@@ -47,10 +54,50 @@ def front_of(snapshot: StudySnapshot) -> FrontSection | None:
     candidates = [row for row, t in enumerate(document["trials"]) if t["number"] in known]
     controls = front_controls(document, candidates)
     drawing = front_drawing(document, candidates)
+    view = controls["views"].get(f"{controls['y']}|{controls['x']}|", {"rows": ()})
     figure = PageFigure(
-        "front-figure", "Speed, memory, money, capacity", _CAPTION, drawing, controls=controls
+        "front-figure",
+        "Speed, memory, money, capacity",
+        _CAPTION,
+        drawing,
+        _table(document, view["rows"]),
+        controls=controls,
     )
     columns = {key: column["label"] for key, column in document["columns"].items()}
     return FrontSection(
-        (figure,), columns, tuple(document["classes"]), x=controls["x"], y=controls["y"]
+        _QUESTION if candidates else _UNMEASURED,
+        (figure,),
+        columns,
+        tuple(document["classes"]),
+        x=controls["x"],
+        y=controls["y"],
     )
+
+
+def _table(document: Mapping[str, Any], rows: Sequence[int]) -> DataTable | None:
+    """Return the front by the numbers that the figure opens with, and all else known of it."""
+    if not rows:
+        return None
+    columns = document["columns"]
+    heads = ("on the front: trial", "against the baseline", *(c["label"] for c in columns.values()))
+    shown = []
+    for trial in (document["trials"][row] for row in rows):
+        values = (_words(trial.get(key), column["unit"]) for key, column in columns.items())
+        shown.append((str(trial["number"]), trial["changes"], *values))
+    return DataTable(heads, tuple(shown))
+
+
+def _words(value: float | None, unit: str) -> str:
+    if value is None:
+        return units.DASH
+    match unit:
+        case "rate":
+            return units.rate(value)
+        case "gib":
+            return units.gib(value * GIB)
+        case "usd":
+            return units.usd(value)
+        case "count":
+            return units.count(int(value))
+        case _:
+            return f"{value:.4g}"

@@ -36,7 +36,7 @@ from reports.figures.figure import PageFigure
 from reports.figures.style import themes
 from reports.figures.trust import trust_section
 from reports.front import front_of
-from reports.opening import opening_of
+from reports.next_steps import next_steps_of
 from reports.trials import trials_of
 from reports.wall import wall_of
 from search_spaces.errors import EnvironmentFault
@@ -57,7 +57,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("front", front_of),
     Section("wall", wall_of),
     Section("knobs", knobs_of),
-    Section("opening", opening_of),
+    Section("next", next_steps_of),
     Section("trials", trials_of),
     Section("trust", trust_section),
 )

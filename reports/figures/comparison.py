@@ -36,6 +36,8 @@ _STYLES = (
 )
 """Colour, symbol and dash of each card, in the order in which they were named."""
 _OTHERS_NAMED = 4
+_LABEL_SHARE = 0.12
+"""Of the fastest: names that are closer than this would stand on each other."""
 
 
 @dataclass(frozen=True)
@@ -388,6 +390,16 @@ def _front_table(cards: Sequence[Card], ground: Ground) -> DataTable:
     return DataTable(("card", "configuration", "tokens/s", "peak allocated"), tuple(rows))
 
 
+def _label_place(entry: Entry, group: Group) -> str:
+    """Return where a card's name stands: off its whiskers, inside the figure, off the next card."""
+    prices = [e.usd_per_million_tokens.value for e in group.entries if e.usd_per_million_tokens]
+    own, speed = entry.usd_per_million_tokens, entry.option.tokens_per_second.value
+    speeds = [e.option.tokens_per_second.value for e in group.entries]
+    is_right = own is not None and 2 * own.value < max(prices)
+    is_below_another = any(0 < other - speed < _LABEL_SHARE * max(speeds) for other in speeds)
+    return f"{'bottom' if is_below_another else 'top'} {'right' if is_right else 'left'}"
+
+
 def _prices(cards: Sequence[Card], group: Group) -> go.Figure:
     figure = go.Figure()
     places = {card.label: place for place, card in enumerate(cards)}
@@ -402,7 +414,7 @@ def _prices(cards: Sequence[Card], group: Group) -> go.Figure:
             x=[usd.value],
             y=[speed.value],
             text=[escape(entry.card.label)],
-            textposition="top center",
+            textposition=_label_place(entry, group),
             error_x=_whiskers([usd]),
             error_y=_whiskers([speed]),
             marker={"color": colour, "symbol": symbol, "size": 12},

@@ -27,7 +27,8 @@ from reports.figures.style import (
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from storage.records import Verdict
 
-SPEEDS = ("target_tokens_per_second", "tokens_per_second")
+MEASURED_SPEED = "tokens_per_second"
+SPEEDS = ("target_tokens_per_second", MEASURED_SPEED)
 """What a front is about where it is known, the first of them before the second."""
 LABEL_CHARACTERS = 34
 _MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
@@ -179,7 +180,10 @@ def _label(setting: Mapping[str, Any], keys: Sequence[str]) -> str:
     size = [f"{setting['micro_batch_size']} × {setting['seq_len']}"] if is_sized else []
     first = [key for key in CAPACITY_KEYS if key in keys]
     rest = [key for key in keys if key not in (*SIZE_KEYS, *CAPACITY_KEYS)]
-    words = [*size, *(units.phrase(key, setting[key]) for key in (*first, *rest))]
+    # As a class is called: rank 8 on q,v.
+    capacity = [units.phrase(key, setting[key]).removeprefix("adapters ") for key in first]
+    others = [units.phrase(key, setting[key]) for key in rest]
+    words = [*size, *([" ".join(capacity)] if capacity else []), *others]
     text = units.visible(", ".join(words))
     return text if len(text) <= LABEL_CHARACTERS else f"{text[: LABEL_CHARACTERS - 1]}…"
 
@@ -222,6 +226,21 @@ def _measured_traces(trials: Sequence[Trial], view: View, *, y: str) -> Iterator
             "symbol": [MARKS[Verdict(trials[row]["verdict"])].symbol for row in view.rows],
         },
         **place,
+        **({"error_y": _whiskers(trials, view)} if y == MEASURED_SPEED else {}),
+    }
+
+
+def _whiskers(trials: Sequence[Trial], view: View) -> dict[str, Any]:
+    """Return the intervals of measured speeds; a prediction's are wide, and alike for all."""
+    measured = [trials[row] for row in view.rows]
+    high, low = f"{MEASURED_SPEED}_high", f"{MEASURED_SPEED}_low"
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [t.get(high, t[MEASURED_SPEED]) - t[MEASURED_SPEED] for t in measured],
+        "arrayminus": [t[MEASURED_SPEED] - t.get(low, t[MEASURED_SPEED]) for t in measured],
+        "thickness": 1.5,
+        "width": 4,
     }
 
 

@@ -17,8 +17,8 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GIB
 from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, TargetSpeed
-from storage.records import OutOfMemory, TrialRecord
-from tests.reports.synthetic import definition, fits, record, snapshot
+from storage.records import OutOfMemory, PrunedSlow, TrialRecord
+from tests.reports.synthetic import definition, fits, measurement, record, snapshot
 from tests.storage.builders import confirmed
 
 OFFER = Offer(
@@ -116,6 +116,29 @@ def test_where_nothing_of_the_class_was_measured_the_baseline_stands_for_it() ->
     decision = decision_of(study(lost, SMALL, space=space))
     assert CLASS not in of(decision)
     assert decision.lines[0].text.endswith("nothing of it was measured to fit")
+
+
+def test_the_largest_that_fitted_may_be_the_baseline_or_what_was_stopped_as_slow() -> None:
+    space = {"dimensions": SPACE["dimensions"] | {"lora_rank": {"choices": [8, 64]}}}
+    own = BASE.config.model_copy(update={"lora_rank": 64})
+    small = fits(2, 9_000.0, SMALL.config, trainable_parameters=1_000)
+    assert of(decision_of(study(BASE, small, space=space)))[CLASS] == 0
+    lines = {line.title: line.text for line in decision_of(study(BASE, small, space=space)).lines}
+    assert lines[CAPACITY].startswith("trial 0 as well; 13,631,488 trainable parameters")
+    slow = PrunedSlow(measurement=measurement(3_000.0, trainable_parameters=54_525_952))
+    decision = decision_of(study(BASE, small, record(5, slow, own), space=space))
+    large = card(decision, CAPACITY)
+    assert large.number == 5
+    assert large.meaning.endswith("the most that fitted, stopped as too slow")
+
+
+def test_where_nothing_fits_the_first_screen_says_what_it_would_take() -> None:
+    lost = record(0, OutOfMemory(stage="load"), BASE.config, is_baseline=True)
+    decision = decision_of(study(lost))
+    assert decision.cards == ()
+    assert any("Less memory" in sentence for sentence in decision.advice)
+    assert decision_of(study(BASE, OWN)).advice == ()
+    assert decision_of(study()).advice == ()
 
 
 def test_memory_is_not_bought_with_more_speed_than_is_said() -> None:

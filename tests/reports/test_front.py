@@ -229,3 +229,27 @@ def test_labels_say_what_differs_and_leave_out_what_all_share() -> None:
 def test_any_study_has_a_front_that_plotly_understands(records: Sequence[TrialRecord]) -> None:
     go.Figure(_drawing(snapshot(records)))
     assert front_of(snapshot()) is None
+
+
+def test_whiskers_are_the_intervals_of_measured_speeds_alone() -> None:
+    target = {"gpu": "a10", "emulated_on": None}
+    study = snapshot([fits(0, 8_000.0)], definition=definition(**target))
+    (front,) = _traces(study, "front")
+    assert front["error_y"]["array"] == pytest.approx([80.8], abs=1)
+    assert front["error_y"]["arrayminus"] == pytest.approx([79.2], abs=1)
+    speeds = {0: TargetSpeed(1_000.0, 800.0, 1_300.0, "predicted")}
+    (front,) = _traces(snapshot([fits(0, 8_000.0)], target_speeds=speeds), "front")
+    assert "error_y" not in front
+
+
+def test_the_front_has_a_table_behind_it() -> None:
+    section = front_of(plausible_study())
+    assert section is not None
+    figure = section.figures[0]
+    assert figure.table is not None
+    (view,) = (v for k, v in (figure.controls or {})["views"].items() if k == _opening(figure))
+    assert len(figure.table.rows) == len(view["rows"]) > 2
+
+
+def _opening(figure: Any) -> str:
+    return f"{figure.controls['y']}|{figure.controls['x']}|"

@@ -20,7 +20,7 @@ from reports.page import write_report
 from search_spaces.config import parse_config
 from search_spaces.loading import load_space
 from storage.definition import StudySnapshot, TargetSpeed
-from storage.records import Crashed
+from storage.records import Carried, Crashed
 from tests.reports.synthetic import (
     hostile_study,
     one_of_each,
@@ -165,6 +165,111 @@ def test_enter_pins_from_the_table_and_from_the_figure_and_unpins(reader: Reader
     assert reader.page.locator("#pinned").is_visible()
 
 
+def test_who_pins_by_keyboard_is_led_into_the_panel_and_back(reader: Reader) -> None:
+    row = reader.page.locator("#trials-table tbody tr").nth(1)
+    row.focus()
+    number = row.locator("td").first.inner_text()
+    reader.page.keyboard.press("Enter")
+    assert reader.page.evaluate("document.activeElement.closest('#pinned') !== null")
+    reader.page.keyboard.press("Escape")
+    focused = "document.activeElement.querySelector('td').textContent"
+    assert reader.page.evaluate(focused) == number
+
+
+def test_tab_passes_the_tables_in_one_step_each(reader: Reader) -> None:
+    stops = "document.querySelectorAll('#trials-table tr[tabindex=\"0\"]').length"
+    assert len(reader.numbers()) > 1
+    assert reader.page.evaluate(stops) == 1
+    reader.page.locator("#trials-table tbody tr").first.focus()
+    reader.page.keyboard.press("ArrowDown")
+    assert reader.page.evaluate(stops) == 1
+    panels = "document.querySelectorAll('table.wall:has([data-trial])').length"
+    cells = "document.querySelectorAll('.wall td[tabindex=\"0\"]').length"
+    assert reader.page.evaluate(cells) == reader.page.evaluate(panels) > 1
+
+
+def test_tab_never_stops_where_nothing_is_to_be_seen(reader: Reader) -> None:
+    hidden = """() => {
+      const at = document.activeElement;
+      const faint = (e) => e && (getComputedStyle(e).opacity === "0" || faint(e.parentElement));
+      return at === document.body ? null : faint(at) || !at.getClientRects().length
+        || getComputedStyle(at).outlineStyle === "none";
+    }"""
+    stops = []
+    while len(stops) < 100:
+        reader.page.keyboard.press("Tab")
+        seen = reader.page.evaluate(hidden)
+        if seen is None:
+            break
+        stops.append(seen)
+    assert 10 < len(stops) < 100
+    assert not any(stops)
+
+
+def test_an_arrow_goes_on_within_a_panel_of_the_wall(reader: Reader) -> None:
+    first = reader.page.locator(".wall td[tabindex='0']").first
+    trial = first.get_attribute("data-trial")
+    first.focus()
+    reader.page.keyboard.press("ArrowRight")
+    assert reader.page.evaluate("document.activeElement.dataset.trial") != trial
+
+
+def test_a_narrow_screen_sorts_by_a_list_both_ways(browser: Any, tmp_path: Path) -> None:
+    narrow = Reader(browser, _study(), tmp_path, viewport={"width": 390, "height": 800})
+    narrow.page.select_option("#trials-controls .narrow select", "number")
+    rising = narrow.numbers()
+    narrow.page.click("#trials-controls .narrow button")
+    falling = narrow.numbers()
+    narrow.context.close()
+    assert rising == sorted(rising)
+    assert falling == sorted(falling, reverse=True)
+    assert narrow.complaints == []
+
+
+def test_no_label_of_the_front_stands_on_a_mark(reader: Reader) -> None:
+    boxes = """(selector) => [...document.querySelectorAll(selector)].map((e) => {
+      const { left, right, top, bottom } = e.getBoundingClientRect();
+      return [left, right, top, bottom];
+    })"""
+    labels = reader.page.evaluate(boxes, "#front-figure .annotation-text")
+    marks = reader.page.evaluate(boxes, "#front-figure .xy .points path")
+    assert len(labels) > 2
+    assert len(marks) > 10
+    for left, right, top, bottom in labels:
+        for x0, x1, y0, y1 in marks:
+            x, y = (x0 + x1) / 2, (y0 + y1) / 2
+            assert not (left < x < right and top < y < bottom)
+
+
+def test_without_scripts_the_decision_and_the_tables_are_there(
+    browser: Any, tmp_path: Path
+) -> None:
+    bare = Reader(browser, _study(), tmp_path, java_script_enabled=False)
+    text = bare.page.inner_text("body")
+    front = bare.page.locator("#front details.data tbody tr").count()
+    copies = bare.page.locator(".copies").first.is_visible()
+    bare.context.close()
+    assert "need JavaScript" in text
+    assert front > 2
+    assert not copies
+
+
+def test_print_keeps_the_heads_of_the_columns(reader: Reader) -> None:
+    reader.page.emulate_media(media="print")
+    assert reader.page.locator("#trials-table .sort").first.is_visible()
+    assert not reader.page.locator("#trials-downloads").is_visible()
+
+
+def test_a_trial_that_was_carried_over_says_so(browser: Any, tmp_path: Path) -> None:
+    study = _study()
+    mark = Carried(study="before", identity="1", number=7)
+    records = (study.records[0], study.records[1].model_copy(update={"carried": mark}))
+    page = Reader(browser, replace(study, records=records), tmp_path)
+    marked = page.page.locator("#trials-table tr", has_text="carried over from before").count()
+    page.context.close()
+    assert marked == 1
+
+
 def test_the_axes_can_be_chosen_and_never_show_one_number_twice(reader: Reader) -> None:
     title = ".xtitle"
     assert "memory" in reader.page.text_content(f"#front-figure {title}")
@@ -244,9 +349,18 @@ def test_print_is_light_and_no_figure_is_wider_than_the_paper(browser: Any, tmp_
     paper = printed.page.evaluate("getComputedStyle(document.body).backgroundColor")
     sizes = "[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth)"
     widths = printed.page.evaluate(sizes)
+    overlaps = """() => {
+      const drawn = [...document.querySelectorAll('.js-plotly-plot .main-svg:first-child')];
+      const boxes = drawn.map((e) => e.getBoundingClientRect()).filter((b) => b.width);
+      const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1
+        && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+      return boxes.flatMap((a, n) => boxes.slice(n + 1).filter((b) => meet(a, b))).length;
+    }"""
+    overlapping = printed.page.evaluate(overlaps)
     letters = printed.page.evaluate("document.querySelector('.xtitle').style.fill")
     printed.context.close()
     assert paper == "rgb(255, 255, 255)"
+    assert overlapping == 0
     assert max(map(int, re.findall(r"\d+", letters)[:3])) < 60
     assert max(widths) <= 703
     assert printed.complaints == []

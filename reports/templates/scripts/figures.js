@@ -46,6 +46,8 @@
     const width = isPrinting ? PRINT_PIXELS : holder.clientWidth;
     const drawing = report.choices[id]?.(figures[id], width) ?? figures[id];
     Plotly.react(holder, [...drawing.data, ...rings(drawing.data)].map(resolveTrace), layoutFor(drawing.layout), config());
+    // Plotly's buttons appear under a mouse alone: whom Tab led there would see nothing.
+    for (const button of holder.querySelectorAll(".modebar-btn")) button.tabIndex = -1;
     holder.shown = drawing;
   };
   report.draw = draw;
@@ -76,7 +78,7 @@
   const walk = (holder, event) => {
     const rows = walkable(holder);
     const at = rows.indexOf(holder.cursor);
-    if (event.key === "Enter" && at >= 0) selection.toggle(holder.cursor);
+    if (event.key === "Enter" && at >= 0) selection.toggle(holder.cursor, holder);
     else if (event.key in STEPS && rows.length) {
       const step = STEPS[event.key];
       holder.cursor = rows[at < 0 ? (step > 0 ? 0 : rows.length - 1) : (at + step + rows.length) % rows.length];

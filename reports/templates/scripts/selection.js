@@ -1,14 +1,18 @@
 "use strict";
-// Owns which trial is pinned: figures, the panel and the table show it and listen here.
+// Owns which trial is pinned: figures, the panel and the table show it and listen here. Who pins by keyboard is
+// led into the panel, and back to where that was when it is closed.
 report.selection = (() => {
   const listeners = [];
   let pinned = null;
-  const pin = (row) => {
+  let origin = null;
+  const pin = (row, from = null) => {
     if (row === pinned) return;
+    if (row === null) origin?.focus({ preventScroll: true });
+    origin = row === null ? null : from;
     pinned = row;
     for (const listener of listeners) listener(pinned);
   };
-  return { pin, toggle: (row) => pin(row === pinned ? null : row), get pinned() { return pinned; }, listen: (listener) => listeners.push(listener) };
+  return { pin, toggle: (row, from) => pin(row === pinned ? null : row, from), get pinned() { return pinned; }, get isByKeyboard() { return origin !== null; }, listen: (listener) => listeners.push(listener) };
 })();
 
 (() => {
@@ -44,6 +48,7 @@ report.selection = (() => {
     const title = element("h3", words.titleOf(trial));
     title.append(...words.badgesOf(trial).map((name) => element("span", name, "badge")));
     panel.replaceChildren(close, title, facts(words.detailsOf(trial)), settings(trial));
+    if (selection.isByKeyboard) close.focus({ preventScroll: true });
   };
   selection.listen(show);
   document.addEventListener("keydown", (event) => {

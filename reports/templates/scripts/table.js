@@ -15,7 +15,7 @@
     { key: "changes", label: "against the baseline", words: (trial) => trial.changes },
     ...measured,
     { key: "need_gib", label: "needs", isNumber: true, words: (trial) => words.needOf(trial) || words.dash },
-    { key: "class", label: "class", words: (trial) => trial.class },
+    ...(study.classes.length > 1 ? [{ key: "class", label: "class", words: (trial) => trial.class }] : []),
     { key: "verdict", label: "ended", words: (trial) => study.verdicts[trial.verdict] },
   ].filter(({ key }) => study.trials.some((trial) => isKnown(trial[key])));
   const first = measured.find(({ key }) => key.endsWith("tokens_per_second"));
@@ -51,7 +51,7 @@
   };
   const rowFor = (trial) => {
     const line = element("tr");
-    line.tabIndex = 0;
+    line.tabIndex = -1;
     line.dataset.row = rowOf.get(trial.number);
     line.setAttribute("aria-selected", String(Number(line.dataset.row) === selection.pinned));
     line.append(...columns.map((column) => cellOf(trial, column)));
@@ -68,6 +68,11 @@
     head.append(button);
     return head;
   };
+  // One row of the table is reached by Tab, the others from there by the arrows.
+  const enter = (line) => {
+    for (const other of body.querySelectorAll('tr[tabindex="0"]')) other.tabIndex = -1;
+    if (line) line.tabIndex = 0;
+  };
   const plural = (count) => `${count.toLocaleString("en-US")} ${count === 1 ? "trial" : "trials"}`;
 
   const table = element("table", "", "cards trials");
@@ -78,6 +83,7 @@
     const pinned = trials.findIndex((trial) => rowOf.get(trial.number) === selection.pinned);
     state.shown = Math.max(state.shown, pinned + 1);
     body.replaceChildren(...trials.slice(0, state.shown).map(rowFor));
+    enter(body.querySelector('[aria-selected="true"]') ?? body.rows[0]);
     const total = study.trials.length;
     const some = trials.length === total ? `${plural(total)} in all` : `${trials.length.toLocaleString("en-US")} of ${plural(total)}`;
     document.getElementById("trials-count").textContent = trials.length > state.shown ? `${some}, the first ${state.shown} are listed.` : `${some}.`;
@@ -86,6 +92,9 @@
   };
   const show = () => {
     head.replaceChildren(...columns.map(headOf));
+    sorting.value = state.key;
+    turning.textContent = state.falls ? "↓" : "↑";
+    turning.setAttribute("aria-label", state.falls ? "falling; turn" : "rising; turn");
     showRows();
   };
   const mark = (row) => {
@@ -98,19 +107,38 @@
     state.falls = key === state.key ? !state.falls : isNumber;
     state.key = key;
     show();
-    head.querySelector(`[data-sort="${key}"]`)?.focus();
   };
-  head.addEventListener("click", ({ target }) => target.dataset.sort && sortBy(target.dataset.sort));
+  head.addEventListener("click", ({ target: { dataset: { sort } } }) => {
+    if (!sort) return;
+    sortBy(sort);
+    head.querySelector(`[data-sort="${sort}"]`)?.focus();
+  });
+  // A narrow screen has no heads of columns to press.
+  const sorting = element("select");
+  sorting.append(...columns.map(({ key, label }) => Object.assign(element("option", label), { value: key })));
+  const turning = Object.assign(element("button"), { type: "button" });
+  const sorter = element("label", "sort by ", "narrow");
+  sorter.append(sorting, turning);
+  sorting.addEventListener("input", (event) => {
+    event.stopPropagation();
+    sortBy(sorting.value);
+  });
+  turning.addEventListener("click", () => sortBy(state.key));
+  form.append(sorter);
   body.addEventListener("click", ({ target }) => {
     const line = target.closest("tr");
-    if (line && !target.closest("details")) selection.toggle(Number(line.dataset.row));
+    if (!line || target.closest("details")) return;
+    enter(line);
+    selection.toggle(Number(line.dataset.row));
   });
   body.addEventListener("keydown", (event) => {
     const line = event.target;
     if (line.tagName !== "TR") return;
     const next = { ArrowDown: line.nextElementSibling, ArrowUp: line.previousElementSibling }[event.key];
-    if (next) next.focus();
-    else if (event.key === "Enter" || event.key === " ") selection.toggle(Number(line.dataset.row));
+    if (next) {
+      enter(next);
+      next.focus();
+    } else if (event.key === "Enter" || event.key === " ") selection.toggle(Number(line.dataset.row), line);
     else return;
     event.preventDefault();
   });

@@ -1,15 +1,23 @@
 "use strict";
-// Lets the cells of the wall pin the trial that they speak of, by click or Enter.
+// Lets the cells of the wall pin the trial that they speak of, by click or Enter. Tab reaches each panel once; the
+// arrows go on from there.
 (() => {
   const { selection, rowOf } = report;
   const cells = [...document.querySelectorAll(".wall td[data-trial]")].filter((cell) => rowOf.has(Number(cell.dataset.trial)));
   for (const cell of cells) {
     const row = rowOf.get(Number(cell.dataset.trial));
-    cell.tabIndex = 0;
+    const panel = [...cell.closest("table").querySelectorAll("td[data-trial]")].filter((other) => cells.includes(other));
+    cell.tabIndex = panel[0] === cell ? 0 : -1;
     cell.addEventListener("click", () => selection.toggle(row));
     cell.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter") return;
-      selection.toggle(row);
+      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+      const next = panel[panel.indexOf(cell) + step];
+      if (next) {
+        cell.tabIndex = -1;
+        next.tabIndex = 0;
+        next.focus();
+      } else if (event.key === "Enter") selection.toggle(row, cell);
+      else return;
       event.preventDefault();
     });
     selection.listen((pinned) => cell.classList.toggle("pinned", pinned === row));

@@ -25,7 +25,7 @@ report.words = (() => {
     return `${trial.need_is_lower_bound ? "at least " : ""}${number(trial.need_gib, "gib")}${trial.need_is_predicted ? " by prediction" : ""}`;
   };
   const titleOf = (trial) => `Trial ${trial.number}: ${study.verdicts[trial.verdict]}`;
-  const badgesOf = (trial) => namesOf.get(trial.number);
+  const badgesOf = (trial) => [...namesOf.get(trial.number), ...(trial.carried_from ? [`carried over from ${trial.carried_from}`] : [])];
 
   // What is known of a trial, as pairs of a name and its words; the first are what a hover shows.
   const factsOf = (trial) => {

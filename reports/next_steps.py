@@ -1,4 +1,4 @@
-"""Owns what follows the decision: the winner whole, what to do next, and what was measured again.
+"""Owns what there is to do next: the winner whole, its commands, and what would beat it.
 
 Pure: a study's snapshot in, finished text out.
 """
@@ -16,8 +16,8 @@ from storage.definition import StudySnapshot
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What a report says of its winner."""
+class NextSteps:
+    """What a report says of its winner once it is decided for."""
 
     answer: Summary
     advice_title: str
@@ -28,10 +28,13 @@ class Opening:
     confirmations: tuple[ConfirmationRow, ...]
 
 
-def opening_of(snapshot: StudySnapshot) -> Opening:
-    """Return what a report says of its winner."""
-    return Opening(
-        answer=summary_of(snapshot),
+def next_steps_of(snapshot: StudySnapshot) -> NextSteps | None:
+    """Return what is to be done with a winner; None without one, as the decision says it then."""
+    answer = summary_of(snapshot)
+    if not answer.configuration:
+        return None
+    return NextSteps(
+        answer=answer,
         advice_title=advice_title(snapshot),
         advice=tuple(how_to_go_faster(snapshot)),
         value_columns=tables.value_columns(snapshot),
