@@ -66,11 +66,12 @@ class Job:
         for name in ("tokens", "dataset_samples", "epochs"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise InputError(f"{name} must be greater than 0, got {value!r}")
+                option = f"--{name.replace('_', '-')}"
+                raise InputError(f"{option} must be greater than 0, got {value:g}")
         if self.tokens is not None and self.dataset_samples is not None:
-            raise InputError("tokens and dataset_samples both say how large the dataset is")
+            raise InputError("--tokens and --dataset-samples both say how large the dataset is")
         if self.epochs is not None and self.tokens is None and self.dataset_samples is None:
-            raise InputError("epochs need tokens or dataset_samples: of what?")
+            raise InputError("--epochs needs --tokens or --dataset-samples: of what?")
 
     def priced(self, snapshot: StudySnapshot) -> StudySnapshot:
         """Return the study with the tokens of the job, over all epochs."""
@@ -207,7 +208,7 @@ def _questions(
     limit = (1.0 - SPEED_LOSS) * speeds[fastest[0].number]
     quick = [r for r in fastest if speeds[r.number] >= limit]
     frugal = min(quick, key=lambda r: measured_of(r).peak_allocated_bytes)
-    yield MEMORY, f"at most {SPEED_LOSS:.0%} slower than the fastest", frugal
+    yield MEMORY, f"at most {units.percent(SPEED_LOSS)} slower than the fastest", frugal
     yield CAPACITY, *_largest(ranking, fastest)
 
 

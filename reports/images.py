@@ -19,8 +19,22 @@ from search_spaces.errors import EnvironmentFault, InputError, install_extra, li
 from storage.definition import StudySnapshot
 
 SUFFIXES = (".png", ".svg")
+OTHER_SUFFIXES = (".pdf", ".jpg", ".jpeg", ".webp", ".gif", ".eps")
+"""Pictures too, but none that is drawn here; a page under such a name would open nowhere."""
 FRONT = "front-figure"
 _PIXELS = 1100
+
+
+def is_picture(path: Path) -> bool:
+    """Whether a file that is named is a picture, by the end of its name.
+
+    Raises:
+        InputError: it is one of a kind that is not drawn.
+    """
+    suffix = path.suffix.lower()
+    if suffix in OTHER_SUFFIXES:
+        raise InputError(f"{path}: a picture is a .png or .svg, and a page is an .html")
+    return suffix in SUFFIXES
 
 
 def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = None) -> None:
@@ -42,8 +56,9 @@ def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = Non
             f"a picture needs plotly's image engine: {install_extra('images')}. "
             "It draws with the Chrome or Chromium that is installed."
         )
+    suffix = path.suffix.lower()
     try:
-        data = drawn.to_image(format=path.suffix[1:], scale=2 if path.suffix == ".png" else 1)
+        data = drawn.to_image(format=suffix[1:], scale=2 if suffix == ".png" else 1)
     except (RuntimeError, ValueError, OSError) as error:
         raise EnvironmentFault(f"plotly's image engine failed: {error}") from error
     try:

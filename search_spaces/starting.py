@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from functools import cache
 from importlib.resources import files
 
 from search_spaces.config import TrialConfig
-from search_spaces.gpus import GpuSpec, find_gpu
+from search_spaces.gpus import GIB, GpuSpec, find_gpu
 from search_spaces.linears import parameters
 from search_spaces.loading import parse_space, preset_texts, shipped_presets
 from search_spaces.models import ModelSpec, load_model_spec
@@ -21,6 +22,12 @@ from search_spaces.space import SearchSpace
 
 DEMO = "cpu-demo"
 """The preset for a machine without a card."""
+_USUAL_PARAMETERS = 7e9
+"""What an architecture that is not known from here is taken to have."""
+_CPU_BYTES_EACH = 4
+"""Of a model's parameters: the base in 16 bits, and as much for what a training keeps."""
+_COLUMNS = 120
+"""Of a space's comments."""
 
 
 def starting_text(gpu: str, model: str | None) -> str:
@@ -41,6 +48,8 @@ def starting_text(gpu: str, model: str | None) -> str:
     chosen = DEMO if spec is None else _nearest(spec, model)
     trained = load_model_spec(model or _presets()[chosen].model)
     text = _for(preset_texts()[chosen], gpu="cpu" if spec is None else spec.name, model=model)
+    if spec is None and trained.name != _presets()[DEMO].model:
+        text = _with_budget(text, trained)
     if spec is not None:
         text = _with_sizes(text, spec, chosen, trained)
         text = _with_dtype(text, spec, trained)
@@ -73,8 +82,7 @@ def _nearest(spec: GpuSpec, model: str | None) -> str:
 
 
 def _bytes_each(spec: GpuSpec, model: ModelSpec) -> float:
-    # An architecture that is not known from here is taken for one of seven billion.
-    return spec.budget_bytes / (parameters(model) or 7e9)
+    return spec.budget_bytes / (parameters(model) or _USUAL_PARAMETERS)
 
 
 def _for(text: str, *, gpu: str, model: str | None) -> str:
@@ -85,13 +93,35 @@ def _for(text: str, *, gpu: str, model: str | None) -> str:
     first = f"# yaml-language-server: $schema={schema_path()}\n{about}"
     kept = "#\n# Copy this file".join(opening.split("#\n# Copy this file")[1:])
     how = kept.partition("`sweep run my-space.yaml`. ")[2]
-    text = f"{first}\n#\n# {how}\n\n{rest}" if how else f"{first}\n\n{rest}"
+    if how:
+        words = how.replace("\n# ", " ")
+        first += "\n#\n" + textwrap.fill(
+            words, _COLUMNS, initial_indent="# ", subsequent_indent="# "
+        )
+    text = f"{first}\n\n{rest}"
     text = re.sub(r"^name: .*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^description: .*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^gpu: .*$", f"gpu: {gpu}", text, flags=re.MULTILINE)
     if model is not None:
         text = re.sub(r"^model: .*$", lambda _: f"model: {_yaml(model)}", text, flags=re.MULTILINE)
     return text
+
+
+def _with_budget(text: str, model: ModelSpec) -> str:
+    """Return a space for the CPU with room for another model than the demo's tiny one."""
+    room = math.ceil((parameters(model) or _USUAL_PARAMETERS) * _CPU_BYTES_EACH / GIB)
+    said = (
+        f"# In GiB. A CPU has no memory of its own, so it must be said: here {_CPU_BYTES_EACH} "
+        "bytes for each of the model's parameters.\n"
+        "# On a CPU a trial of a billion of them takes minutes."
+    )
+    return re.sub(
+        r"^# In GiB\..*\n(?:#.*\n)*budget_gib: .*$",
+        f"{said}\nbudget_gib: {room}",
+        text,
+        count=1,
+        flags=re.MULTILINE,
+    )
 
 
 def _yaml(text: str) -> str:

@@ -124,7 +124,16 @@ def _soak(typed: str | None) -> dict[str, float] | None:
     return None if seconds is None else {"soak_seconds": seconds, "soak_steps": STEPS_WITHOUT_END}
 
 
-@app.command(epilog=opt.examples("sweep plan a10", "sweep plan --gpu a10 --gpu l4 --rank 64"))
+@app.command(
+    epilog=opt.examples(
+        "sweep plan a10",
+        "sweep plan a10 --rank 64 --target-modules all-linear --seq-len 1024 --gpu a100-40gb",
+        "sweep plan a10 --exact --batch-size 8 --seq-len 512",
+        "sweep plan a10 --longest",
+        "sweep plan --gpu a10 --gpu l4 --cheapest --within 6h --samples 10000",
+        "sweep plan --gpu a10 --gpu l4 --rank 64 --price a10=0.75",
+    )
+)
 @takes_knobs
 def plan(
     space: opt.SpaceOrCardArgument = None,
@@ -153,15 +162,6 @@ def plan(
     Options of a configuration are held fixed and the rest of the space is searched. With --exact
     one configuration is asked about: what is not typed is the standard recipe's. A card that is
     named first and those of --gpu are all asked about, and compared.
-
-    \b
-    Examples:
-      $ sweep plan a10
-      $ sweep plan a10 --rank 64 --target-modules all-linear --seq-len 2048 --gpu a100-40gb
-      $ sweep plan a10 --exact --batch-size 8 --seq-len 512
-      $ sweep plan a10 --longest
-      $ sweep plan --cheapest --within 6h --samples 10000
-      $ sweep plan --gpu a10 --gpu l4 --price a10=0.75
     """
     from sweep.planning.plan import AskedWork
     from sweep.planning.question import PlanRequest
@@ -216,7 +216,10 @@ def confirm(
     storage: opt.StorageOption = None,
     as_json: opt.JsonOption = False,
 ) -> int:
-    """Measure a study's winner again, beside its rivals, and train it for a while in one go."""
+    """Measure a study's winner again, beside its rivals.
+
+    Then it trains for a while in one go.
+    """
     from sweep.terminal import commands
 
     return commands.confirm(study, typed=_soak(soak) or {}, storage=storage, as_json=as_json)
@@ -253,11 +256,12 @@ def report(
     output: opt.ReportOption = None,
     storage: opt.StorageOption = None,
 ) -> int:
-    """Write a study's report, with what your training costs, or compare cards; one HTML file.
+    """Write a study's report, or compare cards; one HTML file.
 
-    Several studies, and plans that `sweep plan --json` printed, are set beside each other: which
-    card is the cheapest, which the soonest, and what cannot be told. Example: sweep report a10
-    a100-40gb --plan l4.json --dataset-samples 50000
+    With the size of your dataset it says what your training costs. Several studies, and plans that
+    `sweep plan --json` printed, are set beside each other: which card is the cheapest, which the
+    soonest, and what cannot be told. Example: sweep report a10 a100-40gb --plan l4.json
+    --dataset-samples 50000
 
     A picture for slides, where the extra `images` is installed: sweep report a10 -o front.png
     """
@@ -286,7 +290,10 @@ def export(
     output: opt.ExportOption = None,
     storage: opt.StorageOption = None,
 ) -> int:
-    """Write a study's winner as a recipe that runs; or another trial, with --trial."""
+    """Write a study's winner as a recipe that runs.
+
+    With --trial another trial is written.
+    """
     from sweep.terminal import commands
 
     return commands.export(
@@ -302,7 +309,10 @@ def replay(
     budget_gib: opt.BudgetOption = None,
     as_json: opt.JsonOption = False,
 ) -> int:
-    """Let samplers search recorded trials, and say how many each needs; needs no GPU."""
+    """Let samplers search recorded trials; needs no GPU.
+
+    It says how many trials each needs to come near the best.
+    """
     from sweep.terminal import replay as command
 
     return command.replay(

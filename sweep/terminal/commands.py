@@ -58,6 +58,7 @@ from sweep.terminal.summary import (
     not_ruled_out,
     why_invalid,
 )
+from sweep.terminal.working import working
 
 DONE, NOTHING_FITS, ENVIRONMENT, INTERRUPTED = 0, 1, 3, 130
 _REASONS = {
@@ -255,8 +256,8 @@ def report(
     """Print the report of a study, or of several cards, or write it and print where it is."""
     if not studies and len(plans) < 2:
         raise InputError("name a study for its report, or several studies or plans to compare")
+    is_picture = output is not None and images.is_picture(output)
     snapshots = [_read_for_report(study, url=storage_url(storage)) for study in studies]
-    is_picture = output is not None and output.suffix in images.SUFFIXES
     if figure is not None and not is_picture:
         raise InputError("--figure needs -o with a name that ends in .png or .svg")
     if len(studies) == 1 and not plans:
@@ -333,6 +334,7 @@ def version() -> int:
 
 def doctor() -> int:
     """Print a check-up of this machine."""
-    findings = check(examine())
-    say(findings_text(findings))
+    with working("checking this machine"):
+        findings = check(examine())
+    say(findings_text(findings, width=width_of(sys.stdout)))
     return DONE if is_healthy(findings) else ENVIRONMENT

@@ -23,6 +23,7 @@ from storage.environment import PACKAGES, fingerprint
 from sweep import namesakes
 from sweep.paths import runs_directory
 from sweep.running.device_info import Card, read_card
+from sweep.terminal.console import folded
 
 PROBE = (sys.executable, "-P", "-m", "sweep.training.probe")
 _PROBE_SECONDS = 180.0
@@ -288,12 +289,14 @@ def _disk(machine: Machine) -> Finding:
     return Finding("ok", "disk", f"{where} can be written")
 
 
-def findings_text(findings: tuple[Finding, ...]) -> str:
-    """Return the check-up, a line per finding and the advice under it."""
-    width = max(len(finding.what) for finding in findings)
+def findings_text(findings: tuple[Finding, ...], *, width: int | None = None) -> str:
+    """Return the check-up, a line per finding and the advice under it, within so many columns."""
+    named = max(len(finding.what) for finding in findings)
+    start = len("note") + 2 + named + 2
     lines = []
     for finding in findings:
-        lines.append(f"{finding.state:<4}  {finding.what:<{width}}  {finding.detail}")
+        line = f"{finding.state:<4}  {finding.what:<{named}}  {finding.detail}"
+        lines.append(folded(line, width, indent=start))
         if finding.advice:
-            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
+            lines.append(folded(f"{'':<{start}}-> {finding.advice}", width, indent=len("-> ")))
     return "\n".join(lines)

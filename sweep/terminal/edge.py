@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
 from sweep.paths import crash_log_directory
-from sweep.terminal.console import ReaderGoneError, note
+from sweep.terminal.console import ReaderGoneError, folded, note, width_of
+
+_NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
+"""What pydantic, which reads the options, calls the wrong sort of text, and what it is to be."""
 
 
 def guarded(command: Callable[[], int | None]) -> int:
@@ -26,25 +31,40 @@ def guarded(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except SweepError as error:
-        note(f"error: {error}")
+        _refuse(str(error))
         return error.exit_code
     except ReaderGoneError:
         return 0
     except typer.TyperException as error:
-        note(f"error: {error.format_message()}")
+        _refuse(_plainly(error))
         return InputError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         note("Interrupted.")
         return 130
     except OSError as error:
-        note(f"error: {words_of(error)}{_cure(error)}")
+        _refuse(f"{words_of(error)}{_cure(error)}")
         return EnvironmentFault.exit_code
     except MemoryError:
-        note("error: this machine's memory is used up")
+        _refuse("this machine's memory is used up")
         return EnvironmentFault.exit_code
     except Exception as error:  # noqa: BLE001 - the edge: what is left is a mistake of ours
         note(_report_crash(error))
         return EnvironmentFault.exit_code
+
+
+def _refuse(text: str) -> None:
+    """Print why a command ends; what works unseen in a terminal is written out."""
+    note(folded(f"error: {text}", width_of(sys.stderr), indent=2))
+
+
+def _plainly(error: typer.TyperException) -> str:
+    """Return what is wrong with an option, in the words of the other messages."""
+    found: list[dict[str, Any]] = getattr(error.__context__, "errors", list)()
+    kind = _NUMBERS.get(found[0]["type"]) if found else None
+    options = getattr(getattr(error, "param", None), "opts", ())
+    if kind is None or not options:
+        return error.format_message()
+    return f"{' / '.join(options)} must be {kind}, got {found[0]['input']!r}"
 
 
 def _cure(error: OSError) -> str:

@@ -188,7 +188,7 @@ def _gpu_row(spec: GpuSpec) -> tuple[str, ...]:
         f"{spec.bandwidth_bytes_per_second / 1e9:,.0f} GB/s",
         f"{max(spec.peak_flops.values()) / 1e12:,.0f}",
         f"{max(spec.matrix_flops.values()) / 1e12:,.0f}" if spec.matrix_flops else "-",
-        f"{spec.device_uncertainty:.0%}",
+        units.percent(spec.device_uncertainty),
     )
 
 

@@ -307,8 +307,9 @@ def _sooner(board: Board) -> str:
     """Return when a search ends that ends when it knows, and how near it is to that."""
     least = board.definition.space.stop_below_gain
     if board.foreseen is None or board.foreseen.gain == float("inf"):
-        return f": it ends once less than {least:.1%} is expected to be gained"
-    return f": {board.foreseen.gain:.1%} expected of the next trial, it ends below {least:.1%}"
+        return f": it ends once less than {units.error(least)} is expected to be gained"
+    gain = units.error(board.foreseen.gain)
+    return f": {gain} expected of the next trial, it ends below {units.error(least)}"
 
 
 def roughly(seconds: float) -> str:

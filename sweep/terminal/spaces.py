@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from search_spaces.documents import exists
-from search_spaces.errors import InputError
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import match_product
 from search_spaces.schema import schema_text
 from search_spaces.starting import starting_text
@@ -23,14 +24,21 @@ def schema() -> int:
 
 def init(*, gpu: str | None, model: str | None, output: Path | None) -> int:
     """Print a space to start from, or write it and print what to type next."""
-    text = starting_text(gpu or _card_here(), model)
+    card = gpu or _card_here()
+    text = starting_text(card, model)
     if output is None or str(output) == STDOUT:
         say(text.removesuffix("\n"))
         return DONE
     if exists(output, label=str(output)):
         raise InputError(f"--output: {output} is there already: name another file")
-    output.write_text(text, encoding="utf-8")
-    say(f"Wrote {output}; next: sweep plan {output}, or sweep run {output}")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {output}: {error.strerror}") from error
+    typed = shlex.quote(str(output))
+    # What is predicted is a card's memory and speed; a CPU is measured.
+    planned = "" if card == "cpu" else f"sweep plan {typed}, or "
+    say(f"Wrote {output}; next: {planned}sweep run {typed}")
     return DONE
 
 

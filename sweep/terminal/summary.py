@@ -246,13 +246,12 @@ def not_ruled_out(snapshot: StudySnapshot) -> str | None:
         if count
         else "Nothing that is left has a chance of one in twenty of being better"
     )
-    likeliest = (
-        f"{opening}; the most promising, {units.shape(config)}, has a chance of {chance:.0%}"
-    )
+    promise = f"{units.shape(config)}, has a chance of {units.percent(chance)}"
+    likeliest = f"{opening}; the most promising, {promise}"
     if gain is None or chance <= 0:
         return f"{likeliest}."
     # Expected over all cases is the chance times what is gained where it comes true.
-    return f"{likeliest}, and would then be {gain / chance:.1%} better."
+    return f"{likeliest}, and would then be {units.error(gain / chance)} better."
 
 
 def _best_of(summary: StudySummary) -> str:

@@ -35,12 +35,13 @@ def working(
     Yields what returns, for the name of a part of it, what hears how much of that is done, of how
     much. A terminal shows it as long as it takes; elsewhere it is said in lines.
     """
-    if not sys.stderr.isatty():
+    console = Console(stderr=True)
+    if not sys.stderr.isatty() or console.is_dumb_terminal:
         lines = _Lines(doing, clock)
         with lines.kept_up():
             yield lambda what: partial(lines.say, what)
         return
-    with Console(stderr=True).status(doing) as status:
+    with console.status(doing) as status:
 
         def show(what: str, done: int, of: int) -> None:
             status.update(progress_words(what, done, of) if done < of else doing)

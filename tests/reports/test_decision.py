@@ -143,7 +143,7 @@ def test_where_nothing_fits_the_first_screen_says_what_it_would_take() -> None:
 
 def test_memory_is_not_bought_with_more_speed_than_is_said() -> None:
     slow = fits(3, 16_100.0, FRUGAL.config, peak_allocated_bytes=10 * GIB)
-    assert "at most 10% slower" in card(decision_of(study(*ALL)), MEMORY).meaning
+    assert "at most 10 % slower" in card(decision_of(study(*ALL)), MEMORY).meaning
     decision = decision_of(study(BASE, OWN, SMALL, slow))
     assert MEMORY not in of(decision)
     assert next(line for line in decision.lines if line.title == MEMORY).text.startswith("trial 2")

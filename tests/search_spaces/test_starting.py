@@ -8,11 +8,13 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from search_spaces.gpus import find_gpu, gpu_catalogue
+from search_spaces.gpus import GIB, find_gpu, gpu_catalogue
 from search_spaces.loading import load_space, parse_space
 from search_spaces.models import load_model_spec, shipped_models
 from search_spaces.rules import violation
 from search_spaces.starting import schema_path, starting_text
+from storage.definition import Target
+from sweep.study.targets import check_budget
 from tests.search_spaces.test_schema import faults
 
 
@@ -62,6 +64,31 @@ def test_a_card_without_bf16_starts_without_it() -> None:
     assert space.values_of("compute_dtype") == ("fp16",)
     assert space.baseline_config().compute_dtype == "fp16"
     assert TrialConfig().compute_dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    "model", [model.name for model in shipped_models() if model.name != "demo"]
+)
+def test_on_a_cpu_another_model_than_the_demos_has_room(model: str) -> None:
+    space, spec = (
+        parse_space(starting_text("cpu", model), label="mine.yaml"),
+        load_model_spec(model),
+    )
+    target = Target(gpu="cpu", device="cpu", budget_bytes=int((space.budget_gib or 0) * GIB))
+    check_budget(space, spec, target)
+    assert faults(starting_text("cpu", model)) == []
+
+
+def test_the_demos_own_model_keeps_its_tiny_budget() -> None:
+    demo = load_space("cpu-demo").budget_gib
+    for model in (None, "demo"):
+        assert parse_space(starting_text("cpu", model), label="mine.yaml").budget_gib == demo
+
+
+def test_its_comments_are_filled_lines() -> None:
+    opening = starting_text("cpu", None).partition("\n\n")[0].splitlines()[3:]
+    assert [len(line) <= 120 for line in opening] == [True] * len(opening)
+    assert all(len(line) > 100 for line in opening[:-1])
 
 
 def test_it_is_commented_and_an_editor_finds_its_schema() -> None:

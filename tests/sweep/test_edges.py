@@ -81,6 +81,40 @@ def test_an_empty_text_names_nothing(
     assert not list(home.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["export", "x", "--trial", "y"], "--trial must be a whole number, got 'y'"),
+        (["plan", "--epochs", "many"], "--epochs must be a number, got 'many'"),
+        (["plan", "--rank", "1.5"], "--rank / --lora-rank must be a whole number, got '1.5'"),
+    ],
+    ids=" ".join,
+)
+def test_a_number_that_is_none_is_quoted(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_a_message_writes_out_what_would_work_unseen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "a10\x1b[31m\u202e"]) == 2
+    said = capsys.readouterr().err
+    assert r"'a10\x1b[31m\u202e' is no preset" in said
+    assert said.rstrip("\n").isprintable()
+
+
+def test_a_message_is_folded_to_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sweep.terminal.edge.width_of", lambda stream: 60)
+    assert main(["init", "--gpu", "zzzzzzzz"]) == 2
+    first, *further = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: unknown GPU 'zzzzzzzz'; known are")
+    assert further
+    assert all(len(line) <= 60 and line.startswith("  ") for line in further)
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("sweep ")
@@ -163,7 +197,7 @@ def test_a_home_that_may_not_be_searched_is_the_machines_fault(
         monkeypatch.setattr("sweep.terminal.doctor.probe_libraries", dict)
         monkeypatch.setattr("sweep.terminal.doctor.check", lambda machine: (str(machine.runs),))
         monkeypatch.setattr("sweep.terminal.commands.check", lambda machine: ())
-        monkeypatch.setattr("sweep.terminal.commands.findings_text", lambda findings: "")
+        monkeypatch.setattr("sweep.terminal.commands.findings_text", lambda findings, **_: "")
         assert main(arguments) == 0
         return
     assert main(arguments) == 3

@@ -178,3 +178,12 @@ def test_a_distribution_that_shares_a_name_is_a_note_as_long_as_nothing_is_repla
     assert found(machine, "installation").state == "note"
     assert "blobs 1.2" in found(machine, "installation").detail
     assert is_healthy(check(machine))
+
+
+def test_a_checkup_is_folded_under_what_it_found() -> None:
+    finding = Finding("note", "GPU", "no NVIDIA GPU that the driver shows", "install " * 12)
+    lines = findings_text((finding,), width=50).splitlines()
+    assert lines[0] == "note  GPU  no NVIDIA GPU that the driver shows"
+    assert lines[1].startswith(" " * 11 + "-> install")
+    assert all(line.startswith(" " * 14 + "install") for line in lines[2:])
+    assert max(map(len, lines)) <= 50

@@ -149,9 +149,9 @@ def test_a_time_budget_bounds_what_is_left() -> None:
 def test_a_search_that_ends_when_it_knows_says_at_most_and_how_near_that_is() -> None:
     board = a_board(trials=40)
     board.take(lasting(0))
-    assert "at most some 6 min more: it ends once less than 1.0% is expected" in time_line(board)
+    assert "at most some 6 min more: it ends once less than 1 % is expected" in time_line(board)
     board.take(GainForeseen(gain=0.031, open=9))
-    assert "3.1% expected of the next trial, it ends below 1.0%" in time_line(board)
+    assert "3.1 % expected of the next trial, it ends below 1 %" in time_line(board)
     assert " left" not in time_line(board)
     board.take(GainForeseen(gain=float("inf"), open=9))
     assert "inf" not in time_line(board)

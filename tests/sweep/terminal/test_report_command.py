@@ -85,3 +85,22 @@ def test_what_is_no_plan_is_named(
     broken.write_text('{"plans": 3}')
     assert main(["report", study, "--plan", str(broken)]) == 2
     assert f"{broken}: plans must be a list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["study", "-o", "front.pdf"], "front.pdf: a picture is a .png or .svg"),
+        (["study", "-o", "FRONT.JPG"], "FRONT.JPG: a picture is a .png or .svg"),
+        (["study", "--tokens", "-5"], "--tokens must be greater than 0, got -5"),
+        (["study", "--epochs", "2"], "--epochs needs --tokens or --dataset-samples"),
+    ],
+    ids=" ".join,
+)
+def test_a_report_that_would_be_wrong_is_refused(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = set(tmp_path.rglob("*"))
+    assert main(["report", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert set(tmp_path.rglob("*")) == there
