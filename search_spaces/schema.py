@@ -32,6 +32,18 @@ _DURATION: Schema = {
 
 def space_schema() -> Schema:
     """Return the JSON Schema of a space file, in plain JSON values."""
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "A search space of qlora-sweep",
+        "type": "object",
+        "properties": _space_properties(),
+        "required": ["dimensions"],
+        "additionalProperties": False,
+    }
+
+
+def _space_properties() -> Schema:
+    """Return the schema of each key of a space file."""
     declared = SearchSpace.model_json_schema()
     said = _docstrings(SearchSpace)
     properties = {
@@ -69,14 +81,7 @@ def space_schema() -> Schema:
         "fixed": _keys(values, "What is the same in every trial."),
         "baseline": _keys(values, said["baseline"]),
     }
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "A search space of qlora-sweep",
-        "type": "object",
-        "properties": properties,
-        "required": ["dimensions"],
-        "additionalProperties": False,
-    }
+    return properties
 
 
 def schema_text() -> str:
