@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from search_spaces.config import TrialConfig, parse_config
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, words_of
 from search_spaces.linears import CapacityClass, parameters
 from search_spaces.models import ModelSpec, shipped_models
 from search_spaces.prices import Offer
@@ -184,7 +184,7 @@ def cards_of_plan(
         return tuple(_card_of_plan(plan, where=where, models=models) for plan in plans)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
-            f"{where}: is not what `sweep plan --json` prints: {type(error).__name__} at {error}"
+            f"{where}: is not what `sweep plan --json` prints: {words_of(error)}"
         ) from error
 
 

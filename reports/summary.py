@@ -214,7 +214,9 @@ def _gain(ranking: Ranking) -> Fact:
         return Fact(units.DASH, "gain over the baseline", "the baseline was not measured")
     over = comparison.over or comparison.baseline
     named = uncertainty.reference_of(ranking, winner.config if comparison.over else over.config)
-    reached = uncertainty.speed(measured_of(over))
+    other = ranking.definition.target.emulated_on
+    there = "" if other is None else f" on {other}"
+    reached = f"{uncertainty.speed(measured_of(over))}{there}"
     what = f"{named.removeprefix('the ')}: {reached} ({units.shape(over.config)})"
     own = _own_class(comparison, ranking, winner)
     if comparison.gain is None:

@@ -185,10 +185,18 @@ def within_the_baselines_class(comparison: Comparison) -> str:
         return f"{of_class} that was measured is the baseline itself"
     named = f"{of_class} is trial {fastest.number}"
     if gain is None:
-        noisy = fastest.measurement.is_noisy or measured_of(comparison.baseline).is_noisy
-        why = "too noisy to compare" if noisy else "not confirmed"
-        return f"{named}, {speed(fastest.measurement)}, which is {why}"
+        return (
+            f"{named}, measured at {speed(fastest.measurement)}; {_why_no_class_gain(comparison)}"
+        )
     return f"{named}, {factor(gain)} the baseline's speed ({factor_interval(gain)})"
+
+
+def _why_no_class_gain(comparison: Comparison) -> str:
+    named = {"it": comparison.fastest_of_class, "the baseline": comparison.baseline}
+    noisy = [who for who, trial in named.items() if trial and measured_of(trial).is_noisy]
+    if not noisy:
+        return "not confirmed"
+    return f"{' and '.join(noisy)} {'are' if len(noisy) > 1 else 'is'} too noisy to compare"
 
 
 def need(known: Need) -> str:

@@ -72,13 +72,8 @@ def _silence_stdout() -> None:
 _announced: list[threading.Timer] = []
 
 
-def announce_if_slow(text: str, *, seconds: float | None = None) -> None:
-    """Print a message on stderr if nothing else is printed for so long.
-
-    Where nothing is said of that, a person at a terminal is told sooner than who reads a pipe.
-    """
-    if seconds is None:
-        seconds = 1.5 if sys.stderr.isatty() else 5.0
+def announce_if_slow(text: str, *, seconds: float = 1.5) -> None:
+    """Print a message on stderr if nothing else is printed for so long."""
     timer = threading.Timer(seconds, _note_now, [text])
     timer.daemon = True
     _announced.append(timer)

@@ -37,8 +37,10 @@ from sweep.terminal.console import Synchronized, cancel_announced, folded, note,
 from sweep.terminal.working import progress_words
 
 _BAR_WIDTH = 30
-_FIRST_SILENCE, _LONGEST_SILENCE = 5.0, 60.0
-"""Seconds without a line after which one says what is waited for; they double until a result."""
+_SILENCE, _LONGEST_SILENCE = 1.5, 60.0
+"""Seconds without a line after which one says what is waited for."""
+_PATIENCE = 20.0
+"""Seconds of one wait after which they double each time: a night's log is for reading."""
 STOPPING = "stopping after this trial; Ctrl-C again stops now, and the study can go on either way"
 
 _PHASES: dict[Phase, str] = {
@@ -98,7 +100,8 @@ class PlainLines:
         self._board = board
         self._is_stopping = is_stopping
         self._said_seconds = board.clock()
-        self._silence = _FIRST_SILENCE
+        self._heard_seconds = board.clock()
+        self._silence = _SILENCE
 
     def listen(self, event: Event) -> None:
         """Take in an event, and say what is worth a line."""
@@ -110,14 +113,16 @@ class PlainLines:
             note(folded(STOPPING, width_of(sys.stderr)))
         if isinstance(event, TrialFinished):
             line = trial_line(board, event)
-            self._silence = _FIRST_SILENCE
         if line:
+            self._heard_seconds, self._silence = board.clock(), _SILENCE
             self._say(line)
 
     def tick(self) -> None:
         """Say what is being done where nothing was said for long."""
-        if self._board.clock() - self._said_seconds >= self._silence:
-            self._silence = min(2 * self._silence, _LONGEST_SILENCE)
+        now = self._board.clock()
+        if now - self._said_seconds >= self._silence:
+            if now - self._heard_seconds >= _PATIENCE:
+                self._silence = min(2 * self._silence, _LONGEST_SILENCE)
             self._say(f"... {now_line(self._board)}")
 
     def _say(self, line: str) -> None:

@@ -194,8 +194,9 @@ def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     """
     summary = summary_of(snapshot)
     lines = [_opening(snapshot), *_lines("", _winner(snapshot))]
-    lines += _section("Measured again", _measured_again(snapshot, width))
-    lines += _front(snapshot, width) or _section("Runners-up", _runners_up(snapshot, width))
+    there = _where_measured(snapshot)
+    lines += _section(f"Measured again{there}", _measured_again(snapshot, width))
+    lines += _front(snapshot, width) or _section(f"Runners-up{there}", _runners_up(snapshot, width))
     if summary.configuration:
         lines += _section("Configuration", [summary.configuration])
     classes = [
@@ -204,9 +205,15 @@ def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     ]
     header = ("rank", "target modules", "length", "trial", "tokens/s")
     shown = [table(header, classes, width=width)] if classes else []
-    lines += _section("Fastest of each capacity class", shown)
+    lines += _section(f"Fastest of each capacity class{there}", shown)
     lines += _section(advice_title(snapshot), _bullets(how_to_go_faster(snapshot)))
     return folded("\n".join(lines), width, indent=2)
+
+
+def _where_measured(snapshot: StudySnapshot) -> str:
+    """Return whose speeds a table has, where they are not those of the target card."""
+    other = snapshot.definition.target.emulated_on
+    return "" if other is None else f" (speeds measured on {other})"
 
 
 def studies_text(summaries: Sequence[StudySummary], *, width: int | None = None) -> str:

@@ -101,7 +101,8 @@ def test_the_gain_stands_with_its_interval() -> None:
     value, detail = _facts(fits(0, 8_000.0), fits(1, 16_800.0, FAST))["the baseline's speed"]
     assert value == "2.1x"
     assert detail.startswith(
-        "confirmed (2 runs); interval 2.07–2.13x; baseline: 8,000 tokens/s (8 x 512, rank 16)"
+        "confirmed (2 runs); interval 2.07–2.13x; "
+        "baseline: 8,000 tokens/s on NVIDIA H200 (8 x 512, rank 16)"
     )
 
 

@@ -77,7 +77,7 @@ def test_a_report_prices_the_training_that_is_asked_about(
     assert main(["report", study, "--tokens", "1000000", "--epochs", "3", "-o", "-"]) == 0
     assert 'value="3000000"' in capsys.readouterr().out
     assert main(["report", study, "--epochs", "3"]) == 2
-    assert "epochs need tokens or dataset_samples" in capsys.readouterr().err
+    assert "--epochs needs --tokens or --dataset-samples" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

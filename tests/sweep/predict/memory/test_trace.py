@@ -327,7 +327,8 @@ def test_a_profile_is_of_no_use_once_any_code_that_traced_it_changes() -> None:
     imported = {Path(file) for file in json.loads(done.stdout)}
     assert len(imported) > 10
     outside = {path.name for path in imported - set(source_files(*TRACED_BY))}
-    assert outside <= {"__init__.py"}  # of packages around them, which hold a docstring
+    # Packages around them hold a docstring; whose names they are decides no number.
+    assert outside <= {"__init__.py", "namesakes.py"}
 
 
 def test_the_first_prediction_of_a_large_model_takes_seconds(tmp_path: Path) -> None:
