@@ -6,13 +6,16 @@ run.
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+import typer.core
 
 from search_spaces.errors import InputError
 from sweep.paths import runs_directory, storage_url
@@ -22,7 +25,7 @@ from sweep.terminal.console import (
     announce_if_slow,
     prepare_streams,
 )
-from sweep.terminal.edge import guarded
+from sweep.terminal.edge import INTERRUPTED, guarded
 from sweep.terminal.knob_options import add_knobs, takes_knobs
 
 if TYPE_CHECKING:
@@ -33,8 +36,21 @@ STEPS_WITHOUT_END = 1_000_000
 SLOW_TO_LOAD = ("run", "confirm", "status", "best", "report", "export", "rm")
 """What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
+
+class _Commands(typer.core.TyperGroup):
+    """Leaves it to the edge to say that a command was interrupted, where typer only exits."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was typed."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise typer.Abort from interrupt
+
+
 app = typer.Typer(
     name="sweep",
+    cls=_Commands,
     help="Name a GPU, get the fastest QLoRA configuration that fits it, and proof.",
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -414,7 +430,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_told = typed[:1] in (["run"], ["confirm"]) or sys.stderr.isatty()
     if typed and typed[0] in SLOW_TO_LOAD and is_told:
         announce_if_slow("Loading libraries ...")
-    return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
+    code = guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
+    if code == INTERRUPTED:
+        # One more Ctrl-C while the interpreter ends would make a death by signal of the exit code.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    return code
 
 
 def _being_completed() -> list[str]:

@@ -73,6 +73,16 @@ class Interruption:
             _install(previous)
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore Ctrl-C inside the ``with``: who asked twice is being told what came of it."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 def _install(handlers: dict[signal.Signals, signal._HANDLER]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -277,7 +277,8 @@ def drive(
     runner = new_runner(prepared)
     interruption = Interruption(cancel=runner.cancel)
     try:
-        with study, runner, interruption.handling_signals(), watch(study, interruption) as listener:
+        # Signals are requests until all is closed: one more while that lasts costs nothing.
+        with interruption.handling_signals(), study, runner, watch(study, interruption) as listener:
             if work is tune and _has_trials_left(study):
                 # Its imports take longer than all that is done here until the first trial.
                 runner.start()

@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,13 @@ from sweep.paths import (
 from sweep.planning.kept_memory import with_memory_forecasts
 from sweep.running.device_info import read_card
 from sweep.study.events import Listener, StopReason
-from sweep.study.interruption import Interruption
+from sweep.study.interruption import Interruption, undisturbed
 from sweep.study.session import Prepared, drive, prepare, prepare_again
 from sweep.study.tuner import confirm_anew, trials_spent
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.console import STDOUT, announce_if_slow, confirmed, folded, note, say, width_of
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
+from sweep.terminal.edge import INTERRUPTED
 from sweep.terminal.listings import read
 from sweep.terminal.live import watching
 from sweep.terminal.summary import (
@@ -60,7 +61,7 @@ from sweep.terminal.summary import (
 )
 from sweep.terminal.working import working
 
-DONE, NOTHING_FITS, ENVIRONMENT, INTERRUPTED = 0, 1, 3, 130
+DONE, NOTHING_FITS, ENVIRONMENT = 0, 1, 3
 _REASONS = {
     StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
     StopReason.DOLLARS_SPENT: "The dollars of the study are spent.",
@@ -119,6 +120,11 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
 
 def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as_json: bool) -> int:
     """Write the study's report, print what came out, and return the exit code."""
+    with undisturbed() if reason is StopReason.INTERRUPTED else nullcontext():
+        return _tell(prepared, reason, storage=storage, as_json=as_json)
+
+
+def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_json: bool) -> int:
     url = storage_url(storage)
     if reason in _REASONS:
         note(_REASONS[reason])

@@ -25,6 +25,8 @@ from sweep.terminal.console import ReaderGoneError, folded, note, width_of
 _NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
 """What pydantic, which reads the options, calls the wrong sort of text, and what it is to be."""
 
+INTERRUPTED = 130
+
 
 def guarded(command: Callable[[], int | None]) -> int:
     """Run a command; return its exit code, or that of its error once that has been printed."""
@@ -40,7 +42,7 @@ def guarded(command: Callable[[], int | None]) -> int:
         return InputError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         note("Interrupted.")
-        return 130
+        return INTERRUPTED
     except OSError as error:
         _refuse(f"{words_of(error)}{_cure(error)}")
         return EnvironmentFault.exit_code
