@@ -101,7 +101,8 @@ def test_an_installation_without_its_packages_is_told(site: Path, tmp_path: Path
     alone = tmp_path / "site-packages"
     alone.mkdir()
     shutil.copy(site / "qlora_sweep.py", alone)
-    done = run(alone, "-P", "-m", "qlora_sweep", "--version", cwd=tmp_path)
+    # -S: this environment's own installation of the packages does not count.
+    done = run(alone, "-S", "-P", "-m", "qlora_sweep", "--version", cwd=tmp_path)
     assert done.returncode == EXIT_CODE
     assert "qlora-sweep is incomplete" in done.stderr
 
