@@ -21,6 +21,7 @@ from storage.records import (
     RETRYABLE,
     Measurement,
     TrialRecord,
+    nearest_to_fitting,
     need_of,
     predicted_need,
 )
@@ -107,7 +108,7 @@ def _host(snapshot: StudySnapshot) -> str:
 def _nearest_to_fitting(snapshot: StudySnapshot) -> Iterator[str]:
     """Yield which came nearest, by prediction: which allocation happened to fail says nothing."""
     unfit = _out_of_memory(snapshot)
-    predicted = [(need, r) for r in unfit if (need := predicted_need(r)) is not None]
+    predicted = [r for r in unfit if predicted_need(r) is not None]
     if not predicted:
         if unfit:
             yield (
@@ -115,7 +116,7 @@ def _nearest_to_fitting(snapshot: StudySnapshot) -> Iterator[str]:
                 "budget, and without a prediction of memory by how much is not known."
             )
         return
-    _, nearest = min(predicted, key=lambda pair: (pair[0], pair[1].number))
+    nearest = nearest_to_fitting(predicted)[0]
     among = (
         ""
         if len(predicted) == len(unfit)

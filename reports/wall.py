@@ -21,7 +21,15 @@ from search_spaces.space import SearchSpace
 from storage.definition import MemoryForecast, StudySnapshot
 from storage.objectives import fitting, measured_of
 from storage.ranking import rank_study
-from storage.records import OUT_OF_MEMORY, Need, TrialRecord, Verdict, need_of, predicted_need
+from storage.records import (
+    OUT_OF_MEMORY,
+    Need,
+    TrialRecord,
+    Verdict,
+    nearest_to_fitting,
+    need_of,
+    predicted_need,
+)
 
 PANEL_KNOBS = ("checkpoint_fraction", "kernels")
 """What parts the panels wherever it was tried at several values."""
@@ -130,7 +138,9 @@ def wall_of(snapshot: StudySnapshot) -> Wall | None:
         panels=tuple(panels),
         common=_common(records, knobs),
         best_over=_labels(_varying(records, without=(*SIZE_KEYS, *knobs))),
-        nearest=_nearest(snapshot, records),
+        nearest=tuple(
+            _miss(record, snapshot) for record in nearest_to_fitting(records)[:NEAREST_SHOWN]
+        ),
         unpredicted=sum(predicted_need(r) is None for r in records if r.verdict in OUT_OF_MEMORY),
         budget=units.gib(snapshot.definition.target.budget_bytes),
     )
@@ -393,18 +403,6 @@ def _band_of(value: int, bands: Sequence[Band]) -> Band:
 def _gib(count: int) -> str:
     """Return bytes for a cell: GiB with one decimal, and MiB where that would be nothing."""
     return units.gib(count) if units.is_small(count) else f"{count / 2**30:.1f}"
-
-
-def _nearest(snapshot: StudySnapshot, records: Sequence[TrialRecord]) -> tuple[Nearest, ...]:
-    """Return what is predicted to miss the budget by the least, nearest first.
-
-    By the prediction, never by the allocation that happened to fail: that says where a training
-    was, not what it needs.
-    """
-    unfit = {canonical(r.config): r for r in records if r.verdict in OUT_OF_MEMORY}
-    predicted = [(need, r) for r in unfit.values() if (need := predicted_need(r)) is not None]
-    ranked = sorted(predicted, key=lambda pair: (pair[0], pair[1].number))
-    return tuple(_miss(record, snapshot) for _, record in ranked[:NEAREST_SHOWN])
 
 
 def _miss(record: TrialRecord, snapshot: StudySnapshot) -> Nearest:

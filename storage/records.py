@@ -6,13 +6,14 @@ that did not fit is one number here, wherever it is shown. Knows nothing of Optu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
 
 
 class Verdict(StrEnum):
@@ -394,3 +395,15 @@ def predicted_need(record: TrialRecord) -> int | None:
     if isinstance(record.outcome, PredictedOutOfMemory):
         return record.outcome.predicted_bytes
     return None if record.prediction is None else record.prediction.peak_allocated_bytes
+
+
+def nearest_to_fitting(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+    """Return what is predicted to miss the budget by the least, nearest first; each configuration
+    once, by its last trial.
+
+    By the prediction, never by the allocation that happened to fail: that says where a training
+    was, not what it needs.
+    """
+    unfit = {canonical(r.config): r for r in records if r.verdict in OUT_OF_MEMORY}
+    predicted = [(need, r) for r in unfit.values() if (need := predicted_need(r)) is not None]
+    return tuple(r for _, r in sorted(predicted, key=lambda pair: (pair[0], pair[1].number)))

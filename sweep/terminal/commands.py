@@ -119,12 +119,13 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
 
 
 def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as_json: bool) -> int:
-    """Write the study's report, print what came out, and return the exit code."""
+    """Write the study's report and print what came out, also where Ctrl-C is pressed on."""
     with undisturbed() if reason is StopReason.INTERRUPTED else nullcontext():
         return _tell(prepared, reason, storage=storage, as_json=as_json)
 
 
 def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_json: bool) -> int:
+    """Say why a study ended and what came of it; return the exit code."""
     url = storage_url(storage)
     if reason in _REASONS:
         note(_REASONS[reason])
