@@ -43,6 +43,13 @@ Stage = Literal["load", "forward", "backward", "optimizer"]
 Phase = Literal["start", "build", "attach", "warmup", "measure", "detach"]
 """Where a worker is; each phase has its own deadline."""
 
+CrashCause = Literal[
+    "exception", "exit", "signal", "protocol", "host_out_of_memory", "too_few_descriptors"
+]
+"""How a worker came to a bad end: the training raised something, the process ended by itself or by
+a signal, it said what it was not asked, or what nobody can read; the memory of the host, and not of
+the card, was used up; it could open no further file."""
+
 Purpose = Literal["search", "confirm", "soak"]
 """Why a configuration is run: to find the best, to measure it again, or to keep it running."""
 
@@ -225,10 +232,12 @@ class TimedOut(_Frozen):
 
 
 class Crashed(_Frozen):
-    """The worker ended or raised something that is neither memory nor a rule."""
+    """The worker ended or raised something that is neither the device's memory nor a rule."""
 
     verdict: Literal[Verdict.CRASHED] = Verdict.CRASHED
     phase: Phase
+    cause: CrashCause | None = None
+    """None where an earlier version stored it, or where nobody knows."""
     detail: str = ""
 
 
@@ -310,6 +319,8 @@ class TrialRecord(Errand):
     is_baseline: bool = False
     attempt: int = 1
     """1 for the first try; a retry of a lost, crashed or timed-out trial counts on."""
+    attempt_id: str | None = None
+    """Of this one try, whatever its number; None where an earlier version began it."""
     started_at: str | None = None
     """UTC, ISO 8601."""
     wall_seconds: float = 0.0
