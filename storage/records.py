@@ -32,6 +32,8 @@ class Verdict(StrEnum):
     LOST = "lost"
 
 
+_INTERRUPTED_WORDING = "interrupted"
+"""What earlier versions said of a trial that somebody ended."""
 RETRYABLE = frozenset({Verdict.TIMED_OUT, Verdict.CRASHED, Verdict.LOST})
 OUT_OF_MEMORY = frozenset({Verdict.OOM, Verdict.PREDICTED_OOM, Verdict.DOMINATED_OOM})
 
@@ -240,10 +242,21 @@ class Crashed(_Frozen):
 
 
 class Lost(_Frozen):
-    """The driver ended while the trial ran; nothing is known of it."""
+    """The driver ended while the trial ran, or somebody ended the trial; nothing is known of it."""
 
     verdict: Literal[Verdict.LOST] = Verdict.LOST
     detail: str = ""
+    is_interrupted: bool = False
+    """Whether it was ended from outside, by a driver that lived to say so: that was no attempt of
+    its configuration, which is tried again however often it happens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _marked(cls, values: Any) -> Any:
+        """Mark what earlier versions told by its wording alone."""
+        if isinstance(values, dict) and values.get("detail") == _INTERRUPTED_WORDING:
+            return {"is_interrupted": True, **values}
+        return values
 
 
 Outcome = Annotated[
@@ -322,6 +335,11 @@ class TrialRecord(Errand):
     def verdict(self) -> Verdict:
         """The outcome's verdict."""
         return self.outcome.verdict
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it was ended from outside, so that it counts as no attempt."""
+        return isinstance(self.outcome, Lost) and self.outcome.is_interrupted
 
     @property
     def measurement(self) -> Measurement | None:
