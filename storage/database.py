@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -96,7 +97,7 @@ def _renew(storage: RDBStorage | None) -> None:
     storage.engine.dispose()
 
 
-def open_for_writing(url: DatabaseUrl, *, patience: Patience = PATIENCE) -> RDBStorage:
+def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> RDBStorage:
     """Open the database, created where it is missing.
 
     Args:
@@ -108,6 +109,7 @@ def open_for_writing(url: DatabaseUrl, *, patience: Patience = PATIENCE) -> RDBS
         EnvironmentFault: the directory, the file or the server is not to be had.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    patience = patience or replace(PATIENCE)
     with _opening(url):
         match url:
             case SqliteUrl():
@@ -124,7 +126,7 @@ def open_for_writing(url: DatabaseUrl, *, patience: Patience = PATIENCE) -> RDBS
     return storage
 
 
-def open_for_reading(url: DatabaseUrl, *, patience: Patience = READER) -> RDBStorage | None:
+def open_for_reading(url: DatabaseUrl, *, patience: Patience | None = None) -> RDBStorage | None:
     """Open the database without ever writing to it; None where it holds no studies yet.
 
     Args:
@@ -143,7 +145,7 @@ def open_for_reading(url: DatabaseUrl, *, patience: Patience = READER) -> RDBSto
             execution = {"postgresql_readonly": True, "isolation_level": "REPEATABLE READ"}
             options = {
                 "execution_options": execution,
-                "creator": _connector(url, patience, is_reader=True),
+                "creator": _connector(url, patience or replace(READER), is_reader=True),
             }
     with _opening(url):
         if not _has_schema(url, options):

@@ -115,7 +115,7 @@ _ADVICE = (
     (r"disk I/O error", "see whether the disk, a quota or a limit on file sizes is used up"),
     (
         r"has not answered|timeout expired",
-        "when it answers again, the same command goes on",
+        "the server is silent; when it answers again, the same command goes on",
     ),
 )
 
