@@ -1,0 +1,12 @@
+"""Owns under which keys a database keeps what is known of a study and of its trials."""
+
+from __future__ import annotations
+
+DEFINITION, RUNS, WALL_SECONDS, IDENTITY = "definition", "runs", "wall_seconds", "identity"
+ENDED = "ended"
+STUDY_KEYS = (DEFINITION, RUNS, WALL_SECONDS, IDENTITY, ENDED)
+"""Of a study's user attributes."""
+
+CONFIG, STARTED_AT, RECORD, VERDICT = "config", "started_at", "record", "verdict"
+PURPOSE = "purpose"
+"""Of a trial's user attributes."""
