@@ -152,6 +152,10 @@ class RunningTrial:
     purpose: Purpose = "search"
     confirms: int | None = None
     """Number of the trial that it measures again."""
+    series: int = 0
+    """Which confirmation of the study it belongs to; 0 for a trial of the search."""
+    attempt_id: str | None = None
+    """Of this one try; None where an earlier version began it."""
 
 
 @dataclass(frozen=True)

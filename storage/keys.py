@@ -8,5 +8,6 @@ STUDY_KEYS = (DEFINITION, RUNS, WALL_SECONDS, IDENTITY, ENDED)
 """Of a study's user attributes."""
 
 CONFIG, STARTED_AT, RECORD, VERDICT = "config", "started_at", "record", "verdict"
-PURPOSE = "purpose"
-"""Of a trial's user attributes."""
+PURPOSE, ATTEMPT = "purpose", "attempt"
+TRIAL_KEYS = (RECORD, CONFIG, STARTED_AT, PURPOSE, ATTEMPT)
+"""Of a trial's user attributes, less what is there for people who look into the database."""

@@ -49,7 +49,6 @@ _TRIALS = table("trials", column("trial_id"), column("study_id"), column("number
 _TRIAL_ATTRIBUTES = table(
     "trial_user_attributes", column("trial_id"), column("key"), column("value_json")
 )
-_TRIAL_KEYS = (keys.RECORD, keys.CONFIG, keys.STARTED_AT, keys.PURPOSE)
 
 _Row = Sequence[Any]
 _Texts = Mapping[str, _Row]
@@ -170,7 +169,7 @@ def _studies_of(which: sqlalchemy.ColumnElement[bool]) -> sqlalchemy.Select[Any]
 def _trials_of(which: sqlalchemy.ColumnElement[bool]) -> sqlalchemy.Select[Any]:
     trials, attributes = _TRIALS, _TRIAL_ATTRIBUTES
     is_of_it = attributes.c.trial_id == trials.c.trial_id
-    wanted = sqlalchemy.and_(is_of_it, attributes.c.key.in_(_TRIAL_KEYS))
+    wanted = sqlalchemy.and_(is_of_it, attributes.c.key.in_(keys.TRIAL_KEYS))
     identity = (trials.c.study_id, trials.c.trial_id, trials.c.number, trials.c.state)
     return (
         select(*identity, attributes.c.key, *_limited(attributes))
@@ -305,7 +304,10 @@ def _running_trial(number: int, texts: _Texts) -> RunningTrial:
     config = _validated(TrialConfig, keys.CONFIG, texts) if keys.CONFIG in texts else None
     errand = _validated(Errand, keys.PURPOSE, texts) if keys.PURPOSE in texts else SEARCH
     started = _value(keys.STARTED_AT, _OPTIONAL_TEXT, texts) if keys.STARTED_AT in texts else None
-    return RunningTrial(number, config, started, errand.purpose, errand.confirms)
+    attempt = _value(keys.ATTEMPT, _OPTIONAL_TEXT, texts) if keys.ATTEMPT in texts else None
+    return RunningTrial(
+        number, config, started, errand.purpose, errand.confirms, errand.series, attempt
+    )
 
 
 def _validated(model: type[Model], key: str, texts: _Texts) -> Model:
