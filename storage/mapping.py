@@ -22,6 +22,12 @@ from optuna.trial import FrozenTrial, TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
+from storage.keys import ATTEMPT as ATTEMPT
+from storage.keys import CONFIG as CONFIG
+from storage.keys import PURPOSE as PURPOSE
+from storage.keys import RECORD as RECORD
+from storage.keys import STARTED_AT as STARTED_AT
+from storage.keys import VERDICT as VERDICT
 from storage.records import (
     RETRYABLE,
     Errand,
@@ -36,9 +42,6 @@ Direction = Literal["maximize", "minimize"]
 
 CONSTRAINT = "fit"
 """Feasible at 0 and below: the share by which the peak is above the budget."""
-CONFIG, STARTED_AT, RECORD, VERDICT = "config", "started_at", "record", "verdict"
-PURPOSE = "purpose"
-"""Keys of a trial's user attributes."""
 LEAST_VIOLATION = 0.01
 """Of a trial that ran out of memory by an unknown amount."""
 FAULT_VIOLATION = 1.0
@@ -151,6 +154,12 @@ def record_of(trial: FrozenTrial) -> TrialRecord | None:
 def errand_of(trial: FrozenTrial) -> Errand:
     """Return why a trial that began was run."""
     return Errand.model_validate(trial.user_attrs.get(PURPOSE) or {})
+
+
+def attempt_of(trial: FrozenTrial) -> str | None:
+    """Return the identity of a begun trial's attempt; None where an earlier version began it."""
+    identity = trial.user_attrs.get(ATTEMPT)
+    return identity if isinstance(identity, str) else None
 
 
 def config_of(trial: FrozenTrial) -> TrialConfig | None:

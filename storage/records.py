@@ -297,6 +297,8 @@ class TrialRecord(Errand):
     is_baseline: bool = False
     attempt: int = 1
     """1 for the first try; a retry of a lost, crashed or timed-out trial counts on."""
+    attempt_id: str | None = None
+    """Of this one try, whatever its number; None where an earlier version began it."""
     started_at: str | None = None
     """UTC, ISO 8601."""
     wall_seconds: float = 0.0

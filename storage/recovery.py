@@ -37,7 +37,8 @@ class Spool:
         Raises:
             EnvironmentFault: the disk is full or the directory is not to be written.
         """
-        line = json.dumps({"study": self.study_id, "record": record.to_json()})
+        named = {"study": self.study_id, "attempt": record.attempt_id, "number": record.number}
+        line = json.dumps({**named, "record": record.to_json()})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:

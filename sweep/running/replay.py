@@ -65,6 +65,8 @@ class ReplayRunner:
         self._is_cancelled = False
         self.ran: list[TrialConfig] = []
         """Every configuration that was run, in order."""
+        self.attempts: list[str | None] = []
+        """The identity of each of those runs' attempts."""
         self.soaked: list[TrialConfig] = []
         """Those of them that were soaks."""
         self.renewals = 0
@@ -77,12 +79,14 @@ class ReplayRunner:
         steps: StepBudget,
         observe: Observer = keep_going,
         is_soak: bool = False,
+        attempt: str | None = None,
     ) -> Outcome:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
         one."""
         if self._is_lost():
             return _LOST
         self.ran.append(config)
+        self.attempts.append(attempt)
         if is_soak:
             self.soaked.append(config)
         soaking = self._soaking if is_soak else None

@@ -56,8 +56,12 @@ class Runner(Protocol):
         steps: StepBudget,
         observe: Observer = keep_going,
         is_soak: bool = False,
+        attempt: str | None = None,
     ) -> Outcome:
         """Train ``config`` for a few steps and say how that ended.
+
+        Whoever measures may leave the outcome on disk under the identity of the ``attempt`` (see
+        `storage.outcome_file`), so that a death on the way to the caller loses nothing.
 
         A soak trains on however steady its steps are, until the steps or the seconds are spent,
         and on the way evaluates and saves a checkpoint as a training does; its measurement says

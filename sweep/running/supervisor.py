@@ -108,6 +108,7 @@ class SupervisedRunner:
         steps: StepBudget,
         observe: Observer = keep_going,
         is_soak: bool = False,
+        attempt: str | None = None,
     ) -> Outcome:
         """See `runner.Runner.run`."""
         self._phase = "start"
