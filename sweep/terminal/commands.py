@@ -50,7 +50,7 @@ from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.console import STDOUT, announce_if_slow, confirmed, folded, note, say, width_of
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
 from sweep.terminal.edge import INTERRUPTED
-from sweep.terminal.listings import read
+from sweep.terminal.listings import read, warn_of_unreadable
 from sweep.terminal.live import watching
 from sweep.terminal.summary import (
     best_text,
@@ -222,16 +222,6 @@ def _progress(done: int, total: int) -> str:
     return f"{done:,} of {units.plural(total, 'trial')} {verb} done"
 
 
-def best(study: str, *, storage: str | None, as_json: bool) -> int:
-    """Print the winner of a study."""
-    snapshot = read(study, url=storage_url(storage))
-    if as_json:
-        say(json.dumps(best_document(snapshot)))
-    else:
-        say(best_text(snapshot, width=width_of(sys.stdout)))
-    return DONE if has_fit(snapshot) else NOTHING_FITS
-
-
 def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
     """Remove a study and its files, and print what is gone; a person is asked first."""
     url = storage_url(storage)
@@ -321,6 +311,7 @@ def export(
 ) -> int:
     """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
     snapshot = read(study, url=storage_url(storage))
+    warn_of_unreadable(snapshot)
     text = formats.export(snapshot, format=format, number=trial)
     if output is None or str(output) == STDOUT:
         say(text.removesuffix("\n"))
