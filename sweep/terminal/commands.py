@@ -52,7 +52,6 @@ from sweep.terminal.edge import INTERRUPTED
 from sweep.terminal.listings import read, warn_of_unreadable
 from sweep.terminal.live import watching
 from sweep.terminal.summary import (
-    best_text,
     has_fit,
     last_screen,
     not_ruled_out,
