@@ -11,7 +11,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -26,12 +26,14 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError, quote
 from storage import mapping
-from storage.database import PATIENCE, Patience, close, faults, open_for_writing, patiently
+from storage.database import close, faults, open_for_writing, patiently
 from storage.definition import StudyDefinition, differences, names_cost
 from storage.lease import Lease, lease_for
+from storage.ledger import Ledger
+from storage.patience import PATIENCE, Patience
 from storage.reading import DEFINITION, ENDED, IDENTITY, RUNS, WALL_SECONDS, understood
 from storage.records import SEARCH, Errand, Lost, TrialRecord
-from storage.recovery import Spool, attempts, to_retry
+from storage.recovery import Spool, attempts
 from storage.urls import DatabaseUrl, parse_url
 
 T = TypeVar("T")
@@ -73,14 +75,14 @@ def open_study(
             f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
             f"got {quote(name)}"
         )
-    database = parse_url(url)
+    database, patience = parse_url(url), replace(patience)
     with ExitStack() as undo:
-        storage = open_for_writing(database)
+        storage = open_for_writing(database, patience=patience)
         undo.callback(close, storage)
-        lease = lease_for(database, name)
+        lease = lease_for(database, name, patience=patience)
         undo.callback(lease.release)
         with faults(database), understood(name):
-            lease.acquire()
+            patiently(lease.acquire, patience=patience)
             create = partial(
                 optuna.create_study,
                 study_name=name,
@@ -91,10 +93,10 @@ def open_study(
                 load_if_exists=True,
             )
             # Other drivers may be writing into the same file: their locks pass.
-            study = patiently(create, patience=patience)
+            study = patiently(create, patience=patience, storage=storage)
             was_resumed = _check_agreement(study, definition, database)
             note = partial(_note_run, study, definition, environment)
-            identity = patiently(note, patience=patience)
+            identity = patiently(note, patience=patience, storage=storage)
             spool = Spool(home / name / "spool.jsonl", identity)
             opened = OpenStudy(
                 study,
@@ -173,7 +175,8 @@ class OpenStudy:
     _lease: Lease
     _spool: Spool
     _patience: Patience
-    _records: dict[int, TrialRecord] = field(default_factory=dict, init=False)
+    ledger: Ledger = field(default_factory=Ledger, init=False)
+    """Every finished trial, from memory: nobody else writes."""
 
     def __post_init__(self) -> None:
         self._reload()
@@ -190,20 +193,19 @@ class OpenStudy:
         close(self._storage)
 
     def records(self) -> tuple[TrialRecord, ...]:
-        """Return every finished trial's record, by number, from memory: nobody else writes.
+        """Return every finished trial's record, by number.
 
         They are the search's; what measured its winners again are the `confirmations`.
         """
-        return tuple(record for record in self._by_number() if record.purpose == "search")
+        return self.ledger.records
 
     def confirmations(self) -> tuple[TrialRecord, ...]:
         """Return every finished run that measured a winner again, by number."""
-        return tuple(record for record in self._by_number() if record.purpose != "search")
+        return self.ledger.confirmations
 
     def on_errand(self, errand: Errand) -> tuple[TrialRecord, ...]:
         """Return the finished runs of one purpose and one confirmation, by number."""
-        wanted = errand.purpose, errand.series
-        return tuple(r for r in self._by_number() if (r.purpose, r.series) == wanted)
+        return self.ledger.on_errand(errand)
 
     def recover(self) -> tuple[TrialConfig, ...]:
         """Close what an earlier driver left open, and return the configurations to try again.
@@ -220,7 +222,7 @@ class OpenStudy:
                 self._patiently(partial(self._close_unbegun, frozen.number))
             else:
                 self._write(Trial(self.study, self._patiently(partial(self._id, frozen))), record)
-        return to_retry(self.records())
+        return self.ledger.to_retry()
 
     def ask(
         self,
@@ -286,7 +288,7 @@ class OpenStudy:
         # Not tried again where the database is away: a transaction may have gone through unheard.
         with faults(self._url):
             self.study.add_trial(frozen)
-        self._records[number] = numbered
+        self.ledger.add(numbered)
 
     def begin(
         self, trial: Trial, config: TrialConfig, started_at: str, *, errand: Errand = SEARCH
@@ -325,7 +327,7 @@ class OpenStudy:
             self._hold()
             self._write(trial, record)
         except EnvironmentFault as fault:
-            raise EnvironmentFault(
+            raise type(fault)(
                 f"{fault}; the result of trial {record.number} is safe in {self._spool.path} "
                 "and will be told when the study is resumed"
             ) from fault
@@ -350,15 +352,12 @@ class OpenStudy:
         total = self.wall_seconds() + seconds
         self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
 
-    def _by_number(self) -> list[TrialRecord]:
-        return [self._records[number] for number in sorted(self._records)]
-
     def _reload(self) -> None:
         records = map(mapping.record_of, self.study.get_trials(deepcopy=False))
-        self._records = {record.number: record for record in records if record is not None}
+        self.ledger = Ledger(record for record in records if record is not None)
 
     def _write(self, trial: Trial, record: TrialRecord) -> None:
-        self._records[record.number] = self._patiently(lambda: self._store(trial, record))
+        self.ledger.add(self._patiently(lambda: self._store(trial, record)))
 
     def _store(self, trial: Trial, record: TrialRecord) -> TrialRecord:
         """Write what is not there yet, the state last; return the record that storage then has."""
@@ -447,4 +446,6 @@ class OpenStudy:
         self, action: Callable[[], T], *, before_retry: Callable[[], None] = lambda: None
     ) -> T:
         with faults(self._url):
-            return patiently(action, patience=self._patience, before_retry=before_retry)
+            return patiently(
+                action, patience=self._patience, before_retry=before_retry, storage=self._storage
+            )
