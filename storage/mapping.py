@@ -37,7 +37,7 @@ Direction = Literal["maximize", "minimize"]
 CONSTRAINT = "fit"
 """Feasible at 0 and below: the share by which the peak is above the budget."""
 CONFIG, STARTED_AT, RECORD, VERDICT = "config", "started_at", "record", "verdict"
-PURPOSE = "purpose"
+PURPOSE, ATTEMPT = "purpose", "attempt"
 """Keys of a trial's user attributes."""
 LEAST_VIOLATION = 0.01
 """Of a trial that ran out of memory by an unknown amount."""
@@ -151,6 +151,12 @@ def record_of(trial: FrozenTrial) -> TrialRecord | None:
 def errand_of(trial: FrozenTrial) -> Errand:
     """Return why a trial that began was run."""
     return Errand.model_validate(trial.user_attrs.get(PURPOSE) or {})
+
+
+def attempt_of(trial: FrozenTrial) -> str | None:
+    """Return the identity of a begun trial's attempt; None where an earlier version began it."""
+    identity = trial.user_attrs.get(ATTEMPT)
+    return identity if isinstance(identity, str) else None
 
 
 def config_of(trial: FrozenTrial) -> TrialConfig | None:

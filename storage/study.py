@@ -290,16 +290,24 @@ class OpenStudy:
 
     def begin(
         self, trial: Trial, config: TrialConfig, started_at: str, *, errand: Errand = SEARCH
-    ) -> None:
-        """Store the configuration before it runs, so that a driver's death loses only the run."""
+    ) -> str:
+        """Store the configuration before it runs, so that a driver's death loses only the run.
+
+        Returns:
+            The identity of this attempt, which its result must name: a number alone may come to
+            stand for another configuration, in a database that was restored from a copy.
+        """
+        identity = uuid.uuid4().hex
 
         def attempt() -> None:
+            trial.set_user_attr(mapping.ATTEMPT, identity)
             trial.set_user_attr(mapping.STARTED_AT, started_at)
             if errand != SEARCH:
                 trial.set_user_attr(mapping.PURPOSE, errand.model_dump(mode="json"))
             trial.set_user_attr(mapping.CONFIG, config.model_dump(mode="json"))
 
         self._patiently(attempt)
+        return identity
 
     def tell(self, trial: Trial, record: TrialRecord) -> None:
         """Keep a result of a trial that `ask` returned: spooled and fsynced first, then told.

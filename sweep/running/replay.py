@@ -23,7 +23,7 @@ from storage.records import (
 )
 from sweep.running.runner import Observer, Progress, keep_going
 
-_LOST = Lost(detail="cancelled")
+_LOST = Lost(detail="interrupted", is_interrupted=True)
 
 
 def not_recorded(config: TrialConfig) -> Outcome:
@@ -65,6 +65,8 @@ class ReplayRunner:
         self._is_cancelled = False
         self.ran: list[TrialConfig] = []
         """Every configuration that was run, in order."""
+        self.attempts: list[str | None] = []
+        """The identity of each of those runs' attempts."""
         self.soaked: list[TrialConfig] = []
         """Those of them that were soaks."""
         self.renewals = 0
@@ -77,12 +79,14 @@ class ReplayRunner:
         steps: StepBudget,
         observe: Observer = keep_going,
         is_soak: bool = False,
+        attempt: str | None = None,
     ) -> Outcome:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
         one."""
-        if self._is_lost():
+        if self._is_cancelled:
             return _LOST
         self.ran.append(config)
+        self.attempts.append(attempt)
         if is_soak:
             self.soaked.append(config)
         soaking = self._soaking if is_soak else None
@@ -90,7 +94,7 @@ class ReplayRunner:
         outcome = self._within_budget(answer(config))
         for beat in _beats(outcome, tokens_per_step=config.tokens_per_step, steps=steps):
             self._pause()
-            if self._is_lost():
+            if self._is_cancelled:
                 return _LOST
             if observe(beat) and isinstance(outcome, Measured) and beat.phase == "measure":
                 return PrunedSlow(
@@ -102,7 +106,7 @@ class ReplayRunner:
         """Do nothing: answers are there at once."""
 
     def cancel(self) -> None:
-        """Make the running trial `Lost` at its next beat, or the next one before its first."""
+        """Make the running trial `Lost` at its next beat, and every later one before its first."""
         self._is_cancelled = True
 
     def renew(self) -> None:
@@ -117,11 +121,6 @@ class ReplayRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _is_lost(self) -> bool:
-        """Whether the trial was cancelled; each cancel is one trial's."""
-        was_cancelled, self._is_cancelled = self._is_cancelled, False
-        return was_cancelled
 
     def _within_budget(self, outcome: Outcome) -> Outcome:
         """Return out of memory for a peak above the budget; its stage was not recorded."""

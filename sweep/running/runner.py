@@ -56,8 +56,12 @@ class Runner(Protocol):
         steps: StepBudget,
         observe: Observer = keep_going,
         is_soak: bool = False,
+        attempt: str | None = None,
     ) -> Outcome:
         """Train ``config`` for a few steps and say how that ended.
+
+        Whoever measures may leave the outcome on disk under the identity of the ``attempt`` (see
+        `storage.outcome_file`), so that a death on the way to the caller loses nothing.
 
         A soak trains on however steady its steps are, until the steps or the seconds are spent,
         and on the way evaluates and saves a checkpoint as a training does; its measurement says
@@ -78,10 +82,11 @@ class Runner(Protocol):
         ...
 
     def cancel(self) -> None:
-        """End the running trial at once, from a signal handler or another thread.
+        """End the running trial at once, from a signal handler or another thread, and all others.
 
-        Its `run` returns `Lost`. Where none is running the next one ends so, before it begins: a
-        request that comes between two trials is not forgotten.
+        A latch: every present and later `run` returns `Lost` that is marked as interrupted, at
+        once and without launching anything, whatever else is called in between. A request that
+        comes between two trials, or while one is being started, is not forgotten.
         """
         ...
 

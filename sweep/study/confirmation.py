@@ -185,7 +185,8 @@ class Plan:
             or soaked_long_enough(known, seconds=budget.soak_seconds, steps=budget.soak_steps)
         ):
             return False
-        concluded = {canonical(r.config) for r in soaks if r.config != winner.config}
+        others = (r for r in soaks if r.config != winner.config and not r.is_interrupted)
+        concluded = {canonical(r.config) for r in others}
         return len(concluded) < SOAKS_MAX and self._may_try(winner.config, "soak")
 
     def _fewest(self, contenders: Iterable[Contender]) -> Contender | None:
@@ -313,18 +314,19 @@ class _Confirming:
         """Run one configuration and store how that ended, before anything else happens."""
         begun, started_at = self.clock(), datetime.now(UTC).isoformat(timespec="milliseconds")
         handle = self.study.ask_again()
-        self.study.begin(handle, run.config, started_at, errand=run.errand)
+        attempt_id = self.study.begin(handle, run.config, started_at, errand=run.errand)
         attempt = attempts(self.study.on_errand(run.errand), run.config) + 1
         is_baseline = run.config == self.study.definition.space.baseline_config()
         self.on_event(TrialStarted(handle.number, run.config, is_baseline, attempt, run.errand))
         launched = self.clock()
-        outcome = _sound(self._measure(run, handle.number))
+        outcome = _sound(self._measure(run, handle.number, attempt_id))
         record = TrialRecord(
             number=handle.number,
             config=run.config,
             outcome=outcome,
             is_baseline=is_baseline,
             attempt=attempt,
+            attempt_id=attempt_id,
             started_at=started_at,
             wall_seconds=self.clock() - begun,
             device_seconds=self.clock() - launched,
@@ -336,7 +338,7 @@ class _Confirming:
             self.preflight.learn(record)
         self.on_event(TrialFinished(record=record))
 
-    def _measure(self, run: NextRun, number: int) -> Outcome:
+    def _measure(self, run: NextRun, number: int, attempt_id: str) -> Outcome:
         space = self.study.definition.space
         is_soak = run.errand.purpose == "soak"
         steps = (soak_steps if is_soak else run_steps)(space.steps, self.budget)
@@ -347,7 +349,9 @@ class _Confirming:
 
         return run_undisturbed(
             lambda: held_to_budget(
-                self.runner.run(run.config, steps=steps, observe=observe, is_soak=is_soak),
+                self.runner.run(
+                    run.config, steps=steps, observe=observe, is_soak=is_soak, attempt=attempt_id
+                ),
                 budget_bytes=self.study.definition.target.budget_bytes,
             ),
             should_stop=self.should_stop,

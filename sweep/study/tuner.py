@@ -137,6 +137,7 @@ class _OpenTrial:
     expected: Expected
     is_baseline: bool
     attempt: int
+    attempt_id: str
     started_at: str
     started_seconds: float
     prediction: PredictionRecord | None = None
@@ -265,7 +266,12 @@ class _Driver:
         started = self.clock()
         outcome = run_undisturbed(
             lambda: held_to_budget(
-                self.runner.run(trial.config, steps=self._space.steps, observe=observe),
+                self.runner.run(
+                    trial.config,
+                    steps=self._space.steps,
+                    observe=observe,
+                    attempt=trial.attempt_id,
+                ),
                 budget_bytes=self.study.definition.target.budget_bytes,
             ),
             should_stop=self.should_stop,
@@ -285,6 +291,7 @@ class _Driver:
             outcome=outcome,
             is_baseline=trial.is_baseline,
             attempt=trial.attempt,
+            attempt_id=trial.attempt_id,
             started_at=trial.started_at,
             wall_seconds=self.clock() - trial.started_seconds,
             device_seconds=trial.device_seconds or 0.0,
@@ -320,12 +327,13 @@ class _Driver:
             distributions = {} if params is None else self._encoding.distributions
             handle = self.study.ask(distributions, params=params)
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self.study.begin(handle, config, started_at)
+        attempt_id = self.study.begin(handle, config, started_at)
         trial = _OpenTrial(
             handle=handle,
             expected=self.preflight.expect(config),
             is_baseline=config == self._baseline,
             attempt=attempts(self.study.records(), config) + 1,
+            attempt_id=attempt_id,
             started_at=started_at,
             started_seconds=started_seconds,
         )

@@ -1,0 +1,93 @@
+"""Owns what a worker leaves on disk before it answers: the outcome of the attempt that it ran last.
+
+Between the end of a training and the driver's hearing of it both may die. Whoever comes after asks
+for the outcome by the attempt's identity and its configuration: what does not agree in both is
+none. Knows nothing of processes or databases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault, words_of
+from storage.records import Outcome
+
+NAME = "outcome.json"
+"""Of the file, in the study's directory."""
+BYTES_MAX = 1024 * 1024
+"""Far more than an outcome takes; anything larger was not written by a worker."""
+
+_OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
+
+
+@dataclass(frozen=True)
+class OutcomeFile:
+    """The file of one worker, which runs one attempt after another: it holds the last one's.
+
+    The one before was told by the time the next begins, so that nothing more is to be kept.
+    """
+
+    path: Path
+
+    def write(self, attempt: str, config: TrialConfig, outcome: Outcome) -> None:
+        """Put the outcome in the place of the last one, and wait until the disk has it.
+
+        Raises:
+            EnvironmentFault: it cannot be written; the last one is then still there.
+        """
+        entry = {
+            "attempt": attempt,
+            "config": config.model_dump(mode="json"),
+            "outcome": _OUTCOME.dump_python(outcome, mode="json"),
+        }
+        try:
+            _replace(self.path, json.dumps(entry).encode())
+        except OSError as error:
+            reason = error.strerror or words_of(error)
+            raise EnvironmentFault(f"cannot write the outcome to {self.path}: {reason}") from error
+
+    def take(self, attempt: str, config: TrialConfig) -> Outcome | None:
+        """Return the outcome of this very attempt; None where it, or its configuration, is another.
+
+        Whatever else may stand under that name is no outcome, and never an error. It stays where it
+        is until the next one: whoever took it may die before it is told.
+        """
+        try:
+            with open(self.path, "rb", opener=_open_plainly) as file:
+                data = file.read(BYTES_MAX + 1)
+            if len(data) > BYTES_MAX:
+                return None
+            entry = json.loads(data)
+            if entry["attempt"] != attempt:
+                return None
+            is_its = TrialConfig.model_validate(entry["config"]) == config
+            return _OUTCOME.validate_python(entry["outcome"]) if is_its else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+
+def _open_plainly(path: str, flags: int) -> int:
+    """Open a file without following a link, and without waiting where it is a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
