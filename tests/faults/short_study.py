@@ -29,7 +29,7 @@ from storage.definition import StudyDefinition
 from storage.lease import lease_for
 from storage.outcome_file import OutcomeFile
 from storage.reading import read_study
-from storage.records import RETRYABLE, Measured, Measurement, Outcome, TrialRecord
+from storage.records import RETRYABLE, Lost, Measured, Measurement, Outcome, TrialRecord
 from storage.study import OpenStudy
 from storage.urls import parse_url
 from sweep.running.replay import ReplayRunner
@@ -271,7 +271,11 @@ def _wrong_attempts(records: list[TrialRecord]) -> Iterator[str]:
         what = record.purpose, record.series, record.config.micro_batch_size
         if record.attempt != tried[what] + 1:
             yield f"trial {record.number} says attempt {record.attempt}, is {tried[what] + 1}"
-        tried[what] += record.verdict in RETRYABLE
+        tried[what] += record.verdict in RETRYABLE and not _was_interrupted(record)
+
+
+def _was_interrupted(record: TrialRecord) -> bool:
+    return isinstance(record.outcome, Lost) and record.outcome.is_interrupted
 
 
 def _left_open(place: Place) -> Iterator[str]:
@@ -288,9 +292,13 @@ def _left_open(place: Place) -> Iterator[str]:
 
 
 _FILES = {
-    "sweep.db", f"sweep.db.{NAME}.lock", NAME, f"{NAME}/spool.jsonl", f"{NAME}/{outcome_file.NAME}",
-    f"{NAME}/worker.log",
-}  # fmt: skip
+    "sweep.db",
+    f"sweep.db.{NAME}.lock",
+    NAME,
+    f"{NAME}/spool.jsonl",
+    f"{NAME}/study.json",
+    f"{NAME}/{outcome_file.NAME}",
+}
 
 
 def _left_behind(place: Place) -> Iterator[str]:

@@ -456,7 +456,7 @@ def _param(name: str) -> Any:
     return pytest.param(HISTORIES[name], marks=marks, id=name)
 
 
-@pytest.mark.parametrize("history", map(_param, HISTORIES))
+@pytest.mark.parametrize("history", [_param(name) for name in HISTORIES])
 def test_after_every_step_of_a_history_what_was_measured_is_kept(history: str) -> None:
     machine = Study()
     try:
