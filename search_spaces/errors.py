@@ -4,6 +4,7 @@ SweepError                  what the terminal translates into one message and an
 +-- NothingFits             exit 1: everything was right, and no configuration fits
 +-- InputError              exit 2: a file, key, value, preset, GPU or model that is not right
 +-- EnvironmentFault        exit 3: GPU, driver, disk, database, network
+    +-- CardLost            a process that nothing ends holds the card
     +-- Interrupted         exit 130: somebody asked to stop while that was waited for
 """
 
@@ -45,6 +46,10 @@ class Interrupted(EnvironmentFault):
     """Somebody asked to stop while something outside was waited for, which may be resumed."""
 
     exit_code = 130
+
+
+class CardLost(EnvironmentFault):
+    """The process that has the device is held in the kernel, where not even SIGKILL ends it."""
 
 
 def install_extra(name: str) -> str:

@@ -127,8 +127,7 @@ class SupervisedRunner:
             # An end that was asked for looks like any other from here.
             status = self._discard(patience=_PATIENCE)
             if self._is_cancelled:
-                self._is_cancelled = False
-                return Lost(detail="interrupted")
+                return Lost(detail="interrupted", is_interrupted=True)
             return Crashed(phase=self._phase, detail=self._describe_end(status))
 
     def _follow(self, worker: WorkerProcess, observe: Observer) -> Outcome:
