@@ -29,6 +29,7 @@ from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
+from storage.patience import waits_end_when
 from storage.reading import changed_versions
 from storage.study import NAME_BYTES_MAX, NAME_MAX, OpenStudy, open_study
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
@@ -277,7 +278,13 @@ def drive(
     interruption = Interruption(cancel=runner.cancel)
     try:
         # Signals are requests until all is closed: one more while that lasts costs nothing.
-        with interruption.handling_signals(), study, runner, watch(study, interruption) as listener:
+        with (
+            interruption.handling_signals(),
+            waits_end_when(interruption.is_requested),
+            study,
+            runner,
+            watch(study, interruption) as listener,
+        ):
             if work is tune and _has_trials_left(study):
                 # Its imports take longer than all that is done here until the first trial.
                 runner.start()
