@@ -4,6 +4,7 @@ SweepError                  what the terminal translates into one message and an
 +-- NothingFits             exit 1: everything was right, and no configuration fits
 +-- InputError              exit 2: a file, key, value, preset, GPU or model that is not right
 +-- EnvironmentFault        exit 3: GPU, driver, disk, database, network
+    +-- CardLost            a process that nothing ends holds the card
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class EnvironmentFault(SweepError):  # noqa: N818 - nothing in what was typed is
     """The machine is at fault: no GPU, a broken driver, a full disk, a silent database."""
 
     exit_code = 3
+
+
+class CardLost(EnvironmentFault):
+    """The process that has the device is held in the kernel, where not even SIGKILL ends it."""
 
 
 def install_extra(name: str) -> str:

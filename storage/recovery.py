@@ -59,6 +59,8 @@ def ended_unseen(
 def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int = 0) -> int:
     """Return how often ``config`` was tried and came to nothing that says something about it.
 
+    What somebody interrupted is no attempt, however often that happens.
+
     Args:
         records: of one study.
         config: what was tried.
@@ -68,6 +70,7 @@ def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int 
     """
     return sum(
         record.verdict in RETRYABLE
+        and not record.is_interrupted
         and record.config == config
         and (record.number >= since or _took_its_driver_along(record))
         for record in records
@@ -75,7 +78,7 @@ def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int 
 
 
 def _took_its_driver_along(record: TrialRecord) -> bool:
-    """Whether nobody was left to say how long a trial had run; an interrupted one's driver was."""
+    """Whether nobody was left to say how long a trial had run."""
     return record.verdict is Verdict.LOST and record.device_seconds == 0.0
 
 

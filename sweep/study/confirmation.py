@@ -185,7 +185,8 @@ class Plan:
             or soaked_long_enough(known, seconds=budget.soak_seconds, steps=budget.soak_steps)
         ):
             return False
-        concluded = {canonical(r.config) for r in soaks if r.config != winner.config}
+        others = (r for r in soaks if r.config != winner.config and not r.is_interrupted)
+        concluded = {canonical(r.config) for r in others}
         return len(concluded) < SOAKS_MAX and self._may_try(winner.config, "soak")
 
     def _fewest(self, contenders: Iterable[Contender]) -> Contender | None:

@@ -14,6 +14,7 @@ from search_spaces.errors import EnvironmentFault
 from storage.records import (
     RETRYABLE,
     Crashed,
+    Lost,
     Measured,
     Measurement,
     Outcome,
@@ -109,11 +110,13 @@ class ConsecutiveFailures:
         return bool(self._failures)
 
     def count(self, outcome: Outcome) -> None:
-        """Count a trial that ran.
+        """Count a trial that ran; one that somebody interrupted says nothing either way.
 
         Raises:
             EnvironmentFault: this was one failure of a kind too many; names the first cause.
         """
+        if isinstance(outcome, Lost) and outcome.is_interrupted:
+            return
         if not isinstance(outcome, Crashed | TimedOut):
             self._failures.clear()
             return
