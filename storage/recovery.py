@@ -82,7 +82,7 @@ def _took_its_driver_along(record: TrialRecord) -> bool:
     return record.verdict is Verdict.LOST and record.device_seconds == 0.0
 
 
-def _is_kept(record: TrialRecord) -> bool:
+def is_kept(record: TrialRecord) -> bool:
     """Whether its result is known and on disk, so that running it again would be in vain."""
     return isinstance(record.outcome, Lost) and record.outcome.is_kept
 
@@ -100,7 +100,7 @@ def to_retry(records: Iterable[TrialRecord], *, since: int = 0) -> tuple[TrialCo
     concluded = {
         record.config.key()
         for record in known
-        if record.verdict not in RETRYABLE or _is_kept(record)
+        if record.verdict not in RETRYABLE or is_kept(record)
     }
     open_configs = {
         record.config.key(): record.config

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import stat
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import IO, Any
 from pydantic import ValidationError
 
 from search_spaces.errors import EnvironmentFault, words_of
+from storage.files import open_append, open_reading, read_end
 from storage.records import TrialRecord
 
 NAME = "spool.jsonl"
@@ -62,12 +62,8 @@ class Spool:
         named = {"study": self.study_id, "attempt": record.attempt_id, "number": record.number}
         line = json.dumps({**named, "record": record.to_json()}).encode() + b"\n"
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(self.path, "r+b", buffering=0, opener=_open_for_appending) as file:
-                is_new = os.fstat(file.fileno()).st_size == 0
+            with open_append(self.path) as file:
                 _append_whole(file, line)
-            if is_new:
-                _sync_directory(self.path.parent)
         except OSError as error:
             raise EnvironmentFault(
                 f"cannot write the result to {self.path}: {error.strerror or words_of(error)}"
@@ -112,11 +108,7 @@ class Spool:
 def newest_study(path: Path) -> str | None:
     """Return the identity of the study that a spool's last readable line is of. Never raises."""
     try:
-        with open(path, "rb", opener=_open_plainly) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                return None
-            tail = _pread(file, max(0, status.st_size - LINE_BYTES_MAX), status.st_size)
+        tail = read_end(path, count=LINE_BYTES_MAX)
     except OSError:
         return None
     for line in reversed(tail.splitlines()):
@@ -161,15 +153,13 @@ def _lines(path: Path, problems: list[str]) -> Iterator[bytes]:
 
     The last one is left out where it has no end: somebody is writing it, or died while he did.
     """
-    with open(path, "rb", opener=_open_plainly) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(None, "it is no file")
-        if status.st_size > BYTES_READ_MAX:
+    with open_reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > BYTES_READ_MAX:
             problems.append(
                 f"the spool {path} is longer than {BYTES_READ_MAX:,} bytes: only its end is read"
             )
-            file.seek(status.st_size - BYTES_READ_MAX)
+            file.seek(size - BYTES_READ_MAX)
             file.readline()
         while line := file.readline(LINE_BYTES_MAX + 1):
             if line.endswith(b"\n"):
@@ -193,31 +183,6 @@ def _is_whole(line: bytes) -> bool:
 
 def _reason(error: OSError) -> str:
     return error.strerror or words_of(error)
-
-
-_PLAINLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Without following a link, and without waiting where it is a pipe."""
-
-
-def _open_plainly(path: str, flags: int) -> int:
-    return os.open(path, flags | _PLAINLY)
-
-
-def _open_for_appending(path: str, _: int) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _PLAINLY, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(None, "it is no file")
-    return descriptor
-
-
-def _sync_directory(path: Path) -> None:
-    """Wait until the disk knows a new file's name as well."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _append_whole(file: IO[bytes], line: bytes) -> None:

@@ -36,6 +36,7 @@ from storage.kept import (
     unsettled_words,
 )
 from storage.lease import Lease
+from storage.ledger import Ledger
 from storage.outcome_file import NAME as OUTCOME
 from storage.outcome_file import OutcomeFile
 from storage.reading import ENDED, IDENTITY, WALL_SECONDS
@@ -47,7 +48,7 @@ from storage.records import (
     TrialRecord,
     held_to_budget,
 )
-from storage.recovery import attempts, ended_unseen, errand_of, is_disturbed, to_retry
+from storage.recovery import attempts, ended_unseen, errand_of, is_disturbed
 from storage.spool import Spool
 from storage.urls import DatabaseUrl
 
@@ -77,7 +78,8 @@ class OpenStudy:
     _warn: Callable[[str], None]
     _begun: dict[int, str] = field(default_factory=dict, init=False)
     """Identity of each attempt that this driver began, by number."""
-    _records: dict[int, TrialRecord] = field(default_factory=dict, init=False)
+    ledger: Ledger = field(default_factory=Ledger, init=False)
+    """Every finished trial, from memory: nobody else writes."""
 
     def __post_init__(self) -> None:
         self._reload()
@@ -94,20 +96,19 @@ class OpenStudy:
         close(self._storage)
 
     def records(self) -> tuple[TrialRecord, ...]:
-        """Return every finished trial's record, by number, from memory: nobody else writes.
+        """Return every finished trial's record, by number.
 
         They are the search's; what measured its winners again are the `confirmations`.
         """
-        return tuple(record for record in self._by_number() if record.purpose == "search")
+        return self.ledger.records
 
     def confirmations(self) -> tuple[TrialRecord, ...]:
         """Return every finished run that measured a winner again, by number."""
-        return tuple(record for record in self._by_number() if record.purpose != "search")
+        return self.ledger.confirmations
 
     def on_errand(self, errand: Errand) -> tuple[TrialRecord, ...]:
         """Return the finished runs of one purpose and one confirmation, by number."""
-        wanted = errand.purpose, errand.series
-        return tuple(r for r in self._by_number() if (r.purpose, r.series) == wanted)
+        return self.ledger.on_errand(errand)
 
     def recover(self) -> tuple[TrialConfig, ...]:
         """Close what an earlier driver left open, and return the configurations to try again.
@@ -129,7 +130,7 @@ class OpenStudy:
                 self._write(handle, record)
         for line in unsettled_words(found, study=self.name, path=self._spool.path, is_driven=True):
             self._warn(line)
-        return to_retry(self.records())
+        return self.ledger.to_retry()
 
     @property
     def name(self) -> str:
@@ -145,7 +146,7 @@ class OpenStudy:
         """Return which results of a spool of this study it has not, and will not tell by itself."""
         begun = self._patiently(self._running)
         open_anyway = (r for r in spooled if not any(is_of(r, trial) for trial in begun))
-        return kept_among(tuple(open_anyway), tuple(self._by_number()), self.identity)
+        return kept_among(tuple(open_anyway), self.ledger.every, self.identity)
 
     def ask(
         self,
@@ -160,7 +161,7 @@ class OpenStudy:
                 if params is not None:
                     self.study.enqueue_trial(dict(params))
                 trial = self.study.ask(dict(distributions))
-                if trial.number not in self._records:
+                if self.ledger.of_number(trial.number) is None:
                     return trial
                 # Optuna counts trials to number them: where one was deleted, a number comes twice.
                 self.study.tell(trial, state=TrialState.FAIL)
@@ -216,7 +217,7 @@ class OpenStudy:
         # Not tried again where the database is away: a transaction may have gone through unheard.
         with faults(self._url):
             self.study.add_trial(frozen)
-        self._records[number] = numbered
+        self.ledger.add(numbered)
 
     def begin(
         self, trial: Trial, config: TrialConfig, started_at: str, *, errand: Errand = SEARCH
@@ -306,9 +307,9 @@ class OpenStudy:
             is_kept=True,
         )
         kept = record.model_copy(update={"outcome": lost})
-        there = self._records.get(record.number)
+        there = self.ledger.of_number(record.number)
         if there is None or there.attempt_id == record.attempt_id:
-            self._records[record.number] = kept
+            self.ledger.add(kept)
         return kept
 
     def abandon(self) -> None:
@@ -331,12 +332,9 @@ class OpenStudy:
         total = self.wall_seconds() + seconds
         self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
 
-    def _by_number(self) -> list[TrialRecord]:
-        return [self._records[number] for number in sorted(self._records)]
-
     def _reload(self) -> None:
         records = map(mapping.record_of, self.study.get_trials(deepcopy=False))
-        self._records = {record.number: record for record in records if record is not None}
+        self.ledger = Ledger(record for record in records if record is not None)
 
     def _write(self, trial: Trial, record: TrialRecord) -> bool:
         """Tell a result; return whether the database has it now, and nobody else's instead."""
@@ -345,7 +343,7 @@ class OpenStudy:
         except _CLOSED:
             is_told = self._patiently(lambda: self._is_there(record))
         if is_told:
-            self._records[record.number] = record
+            self.ledger.add(record)
         return is_told
 
     def _store(self, trial: Trial, record: TrialRecord) -> bool:
@@ -394,7 +392,7 @@ class OpenStudy:
 
     def _unsettled(self) -> Unsettled:
         begun = self._patiently(self._running)
-        return unsettled(self._spool, records=self._by_number(), begun=begun)
+        return unsettled(self._spool, records=self.ledger.every, begun=begun)
 
     def _running(self) -> list[RunningTrial]:
         """Return how the open trials were begun; nothing of what this version cannot read."""

@@ -31,7 +31,6 @@ from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
 from storage.opening import NAME_BYTES_MAX, NAME_MAX, open_study
 from storage.reading import changed_versions
-from storage.recovery import next_number
 from storage.study import OpenStudy
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
@@ -47,7 +46,7 @@ from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
-from sweep.study.tuner import trials_spent, tune
+from sweep.study.tuner import tune
 
 Watch = Callable[[OpenStudy, Interruption], AbstractContextManager[Listener]]
 """Shows a study while it runs."""
@@ -306,8 +305,8 @@ def drive(
 
 
 def _has_trials_left(study: OpenStudy) -> bool:
-    records = study.records()
-    return trials_spent(records, since=next_number(records)) < study.definition.space.trials
+    ledger = study.ledger
+    return ledger.trials_spent(since=ledger.next_number) < study.definition.space.trials
 
 
 def _look_ahead(

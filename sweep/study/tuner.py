@@ -6,7 +6,7 @@ Knows nothing of processes, databases, samplers or terminals: each is handed in.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,14 +16,12 @@ from optuna.trial import Trial
 from search_spaces.config import TrialConfig
 from storage.ranking import Ranking, rank
 from storage.records import (
-    RETRYABLE,
     Outcome,
     OutOfMemory,
     PredictionRecord,
     TrialRecord,
     held_to_budget,
 )
-from storage.recovery import attempts, next_number, to_retry
 from storage.study import OpenStudy
 from sweep.running.runner import Progress, Runner
 from sweep.sampling.encoding import Encoding, Frontier, identity
@@ -38,7 +36,7 @@ from sweep.study.events import (
 )
 from sweep.study.machine_faults import ConsecutiveFailures, nothing_concluded, run_undisturbed
 from sweep.study.preflight import Expected, Preflight
-from sweep.study.pruning import is_hopeless, rivals_among
+from sweep.study.pruning import Rivals, is_hopeless
 from sweep.study.stopping import Spent, Stopping, outlook_document
 
 
@@ -112,23 +110,6 @@ def confirm_anew(
     return reason
 
 
-def trials_spent(records: Iterable[TrialRecord], *, since: int = 0) -> int:
-    """Return how many of a study's trials are spent: all but those that are tried again.
-
-    A configuration that failed as often as it may counts once. What another study ran is none of
-    its trials.
-
-    Args:
-        records: of one study.
-        since: number of the first trial of this run, which tries anew what failed in earlier ones.
-    """
-    known = tuple(record for record in records if record.carried is None)
-    concluded = {record.config for record in known if record.verdict not in RETRYABLE}
-    failed = {record.config for record in known} - concluded
-    final = sum(record.verdict not in RETRYABLE for record in known)
-    return final + len(failed) - len(to_retry(known, since=since))
-
-
 @dataclass
 class _OpenTrial:
     """A trial between ask and tell, with what is expected of it."""
@@ -174,14 +155,16 @@ class _Driver:
         self._frontier = Frontier(self._encoding)
         self._started_seconds = self._counted_seconds = self.clock()
         self._earlier_seconds = self.study.wall_seconds()
+        self._tried: set[str] = set()
 
     def recover(self) -> None:
         """Close what an earlier driver left open, and learn from what it found out."""
         self.study.recover()
-        records = self.study.records()
-        self._since = next_number(records)
+        records, confirmed = self.study.records(), self.study.confirmations()
+        self._since = self.study.ledger.next_number
+        self._rivals = Rivals(self.study.definition, records, confirmations=confirmed)
+        self._tried = {identity(record.config) for record in records}
         self.preflight.learn_all(records)
-        confirmed = self.study.confirmations()
         self.preflight.learn_all(r for r in confirmed if isinstance(r.outcome, OutOfMemory))
 
     def search(self, interruptible: Callable[[], AbstractContextManager[None]]) -> StopReason:
@@ -204,19 +187,19 @@ class _Driver:
         """Return why no further trial should start; None where one should."""
         if self.should_stop():
             return StopReason.INTERRUPTED
-        records, now = self.study.records(), self.clock()
+        ledger, now = self.study.ledger, self.clock()
         spent = Spent(
-            trials=trials_spent(records, since=self._since),
+            trials=ledger.trials_spent(since=self._since),
             seconds=now - self._started_seconds,
             seconds_of_study=self._earlier_seconds + now - self._started_seconds,
         )
         reason = self.stopping.out_of_time(spent)
-        if reason is not None or to_retry(records, since=self._since):
+        if reason is not None or ledger.to_retry(since=self._since):
             return reason
-        if self._lacks_baseline(records) and spent.trials < self._space.trials:
+        if self._baseline not in ledger and spent.trials < self._space.trials:
             return None
         reason = self.stopping.out_of_trials(
-            spent, is_exhausted=self._is_exhausted, records=records
+            spent, is_exhausted=self._is_exhausted, records=ledger.records
         )
         if reason is StopReason.GAIN_SPENT:
             self._owed = self.stopping.still_owed(self._ranking())
@@ -234,10 +217,11 @@ class _Driver:
         answer comes the sooner. After a failure the sampler goes first, so that a fault of the
         machine shows as different configurations failing alike.
         """
-        records = self.study.records()
-        retries = to_retry(records, since=self._since)
-        has_room = trials_spent(records, since=self._since) + len(retries) < self._space.trials
-        if self._lacks_baseline(records) and not self._is_foreseen(records):
+        ledger = self.study.ledger
+        retries = ledger.to_retry(since=self._since)
+        spent = ledger.trials_spent(since=self._since)
+        has_room = spent + len(retries) < self._space.trials
+        if self._baseline not in ledger and not self._is_foreseen(is_first=not ledger.records):
             return self._begin(self._baseline)
         if retries and not (self._failures and has_room and not self._is_exhausted()):
             return self._begin(retries[0])
@@ -252,7 +236,7 @@ class _Driver:
 
     def run(self, trial: _OpenTrial) -> Outcome:
         """Run a trial on the device, and stop it early where it cannot matter any more."""
-        rivals = () if trial.is_baseline else rivals_among(self._ranking(), of=trial.config)
+        rivals = () if trial.is_baseline else self._rivals.of(trial.config)
 
         def observe(progress: Progress) -> bool:
             self.on_event(TrialProgress(number=trial.handle.number, progress=progress))
@@ -300,6 +284,8 @@ class _Driver:
         stored = self.study.tell(trial.handle, record)
         self._count_wall_seconds()
         self.preflight.learn(record)
+        self._rivals.learn(stored)
+        self._tried.add(identity(record.config))
         self.on_event(TrialFinished(record=stored))
         if trial.device_seconds is not None:
             self._failures.count(outcome)
@@ -332,7 +318,7 @@ class _Driver:
             handle=handle,
             expected=self.preflight.expect(config),
             is_baseline=config == self._baseline,
-            attempt=attempts(self.study.records(), config) + 1,
+            attempt=self.study.ledger.attempts(config) + 1,
             attempt_id=attempt_id,
             started_at=started_at,
             started_seconds=started_seconds,
@@ -351,16 +337,13 @@ class _Driver:
         study = self.study
         return rank(study.records(), study.definition, study.confirmations())
 
-    def _lacks_baseline(self, records: Sequence[TrialRecord]) -> bool:
-        return all(record.config != self._baseline for record in records)
-
-    def _is_foreseen(self, records: Sequence[TrialRecord]) -> bool:
+    def _is_foreseen(self, *, is_first: bool) -> bool:
         """Whether the first trial is the fastest that is foreseen, and a second may follow."""
         is_guided = self._space.sampler == "guided" and self.preflight.predicts_speed
-        return is_guided and not records and self._space.trials > 1
+        return is_guided and is_first and self._space.trials > 1
 
     def _is_exhausted(self) -> bool:
-        return self._frontier.is_exhausted({identity(r.config) for r in self.study.records()})
+        return self._frontier.is_exhausted(self._tried)
 
     def _count_wall_seconds(self) -> None:
         """Add up the driver's time trial by trial, so that a crash loses one trial's at most."""

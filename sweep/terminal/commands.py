@@ -28,7 +28,6 @@ from storage.best import best_document
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.reading import count_trials, read_study
 from storage.records import TrialRecord
-from storage.recovery import next_number
 from storage.removal import remove_study
 from storage.study import OpenStudy
 from storage.urls import redact
@@ -45,15 +44,14 @@ from sweep.running.device_info import read_card
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption, undisturbed
 from sweep.study.session import Prepared, drive, prepare, prepare_again
-from sweep.study.tuner import confirm_anew, trials_spent
+from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.console import STDOUT, announce_if_slow, confirmed, folded, note, say, width_of
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
 from sweep.terminal.edge import INTERRUPTED
-from sweep.terminal.listings import read
+from sweep.terminal.listings import read, warn_of_unreadable
 from sweep.terminal.live import watching
 from sweep.terminal.summary import (
-    best_text,
     has_fit,
     last_screen,
     not_ruled_out,
@@ -178,7 +176,7 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
     width = width_of(sys.stderr)
     most = "at most " if definition.space.sampler == "guided" else ""
     if study.was_resumed:
-        done = trials_spent(records, since=next_number(records))
+        done = study.ledger.trials_spent(since=study.ledger.next_number)
         note(f"Resuming study {study.study.study_name}: {_progress(done, total)}.")
     else:
         note(f"Starting study {study.study.study_name}: {most}{units.plural(total, 'trial')}.")
@@ -220,16 +218,6 @@ def _progress(done: int, total: int) -> str:
     if done > total:
         return f"{units.plural(done, 'trial')} {verb} done, {total:,} asked for"
     return f"{done:,} of {units.plural(total, 'trial')} {verb} done"
-
-
-def best(study: str, *, storage: str | None, as_json: bool) -> int:
-    """Print the winner of a study."""
-    snapshot = read(study, url=storage_url(storage))
-    if as_json:
-        say(json.dumps(best_document(snapshot)))
-    else:
-        say(best_text(snapshot, width=width_of(sys.stdout)))
-    return DONE if has_fit(snapshot) else NOTHING_FITS
 
 
 def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
@@ -321,6 +309,7 @@ def export(
 ) -> int:
     """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
     snapshot = read(study, url=storage_url(storage))
+    warn_of_unreadable(snapshot)
     text = formats.export(snapshot, format=format, number=trial)
     if output is None or str(output) == STDOUT:
         say(text.removesuffix("\n"))

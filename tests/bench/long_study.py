@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ from search_spaces.space import SamplerName, SearchSpace
 from storage import mapping
 from storage.database import close, open_for_writing
 from storage.definition import StudyDefinition, Target
-from storage.records import Outcome, PredictionRecord, PrunedSlow, TrialRecord
 from storage.opening import open_study
+from storage.records import Outcome, PredictionRecord, PrunedSlow, TrialRecord
 from storage.study import OpenStudy
 from storage.urls import parse_url
 from sweep.running.replay import ReplayRunner
@@ -55,7 +56,7 @@ ENVIRONMENT = {
     "gpu": "NVIDIA A10",
     "driver": "580.159.04",
     "python": "3.12.3",
-    "versions": {name: "1.2.3" for name in ("torch", "transformers", "peft", "bitsandbytes")},
+    "versions": dict.fromkeys(("torch", "transformers", "peft", "bitsandbytes"), "1.2.3"),
 }
 _PARTS = 12
 """Functions of a profile that are named."""
@@ -249,8 +250,6 @@ def drive(
 ) -> Driven:
     """Resume a study for some further trials, on a card that answers at once."""
     quiet_optuna()
-    stored = sum(1 for _ in (home / name).iterdir()) if (home / name).exists() else 0
-    del stored
     ends: list[float] = []
     started = time.process_time()
     space = a_space(sampler)
@@ -275,7 +274,7 @@ def drive(
         )
     if profile is not None:
         profile.disable()
-    steps = tuple(after - before for before, after in zip(ends, ends[1:], strict=False))
+    steps = tuple(after - before for before, after in pairwise(ends))
     stats = None if profile is None else pstats.Stats(profile)
     return Driven(opened - started, ends[0] - opened, steps, stats)
 
@@ -316,7 +315,10 @@ def main() -> None:
 def _show(count: int, size: float, sampler: str, driven: Driven) -> None:
     each = sorted(driven.each)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{count:>7} {size:>6.1f} {sampler:>8} {driven.opening:>7.3f} {driven.learning:>8.3f}", end="")
+    print(
+        f"{count:>7} {size:>6.1f} {sampler:>8} {driven.opening:>7.3f} {driven.learning:>8.3f}",
+        end="",
+    )
     print(f" {each[len(each) // 2]:>9.4f} {each[-1]:>7.4f} {peak:>9.0f}", flush=True)
     if driven.profile is not None:
         driven.profile.stream = sys.stdout  # type: ignore[attr-defined]
