@@ -18,12 +18,14 @@ import typer
 import typer.core
 
 from search_spaces.errors import InputError
+from storage.patience import waits_told_to
 from sweep.paths import runs_directory, storage_url
 from sweep.terminal import options as opt
 from sweep.terminal.console import (
     STDOUT,
     announce_if_slow,
     prepare_streams,
+    wait_lines,
 )
 from sweep.terminal.edge import INTERRUPTED, guarded
 from sweep.terminal.knob_options import add_knobs, takes_knobs
@@ -430,7 +432,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_told = typed[:1] in (["run"], ["confirm"]) or sys.stderr.isatty()
     if typed and typed[0] in SLOW_TO_LOAD and is_told:
         announce_if_slow("Loading libraries ...")
-    code = guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
+    with waits_told_to(wait_lines()):
+        code = guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
     if code == INTERRUPTED:
         # One more Ctrl-C while the interpreter ends would make a death by signal of the exit code.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)

@@ -29,8 +29,10 @@ from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
+from storage.opening import NAME_BYTES_MAX, NAME_MAX, open_study
+from storage.patience import waits_end_when
 from storage.reading import changed_versions
-from storage.study import NAME_BYTES_MAX, NAME_MAX, OpenStudy, open_study
+from storage.study import OpenStudy
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
@@ -270,14 +272,20 @@ def drive(
     quiet_optuna()
     preflight = _preflight(prepared, warn=warn)
     space, sampler = prepared.space, _sampler(prepared.space, preflight)
-    study = _opened(prepared, storage, sampler, carried)
+    study = _opened(prepared, storage, sampler, carried, warn)
     if carried is not None:
         _take_over(study, carried, is_valid=preflight.is_valid, warn=warn)
     runner = new_runner(prepared)
     interruption = Interruption(cancel=runner.cancel)
     try:
         # Signals are requests until all is closed: one more while that lasts costs nothing.
-        with interruption.handling_signals(), study, runner, watch(study, interruption) as listener:
+        with (
+            interruption.handling_signals(),
+            waits_end_when(interruption.is_requested),
+            study,
+            runner,
+            watch(study, interruption) as listener,
+        ):
             if work is tune and _has_trials_left(study):
                 # Its imports take longer than all that is done here until the first trial.
                 runner.start()
@@ -381,7 +389,11 @@ def _take_over(
 
 
 def _opened(
-    prepared: Prepared, storage: str, sampler: BaseSampler, carried: StudySnapshot | None
+    prepared: Prepared,
+    storage: str,
+    sampler: BaseSampler,
+    carried: StudySnapshot | None,
+    warn: Callable[[str], None],
 ) -> OpenStudy:
     if carried is not None:
         refuse_incomparable(carried, prepared.definition)
@@ -392,6 +404,7 @@ def _opened(
         sampler=sampler,
         environment=_environment(prepared),
         home=runs_directory(),
+        warn=warn,
     )
 
 
