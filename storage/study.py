@@ -20,7 +20,6 @@ from typing import Any, Self, TypeVar
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning
-from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
@@ -33,6 +32,8 @@ from storage.ledger import Ledger
 from storage.reading import DEFINITION, ENDED, IDENTITY, RUNS, WALL_SECONDS, understood
 from storage.records import SEARCH, Errand, Lost, TrialRecord
 from storage.recovery import Spool, attempts
+from storage.sampler_view import SearchStorage
+from storage.stored import read_stored_trials
 from storage.urls import DatabaseUrl, parse_url
 
 T = TypeVar("T")
@@ -169,7 +170,7 @@ class OpenStudy:
     was_resumed: bool
     environment: Mapping[str, Any]
     """Fingerprint of this run."""
-    _storage: RDBStorage
+    _storage: SearchStorage
     _url: DatabaseUrl
     _lease: Lease
     _spool: Spool
@@ -352,8 +353,12 @@ class OpenStudy:
         self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
 
     def _reload(self) -> None:
-        records = map(mapping.record_of, self.study.get_trials(deepcopy=False))
-        self.ledger = Ledger(record for record in records if record is not None)
+        study_id = self._storage.get_study_id_from_name(self.study.study_name)
+        self.ledger = Ledger(read_stored_trials(self._storage.engine, study_id).records)
+        self._storage.record_of = self._known
+
+    def _known(self, number: int) -> TrialRecord | None:
+        return self.ledger.record(number)
 
     def _write(self, trial: Trial, record: TrialRecord) -> None:
         self.ledger.add(self._patiently(lambda: self._store(trial, record)))
