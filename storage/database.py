@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     # What only looks at a study does without Optuna, which takes longer to import than to read.
     from optuna.storages import RDBStorage
 
+    from storage.sampler_view import SearchStorage
+
 T = TypeVar("T")
 
 _WRITER_SECONDS = 2.0
@@ -102,7 +104,7 @@ def _renew(storage: RDBStorage | None) -> None:
     storage.engine.dispose()
 
 
-def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> RDBStorage:
+def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> SearchStorage:
     """Open the database, created where it is missing.
 
     Args:
@@ -260,13 +262,13 @@ def _opening(url: DatabaseUrl) -> Iterator[None]:
         raise EnvironmentFault(f"database {url}: {scrubbed(str(error), url)}") from None
 
 
-def _create(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
+def _create(url: DatabaseUrl, options: dict[str, Any]) -> SearchStorage:
     """Open for writing; of two processes that create tables at once, one fails and tries again."""
-    from optuna.storages import RDBStorage
+    from storage.sampler_view import SearchStorage
 
     for attempt in range(1, _CREATION_ATTEMPTS + 1):
         try:
-            return RDBStorage(_optuna_text(url), engine_kwargs=dict(options))
+            return SearchStorage(_optuna_text(url), engine_kwargs=dict(options))
         except failures() as error:
             if attempt == _CREATION_ATTEMPTS or not _is_creation_race(error):
                 raise

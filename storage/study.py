@@ -17,7 +17,6 @@ from typing import Any, Self, TypeVar
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
@@ -50,7 +49,9 @@ from storage.records import (
     held_to_budget,
 )
 from storage.recovery import attempts, ended_unseen, errand_of, is_disturbed
+from storage.sampler_view import SearchStorage
 from storage.spool import Spool
+from storage.stored import read_stored_trials
 from storage.urls import DatabaseUrl
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class OpenStudy:
     was_resumed: bool
     environment: Mapping[str, Any]
     """Fingerprint of this run."""
-    _storage: RDBStorage
+    _storage: SearchStorage
     _url: DatabaseUrl
     _lease: Lease
     _spool: Spool
@@ -162,7 +163,7 @@ class OpenStudy:
                 if params is not None:
                     self.study.enqueue_trial(dict(params))
                 trial = self.study.ask(dict(distributions))
-                if self.ledger.of_number(trial.number) is None:
+                if self.ledger.record(trial.number) is None:
                     return trial
                 # Optuna counts trials to number them: where one was deleted, a number comes twice.
                 self.study.tell(trial, state=TrialState.FAIL)
@@ -313,7 +314,7 @@ class OpenStudy:
             is_kept=True,
         )
         kept = record.model_copy(update={"outcome": lost})
-        there = self.ledger.of_number(record.number)
+        there = self.ledger.record(record.number)
         if there is None or there.attempt_id == record.attempt_id:
             self.ledger.add(kept)
         return kept
@@ -339,8 +340,12 @@ class OpenStudy:
         self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
 
     def _reload(self) -> None:
-        records = map(mapping.record_of, self.study.get_trials(deepcopy=False))
-        self.ledger = Ledger(record for record in records if record is not None)
+        study_id = self._storage.get_study_id_from_name(self.study.study_name)
+        self.ledger = Ledger(read_stored_trials(self._storage.engine, study_id).records)
+        self._storage.record_of = self._known
+
+    def _known(self, number: int) -> TrialRecord | None:
+        return self.ledger.record(number)
 
     def _write(self, trial: Trial, record: TrialRecord) -> bool:
         """Tell a result; return whether the database has it now, and nobody else's instead."""
