@@ -28,13 +28,15 @@ KILL_SECONDS = 20.0
 take for ever; a large one gives its memory back first."""
 _OOM_SCORE = 500
 """Of 1000: where the host's memory runs out the kernel takes a child, which can be started again,
-rather than its parent, which knows what was measured."""
+rather than its parent, which knows what was measured. It is added to what the parent has."""
 _MARK = "QLORA_SWEEP_CHILD"
 """Variable that every process below a child inherits, by which those that left its process group
 are found."""
 _SWEEPS_MAX = 5
 """Times that is looked for processes which were started while others were ended."""
 _PR_SET_PDEATHSIG = 1
+_GUARDED_ENDED = signal.SIGUSR2
+"""What the kernel tells a guard by."""
 _unending: list[subprocess.Popen[bytes]] = []
 """Children that even SIGKILL did not end; kept, as nothing is to be done about them any more."""
 
@@ -147,9 +149,7 @@ class Child:
             self._await(patience)
             self.kill()
             self._end = self._reaped() if self._await(kill_seconds) else self._given_up()
-            for number in self._escaped():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(number, signal.SIGKILL)
+            _kill_marked(self._mark)
         return self._end
 
     def _await(self, seconds: float) -> bool:
@@ -176,14 +176,24 @@ class Child:
         before, now = self._oom_kills, oom_kills()
         return before is not None and now is not None and now > before
 
-    def _escaped(self) -> Iterator[int]:
-        """Yield the processes below it that are in no group of its own, until there are none."""
-        mark = f"{_MARK}={self._mark}".encode()
-        for _ in range(_SWEEPS_MAX):
-            found = [number for number in _processes() if mark in _environment_of(number)]
-            yield from found
-            if not found:
-                return
+
+def _kill_marked(mark: str) -> None:
+    """Kill the processes below a child that are in no group of its own, until there are none.
+
+    A process that cleared its variables, or that runs as somebody else, is not found.
+    """
+    variable = f"{_MARK}={mark}".encode()
+    for _ in range(_SWEEPS_MAX):
+        found = [
+            number
+            for number in _processes()
+            if number != os.getpid() and variable in _environment_of(number)
+        ]
+        for number in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(number, signal.SIGKILL)
+        if not found:
+            return
 
 
 def _processes() -> Iterator[int]:
@@ -216,8 +226,43 @@ def bind_to_parent(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
     # Without /proc, or where it is not to be written, the kernel chooses as it likes.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
+    with contextlib.suppress(OSError, ValueError):
+        file = Path("/proc/self/oom_score_adj")
+        score = min(1000, int(file.read_text(encoding="ascii")) + _OOM_SCORE)
+        file.write_text(str(score), encoding="ascii")
+
+
+def leave_a_guard(*descriptors: int) -> None:
+    """Fork a process that ends everything below this one as soon as this one ends.
+
+    A signal at its parent's death reaches a child alone, and not what the child has started. For a
+    child's first lines, while it is small and has one thread; where no process can be forked, there
+    is no guard.
+
+    Args:
+        descriptors: those that only this process may hold, beside its standard ones.
+    """
+    guarded, mark = os.getpid(), os.environ.get(_MARK, "")
+    # Blocked before there is a guard, so that it cannot miss its signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {_GUARDED_ENDED})
+    try:
+        number = os.fork()
+    except OSError:
+        number = -1
+    if number != 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {_GUARDED_ENDED})
+        return
+    try:
+        for descriptor in (0, 1, 2, *descriptors):
+            os.close(descriptor)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _GUARDED_ENDED)
+        while os.getppid() == guarded:
+            signal.sigwait({_GUARDED_ENDED})
+        if mark:
+            _kill_marked(mark)
+        os.killpg(0, signal.SIGKILL)
+    finally:
+        os._exit(1)
 
 
 def oom_kills() -> int | None:
