@@ -5,6 +5,7 @@ SweepError                  what the terminal translates into one message and an
 +-- InputError              exit 2: a file, key, value, preset, GPU or model that is not right
 +-- EnvironmentFault        exit 3: GPU, driver, disk, database, network
     +-- CardLost            a process that nothing ends holds the card
+    +-- Interrupted         exit 130: somebody asked to stop while that was waited for
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ class EnvironmentFault(SweepError):  # noqa: N818 - nothing in what was typed is
 
 class CardLost(EnvironmentFault):
     """The process that has the device is held in the kernel, where not even SIGKILL ends it."""
+
+
+class Interrupted(EnvironmentFault):
+    """Somebody asked to stop while something outside was waited for, which may be resumed."""
+
+    exit_code = 130
 
 
 def install_extra(name: str) -> str:

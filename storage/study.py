@@ -11,7 +11,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError, quote
 from storage import mapping
-from storage.database import PATIENCE, Patience, close, faults, open_for_writing, patiently
+from storage.database import close, faults, open_for_writing, patiently
 from storage.definition import StudyDefinition, differences, names_cost
 from storage.lease import Lease, lease_for
+from storage.patience import PATIENCE, Patience
 from storage.reading import DEFINITION, ENDED, IDENTITY, RUNS, WALL_SECONDS, understood
 from storage.records import SEARCH, Errand, Lost, TrialRecord
 from storage.recovery import Spool, attempts, to_retry
@@ -73,14 +74,14 @@ def open_study(
             f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
             f"got {quote(name)}"
         )
-    database = parse_url(url)
+    database, patience = parse_url(url), replace(patience)
     with ExitStack() as undo:
-        storage = open_for_writing(database)
+        storage = open_for_writing(database, patience=patience)
         undo.callback(close, storage)
-        lease = lease_for(database, name)
+        lease = lease_for(database, name, patience=patience)
         undo.callback(lease.release)
         with faults(database), understood(name):
-            lease.acquire()
+            patiently(lease.acquire, patience=patience)
             create = partial(
                 optuna.create_study,
                 study_name=name,
@@ -91,10 +92,10 @@ def open_study(
                 load_if_exists=True,
             )
             # Other drivers may be writing into the same file: their locks pass.
-            study = patiently(create, patience=patience)
+            study = patiently(create, patience=patience, storage=storage)
             was_resumed = _check_agreement(study, definition, database)
             note = partial(_note_run, study, definition, environment)
-            identity = patiently(note, patience=patience)
+            identity = patiently(note, patience=patience, storage=storage)
             spool = Spool(home / name / "spool.jsonl", identity)
             opened = OpenStudy(
                 study,
@@ -325,7 +326,7 @@ class OpenStudy:
             self._hold()
             self._write(trial, record)
         except EnvironmentFault as fault:
-            raise EnvironmentFault(
+            raise type(fault)(
                 f"{fault}; the result of trial {record.number} is safe in {self._spool.path} "
                 "and will be told when the study is resumed"
             ) from fault
@@ -447,4 +448,6 @@ class OpenStudy:
         self, action: Callable[[], T], *, before_retry: Callable[[], None] = lambda: None
     ) -> T:
         with faults(self._url):
-            return patiently(action, patience=self._patience, before_retry=before_retry)
+            return patiently(
+                action, patience=self._patience, before_retry=before_retry, storage=self._storage
+            )
