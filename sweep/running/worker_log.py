@@ -111,4 +111,7 @@ def _opened(path: Path) -> int:
 def _unusable(path: Path, error: OSError) -> EnvironmentFault:
     if error.errno == errno.ELOOP:
         return EnvironmentFault(f"the worker's log {path} is a link, which is not followed")
-    return EnvironmentFault(f"the worker's log cannot be written: {words_of(error)}")
+    cure = ""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        cure = ": too few file descriptors; raise the limit, with `ulimit -n 4096` say"
+    return EnvironmentFault(f"the worker's log cannot be written: {words_of(error)}{cure}")

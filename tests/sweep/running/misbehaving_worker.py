@@ -1,6 +1,6 @@
 """A worker that goes wrong in the way that the configuration's rank asks for.
 
-It imports nothing that takes time, and writes its messages by hand: what it says need be no message.
+It imports nothing that takes time, and writes what it says by hand: that need be no message.
 """
 
 from __future__ import annotations
