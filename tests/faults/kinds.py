@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.faults.obedient_worker import MESSAGE_FAULTS
+
 BLOCKED_SECONDS = 0.3
 DONE, FAULT, INTERRUPTED, KILLED = 0, 3, 130, -signal.SIGKILL
 """How a driver may end: all is done, the environment is at fault, interrupted, or killed."""
@@ -95,4 +97,9 @@ KINDS: dict[str, Kind] = {
     "disk full": Kind(_system(errno.ENOSPC), _ANY_END, is_partial=True),
     "too many open files": Kind(_system(errno.EMFILE), _ANY_END),
     "interrupted call": Kind(_system(errno.EINTR), _ANY_END),
+    # Those of a message are the worker's doing: see `obedient_worker`.
+    **{
+        kind: Kind(lambda: None, frozenset({KILLED if "driver" in kind else DONE}))
+        for kind in MESSAGE_FAULTS
+    },
 }

@@ -6,6 +6,8 @@ for each. Every driver is a fork of this process, which has imported everything 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -31,6 +33,9 @@ from tests.faults.short_study import Place
 
 HUNG_SECONDS = 90.0
 """A driver that has not ended by then never will: a study takes a second."""
+ORPHAN_SECONDS = 3.0
+"""A process whose driver was killed hears of it at once."""
+_PR_SET_CHILD_SUBREAPER = 36
 CASES_MAX = 5000
 """Far beyond any study's operations; a sweep that gets there counts what is endless."""
 
@@ -110,7 +115,7 @@ def _case(place: Place, fault: Fault) -> Iterator[str]:
 
 def _drive(place: Place, fault: Fault | None = None) -> int:
     """Drive the study in this process, which ends with it."""
-    injector = None
+    injector, beats = None, None
     if fault is not None:
         operation = OPERATIONS[fault.operation]
         injector = Injector(
@@ -119,10 +124,11 @@ def _drive(place: Place, fault: Fault | None = None) -> int:
             is_over=lambda: operation.is_of_opening and bool(place.said("ran")),
         )
         operation.install(injector, place.runs)
-    beats = injector if fault is not None and fault.operation == "beat" else None
+        beats = injector if fault.operation == "beat" else None
 
     def work() -> int:
-        reason = short_study.run(place, beat=beats or (lambda do: do()))
+        worker = fault if fault is not None and operation.has_worker else None
+        reason = short_study.run(place, beat=beats or (lambda do: do()), worker=worker)
         return 130 if reason == "interrupted" else 0
 
     return guarded(work)
@@ -154,13 +160,32 @@ def in_a_process(place: Place, work: Callable[[], int]) -> int | None:
 
 
 def _processes_left() -> Iterator[str]:
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    for child in children:
+    """Yield what a driver that ended left running, a moment later."""
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while (left := _children()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for child in left:
         yield f"process {child} is left"
+        os.kill(child, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    """Return this process's children, who were a dead driver's; those that ended are let go."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return list(map(int, listed))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever a dead driver leaves, so that it is seen."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def main() -> None:
     """Sweep what was asked for, or everything."""
+    adopt_orphans()
     for word in sys.argv[1:] or map(":".join, every()):
         operation, kind, *stride = word.split(":")
         swept = sweep(operation, kind, stride=int(*stride or (1,)))

@@ -18,6 +18,7 @@ from optuna.storages import BaseStorage, RDBStorage
 from sqlalchemy.engine.default import DefaultDialect
 
 from tests.faults.kinds import KINDS, Fault
+from tests.faults.obedient_worker import MESSAGE_FAULTS
 
 
 class Injector:
@@ -73,12 +74,14 @@ class Operation:
         kinds: what can befall it.
         is_of_opening: whether only those count that come before the first run, in a new database.
         confirms: whether the study's winner is confirmed; statement for statement it is the same.
+        has_worker: whether the study's worker is a process, which sees to the fault.
     """
 
     install: Callable[[Injector, Path], None]
     kinds: tuple[str, ...]
     is_of_opening: bool = False
     confirms: bool = True
+    has_worker: bool = False
 
 
 def _replace(owner: Any, name: str, injector: Injector) -> None:
@@ -173,8 +176,8 @@ def _renames(injector: Injector, _: Path) -> None:
         _replace(os, name, injector)
 
 
-def _beats(_: Injector, __: Path) -> None:
-    """Between two signs of life of a trial; the runner asks itself."""
+def _elsewhere(_: Injector, __: Path) -> None:
+    """The runner asks itself between two signs of life of a trial, or its worker does."""
 
 
 _DEATHS = ("killed", "interrupted", "interrupted twice")
@@ -201,6 +204,7 @@ OPERATIONS: dict[str, Operation] = {
     "file write": Operation(_writes, (*_DEATHS, "killed after", *_SYSTEM, "disk full")),
     "fsync": Operation(_syncs, (*_DEATHS, "killed after", *_SYSTEM, "disk full", "blocked")),
     "file name": Operation(_renames, (*_DEATHS, "killed after", *_SYSTEM, "disk full")),
-    "beat": Operation(_beats, (*_DEATHS, "out of memory", "blocked")),
+    "worker's message": Operation(_elsewhere, MESSAGE_FAULTS, confirms=False, has_worker=True),
+    "beat": Operation(_elsewhere, (*_DEATHS, "out of memory", "blocked")),
 }
 """Every place of a driver in which something can go wrong, by what the page calls it."""

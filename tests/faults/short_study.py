@@ -8,6 +8,7 @@ was run, measured and told, and so what may never be lost.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -32,13 +33,17 @@ from storage.reading import read_study
 from storage.records import RETRYABLE, Lost, Measured, Measurement, Outcome, TrialRecord
 from storage.study import OpenStudy
 from storage.urls import parse_url
+from sweep.paths import worker_log_path
+from sweep.running.patience import Deadlines
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
+from sweep.running.supervisor import SupervisedRunner
 from sweep.study import session
 from sweep.study.events import Event, Listener, StopReason, TrialFinished
 from sweep.study.interruption import Interruption
 from sweep.study.session import Prepared, drive
 from sweep.study.targets import resolve_target
+from tests.faults.kinds import Fault
 
 NAME = "study"
 _SPACE = """
@@ -56,6 +61,9 @@ baseline: {micro_batch_size: 2}
 """
 _CONFIRM = "{seconds: 1, repeats: 2, soak_seconds: 1, soak_steps: 10}"
 BATCHES = (1, 2)
+ROOT = Path(__file__).parents[2]
+_QUICK = Deadlines(start=20.0, build=2.0, attach=2.0, warmup=2.0, measure=2.0, detach=2.0)
+"""A worker says everything at once, if it says anything."""
 _UNIT = 1e-6
 """Relative difference in speed of one run to the next, by which a stored result names its run."""
 
@@ -172,6 +180,21 @@ class JournalingRunner(ReplayRunner):
         return measured(config, self._run)
 
 
+def supervised(place: Place, fault: Fault) -> Runner:
+    """Return the real runner, with a worker that measures at once and meets a fault."""
+    os.environ["PYTHONPATH"] = str(ROOT)
+    place.say("driver")
+    (place.directory / "fault").write_text(json.dumps({"kind": fault.kind, "n": fault.n}))
+    what = prepared(confirms=place.confirms)
+    return SupervisedRunner(
+        what.model,
+        target=what.target,
+        log_path=worker_log_path(NAME),
+        deadlines=_QUICK,
+        module="tests.faults.obedient_worker",
+    )
+
+
 def leave(place: Place, attempt: str | None, config: TrialConfig, outcome: Outcome) -> None:
     """Leave a measurement on disk, as the worker does before it answers, come what may of that."""
     assert attempt is not None
@@ -195,13 +218,19 @@ def watching(place: Place) -> Iterator[Any]:
     yield watch
 
 
-def run(place: Place, *, beat: Any = lambda do: do()) -> StopReason:
-    """Start or resume the study and drive it to its end."""
+def run(place: Place, *, beat: Any = lambda do: do(), worker: Fault | None = None) -> StopReason:
+    """Start or resume the study and drive it to its end.
+
+    Args:
+        place: where it is.
+        beat: called between two signs of life of a trial.
+        worker: what befalls the worker, which is a process then.
+    """
     os.environ["SWEEP_HOME"] = str(place.home)
     session.fingerprint = lambda **_: {"gpu": None, "versions": {}}  # type: ignore[assignment]
 
     def runner(_: Prepared) -> Runner:
-        return JournalingRunner(place, beat)
+        return JournalingRunner(place, beat) if worker is None else supervised(place, worker)
 
     with watching(place) as watch:
         return drive(
@@ -298,6 +327,7 @@ _FILES = {
     f"{NAME}/spool.jsonl",
     f"{NAME}/study.json",
     f"{NAME}/{outcome_file.NAME}",
+    f"{NAME}/worker.log",
 }
 
 
