@@ -39,6 +39,8 @@ class WorkerLog:
         self._bytes_max = bytes_max
         self._file = _opened(path)
         self._begins_at = self._size()
+        self._before = b""
+        """The end of what was put aside last."""
 
     def fileno(self) -> int:
         """Return the descriptor that the worker prints to."""
@@ -56,6 +58,7 @@ class WorkerLog:
         """
         if self._size() <= self._bytes_max:
             return
+        self._before = self._end()
         # Where there is no room for the copy, room is what is needed most.
         with contextlib.suppress(OSError):
             self._put_aside()
@@ -68,11 +71,7 @@ class WorkerLog:
 
         Of a log of any size a few thousand bytes are read.
         """
-        begin = max(self._begins_at, self._size() - _TAIL_BYTES)
-        try:
-            words = os.pread(self._file.fileno(), _TAIL_BYTES, begin).decode(errors="replace")
-        except OSError:
-            return ""
+        words = (self._before + self._end()).decode(errors="replace")
         # Before anything is cut: half a password is found by nobody.
         lines = [line.strip() for line in shown(words).splitlines() if line.strip()]
         return " | ".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
@@ -80,6 +79,13 @@ class WorkerLog:
     def close(self) -> None:
         """Free the descriptor. Idempotent."""
         self._file.close()
+
+    def _end(self) -> bytes:
+        begin = max(self._begins_at, self._size() - _TAIL_BYTES)
+        try:
+            return os.pread(self._file.fileno(), _TAIL_BYTES, begin)
+        except OSError:
+            return b""
 
     def _size(self) -> int:
         try:
