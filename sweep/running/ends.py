@@ -9,10 +9,9 @@ import re
 import signal
 from collections.abc import Callable
 
-from reports.units import visible
+from search_spaces import redaction
 from search_spaces.errors import CardLost
 from storage.records import CrashCause, Crashed, Lost, Outcome, Phase, TimedOut
-from storage.urls import redact
 from sweep.processes import End
 
 Failure = Callable[..., Outcome]
@@ -65,7 +64,7 @@ def card_lost(process: int, device: str, *, seconds: float) -> CardLost:
 def shown(text: str) -> str:
     """Return text that came from a worker as it may be stored: short, without a password in it, and
     with nothing that works unseen."""
-    return visible(redact(text))[:_DETAIL_MAX]
+    return " | ".join(redaction.shown(text).splitlines())[:_DETAIL_MAX]
 
 
 def storable(outcome: Outcome) -> Outcome:

@@ -131,6 +131,14 @@ def FINE(worker: Worker) -> None:
 
 
 @behaviour
+def BEAT_AND_ANSWER(worker: Worker) -> None:
+    for step in range(12):
+        worker.beat(step)
+        time.sleep(0.1)
+    worker.answer()
+
+
+@behaviour
 def STOPPED(worker: Worker) -> None:
     die(signal.SIGSTOP)
 
