@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,9 +120,12 @@ def _are(names: tuple[str, ...]) -> str:
 
 
 def _advice(beside: Beside) -> str:
+    over = ""
+    if beside.spooled is not None:
+        over = f" (--from {shlex.quote(str(beside.directory / SPOOL))} takes its results over)"
     return (
-        "put that database back or name it with --storage, take another name with --study, or "
-        f"move or remove {beside.directory}"
+        "put that database back or name it with --storage, take another name with --study"
+        f"{over}, or move or remove {beside.directory}"
     )
 
 

@@ -197,7 +197,7 @@ class OpenStudy:
             distributions: of those.
         """
         self._hold()
-        number = len(self._patiently(lambda: self.study.get_trials(deepcopy=False)))
+        number = self._patiently(self._free_number)
         numbered = record.model_copy(update={"number": number})
         result = mapping.to_optuna(
             numbered,
@@ -356,6 +356,15 @@ class OpenStudy:
         if is_told:
             self.ledger.add(record)
         return is_told
+
+    def _free_number(self) -> int:
+        """Return the number of the next trial, which Optuna derives from how many there are."""
+        while True:
+            number = len(self.study.get_trials(deepcopy=False))
+            if self.ledger.record(number) is None:
+                return number
+            # One was deleted: without another in its place a number would come twice.
+            self.study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))
 
     def _store(self, trial: Trial, record: TrialRecord) -> bool:
         """Write what is not there yet, the state last, where the trial is what the result is of."""

@@ -378,7 +378,12 @@ def _take_over(
     except BaseException:
         study.close()
         raise
-    if not taken.all:
+    for problem in carried.warnings if carried.identity == study.identity else ():
+        warn(problem)
+    if carried.identity == study.identity:
+        if not taken.new:
+            warn(f"the spool of '{carried.name}' has no result that the study has not")
+    elif not taken.all:
         warn(f"no trial of study '{carried.name}' holds in this space: none is carried over")
     changed = changed_versions(carried.environment, study.environment)
     if taken.new and changed:

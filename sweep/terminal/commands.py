@@ -21,7 +21,7 @@ from reports.comparison import Comparison, compare_cards
 from reports.decision import Job
 from reports.page import render, render_comparison, write_page, write_report
 from reports.summary import emulation_note
-from search_spaces.documents import parse_object, read_text
+from search_spaces.documents import home_expanded, parse_object, read_text
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
 from storage.best import best_document
@@ -29,6 +29,7 @@ from storage.definition import StudyDefinition, StudySnapshot
 from storage.reading import count_trials, read_study
 from storage.records import TrialRecord
 from storage.removal import remove_study
+from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from storage.urls import redact
 from sweep.export import formats
@@ -104,7 +105,10 @@ def _driven_url(typed: str | None) -> str:
 
 
 def _source(carried: str, *, of: str, url: str) -> StudySnapshot:
-    """Return the study that trials are taken over from."""
+    """Return the study that trials are taken over from: one of the database's, or a spool's."""
+    path = home_expanded(carried)
+    if "/" in carried or path.suffix == ".jsonl":
+        return read_spooled_study(path, url=url)
     if carried == of:
         raise InputError(
             f"--from {carried}: that is the study itself; name the new one with --study"
