@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -60,10 +60,9 @@ def every() -> list[tuple[str, str]]:
 def sweep(operation: str, kind: str, *, stride: int = 1, first: int = 1) -> Swept:
     """Let the n-th operation go wrong for n = first, first + stride, ... until none is left."""
     broken: list[str] = []
-    known = OPERATIONS[operation]
     for case, n in enumerate(range(first, CASES_MAX, stride)):
         fault = Fault(operation, kind, n)
-        with a_place(has_database=not known.is_of_opening, confirms=known.confirms) as place:
+        with new_place(operation) as place:
             found = list(_case(place, fault))
             has_fired = bool(place.said("fired"))
         broken += [f"{fault}: {words}" for words in found]
@@ -89,6 +88,12 @@ def a_place(*, has_database: bool = True, confirms: bool = True) -> Iterator[Pla
         yield place
 
 
+def new_place(operation: str) -> AbstractContextManager[Place]:
+    """Return a directory for a study in which an operation goes wrong."""
+    known = OPERATIONS[operation]
+    return a_place(has_database=not known.is_of_opening, confirms=known.confirms)
+
+
 @cache
 def _empty_database() -> bytes:
     # Optuna reads its schema's history anew whenever a database is opened: half of a case's time.
@@ -100,20 +105,20 @@ def _empty_database() -> bytes:
 
 def _case(place: Place, fault: Fault) -> Iterator[str]:
     """Yield what does not hold of a driver that meets a fault, and of the next one."""
-    status = in_a_process(place, lambda: _drive(place, fault))
+    status = in_a_process(place, lambda: drive(place, fault))
     ends = KINDS[fault.kind].ends if place.said("fired") else frozenset({DONE})
     if status not in ends:
         yield f"ended with {status}: {place.directory.joinpath('output').read_text()[-300:]}"
     yield from short_study.broken_at_once(place)
     yield from _processes_left()
-    status = in_a_process(place, lambda: _drive(place))
+    status = in_a_process(place, lambda: drive(place))
     if status != DONE:
         yield f"resumed: ended with {status}: {(place.directory / 'output').read_text()[-300:]}"
         return
     yield from short_study.broken(place)
 
 
-def _drive(place: Place, fault: Fault | None = None) -> int:
+def drive(place: Place, fault: Fault | None = None) -> int:
     """Drive the study in this process, which ends with it."""
     injector, beats = None, None
     if fault is not None:
@@ -131,7 +136,10 @@ def _drive(place: Place, fault: Fault | None = None) -> int:
         reason = short_study.run(place, beat=beats or (lambda do: do()), worker=worker)
         return 130 if reason == "interrupted" else 0
 
-    return guarded(work)
+    code = guarded(work)
+    if injector is not None:
+        place.say("counted", injector.count)
+    return code
 
 
 def in_a_process(place: Place, work: Callable[[], int]) -> int | None:

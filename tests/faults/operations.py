@@ -35,7 +35,7 @@ class Injector:
     ) -> None:
         self._fault, self._kind = fault, KINDS[fault.kind]
         self._on_strike, self._is_over = on_strike, is_over
-        self._count = 0
+        self.count = 0
 
     def __call__(self, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Do the operation, unless it is the one that goes wrong."""
@@ -58,8 +58,8 @@ class Injector:
 
     def is_next(self) -> bool:
         """Count one, and return whether it is the one that goes wrong."""
-        self._count += 1
-        is_struck = self._count == self._fault.n and not self._is_over()
+        self.count += 1
+        is_struck = self.count == self._fault.n and not self._is_over()
         if is_struck:
             self._on_strike()
         return is_struck
