@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +45,8 @@ from sweep.study.events import Event, Listener, StopReason, TrialFinished
 from sweep.study.interruption import Interruption
 from sweep.study.session import Prepared, drive
 from sweep.study.targets import resolve_target
-from tests.faults.kinds import Fault
+from sweep.terminal.edge import guarded
+from tests.faults.kinds import INTERRUPTED, Fault
 
 NAME = "study"
 _SPACE = """
@@ -75,6 +78,8 @@ class Place:
     directory: Path
     confirms: bool = True
     """Whether the study ends with its confirmation, as most do."""
+    server: str | None = None
+    """URL of a database; by default a file of SQLite below the studies' directory."""
 
     @property
     def home(self) -> Path:
@@ -87,7 +92,7 @@ class Place:
 
     @property
     def url(self) -> str:
-        return f"sqlite:///{self.runs / 'sweep.db'}"
+        return self.server or f"sqlite:///{self.runs / 'sweep.db'}"
 
     @property
     def journal(self) -> Path:
@@ -338,3 +343,18 @@ def _left_behind(place: Place) -> Iterator[str]:
     with contextlib.suppress(FileNotFoundError):
         if b"Traceback" in (place.directory / "output").read_bytes():
             yield "a traceback was shown"
+
+
+def main(directory: str, server: str, beat_seconds: float) -> int:
+    """Drive the study as a program; its trials take so long between two signs of life."""
+
+    def beat(_: object) -> None:
+        place.say("beat")
+        time.sleep(beat_seconds)
+
+    place = Place(Path(directory), server=server or None)
+    return guarded(lambda: int(run(place, beat=beat) == StopReason.INTERRUPTED) and INTERRUPTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
