@@ -22,6 +22,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlch
 from sqlalchemy.pool import NullPool
 
 from search_spaces.errors import EnvironmentFault, install_extra, words_of
+from storage.sampler_view import SearchStorage
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ def patiently(
         pause, attempt = min(2 * pause, 8.0), attempt + 1
 
 
-def open_for_writing(url: DatabaseUrl) -> RDBStorage:
+def open_for_writing(url: DatabaseUrl) -> SearchStorage:
     """Open the database, created where it is missing.
 
     Raises:
@@ -157,11 +158,11 @@ def _opening(url: DatabaseUrl) -> Iterator[None]:
         raise EnvironmentFault(f"database {url}: {_scrubbed(str(error), url)}") from None
 
 
-def _create(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
+def _create(url: DatabaseUrl, options: dict[str, Any]) -> SearchStorage:
     """Open for writing; of two processes that create tables at once, one fails and tries again."""
     for attempt in range(1, _CREATION_ATTEMPTS + 1):
         try:
-            return RDBStorage(_optuna_text(url), engine_kwargs=dict(options))
+            return SearchStorage(_optuna_text(url), engine_kwargs=dict(options))
         except (SQLAlchemyError, StorageInternalError) as error:
             if attempt == _CREATION_ATTEMPTS or not _is_creation_race(error):
                 raise

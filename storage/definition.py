@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -53,8 +53,9 @@ class StudyDefinition(BaseModel):
         if not names_cost(stored):
             return stored
         old = stored["space"]["objectives"]
-        asked = dict.fromkeys("tokens_per_second" if name == "cost" else name for name in old)
-        return {**stored, "space": {**stored["space"], "objectives": list(asked)}}
+        speeds = ["tokens_per_second" if name == "cost" else name for name in old]
+        asked = [name for place, name in enumerate(speeds) if name not in speeds[:place]]
+        return {**stored, "space": {**stored["space"], "objectives": asked}}
 
     @model_validator(mode="before")
     @classmethod
@@ -64,9 +65,13 @@ class StudyDefinition(BaseModel):
         It was the multiple nearest to the inherited one; a space is refused for it by now.
         """
         space = _stored_space(stored)
-        baseline, fixed = space.get("baseline") or {}, space.get("fixed") or {}
+        baseline, fixed = space.get("baseline"), space.get("fixed")
+        if not (isinstance(baseline, dict) and isinstance(fixed, dict)):
+            return stored
         micro, effective = baseline.get("micro_batch_size"), fixed.get("effective_batch_size")
-        if "effective_batch_size" in baseline or not (micro and effective and effective % micro):
+        if "effective_batch_size" in baseline or not (_is_count(micro) and _is_count(effective)):
+            return stored
+        if effective % micro == 0:
             return stored
         whole = max(1, (effective + micro // 2) // micro) * micro
         resolved = {**baseline, "effective_batch_size": whole}
@@ -75,7 +80,12 @@ class StudyDefinition(BaseModel):
 
 def names_cost(stored: Any) -> bool:
     """Whether a stored definition names ``cost``, which earlier versions had as an objective."""
-    return "cost" in _stored_space(stored).get("objectives", ())
+    objectives = _stored_space(stored).get("objectives")
+    return isinstance(objectives, list) and "cost" in objectives
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
 
 
 def _stored_space(stored: Any) -> dict[str, Any]:
@@ -142,6 +152,10 @@ class RunningTrial:
     purpose: Purpose = "search"
     confirms: int | None = None
     """Number of the trial that it measures again."""
+    series: int = 0
+    """Which confirmation of the study it belongs to; 0 for a trial of the search."""
+    attempt_id: str | None = None
+    """Of this one try; None where an earlier version began it."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,12 @@ from optuna.trial import FrozenTrial, TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
+from storage.keys import ATTEMPT as ATTEMPT
+from storage.keys import CONFIG as CONFIG
+from storage.keys import PURPOSE as PURPOSE
+from storage.keys import RECORD as RECORD
+from storage.keys import STARTED_AT as STARTED_AT
+from storage.keys import VERDICT as VERDICT
 from storage.records import (
     RETRYABLE,
     Errand,
@@ -31,14 +37,12 @@ from storage.records import (
     Verdict,
     need_of,
 )
+from storage.sampler_view import OnDemand
 
 Direction = Literal["maximize", "minimize"]
 
 CONSTRAINT = "fit"
 """Feasible at 0 and below: the share by which the peak is above the budget."""
-CONFIG, STARTED_AT, RECORD, VERDICT = "config", "started_at", "record", "verdict"
-PURPOSE, ATTEMPT = "purpose", "attempt"
-"""Keys of a trial's user attributes."""
 LEAST_VIOLATION = 0.01
 """Of a trial that ran out of memory by an unknown amount."""
 FAULT_VIOLATION = 1.0
@@ -142,6 +146,8 @@ def _attributes(record: TrialRecord, budget_bytes: int) -> dict[str, Any]:
 
 def record_of(trial: FrozenTrial) -> TrialRecord | None:
     """Return the record that a finished trial carries; None where it carries none."""
+    if isinstance(trial.user_attrs, OnDemand):
+        return trial.user_attrs.record
     values = trial.user_attrs.get(RECORD)
     return (
         TrialRecord.from_json(values) if trial.state.is_finished() and values is not None else None

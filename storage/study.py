@@ -20,7 +20,6 @@ from typing import Any, Self, TypeVar
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning
-from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
@@ -29,9 +28,12 @@ from storage import mapping
 from storage.database import PATIENCE, Patience, close, faults, open_for_writing, patiently
 from storage.definition import StudyDefinition, differences, names_cost
 from storage.lease import Lease, lease_for
+from storage.ledger import Ledger
 from storage.reading import DEFINITION, ENDED, IDENTITY, RUNS, WALL_SECONDS, understood
 from storage.records import SEARCH, Errand, Lost, TrialRecord
-from storage.recovery import Spool, attempts, to_retry
+from storage.recovery import Spool, attempts
+from storage.sampler_view import SearchStorage
+from storage.stored import read_stored_trials
 from storage.urls import DatabaseUrl, parse_url
 
 T = TypeVar("T")
@@ -168,12 +170,13 @@ class OpenStudy:
     was_resumed: bool
     environment: Mapping[str, Any]
     """Fingerprint of this run."""
-    _storage: RDBStorage
+    _storage: SearchStorage
     _url: DatabaseUrl
     _lease: Lease
     _spool: Spool
     _patience: Patience
-    _records: dict[int, TrialRecord] = field(default_factory=dict, init=False)
+    ledger: Ledger = field(default_factory=Ledger, init=False)
+    """Every finished trial, from memory: nobody else writes."""
 
     def __post_init__(self) -> None:
         self._reload()
@@ -190,20 +193,19 @@ class OpenStudy:
         close(self._storage)
 
     def records(self) -> tuple[TrialRecord, ...]:
-        """Return every finished trial's record, by number, from memory: nobody else writes.
+        """Return every finished trial's record, by number.
 
         They are the search's; what measured its winners again are the `confirmations`.
         """
-        return tuple(record for record in self._by_number() if record.purpose == "search")
+        return self.ledger.records
 
     def confirmations(self) -> tuple[TrialRecord, ...]:
         """Return every finished run that measured a winner again, by number."""
-        return tuple(record for record in self._by_number() if record.purpose != "search")
+        return self.ledger.confirmations
 
     def on_errand(self, errand: Errand) -> tuple[TrialRecord, ...]:
         """Return the finished runs of one purpose and one confirmation, by number."""
-        wanted = errand.purpose, errand.series
-        return tuple(r for r in self._by_number() if (r.purpose, r.series) == wanted)
+        return self.ledger.on_errand(errand)
 
     def recover(self) -> tuple[TrialConfig, ...]:
         """Close what an earlier driver left open, and return the configurations to try again.
@@ -220,7 +222,7 @@ class OpenStudy:
                 self._patiently(partial(self._close_unbegun, frozen.number))
             else:
                 self._write(Trial(self.study, self._patiently(partial(self._id, frozen))), record)
-        return to_retry(self.records())
+        return self.ledger.to_retry()
 
     def ask(
         self,
@@ -286,7 +288,7 @@ class OpenStudy:
         # Not tried again where the database is away: a transaction may have gone through unheard.
         with faults(self._url):
             self.study.add_trial(frozen)
-        self._records[number] = numbered
+        self.ledger.add(numbered)
 
     def begin(
         self, trial: Trial, config: TrialConfig, started_at: str, *, errand: Errand = SEARCH
@@ -350,15 +352,16 @@ class OpenStudy:
         total = self.wall_seconds() + seconds
         self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
 
-    def _by_number(self) -> list[TrialRecord]:
-        return [self._records[number] for number in sorted(self._records)]
-
     def _reload(self) -> None:
-        records = map(mapping.record_of, self.study.get_trials(deepcopy=False))
-        self._records = {record.number: record for record in records if record is not None}
+        study_id = self._storage.get_study_id_from_name(self.study.study_name)
+        self.ledger = Ledger(read_stored_trials(self._storage.engine, study_id).records)
+        self._storage.record_of = self._known
+
+    def _known(self, number: int) -> TrialRecord | None:
+        return self.ledger.record(number)
 
     def _write(self, trial: Trial, record: TrialRecord) -> None:
-        self._records[record.number] = self._patiently(lambda: self._store(trial, record))
+        self.ledger.add(self._patiently(lambda: self._store(trial, record)))
 
     def _store(self, trial: Trial, record: TrialRecord) -> TrialRecord:
         """Write what is not there yet, the state last; return the record that storage then has."""

@@ -28,7 +28,6 @@ from storage.best import best_document
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.reading import count_trials, read_study
 from storage.records import TrialRecord
-from storage.recovery import next_number
 from storage.removal import remove_study
 from storage.study import OpenStudy
 from storage.urls import redact
@@ -42,14 +41,14 @@ from sweep.paths import (
 )
 from sweep.planning.kept_memory import with_memory_forecasts
 from sweep.running.device_info import read_card
+from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption, undisturbed
 from sweep.study.session import Prepared, drive, prepare, prepare_again
-from sweep.study.tuner import confirm_anew, trials_spent
+from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.console import STDOUT, announce_if_slow, confirmed, folded, note, say, width_of
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.edge import INTERRUPTED
 from sweep.terminal.listings import read
 from sweep.terminal.live import watching
 from sweep.terminal.summary import (
@@ -178,7 +177,7 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
     width = width_of(sys.stderr)
     most = "at most " if definition.space.sampler == "guided" else ""
     if study.was_resumed:
-        done = trials_spent(records, since=next_number(records))
+        done = study.ledger.trials_spent(since=study.ledger.next_number)
         note(f"Resuming study {study.study.study_name}: {_progress(done, total)}.")
     else:
         note(f"Starting study {study.study.study_name}: {most}{units.plural(total, 'trial')}.")

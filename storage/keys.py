@@ -1,0 +1,13 @@
+"""Owns under which keys a database keeps what is known of a study and of its trials."""
+
+from __future__ import annotations
+
+DEFINITION, RUNS, WALL_SECONDS, IDENTITY = "definition", "runs", "wall_seconds", "identity"
+ENDED = "ended"
+STUDY_KEYS = (DEFINITION, RUNS, WALL_SECONDS, IDENTITY, ENDED)
+"""Of a study's user attributes."""
+
+CONFIG, STARTED_AT, RECORD, VERDICT = "config", "started_at", "record", "verdict"
+PURPOSE, ATTEMPT = "purpose", "attempt"
+TRIAL_KEYS = (RECORD, CONFIG, STARTED_AT, PURPOSE, ATTEMPT)
+"""Of a trial's user attributes, less what is there for people who look into the database."""
