@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import sqlite3
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-import optuna
 import sqlalchemy
-from optuna.exceptions import StorageInternalError
-from optuna.storages import RDBStorage
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from search_spaces.errors import EnvironmentFault, install_extra, words_of
-from storage.sampler_view import SearchStorage
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
+
+if TYPE_CHECKING:
+    # What only looks at a study does without Optuna, which takes longer to import than to read.
+    from optuna.storages import RDBStorage
+
+    from storage.sampler_view import SearchStorage
 
 T = TypeVar("T")
 
@@ -31,6 +35,8 @@ _WRITER_SECONDS = 2.0
 """How long a writer's SQLite statement waits for other processes, before it is tried again."""
 _READER_SECONDS = 10.0
 """The same for a reader, which does not try again."""
+SCHEMA = "v3.2.0.a"
+"""The newest version of Optuna's tables that is known here."""
 _CONNECT_SECONDS = 10
 _CREATION_ATTEMPTS = 8
 _KEEPALIVES = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
@@ -64,7 +70,7 @@ def patiently(
             if attempt:
                 before_retry()
             return action()
-        except (SQLAlchemyError, StorageInternalError) as error:
+        except failures() as error:
             if not _is_transient(error) or patience.clock() + pause > deadline:
                 raise
         patience.sleep(pause)
@@ -77,6 +83,8 @@ def open_for_writing(url: DatabaseUrl) -> SearchStorage:
     Raises:
         EnvironmentFault: the directory, the file or the server is not to be had.
     """
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with _opening(url):
         match url:
@@ -97,22 +105,69 @@ def open_for_reading(url: DatabaseUrl) -> RDBStorage | None:
     Raises:
         EnvironmentFault: the file or the server is not to be had.
     """
+    options = _reader(url)
+    if options is None:
+        return None
+    with _opening(url):
+        if _schema(url, options) is None:
+            return None
+        return _storage_for_reading(url, options)
+
+
+def _storage_for_reading(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
+    from optuna.storages import RDBStorage
+
+    storage = RDBStorage(_optuna_text(url), engine_kwargs=dict(options), skip_table_creation=True)
+    _read_at_once(storage.engine)
+    return storage
+
+
+@contextmanager
+def reader_of(url: DatabaseUrl) -> Iterator[sqlalchemy.Engine | None]:
+    """Open the database for statements that only read, each connection's of one moment.
+
+    None where it holds no studies yet. Whatever fails meanwhile is translated.
+
+    Raises:
+        EnvironmentFault: the file or the server is not to be had.
+    """
+    with _opening(url):
+        engine = _engine_for_reading(url)
+    try:
+        with faults(url):
+            yield engine
+    finally:
+        if engine is not None:
+            engine.dispose()
+
+
+def _engine_for_reading(url: DatabaseUrl) -> sqlalchemy.Engine | None:
+    options = _reader(url)
+    schema = None if options is None else _schema(url, options)
+    if options is None or schema is None:
+        return None
+    if schema != SCHEMA:
+        # Optuna knows which others it can read, and says what to do about the rest.
+        close(_storage_for_reading(url, options))
+    engine = sqlalchemy.create_engine(_plain_text(url), poolclass=NullPool, **options)
+    _read_at_once(engine)
+    return engine
+
+
+def _reader(url: DatabaseUrl) -> dict[str, Any] | None:
+    """Return how an engine is made that never writes; None where there is no file."""
     match url:
         case SqliteUrl():
-            if not _is_file(url):
-                return None
-            options: dict[str, Any] = {"creator": lambda: _connect(url, is_reader=True)}
+            return {"creator": lambda: _connect(url, is_reader=True)} if _is_file(url) else None
         case PostgresUrl():
             execution = {"postgresql_readonly": True, "isolation_level": "REPEATABLE READ"}
-            options = {"execution_options": execution, "connect_args": _arguments()}
-    with _opening(url):
-        if not _has_schema(url, options):
-            return None
-        storage = RDBStorage(_optuna_text(url), engine_kwargs=options, skip_table_creation=True)
-        if isinstance(url, SqliteUrl):
-            # One snapshot per session, so that a trial's state and its attributes belong together.
-            _begin_with(storage.engine, "BEGIN")
-    return storage
+            return {"execution_options": execution, "connect_args": _arguments()}
+
+
+def _read_at_once(engine: sqlalchemy.Engine) -> None:
+    if engine.dialect.name == "sqlite":
+        # One snapshot per session, so that a trial's state and its attributes belong together.
+        _begin_with(engine, "BEGIN")
 
 
 def close(storage: RDBStorage) -> None:
@@ -140,7 +195,7 @@ def faults(url: DatabaseUrl) -> Iterator[None]:
     """
     try:
         yield
-    except (SQLAlchemyError, StorageInternalError) as error:
+    except failures() as error:
         raise EnvironmentFault(f"database {url}: {_reason(error, url)}") from None
 
 
@@ -160,10 +215,12 @@ def _opening(url: DatabaseUrl) -> Iterator[None]:
 
 def _create(url: DatabaseUrl, options: dict[str, Any]) -> SearchStorage:
     """Open for writing; of two processes that create tables at once, one fails and tries again."""
+    from storage.sampler_view import SearchStorage
+
     for attempt in range(1, _CREATION_ATTEMPTS + 1):
         try:
             return SearchStorage(_optuna_text(url), engine_kwargs=dict(options))
-        except (SQLAlchemyError, StorageInternalError) as error:
+        except failures() as error:
             if attempt == _CREATION_ATTEMPTS or not _is_creation_race(error):
                 raise
             time.sleep(0.05 * attempt)
@@ -181,6 +238,8 @@ def _connect(url: SqliteUrl, *, is_reader: bool = False) -> sqlite3.Connection:
     )
     if is_reader:
         connection.execute("PRAGMA query_only = ON")
+        # What somebody wrote by hand need not be text; it is for whoever reads it to say so.
+        connection.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")
     return connection
 
 
@@ -223,15 +282,25 @@ def _is_file(url: SqliteUrl) -> bool:
     return True
 
 
-def _has_schema(url: DatabaseUrl, options: dict[str, Any]) -> bool:
-    text = url.text if isinstance(url, PostgresUrl) else "sqlite://"
-    engine = sqlalchemy.create_engine(text, poolclass=NullPool, **options)
+def _schema(url: DatabaseUrl, options: dict[str, Any]) -> str | None:
+    """Return the version of the tables as Optuna's migrations name it; None where there is none."""
+    engine = sqlalchemy.create_engine(_plain_text(url), poolclass=NullPool, **options)
     with engine.connect() as connection:
         if not sqlalchemy.inspect(connection).has_table("alembic_version"):
-            return False
-        return (
-            connection.execute(sqlalchemy.text("SELECT 1 FROM alembic_version")).first() is not None
-        )
+            return None
+        version = sqlalchemy.text("SELECT version_num FROM alembic_version")
+        row = connection.execute(version).first()
+    return None if row is None else str(row[0])
+
+
+def _plain_text(url: DatabaseUrl) -> str:
+    return url.text if isinstance(url, PostgresUrl) else "sqlite://"
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Return what a database raises; what Optuna makes of it only where Optuna is in use."""
+    module = sys.modules.get("optuna.exceptions")
+    return (SQLAlchemyError,) if module is None else (SQLAlchemyError, module.StorageInternalError)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -246,9 +246,9 @@ def best(
     study: opt.StudyArgument, storage: opt.StorageOption = None, as_json: opt.JsonOption = False
 ) -> int:
     """Show a study's winner."""
-    from sweep.terminal import commands
+    from sweep.terminal import listings
 
-    return commands.best(study, storage=storage, as_json=as_json)
+    return listings.best(study, storage=storage, as_json=as_json)
 
 
 @app.command("rm", epilog=opt.examples("sweep rm a10", "sweep rm a10 --yes"))

@@ -396,11 +396,11 @@ class _Confirming:
             device_seconds=self.clock() - launched,
             **begun.run.errand.model_dump(),
         )
-        self.study.tell(begun.handle, record)
+        stored = self.study.tell(begun.handle, record)
         self.study.add_wall_seconds(self.clock() - begun.began)
         if isinstance(outcome, OutOfMemory):
             self.preflight.learn(record)
-        self.on_event(TrialFinished(record=record))
+        self.on_event(TrialFinished(record=stored))
 
     def _measure(self, begun: _Begun) -> Outcome:
         space, run = self.study.definition.space, begun.run

@@ -29,8 +29,9 @@ from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
+from storage.opening import NAME_BYTES_MAX, NAME_MAX, open_study
 from storage.reading import changed_versions
-from storage.study import NAME_BYTES_MAX, NAME_MAX, OpenStudy, open_study
+from storage.study import OpenStudy
 from sweep import stop_signals
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
@@ -278,7 +279,7 @@ def drive(
     # Signals are requests until all is closed: one more while that lasts costs nothing.
     with interruption.handling_signals():
         with interruption.opening():
-            study = _opened(prepared, storage, sampler, carried)
+            study = _opened(prepared, storage, sampler, carried, warn)
             if carried is not None:
                 _take_over(study, carried, is_valid=preflight.is_valid, warn=warn)
         try:
@@ -376,7 +377,12 @@ def _take_over(
     except BaseException:
         study.close()
         raise
-    if not taken.all:
+    for problem in carried.warnings if carried.identity == study.identity else ():
+        warn(problem)
+    if carried.identity == study.identity:
+        if not taken.new:
+            warn(f"the spool of '{carried.name}' has no result that the study has not")
+    elif not taken.all:
         warn(f"no trial of study '{carried.name}' holds in this space: none is carried over")
     changed = changed_versions(carried.environment, study.environment)
     if taken.new and changed:
@@ -387,7 +393,11 @@ def _take_over(
 
 
 def _opened(
-    prepared: Prepared, storage: str, sampler: BaseSampler, carried: StudySnapshot | None
+    prepared: Prepared,
+    storage: str,
+    sampler: BaseSampler,
+    carried: StudySnapshot | None,
+    warn: Callable[[str], None],
 ) -> OpenStudy:
     if carried is not None:
         refuse_incomparable(carried, prepared.definition)
@@ -398,6 +408,7 @@ def _opened(
         sampler=sampler,
         environment=_environment(prepared),
         home=runs_directory(),
+        warn=warn,
     )
 
 

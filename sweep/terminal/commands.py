@@ -21,7 +21,7 @@ from reports.comparison import Comparison, compare_cards
 from reports.decision import Job
 from reports.page import render, render_comparison, write_page, write_report
 from reports.summary import emulation_note
-from search_spaces.documents import parse_object, read_text
+from search_spaces.documents import home_expanded, parse_object, read_text
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
 from storage.best import best_document
@@ -29,6 +29,7 @@ from storage.definition import StudyDefinition, StudySnapshot
 from storage.reading import count_trials, read_study
 from storage.records import TrialRecord
 from storage.removal import remove_study
+from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from storage.urls import redact
 from sweep.export import formats
@@ -49,10 +50,9 @@ from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.console import STDOUT, announce_if_slow, confirmed, folded, note, say, width_of
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.listings import read
+from sweep.terminal.listings import read, warn_of_unreadable
 from sweep.terminal.live import watching
 from sweep.terminal.summary import (
-    best_text,
     has_fit,
     last_screen,
     not_ruled_out,
@@ -94,7 +94,10 @@ def run(
 
 
 def _source(carried: str, *, of: str, url: str) -> StudySnapshot:
-    """Return the study that trials are taken over from."""
+    """Return the study that trials are taken over from: one of the database's, or a spool's."""
+    path = home_expanded(carried)
+    if "/" in carried or path.suffix == ".jsonl":
+        return read_spooled_study(path, url=url)
     if carried == of:
         raise InputError(
             f"--from {carried}: that is the study itself; name the new one with --study"
@@ -221,16 +224,6 @@ def _progress(done: int, total: int) -> str:
     return f"{done:,} of {units.plural(total, 'trial')} {verb} done"
 
 
-def best(study: str, *, storage: str | None, as_json: bool) -> int:
-    """Print the winner of a study."""
-    snapshot = read(study, url=storage_url(storage))
-    if as_json:
-        say(json.dumps(best_document(snapshot)))
-    else:
-        say(best_text(snapshot, width=width_of(sys.stdout)))
-    return DONE if has_fit(snapshot) else NOTHING_FITS
-
-
 def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
     """Remove a study and its files, and print what is gone; a person is asked first."""
     url = storage_url(storage)
@@ -320,6 +313,7 @@ def export(
 ) -> int:
     """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
     snapshot = read(study, url=storage_url(storage))
+    warn_of_unreadable(snapshot)
     text = formats.export(snapshot, format=format, number=trial)
     if output is None or str(output) == STDOUT:
         say(text.removesuffix("\n"))
