@@ -16,6 +16,7 @@ import typer
 import typer.core
 
 from search_spaces.errors import InputError
+from storage.patience import waits_told_to
 from sweep import stop_signals
 from sweep.paths import runs_directory, storage_url
 from sweep.stop_signals import INTERRUPTED
@@ -24,6 +25,7 @@ from sweep.terminal.console import (
     STDOUT,
     announce_if_slow,
     prepare_streams,
+    wait_lines,
 )
 from sweep.terminal.edge import guarded
 from sweep.terminal.knob_options import add_knobs, takes_knobs
@@ -441,7 +443,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     is_told = typed[:1] in (["run"], ["confirm"]) or sys.stderr.isatty()
     if typed and typed[0] in SLOW_TO_LOAD and is_told:
         announce_if_slow("Loading libraries ...")
-    return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
+    with waits_told_to(wait_lines()):
+        return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
 
 
 def _being_completed() -> list[str]:

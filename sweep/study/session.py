@@ -30,6 +30,7 @@ from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
 from storage.opening import NAME_BYTES_MAX, NAME_MAX, open_study
+from storage.patience import waits_end_when
 from storage.reading import changed_versions
 from storage.study import OpenStudy
 from sweep import stop_signals
@@ -277,7 +278,7 @@ def drive(
     runner = new_runner(prepared)
     interruption = Interruption(cancel=runner.cancel, requests=stop_signals.asked())
     # Signals are requests until all is closed: one more while that lasts costs nothing.
-    with interruption.handling_signals():
+    with interruption.handling_signals(), waits_end_when(interruption.is_requested):
         with interruption.opening():
             study = _opened(prepared, storage, sampler, carried, warn)
             if carried is not None:

@@ -19,7 +19,8 @@ from optuna.trial import TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB
-from storage.database import Patience, close, faults, open_for_reading
+from storage.database import close, faults, open_for_reading
+from storage.patience import Patience
 from storage.reading import list_studies, read_study
 from storage.records import (
     Crashed,
