@@ -43,6 +43,7 @@ from sweep.paths import (
 )
 from sweep.planning.kept_memory import with_memory_forecasts
 from sweep.running.device_info import read_card
+from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption, undisturbed
 from sweep.study.session import Prepared, drive, prepare, prepare_again
@@ -50,7 +51,6 @@ from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.console import STDOUT, announce_if_slow, confirmed, folded, note, say, width_of
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.edge import INTERRUPTED
 from sweep.terminal.listings import read, warn_of_unreadable
 from sweep.terminal.live import watching
 from sweep.terminal.summary import (
