@@ -352,8 +352,10 @@ def _ended_trial(row: _Row) -> TrialRecord | None:
     return record
 
 
-def _holds(whole: Any, part: Any) -> bool:
-    return isinstance(whole, str) and isinstance(part, str) and part in whole
+def _holds(record: Any, config: Any) -> bool:
+    """Whether the text of a record has that of a configuration in its place."""
+    is_whole = isinstance(config, str) and config.endswith("}")
+    return is_whole and isinstance(record, str) and f'"{keys.CONFIG}": {config}' in record
 
 
 def _running_trial(number: int, texts: _Texts) -> RunningTrial:
@@ -409,9 +411,10 @@ def _implausible(record: TrialRecord) -> Iterator[str]:
     """Yield each number of a record that nobody can have measured: ``step_seconds is nan``."""
     parts = _parts(record)
     numbers = itertools.chain.from_iterable(_numbers(type(part))(part.__dict__) for part in parts)
-    # Nothing and zero are plausible. A sum tells of what is infinite or no number.
+    # Nothing and zero are plausible. A sum tells of what is no number, which has no place in order.
     known = list(filter(None, numbers))
-    if min(known) >= 0 and sum(known) < _INTEGER_END and _is_interval(record):
+    is_bounded = min(known) >= 0 and max(known) < _INTEGER_END
+    if is_bounded and math.isfinite(sum(known)) and _is_interval(record):
         return
     for part in parts:
         for name, value in part.__dict__.items():
@@ -533,11 +536,12 @@ def _definition(texts: _Texts) -> tuple[StudyDefinition, bool]:
         _Model.model_validate(definition.model)
     except ValidationError as error:
         raise _UnreadableError(f"its definition is of another version: {explain(error)}") from None
-    if definition.model["config"]:
-        try:
+    try:
+        definition.space.baseline_config()
+        if definition.model["config"]:
             checked_config(definition.model["config"], label="its model")
-        except InputError as error:
-            raise _UnreadableError(str(error)) from None
+    except InputError as error:
+        raise _UnreadableError(str(error)) from None
     budget = definition.target.budget_bytes
     if not 0 < budget < _INTEGER_END:
         raise _UnreadableError(f"its definition has a budget of {quote(budget)} bytes")
