@@ -104,6 +104,11 @@ class Ledger:
         return self._by_number.get(number)
 
     @property
+    def all(self) -> tuple[TrialRecord, ...]:
+        """Every trial, whatever it was for, by number."""
+        return tuple(self._by_number.values())
+
+    @property
     def records(self) -> tuple[TrialRecord, ...]:
         """The trials of the search, by number."""
         if self._shown is None:

@@ -23,9 +23,12 @@ from storage.definition import (
     StudySummary,
     names_cost,
 )
+from storage.identity import look_beside, stranger_words
+from storage.kept import how_begun, unsettled, unsettled_words
 from storage.lease import Holder, lease_for
 from storage.ranking import rank_study
-from storage.recovery import Spool
+from storage.spool import NAME as SPOOL
+from storage.spool import Spool
 from storage.urls import DatabaseUrl, parse_url
 
 DEFINITION, RUNS, WALL_SECONDS, IDENTITY = "definition", "runs", "wall_seconds", "identity"
@@ -51,7 +54,7 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
         _require(name, attributes, database)
         trials = _trials(storage, name)
         holder = lease_for(database, name).holder()
-    return _snapshot(name, attributes[name], trials, holder, home)
+    return _snapshot(name, attributes[name], trials, holder, home, str(database))
 
 
 def count_trials(name: str, *, url: str) -> int:
@@ -81,7 +84,12 @@ def list_studies(
     with _reading(database) as storage:
         snapshots = [
             _snapshot(
-                name, attributes, _trials(storage, name), lease_for(database, name).holder(), home
+                name,
+                attributes,
+                _trials(storage, name),
+                lease_for(database, name).holder(),
+                home,
+                str(database),
             )
             for name, attributes in _attributes(storage).items()
         ]
@@ -129,6 +137,7 @@ def _snapshot(
     trials: Sequence[FrozenTrial],
     holder: Holder | None,
     home: Path,
+    database: str,
 ) -> StudySnapshot:
     with understood(name):
         definition = StudyDefinition.model_validate(attributes[DEFINITION])
@@ -136,11 +145,11 @@ def _snapshot(
     records.sort(key=lambda record: record.number)
     running = [trial for trial in trials if trial.state is TrialState.RUNNING]
     runs = [run["environment"] for run in attributes.get(RUNS, ())]
-    untold = (
-        ()
-        if holder
-        else _untold(Spool(home / name / "spool.jsonl", attributes.get(IDENTITY, "")), running)
-    )
+    identity = str(attributes.get(IDENTITY, ""))
+    beside = look_beside(home / name)
+    spool = Spool(home / name / SPOOL, identity)
+    begun = [begun for trial in running if (begun := how_begun(trial)) is not None]
+    found = unsettled(spool, records=records, begun=begun, is_driven=holder is not None)
     return StudySnapshot(
         name=name,
         definition=definition,
@@ -152,7 +161,12 @@ def _snapshot(
         ended=attributes.get(ENDED),
         identity=str(attributes.get(IDENTITY, "")),
         holder=None if holder is None else holder.who,
-        warnings=(*_former_objective(attributes), *_version_changes(runs), *untold),
+        warnings=(
+            *_former_objective(attributes),
+            *_version_changes(runs),
+            *stranger_words(beside, study=name, identity=identity, database=database),
+            *unsettled_words(found, study=name, path=spool.path, is_driven=holder is not None),
+        ),
     )
 
 
@@ -222,15 +236,3 @@ def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
         key: environment.get(key) for key in ("gpu", "driver", "cuda_driver", "python", "commit")
     }
     return machine | dict(environment.get("versions", {}))
-
-
-def _untold(spool: Spool, running: Sequence[FrozenTrial]) -> tuple[str, ...]:
-    numbers = {trial.number for trial in running}
-    waiting = sorted({record.number for record in spool.read()} & numbers)
-    if not waiting:
-        return ()
-    listed = ", ".join(map(str, waiting))
-    return (
-        f"results of trials {listed} are in {spool.path} and not yet in the database; "
-        "resume the study to tell them",
-    )

@@ -38,8 +38,9 @@ from search_spaces.space import SamplerName, SearchSpace
 from storage import mapping
 from storage.database import close, open_for_writing
 from storage.definition import StudyDefinition, Target
+from storage.opening import open_study
 from storage.records import Outcome, PredictionRecord, PrunedSlow, TrialRecord
-from storage.study import OpenStudy, open_study
+from storage.study import OpenStudy
 from storage.urls import parse_url
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.encoding import Encoding
