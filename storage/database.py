@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     # What only looks at a study does without Optuna, which takes longer to import than to read.
     from optuna.storages import RDBStorage
 
+    from storage.sampler_view import SearchStorage
+
 T = TypeVar("T")
 
 _WRITER_SECONDS = 2.0
@@ -75,7 +77,7 @@ def patiently(
         pause, attempt = min(2 * pause, 8.0), attempt + 1
 
 
-def open_for_writing(url: DatabaseUrl) -> RDBStorage:
+def open_for_writing(url: DatabaseUrl) -> SearchStorage:
     """Open the database, created where it is missing.
 
     Raises:
@@ -211,13 +213,13 @@ def _opening(url: DatabaseUrl) -> Iterator[None]:
         raise EnvironmentFault(f"database {url}: {_scrubbed(str(error), url)}") from None
 
 
-def _create(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
+def _create(url: DatabaseUrl, options: dict[str, Any]) -> SearchStorage:
     """Open for writing; of two processes that create tables at once, one fails and tries again."""
-    from optuna.storages import RDBStorage
+    from storage.sampler_view import SearchStorage
 
     for attempt in range(1, _CREATION_ATTEMPTS + 1):
         try:
-            return RDBStorage(_optuna_text(url), engine_kwargs=dict(options))
+            return SearchStorage(_optuna_text(url), engine_kwargs=dict(options))
         except failures() as error:
             if attempt == _CREATION_ATTEMPTS or not _is_creation_race(error):
                 raise

@@ -99,6 +99,15 @@ class Ledger:
         if record.carried is None:
             self._own.add(record)
 
+    def record(self, number: int) -> TrialRecord | None:
+        """Return the trial of a number, whatever it was for; None where none has ended."""
+        return self._by_number.get(number)
+
+    @property
+    def all(self) -> tuple[TrialRecord, ...]:
+        """Every trial, whatever it was for, by number."""
+        return tuple(self._by_number.values())
+
     @property
     def records(self) -> tuple[TrialRecord, ...]:
         """The trials of the search, by number."""

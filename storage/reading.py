@@ -25,6 +25,8 @@ from storage.definition import (
     Unreadable,
     UnreadableStudy,
 )
+from storage.identity import look_beside, stranger_words
+from storage.kept import unsettled, unsettled_words
 from storage.keys import DEFINITION as DEFINITION
 from storage.keys import ENDED as ENDED
 from storage.keys import IDENTITY as IDENTITY
@@ -32,7 +34,8 @@ from storage.keys import RUNS as RUNS
 from storage.keys import WALL_SECONDS as WALL_SECONDS
 from storage.lease import Holder, lease_for
 from storage.ranking import rank_study
-from storage.recovery import Spool
+from storage.spool import NAME as SPOOL
+from storage.spool import Spool
 from storage.stored import (
     StoredStudy,
     count_stored_trials,
@@ -68,7 +71,7 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
             f"study {quote(name)} cannot be read: {found.reason}; it may be of another version of "
             "sweep: read it with that one, or choose another --study"
         )
-    return _snapshot(found, _holder(database, name), home)
+    return _snapshot(found, database, home)
 
 
 def count_trials(name: str, *, url: str) -> int:
@@ -103,7 +106,7 @@ def list_studies(
     return [
         study
         if isinstance(study, UnreadableStudy)
-        else _summary(completed(_snapshot(study, _holder(database, study.name), home)))
+        else _summary(completed(_snapshot(study, database, home)))
         for study in found
     ]
 
@@ -128,18 +131,15 @@ def understood(name: str) -> Iterator[None]:
         ) from error
 
 
-def _holder(database: DatabaseUrl, name: str) -> Holder | None:
-    """Return who drives a study; nobody does where its name can be no file's."""
-    return lease_for(database, name).holder() if is_file_name(name) else None
-
-
 def is_file_name(name: str) -> bool:
     """Whether a study's name can be that of a directory: others are some other tool's."""
     return re.fullmatch(r"[^\W_][\w.-]*", name) is not None and len(name.encode()) <= 200
 
 
-def _snapshot(study: StoredStudy, holder: Holder | None, home: Path) -> StudySnapshot:
-    trials = study.trials
+def _snapshot(study: StoredStudy, database: DatabaseUrl, home: Path) -> StudySnapshot:
+    trials, has_files = study.trials, is_file_name(study.name)
+    # Where its name can be no file's nobody of ours ever drove it.
+    holder = lease_for(database, study.name).holder() if has_files else None
     return StudySnapshot(
         name=study.name,
         definition=study.definition,
@@ -155,7 +155,7 @@ def _snapshot(study: StoredStudy, holder: Holder | None, home: Path) -> StudySna
         warnings=(
             *_former_objective(study),
             *_version_changes(study.environments),
-            *(() if holder else _untold(study, home)),
+            *(_beside(study, holder, home, str(database)) if has_files else ()),
             *study.damaged,
             *unreadable_in_words(trials.unreadable),
         ),
@@ -227,16 +227,12 @@ def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
     return machine | dict(environment.get("versions", {}))
 
 
-def _untold(study: StoredStudy, home: Path) -> tuple[str, ...]:
-    running = {trial.number for trial in study.trials.running}
-    if not running or not is_file_name(study.name):
-        return ()
-    spool = Spool(home / study.name / "spool.jsonl", study.identity)
-    waiting = sorted({record.number for record in spool.read()} & running)
-    if not waiting:
-        return ()
-    listed = ", ".join(map(str, waiting))
-    return (
-        f"results of trials {listed} are in {spool.path} and not yet in the database; "
-        "resume the study to tell them",
-    )
+def _beside(study: StoredStudy, holder: Holder | None, home: Path, database: str) -> Iterator[str]:
+    """Yield what a study's directory has that its database has not."""
+    directory = home / study.name
+    beside = look_beside(directory)
+    yield from stranger_words(beside, study=study.name, identity=study.identity, database=database)
+    spool, is_driven = Spool(directory / SPOOL, study.identity), holder is not None
+    trials = study.trials
+    found = unsettled(spool, records=trials.records, begun=trials.running, is_driven=is_driven)
+    yield from unsettled_words(found, study=study.name, path=spool.path, is_driven=is_driven)

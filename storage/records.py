@@ -235,6 +235,8 @@ class Lost(_Frozen):
 
     verdict: Literal[Verdict.LOST] = Verdict.LOST
     detail: str = ""
+    is_kept: bool = False
+    """Whether it ended well and its result is in the spool alone: to run it again is in vain."""
 
 
 Outcome = Annotated[

@@ -331,11 +331,11 @@ class _Confirming:
             device_seconds=self.clock() - launched,
             **run.errand.model_dump(),
         )
-        self.study.tell(handle, record)
+        stored = self.study.tell(handle, record)
         self.study.add_wall_seconds(self.clock() - begun)
         if isinstance(outcome, OutOfMemory):
             self.preflight.learn(record)
-        self.on_event(TrialFinished(record=record))
+        self.on_event(TrialFinished(record=stored))
 
     def _measure(self, run: NextRun, number: int, attempt_id: str) -> Outcome:
         space = self.study.definition.space

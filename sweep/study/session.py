@@ -29,8 +29,9 @@ from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
+from storage.opening import NAME_BYTES_MAX, NAME_MAX, open_study
 from storage.reading import changed_versions
-from storage.study import NAME_BYTES_MAX, NAME_MAX, OpenStudy, open_study
+from storage.study import OpenStudy
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
@@ -270,7 +271,7 @@ def drive(
     quiet_optuna()
     preflight = _preflight(prepared, warn=warn)
     space, sampler = prepared.space, _sampler(prepared.space, preflight)
-    study = _opened(prepared, storage, sampler, carried)
+    study = _opened(prepared, storage, sampler, carried, warn)
     if carried is not None:
         _take_over(study, carried, is_valid=preflight.is_valid, warn=warn)
     runner = new_runner(prepared)
@@ -381,7 +382,11 @@ def _take_over(
 
 
 def _opened(
-    prepared: Prepared, storage: str, sampler: BaseSampler, carried: StudySnapshot | None
+    prepared: Prepared,
+    storage: str,
+    sampler: BaseSampler,
+    carried: StudySnapshot | None,
+    warn: Callable[[str], None],
 ) -> OpenStudy:
     if carried is not None:
         refuse_incomparable(carried, prepared.definition)
@@ -392,6 +397,7 @@ def _opened(
         sampler=sampler,
         environment=_environment(prepared),
         home=runs_directory(),
+        warn=warn,
     )
 
 

@@ -281,12 +281,12 @@ class _Driver:
             device_seconds=trial.device_seconds or 0.0,
             prediction=trial.prediction,
         )
-        self.study.tell(trial.handle, record)
+        stored = self.study.tell(trial.handle, record)
         self._count_wall_seconds()
         self.preflight.learn(record)
-        self._rivals.learn(record)
-        self._tried.add(identity(record.config))
-        self.on_event(TrialFinished(record=record))
+        self._rivals.learn(stored)
+        self._tried.add(identity(stored.config))
+        self.on_event(TrialFinished(record=stored))
         if trial.device_seconds is not None:
             self._failures.count(outcome)
 

@@ -38,8 +38,9 @@ from search_spaces.space import SamplerName, SearchSpace
 from storage import mapping
 from storage.database import close, open_for_writing
 from storage.definition import StudyDefinition, Target
+from storage.opening import open_study
 from storage.records import Outcome, PredictionRecord, PrunedSlow, TrialRecord
-from storage.study import OpenStudy, open_study
+from storage.study import OpenStudy
 from storage.urls import parse_url
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.encoding import Encoding
@@ -250,10 +251,16 @@ def drive(
     """Resume a study for some further trials, on a card that answers at once."""
     quiet_optuna()
     ends: list[float] = []
+    opening = cProfile.Profile()
+    if profiled:
+        opening.enable()
     started = time.process_time()
     space = a_space(sampler)
     study = _opened(url, home, space, name)
     opened = time.process_time()
+    if profiled:
+        opening.disable()
+        pstats.Stats(opening).sort_stats("cumulative").print_stats(40)
     preflight = a_preflight(space)
     profile = cProfile.Profile() if profiled else None
 
@@ -321,7 +328,7 @@ def _show(count: int, size: float, sampler: str, driven: Driven) -> None:
     print(f" {each[len(each) // 2]:>9.4f} {each[-1]:>7.4f} {peak:>9.0f}", flush=True)
     if driven.profile is not None:
         driven.profile.stream = sys.stdout  # type: ignore[attr-defined]
-        driven.profile.sort_stats("cumulative").print_stats(_PARTS * 4)
+        driven.profile.sort_stats("cumulative").print_stats(_PARTS * 7)
 
 
 if __name__ == "__main__":

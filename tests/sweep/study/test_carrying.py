@@ -12,9 +12,10 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from storage.definition import StudyDefinition, StudySnapshot, Target
+from storage.opening import open_study
 from storage.reading import read_study
 from storage.records import Carried, Diverged, OutOfMemory, TrialRecord, Verdict
-from storage.study import OpenStudy, open_study
+from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import make_sampler
