@@ -108,7 +108,7 @@ def SILENT_AFTER_BEATS(worker: Worker) -> None:
 
 @behaviour
 def SLOW_BEATS(worker: Worker) -> None:
-    for step in range(100):
+    for step in range(50):
         worker.beat(step)
         time.sleep(0.05)
 
