@@ -54,6 +54,8 @@ _TURN_SECONDS = 0.2
 """Between two looks at the clock, the process and the log; what comes in the pipe is seen at once.
 """
 _CHUNK_BYTES = 65536
+_START_SECONDS = 120.0
+"""Until the system has started a process: it may wait for a disk that is gone."""
 
 
 class WorkerEnded(Exception):  # noqa: N818 - an end is not always an error
@@ -284,7 +286,10 @@ def _in_lasting_thread(start: Callable[[], Child]) -> Child:
     """
     starting = _lasting_thread(os.getpid()).submit(start)
     try:
-        return starting.result()
+        return starting.result(timeout=_START_SECONDS)
+    except TimeoutError as error:
+        starting.add_done_callback(_abandon)
+        raise OSError(f"no process could be started for {_START_SECONDS:g} s") from error
     except KeyboardInterrupt:
         starting.add_done_callback(_abandon)
         raise

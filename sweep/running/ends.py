@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from search_spaces import redaction
 from search_spaces.errors import CardLost
-from storage.records import CrashCause, Crashed, Lost, Outcome, Phase, TimedOut
+from storage.records import CrashCause, Crashed, Ineffective, Lost, Outcome, Phase, TimedOut
 from sweep.processes import End
 
 Failure = Callable[..., Outcome]
@@ -49,6 +49,20 @@ def nonsense(phase: Phase, _: End, *, words: str, did: str) -> Crashed:
 def timed_out(phase: Phase, _: End, *, words: str, why: str) -> TimedOut:
     """Return the outcome of a worker that was ended here, as it took too long."""
     return TimedOut(phase=phase, detail=_told(f"{why}; the worker was ended", words))
+
+
+def reconsidered(outcome: Outcome, phase: Phase, *, has_killed: bool) -> Outcome:
+    """Return what a trial came to, where the kernel killed processes for want of memory in it.
+
+    A compiler's process that was killed looks like a knob that takes no effect, which would never
+    be tried again.
+    """
+    match outcome:
+        case Crashed(detail=detail) | Ineffective(detail=detail) if has_killed:
+            reason = "the kernel killed a process here, as the host's memory ran out"
+            return Crashed(phase=phase, cause="host_out_of_memory", detail=f"{reason}: {detail}")
+        case _:
+            return outcome
 
 
 def card_lost(process: int, device: str, *, seconds: float) -> CardLost:

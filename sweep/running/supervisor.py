@@ -22,7 +22,7 @@ from storage import outcome_file
 from storage.definition import Target
 from storage.outcome_file import OutcomeFile
 from storage.records import Outcome, Phase
-from sweep.processes import End
+from sweep.processes import End, oom_kills
 from sweep.running import ends
 from sweep.running.child import (
     WorkerEnded,
@@ -136,6 +136,10 @@ class SupervisedRunner:
         except WorkerEnded:
             # An end that was asked for looks like any other from here.
             outcome = self._conclude(command, before, ends.crash, patience=self._deadlines.closed)
+        except BaseException:
+            # Whoever watches failed, or was interrupted: nobody hears the rest of this trial.
+            self._discard()
+            raise
         return ends.storable(outcome)
 
     def _follow(
@@ -145,8 +149,15 @@ class SupervisedRunner:
         patience.begin()
         self._phase = patience.phase
         is_stopping = False
+        kills = oom_kills()
         while True:
-            message = worker.next_message(until=patience.until())
+            try:
+                message = worker.next_message(until=patience.until())
+            except WorkerSilent:
+                if patience.exceeded() is None:
+                    # The time was this process's own: it was away, and has listened since.
+                    continue
+                raise
             match message:
                 case Alive() as alive:
                     patience.hear(alive)
@@ -157,7 +168,8 @@ class SupervisedRunner:
                 case Finished(run_id=command.run_id, config=command.config) as finished:
                     if finished.retire is not None:
                         self._discard()
-                    return finished.outcome
+                    has_killed = kills is not None and (oom_kills() or 0) > kills
+                    return ends.reconsidered(finished.outcome, self._phase, has_killed=has_killed)
                 case _:
                     raise WorkerMisbehaved(_unasked(message))
 

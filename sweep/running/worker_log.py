@@ -58,10 +58,11 @@ class WorkerLog:
         """
         if self._size() <= self._bytes_max:
             return
-        self._before = self._end()
         # Where there is no room for the copy, room is what is needed most.
         with contextlib.suppress(OSError):
             self._put_aside()
+        # Last of all: these may be the worker's last words.
+        self._before = self._end()
         with contextlib.suppress(OSError):
             os.ftruncate(self._file.fileno(), 0)
         self._begins_at = 0

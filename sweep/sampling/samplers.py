@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.errors import InputError
 from search_spaces.space import SamplerName, SearchSpace
+from storage import mapping
 from sweep.sampling.candidates import SpaceCandidates
 from sweep.sampling.encoding import Encoding, Params, identity
 from sweep.sampling.expecting import NOTHING_EXPECTED, Expecting
@@ -288,7 +289,9 @@ def _identity_in(encoding: Encoding) -> Callable[[FrozenTrial], str | None]:
     """Return what says which configuration of a space a trial was of; None of one outside it."""
 
     def identity_of(trial: FrozenTrial) -> str | None:
-        is_whole = encoding.free.keys() <= trial.params.keys()
-        return identity(encoding.config(trial.params)) if is_whole else None
+        if not encoding.free.keys() <= trial.params.keys():
+            return None
+        known = mapping.known_record(trial)
+        return identity(encoding.config(trial.params) if known is None else known.config)
 
     return identity_of

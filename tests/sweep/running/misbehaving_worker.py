@@ -108,7 +108,7 @@ def SILENT_AFTER_BEATS(worker: Worker) -> None:
 
 @behaviour
 def SLOW_BEATS(worker: Worker) -> None:
-    for step in range(100):
+    for step in range(50):
         worker.beat(step)
         time.sleep(0.05)
 
@@ -136,6 +136,19 @@ def BEAT_AND_ANSWER(worker: Worker) -> None:
         worker.beat(step)
         time.sleep(0.1)
     worker.answer()
+
+
+@behaviour
+def PAUSE_AND_ANSWER(worker: Worker) -> None:
+    worker.beat()
+    time.sleep(1.3)
+    worker.answer()
+
+
+@behaviour
+def NO_COMPILER(worker: Worker) -> None:
+    worker.beat()
+    worker.answer(outcome={"verdict": "ineffective", "knob": "compile", "detail": "pool broke"})
 
 
 @behaviour

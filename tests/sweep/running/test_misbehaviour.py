@@ -115,7 +115,9 @@ def are_gone(numbers: list[int]) -> bool:
 def test_what_does_not_come_to_an_end_is_timed_out_by_the_limit_that_it_passed(
     start: Start, rank: int, phase: str, words: str
 ) -> None:
-    outcome = ran(start(), rank)
+    # Of this one each second is waited for.
+    measure = 0.25 if rank == how.ENDLESS_STEPS else QUICK.measure
+    outcome = ran(start(deadlines=replace(QUICK, measure=measure)), rank)
     assert isinstance(outcome, TimedOut), outcome
     assert words in outcome.detail
     assert outcome.phase == phase or not phase
@@ -261,7 +263,7 @@ def test_what_is_on_disk_of_another_run_or_configuration_is_not(start: Start, ra
 
 
 def test_fifty_grandchildren_do_not_outlive_a_segfault(start: Start, tmp_path: Path) -> None:
-    assert isinstance(ran(start(), how.FIFTY_GRANDCHILDREN), Crashed)
+    assert isinstance(ran(start(deadlines=Deadlines()), how.FIFTY_GRANDCHILDREN), Crashed)
     numbers = grandchildren(tmp_path / "worker.log")
     assert len(numbers) == 50
     assert are_gone(numbers)
@@ -361,3 +363,54 @@ def test_an_endless_print_fills_no_disk_and_its_end_is_told_in_few_words(
     assert len(outcome.detail) < 1000
     assert (tmp_path / "worker.log").stat().st_size < 40 * 10**6
     assert (tmp_path / "worker.log.1").stat().st_size <= 10 * 2**20
+
+
+def test_a_driver_that_was_away_in_a_silence_listens_anew(start: Start) -> None:
+    runner, away_from = start(deadlines=replace(QUICK, measure=1)), [float("inf")]
+
+    def clock() -> float:
+        now = time.monotonic()
+        return now + 3600 if now > away_from[0] else now
+
+    def watch(_: object) -> bool:
+        away_from[0] = time.monotonic() + 0.5
+        return False
+
+    runner._clock.clock = clock
+    config = TrialConfig(lora_rank=how.PAUSE_AND_ANSWER)
+    assert runner.run(config, steps=StepBudget(), observe=watch) == ANSWERED
+
+
+def test_a_jump_of_the_wall_clock_is_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    jumps = iter([1e9, -1e9] * 1000)
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+    assert ran(start(), how.FINE) == ANSWERED
+
+
+def test_whoever_watches_and_fails_leaves_no_trial_to_the_next(start: Start) -> None:
+    runner = start()
+
+    def fail(_: object) -> bool:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        runner.run(TrialConfig(lora_rank=how.SLOW_BEATS), steps=STEPS, observe=fail)
+    assert ran(runner, how.FINE) == ANSWERED
+
+
+@pytest.mark.parametrize(("kills", "verdict"), [([4, 4], "ineffective"), ([4, 5], "crashed")])
+def test_a_compiler_that_the_kernel_killed_is_no_knob_without_effect(
+    start: Start, monkeypatch: pytest.MonkeyPatch, kills: list[int], verdict: str
+) -> None:
+    counts = iter(kills)
+    monkeypatch.setattr("sweep.running.supervisor.oom_kills", lambda: next(counts))
+    outcome = ran(start(), how.NO_COMPILER)
+    assert outcome.verdict == verdict
+    if isinstance(outcome, Crashed):
+        assert outcome.cause == "host_out_of_memory"
+        assert "pool broke" in outcome.detail
+
+
+def test_a_crash_leaves_no_dump_of_its_memory(tmp_path: Path) -> None:
+    main = (Path(how.__file__).parents[3] / "sweep/running/__main__.py").read_text(encoding="utf-8")
+    assert main.index("bind_to_parent(int") < main.index("RLIMIT_CORE") < main.index("bitsandbytes")
