@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from reports.units import visible
 from search_spaces.errors import CardLost
+from search_spaces.redaction import redact
 from storage.records import CrashCause, Crashed, Lost, Outcome, Phase, TimedOut
-from storage.urls import redact
 from sweep.processes import End
 
 Failure = Callable[..., Outcome]

@@ -5,7 +5,6 @@ Knows nothing of how options are spelled or how errors become exit codes.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from storage.reading import list_studies, read_study
 from sweep.paths import own_price_file, runs_directory, storage_url
 from sweep.planning.target_speed import with_target_speeds
 from sweep.running.device_info import read_card
-from sweep.terminal.console import note, say, table, width_of
+from sweep.terminal.console import note, say, say_json, table, width_of
 from sweep.terminal.following import follow
 from sweep.terminal.summary import status_text, studies_text
 
@@ -68,7 +67,7 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
 
 
 def _as_json(document: Mapping[str, Any]) -> int:
-    say(json.dumps(document))
+    say_json(document)
     return DONE
 
 
