@@ -9,7 +9,7 @@ import re
 import signal
 from collections.abc import Callable
 
-from reports.units import visible
+from search_spaces import redaction
 from search_spaces.errors import CardLost
 from search_spaces.redaction import redact
 from storage.records import CrashCause, Crashed, Lost, Outcome, Phase, TimedOut
@@ -65,7 +65,7 @@ def card_lost(process: int, device: str, *, seconds: float) -> CardLost:
 def shown(text: str) -> str:
     """Return text that came from a worker as it may be stored: short, without a password in it, and
     with nothing that works unseen."""
-    return visible(redact(text))[:_DETAIL_MAX]
+    return " | ".join(redaction.shown(text).splitlines())[:_DETAIL_MAX]
 
 
 def storable(outcome: Outcome) -> Outcome:

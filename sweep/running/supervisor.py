@@ -25,7 +25,6 @@ from storage.records import Outcome, Phase
 from sweep.processes import End
 from sweep.running import ends
 from sweep.running.child import (
-    PATIENCE,
     WorkerEnded,
     WorkerMisbehaved,
     WorkerProcess,
@@ -136,7 +135,7 @@ class SupervisedRunner:
             outcome = self._conclude(command, before, partial(ends.nonsense, did=str(error)))
         except WorkerEnded:
             # An end that was asked for looks like any other from here.
-            outcome = self._conclude(command, before, ends.crash, patience=PATIENCE)
+            outcome = self._conclude(command, before, ends.crash, patience=self._deadlines.closed)
         return ends.storable(outcome)
 
     def _follow(
@@ -223,7 +222,7 @@ class SupervisedRunner:
         fault = self._worker.fault()
         if fault is not None:
             self._log.note(f"the worker is replaced: {fault}")
-            self._discard(patience=PATIENCE)
+            self._discard(patience=self._deadlines.closed)
 
     def _started_worker(self) -> WorkerProcess:
         """Return the worker, which may not own the device yet."""
@@ -231,7 +230,11 @@ class SupervisedRunner:
             log = WorkerLog(self._log_path)
             try:
                 self._worker = self._process(
-                    self._settings, log=log, module=self._module, clock=self._clock
+                    self._settings,
+                    log=log,
+                    module=self._module,
+                    clock=self._clock,
+                    patience=self._deadlines.closed,
                 )
             except BaseException:
                 log.close()

@@ -54,7 +54,7 @@ ENVIRONMENT = {
     "gpu": "NVIDIA A10",
     "driver": "580.159.04",
     "python": "3.12.3",
-    "versions": {name: "1.2.3" for name in ("torch", "transformers", "peft", "bitsandbytes")},
+    "versions": dict.fromkeys(("torch", "transformers", "peft", "bitsandbytes"), "1.2.3"),
 }
 _PARTS = 12
 """Functions of a profile that are named."""
@@ -315,7 +315,10 @@ def main() -> None:
 def _show(count: int, size: float, sampler: str, driven: Driven) -> None:
     each = sorted(driven.each)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{count:>7} {size:>6.1f} {sampler:>8} {driven.opening:>7.3f} {driven.learning:>8.3f}", end="")
+    print(
+        f"{count:>7} {size:>6.1f} {sampler:>8} {driven.opening:>7.3f} {driven.learning:>8.3f}",
+        end="",
+    )
     print(f" {each[len(each) // 2]:>9.4f} {each[-1]:>7.4f} {peak:>9.0f}", flush=True)
     if driven.profile is not None:
         driven.profile.stream = sys.stdout  # type: ignore[attr-defined]

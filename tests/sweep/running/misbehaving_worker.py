@@ -1,6 +1,6 @@
 """A worker that goes wrong in the way that the configuration's rank asks for.
 
-It imports nothing that takes time, and writes its messages by hand: what it says need be no message.
+It imports nothing that takes time, and writes what it says by hand: that need be no message.
 """
 
 from __future__ import annotations
@@ -127,6 +127,14 @@ def TELLTALE(worker: Worker) -> None:
 
 @behaviour
 def FINE(worker: Worker) -> None:
+    worker.answer()
+
+
+@behaviour
+def BEAT_AND_ANSWER(worker: Worker) -> None:
+    for step in range(12):
+        worker.beat(step)
+        time.sleep(0.1)
     worker.answer()
 
 

@@ -29,9 +29,7 @@ from tests.sweep.running import misbehaving_worker as how
 ROOT = Path(__file__).parents[3]
 CPU = Target(gpu="cpu", device="cpu", budget_bytes=GIB // 8)
 STEPS = StepBudget(warmup_min=1, warmup_max=1, measured_min=2, measured_max=2)
-QUICK = Deadlines(
-    start=60, build=1, attach=1, warmup=1, measure=1, detach=1, silences_per_step=1.5
-)
+QUICK = Deadlines(start=60, build=1, attach=1, warmup=1, measure=1, detach=1, silences_per_step=1.5)
 
 
 @pytest.fixture
