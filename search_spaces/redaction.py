@@ -21,6 +21,8 @@ STARS = "***"
 _SHORTEST_KNOWN = 6
 """Characters below which a known secret is only found by where it stands: 'a' is in every word."""
 
+_PASSES_MAX = 8
+
 _known: set[str] = set()
 
 
@@ -36,6 +38,16 @@ def redact(text: str) -> str:
     lower = text.lower()
     if not any(hint in lower for hint in _HINTS):
         return text
+    # Where a secret was taken out, what is around it may read as another one.
+    for _ in range(_PASSES_MAX):
+        before, text = text, _without_guessed(text)
+        if text == before:
+            break
+    return text
+
+
+def _without_guessed(text: str) -> str:
+    """Return text without what stands or looks like a secret."""
     for step in (_without_key_blocks, _without_url_passwords, _without_named, _without_shapes):
         text = step(text)
     return text
@@ -194,6 +206,8 @@ _LONE_TOKEN = re.compile(r"[\w~.+=-]{16,256}(?=@)")
 _PORT = re.compile(r"\d{0,5}(?=[/?#\s,;:'\"`)\]}>|.]|$)")
 _OPTIONS_FOLLOW = re.compile(r"\d{1,5}/[^?@\s]{0,200}\?")
 _HOST = re.compile(r"(?:.*@)?(?:localhost|\[.*\]|[\w-]+(?:\.[\w-]+)+)\Z", re.IGNORECASE)
+_BLANK = re.compile(r"\s")
+_LONGEST_WORD = 4096
 _CLOSING = frozenset(" \t\r\n,;:.)]}>?!&|")
 _FURTHER_LINES, _FURTHER_CHARACTERS = 3, 300
 """How far a password is followed that goes on in the next line."""
@@ -304,8 +318,7 @@ def _is_host(text: str, user: str, begin: int, *, end: int | None, is_web: bool)
         return True
     if _HOST.match(user) is None and "@" not in user:
         return False
-    blank = re.compile(r"\s").search(text, begin, end)
-    return is_web or blank is not None
+    return is_web or _BLANK.search(text, begin, min(end, begin + _LONGEST_WORD)) is not None
 
 
 # Secrets behind their names.
@@ -322,15 +335,17 @@ _VARIABLE = (
 )
 _IN_QUERY = r"(?:(?<=[?&;])(?i:token|key|sig|signature|pwd|pass|auth|code|jwt))"
 _PLAIN_TOKEN = r"(?:(?<![\w-])(?i:token))"
-_QUOTED = (
+_ONE_QUOTED = (
     r"\"(?:[^\"\\]|\\.){0,1000}+\"|'(?:[^'\\]|\\.){0,1000}+'"
     r"|\\\"(?:[^\"\\]|\\[^\"]){0,1000}+\\\"|\\'(?:[^'\\]|\\[^']){0,1000}+\\'"
 )
+_QUOTED = rf"(?:{_ONE_QUOTED})(?:{_ONE_QUOTED}|\\[\"'](?=[\"']))*+"
+"""Pieces that a shell or SQL puts together: ``'it'"'"'s'``, ``'it''s'``."""
 _UNQUOTED = r"(?:\\.|[^\s&\\\"']|[\"'](?![\s,;:)\]}>]|\Z))++"
 _CONSTANTS = r"(?![\"']{2}|(?:True|False|None|null|true|false)\b|\*\*\*)"
 _NAMED = re.compile(
     rf"(?P<name>{_STRONG}|{_VARIABLE}|{_IN_QUERY}|{_PLAIN_TOKEN})(?P<close>\\?[\"'])?"
-    rf"(?P<sep>[ \t]{{0,4}}(?:=>|:=|=|:)[ \t\r\n]{{0,4}}){_CONSTANTS}"
+    rf"(?P<sep>[ \t]{{0,4}}(?:=>|:=|=|:)[ \t\r\n]{{0,4}}|[ \t]{{1,4}}(?=')){_CONSTANTS}"
     rf"(?:[rbuf]{{0,2}}(?P<quoted>{_QUOTED})|(?P<open>[\"'][^\n]*+)|(?P<plain>{_UNQUOTED}))",
     re.DOTALL,
 )
