@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from search_spaces.documents import Document
@@ -67,6 +68,11 @@ class TrialConfig(Knobs):
         return {key: value for key, value in mine.items() if theirs[key] != value}
 
 
+CONFIGS_KEPT = 2**15
+"""Configurations whose canonical form is kept: a page of thousands of trials asks dozens of times
+of each."""
+
+
 def _spread(count: int, layers: int) -> frozenset[int]:
     """Return so many of the layers, evenly spread, the first among them."""
     return frozenset(index * layers // count for index in range(count))
@@ -88,6 +94,7 @@ def parse_config(values: Mapping[str, Any], *, where: str = "configuration") -> 
     return validate(TrialConfig, dict(values), Document(where))
 
 
+@lru_cache(maxsize=CONFIGS_KEPT)
 def canonical(config: TrialConfig) -> TrialConfig:
     """Return the configuration that trains the same way, with every default written out.
 

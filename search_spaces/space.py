@@ -281,6 +281,35 @@ class SearchSpace(Strict):
                 return params
         return None
 
+    def holds(self, config: TrialConfig) -> bool:
+        """Whether the space has ``config``: `params_of` is not None. Quick where it is written as
+        the space writes it, as what was asked for is.
+        """
+        is_as_written = all(
+            getattr(config, key) == value for key, value in self._rest.items()
+        ) and all(getattr(config, key) in values for key, values in self._declared.items())
+        return is_as_written or self.params_of(config) is not None
+
+    @cached_property
+    def _declared(self) -> dict[str, frozenset[Any]]:
+        """The values of each dimension, as a configuration writes them; of a continuous one none,
+        so that `params_of` says."""
+        return {
+            key: frozenset(
+                tuple(sorted(set(value))) if isinstance(value, list | tuple) else value
+                for value in dimension.values() or ()
+            )
+            for key, dimension in self.dimensions.items()
+        }
+
+    @cached_property
+    def _rest(self) -> dict[str, Any]:
+        """What a configuration of the space has where nothing is searched."""
+        values = {key: self.fixed[key] for key in self.fixed if key not in BATCHES}
+        plain = parse_config(values, where=f"space '{self.name}'")
+        rest = {key: getattr(plain, key) for key in CONFIG_KEYS if key not in self.dimensions}
+        return rest | {key: self.values_of(key)[0] for key in BATCHES if key in rest}
+
     def _gives(self, params: Mapping[str, Any], wanted: TrialConfig) -> bool:
         try:
             return canonical(self.config(params)) == wanted

@@ -11,19 +11,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-import optuna
 import sqlalchemy
-from optuna.storages import RDBStorage
 from sqlalchemy.pool import NullPool
 
 from search_spaces.errors import EnvironmentFault, install_extra
 from storage import files
-from storage.failures import FAILURES, causes, is_not_ready, is_passing, reason, scrubbed, state
+from storage.failures import causes, failures, is_not_ready, is_passing, reason, scrubbed, state
 from storage.patience import PATIENCE, READER, Patience
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
+
+if TYPE_CHECKING:
+    # What only looks at a study does without Optuna, which takes longer to import than to read.
+    from optuna.storages import RDBStorage
+
+    from storage.sampler_view import SearchStorage
 
 T = TypeVar("T")
 
@@ -31,6 +36,8 @@ _WRITER_SECONDS = 2.0
 """How long a writer's SQLite statement waits for other processes, before it is tried again."""
 _READER_SECONDS = 10.0
 """The same for a reader, which does not try again."""
+SCHEMA = "v3.2.0.a"
+"""The newest version of Optuna's tables that is known here."""
 _CREATION_ATTEMPTS = 8
 _PAUSE_MOST_SECONDS = 3.0
 
@@ -76,7 +83,7 @@ def _persist(
                 _renew(storage)
                 before_retry()
             return action()
-        except FAILURES as error:
+        except failures() as error:
             if not passes(error):
                 raise
             patience.begin(state(error))
@@ -92,13 +99,13 @@ def _renew(storage: RDBStorage | None) -> None:
         return
     try:
         storage.remove_session()
-    except FAILURES:
+    except failures():
         # It rolls back over a connection that is gone; the next session has another.
         storage.scoped_session.registry.clear()
     storage.engine.dispose()
 
 
-def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> RDBStorage:
+def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> SearchStorage:
     """Open the database, created where it is missing.
 
     Args:
@@ -109,6 +116,8 @@ def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> R
     Raises:
         EnvironmentFault: the directory, the file or the server is not to be had.
     """
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     patience = patience or replace(PATIENCE)
     with _opening(url):
@@ -137,25 +146,70 @@ def open_for_reading(url: DatabaseUrl, *, patience: Patience | None = None) -> R
     Raises:
         EnvironmentFault: the file or the server is not to be had.
     """
+    options = _reader(url, patience or replace(READER))
+    if options is None:
+        return None
+    with _opening(url):
+        if _schema(url, options) is None:
+            return None
+        return _storage_for_reading(url, options)
+
+
+def _storage_for_reading(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
+    from optuna.storages import RDBStorage
+
+    storage = RDBStorage(_optuna_text(url), engine_kwargs=dict(options), skip_table_creation=True)
+    _read_at_once(storage.engine)
+    return storage
+
+
+@contextmanager
+def reader_of(url: DatabaseUrl) -> Iterator[sqlalchemy.Engine | None]:
+    """Open the database for statements that only read, each connection's of one moment.
+
+    None where it holds no studies yet. Whatever fails meanwhile is translated.
+
+    Raises:
+        EnvironmentFault: the file or the server is not to be had.
+    """
+    with _opening(url):
+        engine = _engine_for_reading(url)
+    try:
+        with faults(url):
+            yield engine
+    finally:
+        if engine is not None:
+            engine.dispose()
+
+
+def _engine_for_reading(url: DatabaseUrl) -> sqlalchemy.Engine | None:
+    options = _reader(url, replace(READER))
+    schema = None if options is None else _schema(url, options)
+    if options is None or schema is None:
+        return None
+    if schema != SCHEMA:
+        # Optuna knows which others it can read, and says what to do about the rest.
+        close(_storage_for_reading(url, options))
+    engine = sqlalchemy.create_engine(_plain_text(url), poolclass=NullPool, **options)
+    _read_at_once(engine)
+    return engine
+
+
+def _reader(url: DatabaseUrl, patience: Patience) -> dict[str, Any] | None:
+    """Return how an engine is made that never writes; None where there is no file."""
     match url:
         case SqliteUrl():
-            if not _is_file(url):
-                return None
-            options: dict[str, Any] = {"creator": lambda: _connect(url, is_reader=True)}
+            return {"creator": lambda: _connect(url, is_reader=True)} if _is_file(url) else None
         case PostgresUrl():
             execution = {"postgresql_readonly": True, "isolation_level": "REPEATABLE READ"}
-            options = {
-                "execution_options": execution,
-                "creator": _connector(url, patience or replace(READER), is_reader=True),
-            }
-    with _opening(url):
-        if not _has_schema(url, options):
-            return None
-        storage = RDBStorage(_optuna_text(url), engine_kwargs=options, skip_table_creation=True)
-        if isinstance(url, SqliteUrl):
-            # One snapshot per session, so that a trial's state and its attributes belong together.
-            _begin_with(storage.engine, "BEGIN")
-    return storage
+            connect = _connector(url, patience, is_reader=True)
+            return {"execution_options": execution, "creator": connect}
+
+
+def _read_at_once(engine: sqlalchemy.Engine) -> None:
+    if engine.dialect.name == "sqlite":
+        # One snapshot per session, so that a trial's state and its attributes belong together.
+        _begin_with(engine, "BEGIN")
 
 
 def close(storage: RDBStorage) -> None:
@@ -191,7 +245,7 @@ def faults(url: DatabaseUrl) -> Iterator[None]:
     """
     try:
         yield
-    except FAILURES as error:
+    except failures() as error:
         raise EnvironmentFault(f"database {url}: {reason(error, url)}") from None
 
 
@@ -209,12 +263,14 @@ def _opening(url: DatabaseUrl) -> Iterator[None]:
         raise EnvironmentFault(f"database {url}: {scrubbed(str(error), url)}") from None
 
 
-def _create(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
+def _create(url: DatabaseUrl, options: dict[str, Any]) -> SearchStorage:
     """Open for writing; of two processes that create tables at once, one fails and tries again."""
+    from storage.sampler_view import SearchStorage
+
     for attempt in range(1, _CREATION_ATTEMPTS + 1):
         try:
-            return RDBStorage(_optuna_text(url), engine_kwargs=dict(options))
-        except FAILURES as error:
+            return SearchStorage(_optuna_text(url), engine_kwargs=dict(options))
+        except failures() as error:
             if attempt == _CREATION_ATTEMPTS or not _is_creation_race(error):
                 raise
             time.sleep(0.05 * attempt)
@@ -232,6 +288,8 @@ def _connect(url: SqliteUrl, *, is_reader: bool = False) -> sqlite3.Connection:
     )
     if is_reader:
         connection.execute("PRAGMA query_only = ON")
+        # What somebody wrote by hand need not be text; it is for whoever reads it to say so.
+        connection.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")
     return connection
 
 
@@ -272,15 +330,19 @@ def _is_file(url: SqliteUrl) -> bool:
     return True
 
 
-def _has_schema(url: DatabaseUrl, options: dict[str, Any]) -> bool:
-    text = url.text if isinstance(url, PostgresUrl) else "sqlite://"
-    engine = sqlalchemy.create_engine(text, poolclass=NullPool, **options)
+def _schema(url: DatabaseUrl, options: dict[str, Any]) -> str | None:
+    """Return the version of the tables as Optuna's migrations name it; None where there is none."""
+    engine = sqlalchemy.create_engine(_plain_text(url), poolclass=NullPool, **options)
     with engine.connect() as connection:
         if not sqlalchemy.inspect(connection).has_table("alembic_version"):
-            return False
-        return (
-            connection.execute(sqlalchemy.text("SELECT 1 FROM alembic_version")).first() is not None
-        )
+            return None
+        version = sqlalchemy.text("SELECT version_num FROM alembic_version")
+        row = connection.execute(version).first()
+    return None if row is None else str(row[0])
+
+
+def _plain_text(url: DatabaseUrl) -> str:
+    return url.text if isinstance(url, PostgresUrl) else "sqlite://"
 
 
 def _is_creation_race(error: BaseException) -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import sys
 from collections.abc import Iterator
 from urllib.parse import quote
 
-from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import (
     DBAPIError,
     InvalidRequestError,
@@ -29,9 +29,6 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from search_spaces.errors import words_of
 from storage.patience import SILENT
 from storage.urls import DatabaseUrl, PostgresUrl
-
-FAILURES = (SQLAlchemyError, StorageInternalError)
-"""What databases, SQLAlchemy and Optuna raise."""
 
 _PASSING = (
     "08",  # connection exceptions, and what poolers say of their own
@@ -118,6 +115,12 @@ _ADVICE = (
         "the server is silent; when it answers again, the same command goes on",
     ),
 )
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Return what a database raises; what Optuna makes of it only where Optuna is in use."""
+    module = sys.modules.get("optuna.exceptions")
+    return (SQLAlchemyError,) if module is None else (SQLAlchemyError, module.StorageInternalError)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

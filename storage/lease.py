@@ -303,15 +303,18 @@ def _process(connection: sqlalchemy.Connection) -> int:
     return int(connection.execute(_PROCESS).scalar_one())
 
 
-def _lock_row(connection: sqlalchemy.Connection, key: int) -> sqlalchemy.Row[Any] | None:
+def _lock_row(connection: sqlalchemy.Connection, key: int) -> tuple[str, Any, int] | None:
+    """Return the name, the start and the process of the session that has a lock."""
     high, low = (key >> 32) & 0xFFFFFFFF, key & 0xFFFFFFFF
-    return connection.execute(_HOLDER, {"high": high, "low": low}).first()
+    row = connection.execute(_HOLDER, {"high": high, "low": low}).first()
+    return None if row is None else (str(row.application_name), row.backend_start, int(row.pid))
 
 
 def _advisory_holder(connection: sqlalchemy.Connection, key: int) -> Holder | None:
     row = _lock_row(connection, key)
     if row is None:
         return None
-    since = None if row[1] is None else row[1].astimezone(UTC).isoformat(timespec="seconds")
-    words = str(row[0]).removeprefix("sweep ").split()
+    name, start, _ = row
+    since = None if start is None else start.astimezone(UTC).isoformat(timespec="seconds")
+    words = name.removeprefix("sweep ").split()
     return Holder(words[0] if words else "another process", since)

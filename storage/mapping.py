@@ -37,6 +37,7 @@ from storage.records import (
     Verdict,
     need_of,
 )
+from storage.sampler_view import OnDemand
 
 Direction = Literal["maximize", "minimize"]
 
@@ -145,6 +146,8 @@ def _attributes(record: TrialRecord, budget_bytes: int) -> dict[str, Any]:
 
 def record_of(trial: FrozenTrial) -> TrialRecord | None:
     """Return the record that a finished trial carries; None where it carries none."""
+    if isinstance(trial.user_attrs, OnDemand):
+        return trial.user_attrs.record
     values = trial.user_attrs.get(RECORD)
     return (
         TrialRecord.from_json(values) if trial.state.is_finished() and values is not None else None

@@ -25,6 +25,7 @@ Told = Callable[[str, float, float], None]
 will be."""
 
 _listeners: list[Told] = []
+_stopping: list[Callable[[], bool]] = []
 
 
 @contextmanager
@@ -35,6 +36,16 @@ def waits_told_to(listener: Told) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(listener)
+
+
+@contextmanager
+def waits_end_when(is_stopping: Callable[[], bool]) -> Iterator[None]:
+    """End each wait inside the ``with``, by `Interrupted`, soon after somebody asked to stop."""
+    _stopping.append(is_stopping)
+    try:
+        yield
+    finally:
+        _stopping.remove(is_stopping)
 
 
 class SilentError(Exception):
@@ -63,8 +74,6 @@ class Patience:
     """How long a connection may be silent before another is tried."""
     connect_seconds: int = 10
     """How long each of the server's addresses is tried."""
-    is_stopping: Callable[[], bool] = lambda: False
-    """Whether somebody asked to stop; then waiting ends."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     _trouble: _Trouble = field(default_factory=_Trouble, init=False, repr=False, compare=False)
@@ -110,8 +119,10 @@ class Patience:
     def _go_on(self) -> float:
         """Say how long the database has been waited for, where that is long; return it."""
         waited, now = self.waited_seconds(), self.clock()
-        if waited >= _STOPPED_AFTER_SECONDS and self.is_stopping():
-            raise Interrupted("interrupted while the database did not answer")
+        if waited >= _STOPPED_AFTER_SECONDS and any(asked() for asked in _stopping):
+            raise Interrupted(
+                f"interrupted while the database {self._trouble.state}; the same command goes on"
+            )
         if waited >= _SAID_AFTER_SECONDS and now - self._trouble.told_seconds >= 1.0:
             self._trouble.told_seconds = now
             for listener in _listeners:

@@ -55,7 +55,7 @@ _SET = (
 )
 
 
-class WatchedConnection(psycopg.Connection[Any]):
+class WatchedConnection(psycopg.Connection[Any]):  # type: ignore[misc] # psycopg's is Any here
     """A connection that waits no longer than its patience."""
 
     patience: Patience

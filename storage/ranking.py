@@ -82,7 +82,7 @@ class Ranking:
     @cached_property
     def of_space(self) -> tuple[TrialRecord, ...]:
         """The trials whose configuration the space holds, by number."""
-        return tuple(record for record in self.records if self._holds(record.config))
+        return tuple(record for record in self.records if self.holds(record.config))
 
     @cached_property
     def ranked(self) -> tuple[TrialRecord, ...]:
@@ -221,8 +221,11 @@ class Ranking:
 
     def is_of_baselines_class(self, config: TrialConfig) -> bool:
         """Whether a configuration can learn as much as the baseline, be that measured or not."""
-        baseline = self.definition.space.baseline_config()
-        return self.capacity_class(config) == self.capacity_class(baseline)
+        return self.capacity_class(config) == self.capacity_class(self._recipe)
+
+    @cached_property
+    def _recipe(self) -> TrialConfig:
+        return self.definition.space.baseline_config()
 
     @cached_property
     def recipe(self) -> TrialConfig | None:
@@ -234,10 +237,9 @@ class Ranking:
 
     def recipe_for(self, config: TrialConfig) -> TrialConfig:
         """Return the baseline in the capacity class of ``config``."""
-        baseline = self.definition.space.baseline_config()
         if self.is_of_baselines_class(config):
-            return baseline
-        return baseline.model_copy(
+            return self._recipe
+        return self._recipe.model_copy(
             update={"lora_rank": config.lora_rank, "target_modules": config.target_modules}
         )
 
@@ -258,7 +260,7 @@ class Ranking:
     @property
     def is_baseline_in_space(self) -> bool:
         """Whether the space holds the measured baseline."""
-        return self.baseline is not None and self._holds(self.baseline.config)
+        return self.baseline is not None and self.holds(self.baseline.config)
 
     def is_in_baselines_class(self, record: TrialRecord) -> bool:
         """Whether a trial's speed compares with that of the measured baseline."""
@@ -292,16 +294,24 @@ class Ranking:
 
     def capacity_class(self, config: TrialConfig) -> CapacityClass:
         """Return the class in which the speed of ``config`` compares."""
-        return CapacityClass.of(config, self._model)
+        spelled = config.lora_rank, config.target_modules
+        if spelled not in self._classes:
+            self._classes[spelled] = CapacityClass.of(config, self._model)
+        return self._classes[spelled]
+
+    @cached_property
+    def _classes(self) -> dict[tuple[int, str | tuple[str, ...]], CapacityClass]:
+        """Those that were asked for: a study has few, and thousands of trials."""
+        return {}
 
     @cached_property
     def _model(self) -> ModelSpec:
         return ModelSpec.from_json(self.definition.model)
 
-    def _holds(self, config: TrialConfig) -> bool:
+    def holds(self, config: TrialConfig) -> bool:
         """Whether the space holds ``config``, in this or in another spelling of its modules."""
         space = self.definition.space
-        if space.params_of(config) is not None:
+        if space.holds(config):
             return True
         wanted = self.capacity_class(config)
         spellings = (
@@ -309,10 +319,7 @@ class Ranking:
             for spelling in self._spellings
             if spelling != config.target_modules
         )
-        return any(
-            self.capacity_class(same) == wanted and space.params_of(same) is not None
-            for same in spellings
-        )
+        return any(self.capacity_class(same) == wanted and space.holds(same) for same in spellings)
 
     @cached_property
     def _spellings(self) -> tuple[str | tuple[str, ...], ...]:

@@ -250,6 +250,8 @@ class Lost(_Frozen):
 
     verdict: Literal[Verdict.LOST] = Verdict.LOST
     detail: Detail = ""
+    is_kept: bool = False
+    """Whether it ended well and its result is in the spool alone: to run it again is in vain."""
     is_interrupted: bool = False
     """Whether it was ended from outside, by a driver that lived to say so: that was no attempt of
     its configuration, which is tried again however often it happens."""

@@ -1,83 +1,59 @@
-"""Owns what a study goes on from after a crash: spooled results, configurations to try again.
-
-Knows nothing of databases.
+"""Owns what a study goes on from after a crash: how trials ended whose driver did not see it, and
+which configurations are tried again. Knows nothing of databases.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault
-from storage.records import RETRYABLE, TrialRecord, Verdict
+from storage.definition import RunningTrial
+from storage.records import (
+    RETRYABLE,
+    Errand,
+    Lost,
+    Outcome,
+    OutOfMemory,
+    TrialRecord,
+    Verdict,
+)
 
 MAX_ATTEMPTS = 3
 """The first try and two more."""
 
 
-@dataclass(frozen=True)
-class Spool:
-    """The file that a result reaches first: one fsynced line per trial, read after a crash.
+def errand_of(trial: RunningTrial) -> Errand:
+    """Return why a trial was begun."""
+    return Errand(purpose=trial.purpose, series=trial.series, confirms=trial.confirms)
 
-    A study is known by an identifier rather than its name, so that lines of an earlier, deleted
-    study of the same name are never taken for results of this one.
+
+def is_disturbed(outcome: Outcome) -> bool:
+    """Whether memory ran out as another process had it: that says nothing of a configuration."""
+    return isinstance(outcome, OutOfMemory) and "neighbour" in outcome.flags
+
+
+def ended_unseen(
+    trial: RunningTrial, config: TrialConfig, outcome: Outcome, *, is_baseline: bool, attempt: int
+) -> TrialRecord:
+    """Return the record of a trial that its driver did not see the end of.
+
+    Its seconds are those that the worker measured; none where it came to no measurement.
     """
-
-    path: Path
-    study_id: str
-
-    def append(self, record: TrialRecord) -> None:
-        """Write one result and wait until the disk has it.
-
-        Raises:
-            EnvironmentFault: the disk is full or the directory is not to be written.
-        """
-        named = {"study": self.study_id, "attempt": record.attempt_id, "number": record.number}
-        line = json.dumps({**named, "record": record.to_json()})
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b") as file:
-                _cut_torn_line(file)
-                file.write(line.encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise EnvironmentFault(
-                f"cannot write the result to {self.path}: {error.strerror}"
-            ) from error
-
-    def read(self) -> tuple[TrialRecord, ...]:
-        """Return this study's results in the order they were spooled; a torn line is none."""
-        try:
-            lines = self.path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return ()
-        except OSError as error:
-            raise EnvironmentFault(
-                f"cannot read the spool {self.path}: {error.strerror}"
-            ) from error
-        return tuple(record for line in lines if (record := self._parse(line)) is not None)
-
-    def _parse(self, line: bytes) -> TrialRecord | None:
-        try:
-            entry = json.loads(line)
-            is_ours = entry["study"] == self.study_id
-            return TrialRecord.from_json(entry["record"]) if is_ours else None
-        except (ValueError, KeyError, TypeError):
-            return None
-
-
-def _cut_torn_line(file: IO[bytes]) -> None:
-    """Cut what a driver that died while writing left, so that the next result has its own line."""
-    file.seek(0)
-    content = file.read()
-    file.truncate(content.rfind(b"\n") + 1)
-    file.seek(0, os.SEEK_END)
+    record = TrialRecord(
+        number=trial.number,
+        config=config,
+        outcome=outcome,
+        is_baseline=is_baseline,
+        attempt=attempt,
+        attempt_id=trial.attempt_id,
+        started_at=trial.started_at,
+        **errand_of(trial).model_dump(),
+    )
+    measured = record.measurement
+    if measured is None:
+        return record
+    seconds = measured.setup_seconds + measured.measured_seconds
+    return record.model_copy(update={"device_seconds": seconds, "wall_seconds": seconds})
 
 
 def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int = 0) -> int:
@@ -106,6 +82,11 @@ def _took_its_driver_along(record: TrialRecord) -> bool:
     return record.verdict is Verdict.LOST and record.device_seconds == 0.0
 
 
+def is_kept(record: TrialRecord) -> bool:
+    """Whether its result is known and on disk, so that running it again would be in vain."""
+    return isinstance(record.outcome, Lost) and record.outcome.is_kept
+
+
 def to_retry(records: Iterable[TrialRecord], *, since: int = 0) -> tuple[TrialConfig, ...]:
     """Return what was lost, crashed or timed out fewer than three times and never concluded.
 
@@ -116,7 +97,11 @@ def to_retry(records: Iterable[TrialRecord], *, since: int = 0) -> tuple[TrialCo
         since: number of the first trial of this run: an earlier run's failures are tried anew.
     """
     known = tuple(records)
-    concluded = {record.config.key() for record in known if record.verdict not in RETRYABLE}
+    concluded = {
+        record.config.key()
+        for record in known
+        if record.verdict not in RETRYABLE or is_kept(record)
+    }
     open_configs = {
         record.config.key(): record.config
         for record in known

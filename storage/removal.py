@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, words_of
 from storage.database import close, faults, open_for_writing
+from storage.identity import NAME as IDENTITY
+from storage.identity import REPORT, look_beside
+from storage.keys import IDENTITY as IDENTITY_KEY
 from storage.lease import lease_for
+from storage.outcome_file import NAME as OUTCOME
+from storage.spool import NAME as SPOOL
 from storage.urls import parse_url
 
-FILES = ("spool.jsonl", "report.html", "worker.log")
-"""What a study leaves in its directory; whatever else is there is somebody else's."""
+FILES = (SPOOL, OUTCOME, REPORT, "worker.log", IDENTITY)
+"""What a study leaves in its directory; whatever else is there is somebody else's.
+
+The last one is what says whose they are: where that fails half-way it is still known.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,8 @@ class Removed:
 
 def remove_study(name: str, *, url: str, home: Path) -> Removed:
     """Remove a study that is there from its database, then its files.
+
+    Files that are another study's, which another database may still have, are left.
 
     Args:
         name: of the study.
@@ -45,16 +57,19 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
     try:
         with faults(database):
             lease.acquire()
-            storage.delete_study(storage.get_study_id_from_name(name))
-            removed = _remove_files(home / name)
+            number = storage.get_study_id_from_name(name)
+            identity = str(storage.get_study_user_attrs(number).get(IDENTITY_KEY) or "")
+            is_its_own = not look_beside(home / name).strangers(identity)
+            storage.delete_study(number)
+            removed = _remove_files(home / name, FILES if is_its_own else ())
     finally:
         lease.release()
         close(storage)
     return removed
 
 
-def _remove_files(directory: Path) -> Removed:
-    files = [directory / name for name in FILES if (directory / name).exists()]
+def _remove_files(directory: Path, names: Sequence[str]) -> Removed:
+    files = [directory / name for name in names if os.path.lexists(directory / name)]
     try:
         for path in files:
             path.unlink()

@@ -169,7 +169,7 @@ def _shown_study(study: FrozenStudy) -> FrozenStudy:
 def _shown_trial(trial: FrozenTrial) -> FrozenTrial:
     shown = copy.copy(trial)
     # What parameters and other attributes say in few words; a baseline may have no parameters.
-    hidden = {mapping.RECORD, *([mapping.CONFIG] if trial.params else [])}
+    hidden = {mapping.RECORD, mapping.ATTEMPT, *([mapping.CONFIG] if trial.params else [])}
     shown.user_attrs = {k: v for k, v in trial.user_attrs.items() if k not in hidden}
     shown.system_attrs = {**trial.system_attrs, _CONSTRAINTS: list(trial.constraints.values())}
     return shown

@@ -25,7 +25,13 @@ from search_spaces.errors import InputError, quote
 from search_spaces.models import checked_config
 from search_spaces.validation import explain
 from storage import keys
-from storage.definition import RunningTrial, StudyDefinition, names_cost
+from storage.definition import (
+    RunningTrial,
+    StudyDefinition,
+    Unreadable,
+    UnreadableStudy,
+    names_cost,
+)
 from storage.records import SEARCH, Errand, TrialRecord
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -53,19 +59,6 @@ _TRIAL_ATTRIBUTES = table(
 _Row = Sequence[Any]
 _Texts = Mapping[str, _Row]
 """By key, of one study or trial: a text, which is none where it is too long, and its length."""
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A trial that is in the database and of which this version can make nothing."""
-
-    number: int | None
-    """None where not even that can be read."""
-    reason: str
-
-    def __str__(self) -> str:
-        name = "a trial without a number" if self.number is None else f"trial {self.number}"
-        return f"{name} cannot be read: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -99,16 +92,6 @@ class StoredStudy:
     """What else is stored of it and cannot be read, in words."""
 
 
-@dataclass(frozen=True)
-class UnreadableStudy:
-    """A study whose definition cannot be read, so that nothing can be said of its trials."""
-
-    name: str
-    reason: str
-    trials: int
-    """Trials of whatever state."""
-
-
 def read_stored(engine: sqlalchemy.Engine, name: str) -> StoredStudy | UnreadableStudy | None:
     """Return one study; None where there is none of that name, or it is not one of sweep's."""
     found = _read(engine, _STUDIES.c.study_name == name)
@@ -127,26 +110,39 @@ def read_stored_trials(engine: sqlalchemy.Engine, study_id: int) -> StoredTrials
     return stored_trials(rows)
 
 
+def count_stored_trials(engine: sqlalchemy.Engine, name: str) -> int | None:
+    """Return how many trials a study has, readable or not; None where it is not one of sweep's."""
+    query = select(func.count(_TRIALS.c.trial_id))
+    query = query.where(_TRIALS.c.study_id.in_(_ours(_STUDIES.c.study_name == name)))
+    with engine.connect() as connection:
+        if connection.execute(_ours(_STUDIES.c.study_name == name)).first() is None:
+            return None
+        return int(connection.execute(query).scalar_one())
+
+
 def stored_names(engine: sqlalchemy.Engine) -> tuple[str, ...]:
     """Return the names of the studies that are sweep's, oldest first."""
-    ours = select(_STUDY_ATTRIBUTES.c.study_id).where(_STUDY_ATTRIBUTES.c.key == keys.DEFINITION)
-    names = select(_STUDIES.c.study_name).where(_STUDIES.c.study_id.in_(ours))
+    names = select(_STUDIES.c.study_name).where(_STUDIES.c.study_id.in_(_ours(sqlalchemy.true())))
     with engine.connect() as connection:
         rows = connection.execute(names.order_by(_STUDIES.c.study_id)).all()
     return tuple(str(name) for (name,) in rows)
 
 
-def _read(
-    engine: sqlalchemy.Engine, which: sqlalchemy.ColumnElement[bool]
-) -> tuple[StoredStudy | UnreadableStudy, ...]:
+def _ours(which: sqlalchemy.ColumnElement[bool]) -> sqlalchemy.Select[Any]:
+    """Return the numbers of sweep's studies among those."""
     ours = select(_STUDIES.c.study_id).join_from(
         _STUDIES, _STUDY_ATTRIBUTES, _STUDIES.c.study_id == _STUDY_ATTRIBUTES.c.study_id
     )
-    # What a driver stores last is there of every study that is whole, be its definition lost.
-    ours = ours.where(which, _STUDY_ATTRIBUTES.c.key.in_((keys.DEFINITION, keys.RUNS)))
+    # What a driver stores last is there of every study that it began, be its definition lost.
+    return ours.where(which, _STUDY_ATTRIBUTES.c.key.in_((keys.DEFINITION, keys.RUNS)))
+
+
+def _read(
+    engine: sqlalchemy.Engine, which: sqlalchemy.ColumnElement[bool]
+) -> tuple[StoredStudy | UnreadableStudy, ...]:
     with engine.connect() as connection:
         studies = connection.execute(_studies_of(which)).all()
-        trials = connection.execute(_trials_of(_TRIALS.c.study_id.in_(ours))).all()
+        trials = connection.execute(_trials_of(_TRIALS.c.study_id.in_(_ours(which)))).all()
     by_study = {id: list(rows) for id, rows in groupby(trials, key=itemgetter(0))}
     found = []
     for (id, name), rows in groupby(studies, key=itemgetter(0, 1)):

@@ -1,160 +1,63 @@
 """Owns a study that this process drives alone: opened, asked, told, and recovered after a crash.
 
-A result reaches the spool first, then the database. Knows nothing of how trials run or of what is
-worth trying; looking at a study without driving it is `reading`'s.
+A result reaches the spool first, then the database, where its trial is still the attempt that it is
+of; whatever else became of the trial, the result is kept. Knows nothing of how trials run or of
+what is worth trying; looking at a study without driving it is `reading`'s.
 """
 
 from __future__ import annotations
 
-import re
 import uuid
-import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import ExperimentalWarning
-from optuna.storages import RDBStorage
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault, InputError, quote
+from search_spaces.errors import EnvironmentFault, InputError
 from storage import mapping
-from storage.database import close, faults, open_for_writing, patiently
-from storage.definition import StudyDefinition, differences, names_cost
-from storage.lease import Lease, lease_for
-from storage.patience import PATIENCE, Patience
-from storage.reading import DEFINITION, ENDED, IDENTITY, RUNS, WALL_SECONDS, understood
-from storage.records import SEARCH, Errand, Lost, TrialRecord
-from storage.recovery import Spool, attempts, to_retry
-from storage.urls import DatabaseUrl, parse_url
+from storage.database import close, faults, patiently
+from storage.definition import RunningTrial, StudyDefinition
+from storage.kept import (
+    Unsettled,
+    has_result,
+    how_begun,
+    is_of,
+    kept_among,
+    kept_words,
+    unsettled,
+    unsettled_words,
+)
+from storage.lease import Lease
+from storage.ledger import Ledger
+from storage.outcome_file import NAME as OUTCOME
+from storage.outcome_file import OutcomeFile
+from storage.patience import Patience
+from storage.reading import ENDED, IDENTITY, WALL_SECONDS
+from storage.records import (
+    SEARCH,
+    Errand,
+    Lost,
+    Outcome,
+    TrialRecord,
+    held_to_budget,
+)
+from storage.recovery import attempts, ended_unseen, errand_of, is_disturbed
+from storage.sampler_view import SearchStorage
+from storage.spool import Spool
+from storage.stored import read_stored_trials
+from storage.urls import DatabaseUrl
 
 T = TypeVar("T")
 
-NAME_MAX = 100
-NAME_BYTES_MAX = 200
-"""A file system's names end at 255 bytes, and the lock's begins with the database's."""
-
-_NAME = re.compile(rf"[^\W_][\w.-]{{0,{NAME_MAX - 1}}}")
-
-
-def open_study(
-    name: str,
-    *,
-    url: str,
-    definition: StudyDefinition,
-    sampler: optuna.samplers.BaseSampler,
-    environment: Mapping[str, Any],
-    home: Path,
-    patience: Patience = PATIENCE,
-) -> OpenStudy:
-    """Create or resume a study and take its lease; close it, or use it in a ``with``.
-
-    Args:
-        name: becomes a directory's name, so letters, digits, dots, dashes and underscores.
-        url: ``sqlite:///path`` or ``postgresql://user:password@host/database``.
-        definition: must agree with the stored one in space, model and target.
-        sampler: proposes the next trial.
-        environment: fingerprint of this run, kept beside those of earlier runs.
-        home: the directory of all studies' files (``runs``).
-        patience: how long a database that is locked or away is waited for.
-
-    Raises:
-        InputError: the name or URL is not right, or the stored study is about something else.
-        EnvironmentFault: the database is not to be had, or another driver has the study.
-    """
-    if not _NAME.fullmatch(name) or len(name.encode()) > NAME_BYTES_MAX:
-        raise InputError(
-            f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
-            f"got {quote(name)}"
-        )
-    database, patience = parse_url(url), replace(patience)
-    with ExitStack() as undo:
-        storage = open_for_writing(database, patience=patience)
-        undo.callback(close, storage)
-        lease = lease_for(database, name, patience=patience)
-        undo.callback(lease.release)
-        with faults(database), understood(name):
-            patiently(lease.acquire, patience=patience)
-            create = partial(
-                optuna.create_study,
-                study_name=name,
-                storage=storage,
-                sampler=sampler,
-                pruner=optuna.pruners.NopPruner(),
-                directions=mapping.directions(definition.space.objectives),
-                load_if_exists=True,
-            )
-            # Other drivers may be writing into the same file: their locks pass.
-            study = patiently(create, patience=patience, storage=storage)
-            was_resumed = _check_agreement(study, definition, database)
-            note = partial(_note_run, study, definition, environment)
-            identity = patiently(note, patience=patience, storage=storage)
-            spool = Spool(home / name / "spool.jsonl", identity)
-            opened = OpenStudy(
-                study,
-                definition,
-                was_resumed,
-                environment,
-                storage,
-                database,
-                lease,
-                spool,
-                patience,
-            )
-        undo.pop_all()
-    return opened
-
-
-def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: DatabaseUrl) -> bool:
-    """Return whether the study was there before; raise where it is about something else."""
-    stored, named = study.user_attrs.get(DEFINITION), f"study '{study.study_name}' in {url}"
-    if stored is None:
-        if study.get_trials(deepcopy=False):
-            raise InputError(f"{named} is not one of sweep's; choose another --study")
-        return False
-    if names_cost(stored):
-        # Its trials' values are dollars, smaller the better: speeds cannot be told beside them.
-        raise InputError(
-            f"{named} was started with the objective cost, which is no objective any more; it can "
-            "still be read, but not gone on with: start a new study with --study and another name"
-        )
-    lines = differences(StudyDefinition.model_validate(stored), definition)
-    if lines:
-        raise InputError(
-            f"{named} was started with another definition:\n  "
-            + "\n  ".join(lines)
-            + "\nStart a new study with --study and another name, or go on as it was started."
-        )
-    return True
-
-
-def _note_run(
-    study: optuna.Study, definition: StudyDefinition, environment: Mapping[str, Any]
-) -> str:
-    """Store what this run is about and on what it runs; return the study's identity.
-
-    Safe to repeat after a failure: the run itself is noted last.
-    """
-    stored = study.user_attrs
-    identity = str(stored.get(IDENTITY) or uuid.uuid4().hex)
-    run = {
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": dict(environment),
-    }
-    study.set_user_attr(IDENTITY, identity)
-    study.set_user_attr(DEFINITION, definition.model_dump(mode="json"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        study.set_metric_names(list(definition.space.objectives))
-    study.set_user_attr(RUNS, [*stored.get(RUNS, ()), run])
-    return identity
+_CLOSED = (UpdateFinishedTrialError, KeyError)
+"""What Optuna raises where a trial ended, or is gone, since it was asked for."""
 
 
 @dataclass(eq=False)
@@ -169,12 +72,16 @@ class OpenStudy:
     was_resumed: bool
     environment: Mapping[str, Any]
     """Fingerprint of this run."""
-    _storage: RDBStorage
+    _storage: SearchStorage
     _url: DatabaseUrl
     _lease: Lease
     _spool: Spool
     _patience: Patience
-    _records: dict[int, TrialRecord] = field(default_factory=dict, init=False)
+    _warn: Callable[[str], None]
+    _begun: dict[int, str] = field(default_factory=dict, init=False)
+    """Identity of each attempt that this driver began, by number."""
+    ledger: Ledger = field(default_factory=Ledger, init=False)
+    """Every finished trial, from memory: nobody else writes."""
 
     def __post_init__(self) -> None:
         self._reload()
@@ -191,37 +98,57 @@ class OpenStudy:
         close(self._storage)
 
     def records(self) -> tuple[TrialRecord, ...]:
-        """Return every finished trial's record, by number, from memory: nobody else writes.
+        """Return every finished trial's record, by number.
 
         They are the search's; what measured its winners again are the `confirmations`.
         """
-        return tuple(record for record in self._by_number() if record.purpose == "search")
+        return self.ledger.records
 
     def confirmations(self) -> tuple[TrialRecord, ...]:
         """Return every finished run that measured a winner again, by number."""
-        return tuple(record for record in self._by_number() if record.purpose != "search")
+        return self.ledger.confirmations
 
     def on_errand(self, errand: Errand) -> tuple[TrialRecord, ...]:
         """Return the finished runs of one purpose and one confirmation, by number."""
-        wanted = errand.purpose, errand.series
-        return tuple(r for r in self._by_number() if (r.purpose, r.series) == wanted)
+        return self.ledger.on_errand(errand)
 
     def recover(self) -> tuple[TrialConfig, ...]:
         """Close what an earlier driver left open, and return the configurations to try again.
 
-        Call it before the first `ask`. A trial that ended but was not told is told from the spool.
-        One that was running is recorded as lost: the lease says that nobody runs it any more. What
-        was lost, crashed or timed out is returned until it was tried three times.
+        Call it before the first `ask`. A trial that ended but was not told is told from the spool,
+        or from what its worker left on disk. One that was running is recorded as lost: the lease
+        says that nobody runs it any more. What was lost, crashed or timed out is returned until it
+        was tried three times. A spooled result whose trial is another by now is kept and said.
         """
         self._patiently(self._empty_queue)
-        spooled = {record.number: record for record in self._spool.read()}
+        found = self._unsettled()
+        waiting = {record.number: record for record in found.waiting}
         for frozen in self._patiently(lambda: self._trials(TrialState.RUNNING)):
-            record = spooled.get(frozen.number) or self._lost(frozen)
+            record = waiting.get(frozen.number) or self._unseen(frozen)
             if record is None:
                 self._patiently(partial(self._close_unbegun, frozen.number))
             else:
-                self._write(Trial(self.study, self._patiently(partial(self._id, frozen))), record)
-        return to_retry(self.records())
+                handle = Trial(self.study, self._patiently(partial(self._id, frozen)))
+                self._write(handle, record)
+        for line in unsettled_words(found, study=self.name, path=self._spool.path, is_driven=True):
+            self._warn(line)
+        return self.ledger.to_retry()
+
+    @property
+    def name(self) -> str:
+        """What the study is called."""
+        return self.study.study_name
+
+    @property
+    def identity(self) -> str:
+        """What tells it from every other study, whatever that is called."""
+        return self._spool.study_id
+
+    def lacking(self, spooled: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+        """Return which results of a spool of this study it has not, and will not tell by itself."""
+        begun = self._patiently(self._running)
+        open_anyway = (r for r in spooled if not any(is_of(r, trial) for trial in begun))
+        return kept_among(tuple(open_anyway), self.ledger.every, self.identity)
 
     def ask(
         self,
@@ -232,9 +159,14 @@ class OpenStudy:
         """Return the next trial, with ``params`` where given and the sampler's choice elsewhere."""
 
         def attempt() -> Trial:
-            if params is not None:
-                self.study.enqueue_trial(dict(params))
-            return self.study.ask(dict(distributions))
+            while True:
+                if params is not None:
+                    self.study.enqueue_trial(dict(params))
+                trial = self.study.ask(dict(distributions))
+                if self.ledger.record(trial.number) is None:
+                    return trial
+                # Optuna counts trials to number them: where one was deleted, a number comes twice.
+                self.study.tell(trial, state=TrialState.FAIL)
 
         self._hold()
         return self._patiently(attempt, before_retry=self._drop_unbegun)
@@ -265,7 +197,7 @@ class OpenStudy:
             distributions: of those.
         """
         self._hold()
-        number = len(self._patiently(lambda: self.study.get_trials(deepcopy=False)))
+        number = self._patiently(self._free_number)
         numbered = record.model_copy(update={"number": number})
         result = mapping.to_optuna(
             numbered,
@@ -284,10 +216,15 @@ class OpenStudy:
             },
             constraints={mapping.CONSTRAINT: result.violation},
         )
-        # Not tried again where the database is away: a transaction may have gone through unheard.
-        with faults(self._url):
-            self.study.add_trial(frozen)
-        self._records[number] = numbered
+
+        def attempt() -> None:
+            # Nobody else adds trials: one more than there were is this one, which went through
+            # although nobody was told.
+            if len(self.study.get_trials(deepcopy=False)) == number:
+                self.study.add_trial(frozen)
+
+        self._patiently(attempt)
+        self.ledger.add(numbered)
 
     def begin(
         self, trial: Trial, config: TrialConfig, started_at: str, *, errand: Errand = SEARCH
@@ -307,29 +244,80 @@ class OpenStudy:
                 trial.set_user_attr(mapping.PURPOSE, errand.model_dump(mode="json"))
             trial.set_user_attr(mapping.CONFIG, config.model_dump(mode="json"))
 
-        self._patiently(attempt)
+        # Where somebody closed or deleted it already its result is kept, and that is said then.
+        with suppress(*_CLOSED):
+            self._patiently(attempt)
+        self._begun[trial.number] = identity
         return identity
 
-    def tell(self, trial: Trial, record: TrialRecord) -> None:
+    def tell(self, trial: Trial, record: TrialRecord) -> TrialRecord:
         """Keep a result of a trial that `ask` returned: spooled and fsynced first, then told.
+
+        Returns:
+            What the study has of the trial now: the record, or one that says that the result is in
+            the spool alone, as somebody closed or deleted the trial in the database meanwhile.
 
         Raises:
             EnvironmentFault: the database stays away, or another driver took over. The result
-                is in the spool.
+                is in the spool, or the message says that it is nowhere.
         """
         if record.number != trial.number:
             raise ValueError(
                 f"a record of trial {record.number} cannot be told for trial {trial.number}"
             )
-        self._spool.append(record)
+        if record.attempt_id is None:
+            record = record.model_copy(update={"attempt_id": self._begun.get(record.number)})
+        unspooled = self._spool_it(record)
         try:
             self._hold()
-            self._write(trial, record)
+            is_told = self._write(trial, record)
         except EnvironmentFault as fault:
-            raise type(fault)(
-                f"{fault}; the result of trial {record.number} is safe in {self._spool.path} "
-                "and will be told when the study is resumed"
-            ) from fault
+            raise self._untold(record, fault, unspooled) from fault
+        if is_told:
+            if unspooled is not None:
+                self._warn(
+                    f"{unspooled}; the result of trial {record.number} is in the database alone"
+                )
+            return record
+        closed = EnvironmentFault(f"somebody closed trial {record.number} in {self._url}")
+        if unspooled is not None:
+            raise self._untold(record, closed, unspooled)
+        return self._keep(record)
+
+    def _spool_it(self, record: TrialRecord) -> EnvironmentFault | None:
+        """Spool a result; return what is in the way of that, which a healthy database outweighs."""
+        try:
+            self._spool.append(record)
+        except EnvironmentFault as fault:
+            return fault
+        return None
+
+    def _untold(
+        self, record: TrialRecord, fault: EnvironmentFault, unspooled: EnvironmentFault | None
+    ) -> EnvironmentFault:
+        """Return the fault of a result that did not reach the database, with where it is."""
+        result = f"the result of trial {record.number} ({record.verdict})"
+        if unspooled is not None:
+            return type(fault)(f"{fault}; {unspooled}; {result} is nowhere: it runs again")
+        return type(fault)(
+            f"{fault}; {result} is safe in {self._spool.path}: a resume tells it where the trial "
+            "is still open, and else says how to take it over"
+        )
+
+    def _keep(self, record: TrialRecord) -> TrialRecord:
+        """Say that a result is in the spool alone, and go on as if the trial had been lost."""
+        path = self._spool.path
+        self._warn(kept_words([record], study=self.name, path=path))
+        lost = Lost(
+            detail=f"it ended as {record.verdict}, but somebody closed the trial in the database: "
+            f"the result is kept in {path} alone",
+            is_kept=True,
+        )
+        kept = record.model_copy(update={"outcome": lost})
+        there = self.ledger.record(record.number)
+        if there is None or there.attempt_id == record.attempt_id:
+            self.ledger.add(kept)
+        return kept
 
     def abandon(self) -> None:
         """Close a trial that was begun and never ran: nothing can be lost, and no attempt was made.
@@ -351,21 +339,40 @@ class OpenStudy:
         total = self.wall_seconds() + seconds
         self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
 
-    def _by_number(self) -> list[TrialRecord]:
-        return [self._records[number] for number in sorted(self._records)]
-
     def _reload(self) -> None:
-        records = map(mapping.record_of, self.study.get_trials(deepcopy=False))
-        self._records = {record.number: record for record in records if record is not None}
+        study_id = self._storage.get_study_id_from_name(self.study.study_name)
+        self.ledger = Ledger(read_stored_trials(self._storage.engine, study_id).records)
+        self._storage.record_of = self._known
 
-    def _write(self, trial: Trial, record: TrialRecord) -> None:
-        self._records[record.number] = self._patiently(lambda: self._store(trial, record))
+    def _known(self, number: int) -> TrialRecord | None:
+        return self.ledger.record(number)
 
-    def _store(self, trial: Trial, record: TrialRecord) -> TrialRecord:
-        """Write what is not there yet, the state last; return the record that storage then has."""
+    def _write(self, trial: Trial, record: TrialRecord) -> bool:
+        """Tell a result; return whether the database has it now, and nobody else's instead."""
+        try:
+            is_told = self._patiently(lambda: self._store(trial, record))
+        except _CLOSED:
+            is_told = self._patiently(lambda: self._is_there(record))
+        if is_told:
+            self.ledger.add(record)
+        return is_told
+
+    def _free_number(self) -> int:
+        """Return the number of the next trial, which Optuna derives from how many there are."""
+        while True:
+            number = len(self.study.get_trials(deepcopy=False))
+            if self.ledger.record(number) is None:
+                return number
+            # One was deleted: without another in its place a number would come twice.
+            self.study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))
+
+    def _store(self, trial: Trial, record: TrialRecord) -> bool:
+        """Write what is not there yet, the state last, where the trial is what the result is of."""
         stored = self._storage.get_trial(self._id(trial))
         if stored.state.is_finished():
-            return mapping.record_of(stored) or record
+            return has_result(stored, record)
+        if not self._is_its_trial(stored, record):
+            return False
         result = mapping.to_optuna(
             record,
             objectives=self.definition.space.objectives,
@@ -378,23 +385,71 @@ class OpenStudy:
         if result.intermediate is not None and not stored.intermediate_values:
             step, value = result.intermediate
             trial.report(value, step)
-        self.study.tell(trial, values=result.values, state=result.state)
-        return record
+        try:
+            self.study.tell(trial, values=result.values, state=result.state)
+        except ValueError:
+            # Closed since it was looked at, which Optuna says in no other way.
+            if not self._storage.get_trial(self._id(trial)).state.is_finished():
+                raise
+            return self._is_there(record)
+        return True
 
-    def _lost(self, frozen: FrozenTrial) -> TrialRecord | None:
-        """Return an orphan's record; None where it had no whole configuration yet."""
-        config = mapping.config_of(frozen) or self._config_of_params(frozen.params)
+    def _is_there(self, record: TrialRecord) -> bool:
+        """Whether the database has this very result, which may have gone through unheard."""
+        try:
+            return has_result(self._storage.get_trial(self._id(record)), record)
+        except KeyError:
+            return False
+
+    def _is_its_trial(self, stored: FrozenTrial, record: TrialRecord) -> bool:
+        """Whether an open trial is the attempt that a result is of; what never began is any."""
+        trial = how_begun(stored)
+        if trial is None or trial.attempt_id != record.attempt_id:
+            return False
+        return trial.config is None or is_of(
+            record.model_copy(update={"started_at": record.started_at or trial.started_at}), trial
+        )
+
+    def _unsettled(self) -> Unsettled:
+        begun = self._patiently(self._running)
+        return unsettled(self._spool, records=self.ledger.every, begun=begun)
+
+    def _running(self) -> list[RunningTrial]:
+        """Return how the open trials were begun; nothing of what this version cannot read."""
+        trials = map(how_begun, self._trials(TrialState.RUNNING))
+        return [trial for trial in trials if trial is not None]
+
+    def _unseen(self, frozen: FrozenTrial) -> TrialRecord | None:
+        """Return the record of a trial that its driver did not see the end of.
+
+        What its worker left on disk, or that it was lost; None where it had no whole configuration.
+        """
+        trial = how_begun(frozen)
+        if trial is None:
+            self._warn(
+                f"trial {frozen.number} was begun by another version of sweep, and cannot be read: "
+                "it is closed"
+            )
+            return None
+        config = trial.config or self._config_of_params(frozen.params)
         if config is None:
             return None
-        errand = mapping.errand_of(frozen)
-        return TrialRecord(
-            number=frozen.number,
-            config=config,
-            outcome=Lost(detail="the driver ended while the trial ran"),
-            attempt=attempts(self.on_errand(errand), config) + 1,
-            started_at=frozen.user_attrs.get(mapping.STARTED_AT),
-            **errand.model_dump(),
+        return ended_unseen(
+            trial,
+            config,
+            self._left(trial) or Lost(detail="the driver ended while the trial ran"),
+            is_baseline=config == self.definition.space.baseline_config(),
+            attempt=attempts(self.on_errand(errand_of(trial)), config) + 1,
         )
+
+    def _left(self, trial: RunningTrial) -> Outcome | None:
+        """Return what a trial's worker left on disk; None where it did not come to that."""
+        if trial.config is None or trial.attempt_id is None:
+            return None
+        left = OutcomeFile(self._spool.path.with_name(OUTCOME)).take(trial.attempt_id, trial.config)
+        if left is None or is_disturbed(left):
+            return None
+        return held_to_budget(left, budget_bytes=self.definition.target.budget_bytes)
 
     def _config_of_params(self, params: Mapping[str, Any]) -> TrialConfig | None:
         """Return the configuration of a trial that never began; None where it is not whole."""
@@ -413,7 +468,7 @@ class OpenStudy:
         """Close what a failed `ask` left behind."""
         self._empty_queue()
         for frozen in self._trials(TrialState.RUNNING):
-            if mapping.config_of(frozen) is None:
+            if mapping.CONFIG not in frozen.user_attrs:
                 self._close_unbegun(frozen.number)
 
     def _close_running(self) -> None:
@@ -421,12 +476,14 @@ class OpenStudy:
             self._close_unbegun(frozen.number)
 
     def _close_unbegun(self, number: int) -> None:
-        self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+        # Where somebody deleted it there is nothing to close.
+        with suppress(ValueError):
+            self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def _trials(self, state: TrialState) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=(state,))
 
-    def _id(self, trial: Trial | FrozenTrial) -> int:
+    def _id(self, trial: Trial | FrozenTrial | TrialRecord) -> int:
         study_id = self._storage.get_study_id_from_name(self.study.study_name)
         return self._storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
 
@@ -437,17 +494,48 @@ class OpenStudy:
         self._patiently(self._lease.acquire)
         # Open connections may lead to a server, or a deleted file, that is no longer there.
         self._storage.engine.dispose()
-        known = self._patiently(self._storage.get_all_studies)
-        if self._spool.study_id not in [study.user_attrs.get(IDENTITY) for study in known]:
-            raise EnvironmentFault(
-                f"study '{self.study.study_name}' was deleted from {self._url} while it was driven"
+        self._require_study()
+        # What was cached of the trials may be another copy's by now.
+        self.study = self._patiently(
+            lambda: optuna.load_study(
+                study_name=self.name,
+                storage=self._storage,
+                sampler=self.study.sampler,
+                pruner=self.study.pruner,
             )
+        )
         self._patiently(self._reload)
+
+    def _require_study(self) -> None:
+        """Raise where the study is no longer in the database, or another one has its name."""
+
+        def identity() -> object:
+            stored = self._storage.get_study_id_from_name(self.name)
+            return self._storage.get_study_user_attrs(stored).get(IDENTITY)
+
+        gone = EnvironmentFault(
+            f"study '{self.name}' was deleted from {self._url} while it was driven"
+        )
+        with faults(self._url):
+            try:
+                stored = patiently(identity, patience=self._patience, storage=self._storage)
+            except KeyError:
+                raise gone from None
+        if stored != self.identity:
+            raise gone
 
     def _patiently(
         self, action: Callable[[], T], *, before_retry: Callable[[], None] = lambda: None
     ) -> T:
         with faults(self._url):
-            return patiently(
-                action, patience=self._patience, before_retry=before_retry, storage=self._storage
-            )
+            try:
+                return patiently(
+                    action,
+                    patience=self._patience,
+                    before_retry=before_retry,
+                    storage=self._storage,
+                )
+            except KeyError:
+                # Optuna's word for what is not there: the study as a whole, or one of its trials.
+                self._require_study()
+                raise

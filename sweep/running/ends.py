@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from search_spaces import redaction
 from search_spaces.errors import CardLost
-from search_spaces.redaction import redact
 from storage.records import CrashCause, Crashed, Lost, Outcome, Phase, TimedOut
 from sweep.processes import End
 

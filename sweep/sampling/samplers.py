@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, assert_never, cast
 
 import optuna
@@ -22,6 +22,7 @@ from sweep.sampling.candidates import SpaceCandidates
 from sweep.sampling.encoding import Encoding, Params, identity
 from sweep.sampling.expecting import NOTHING_EXPECTED, Expecting
 from sweep.sampling.guided import GuidedSampler
+from sweep.sampling.tried import Tried
 
 REFUSALS_MAX = 1024
 """Refused draws and combinations before one of them is let through: one in a hundred is found."""
@@ -122,6 +123,7 @@ class WithoutRepeats(BaseSampler):
         self._preflight = preflight
         self._attempts = attempts
         self._random = random.Random(seed)
+        self._tried = Tried(_identity_in(encoding))
 
     def infer_relative_search_space(
         self, study: optuna.Study, trial: FrozenTrial
@@ -133,7 +135,7 @@ class WithoutRepeats(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> Params:
         """Draw all parameters at once."""
-        tried = tried_already(study, trial, encoding=self._encoding)
+        tried = self._tried.besides(study, trial)
         hopeless: Params | None = None
         candidate: Params = {}
         refusals = 0
@@ -213,6 +215,9 @@ class EveryCombination(BaseSampler):
             )
         self._encoding = encoding
         self._order = random.Random(seed).sample(range(size), size)
+        self._next = 0
+        """Place in that order before which all was tried: what was, stays so."""
+        self._tried = Tried(_identity_in(encoding))
 
     def infer_relative_search_space(
         self, study: optuna.Study, trial: FrozenTrial
@@ -224,14 +229,17 @@ class EveryCombination(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> Params:
         """Return the next combination that was not tried; the last one again when all were."""
-        tried = tried_already(study, trial, encoding=self._encoding)
-        candidate: Params = {}
-        for index in self._order:
-            combination = self._encoding.combination(index)
-            candidate = {name: combination[name] for name in search_space}
-            if identity(self._encoding.config(candidate)) not in tried:
-                return candidate
-        return candidate
+        if not self._tried.follows(study):
+            self._next = 0
+        tried = self._tried.besides(study, trial)
+        while self._next < len(self._order) - 1 and self._key(self._next) in tried:
+            self._next += 1
+        combination = self._encoding.combination(self._order[self._next])
+        return {name: combination[name] for name in search_space}
+
+    def _key(self, place: int) -> str:
+        combination = self._encoding.combination(self._order[place])
+        return identity(self._encoding.config(combination))
 
     def sample_independent(
         self,
@@ -276,10 +284,11 @@ class _TrialsOfSpace:
         return getattr(self._study, name)
 
 
-def tried_already(study: optuna.Study, trial: FrozenTrial, *, encoding: Encoding) -> set[str]:
-    """Return the identities of every other trial of the study that has all parameters."""
-    return {
-        identity(encoding.config(other.params))
-        for other in study.get_trials(deepcopy=False)
-        if other.number != trial.number and encoding.free.keys() <= other.params.keys()
-    }
+def _identity_in(encoding: Encoding) -> Callable[[FrozenTrial], str | None]:
+    """Return what says which configuration of a space a trial was of; None of one outside it."""
+
+    def identity_of(trial: FrozenTrial) -> str | None:
+        is_whole = encoding.free.keys() <= trial.params.keys()
+        return identity(encoding.config(trial.params)) if is_whole else None
+
+    return identity_of

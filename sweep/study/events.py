@@ -69,7 +69,8 @@ class TrialProgress:
 
 @dataclass(frozen=True)
 class TrialFinished:
-    """A trial ended and is stored."""
+    """A trial ended, with what the study has of it: a result that could not be told is lost to it,
+    and its record says where it is kept."""
 
     record: TrialRecord
 

@@ -6,13 +6,15 @@ refuse studies with several objectives. Knows nothing of runners, processes or s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.space import Objective
-from storage.ranking import Ranking
-from storage.records import TrialRecord
+from storage.definition import StudyDefinition
+from storage.objectives import CONCLUSIVE
+from storage.ranking import rank
+from storage.records import TrialRecord, Verdict
 from sweep.running.runner import Progress
 
 SPEED_MARGIN = 0.02
@@ -29,17 +31,88 @@ class Rival:
     peak_allocated_bytes: int
 
 
-def rivals_among(ranking: Ranking, *, of: TrialConfig) -> tuple[Rival, ...]:
-    """Return the trials of the space that ran to the end within the budget, at a known speed.
+class Rivals:
+    """The trials of a space that ran to the end within the budget, at a known speed: what a running
+    one has to beat. Told each trial once.
 
-    A baseline outside the space cannot win it, so it stops nothing either. A speed without an
-    interval beats nobody for sure. What is of the baseline's capacity class is stopped by its like
-    alone: the fastest of that class is asked for though smaller adapters are faster.
+    A configuration counts by the last trial of it that came to a conclusion, as in the ranking. Of
+    two of which one stops whatever the other does, that one is kept, so that a study of thousands
+    compares with a few.
+
+    Args:
+        definition: the study's.
+        records: trials of the search so far.
+        confirmations: what measured some of them again, before this search.
     """
-    is_of_class = ranking.is_of_baselines_class
-    among = [r for r in ranking.ranked if not is_of_class(of) or is_of_class(r.config)]
-    rivals = (_rival(record) for record in among)
-    return tuple(rival for rival in rivals if rival is not None)
+
+    def __init__(
+        self,
+        definition: StudyDefinition,
+        records: Iterable[TrialRecord] = (),
+        *,
+        confirmations: Sequence[TrialRecord] = (),
+    ) -> None:
+        self._definition = definition
+        self._confirmations = tuple(confirmations)
+        self._space = rank((), definition)
+        self._last: dict[TrialConfig, TrialRecord] = {}
+        self._kept: dict[Hashable, list[Rival]] | None = None
+        for record in rank(records, definition, self._confirmations).records:
+            self._take(record)
+
+    def learn(self, record: TrialRecord) -> None:
+        """Take in a finished trial of the search, later than every one before."""
+        for known in rank((record,), self._definition, self._confirmations).records:
+            self._take(known)
+
+    def of(self, config: TrialConfig) -> tuple[Rival, ...]:
+        """Return what a running trial has to beat.
+
+        A baseline outside the space cannot win it, so it stops nothing either. A speed without an
+        interval beats nobody for sure. What is of the baseline's capacity class is stopped by its
+        like alone: the fastest of that class is asked for though smaller adapters are faster.
+        """
+        if self._kept is None:
+            self._kept = {}
+            for record in self._last.values():
+                self._keep(record, self._kept)
+        is_of_class = self._space.is_of_baselines_class
+        among = (r for rivals in self._kept.values() for r in rivals)
+        if not is_of_class(config):
+            return tuple(among)
+        return tuple(rival for rival in among if is_of_class(rival.config))
+
+    def _take(self, record: TrialRecord) -> None:
+        if record.verdict not in CONCLUSIVE or not self._space.holds(record.config):
+            return
+        key = canonical(record.config)
+        earlier = self._last.pop(key, None)
+        self._last[key] = record
+        if earlier is not None and earlier.verdict is Verdict.FITS:
+            # What stood behind it may count again: rare, as hardly anything is tried twice.
+            self._kept = None
+        elif self._kept is not None:
+            self._keep(record, self._kept)
+
+    def _keep(self, record: TrialRecord, kept: dict[Hashable, list[Rival]]) -> None:
+        rival = _rival(record) if record.verdict is Verdict.FITS else None
+        if rival is None:
+            return
+        objectives, config = self._definition.space.objectives, record.config
+        kind: Hashable = self._space.is_of_baselines_class(config)
+        if "trainable_parameters" in objectives:
+            kind = self._space.is_of_baselines_class(config), *map(str, config.capacity().items())
+        like = kept.setdefault(kind, [])
+        if not any(_stops_as_much(other, rival, objectives) for other in like):
+            like[:] = [r for r in like if not _stops_as_much(rival, r, objectives)]
+            like.append(rival)
+
+
+def _stops_as_much(one: Rival, other: Rival, objectives: Sequence[Objective]) -> bool:
+    """Whether a rival stops whatever another of its kind stops."""
+    is_as_fast = one.tokens_per_second >= other.tokens_per_second
+    is_as_small = one.peak_allocated_bytes <= other.peak_allocated_bytes
+    return is_as_fast and (is_as_small or "peak_memory" not in objectives)
 
 
 def _rival(record: TrialRecord) -> Rival | None:

@@ -6,24 +6,23 @@ Knows nothing of processes, databases, samplers or terminals: each is handed in.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import CardLost, EnvironmentFault
 from storage.ranking import Ranking, rank
 from storage.records import (
-    RETRYABLE,
     Outcome,
     OutOfMemory,
     PredictionRecord,
     TrialRecord,
     held_to_budget,
 )
-from storage.recovery import attempts, next_number, to_retry
 from storage.study import OpenStudy
 from sweep.running.runner import Progress, Runner
 from sweep.sampling.encoding import Encoding, Frontier, identity
@@ -36,9 +35,14 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
-from sweep.study.machine_faults import ConsecutiveFailures, nothing_concluded, run_undisturbed
+from sweep.study.machine_faults import (
+    ConsecutiveFailures,
+    lost_with_the_card,
+    nothing_concluded,
+    run_undisturbed,
+)
 from sweep.study.preflight import Expected, Preflight
-from sweep.study.pruning import is_hopeless, rivals_among
+from sweep.study.pruning import Rival, Rivals, is_hopeless
 from sweep.study.stopping import Spent, Stopping, outlook_document
 
 
@@ -52,6 +56,7 @@ def tune(
     on_event: Listener = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+    settling: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StopReason:
     """Run a study until its trials, time or money are spent, nothing is left, or somebody asks.
 
@@ -67,17 +72,20 @@ def tune(
         on_event: hears of everything that happens.
         should_stop: asked before each trial.
         interruptible: entered while a trial is chosen and checked, which may take long and be cut
-            short by an exception: no result is lost, and what was begun is closed by a resume.
+            short by a `KeyboardInterrupt`: no result is lost, and what was begun is closed.
+        settling: entered while a result is told, which may be cut short where the database takes
+            long: it is in the spool by then.
 
     Raises:
         EnvironmentFault: the device or the database is not to be had, trial after trial fails in
             the same way, or no trial that ran came to anything else. What was measured is stored.
     """
     stopping = stopping or Stopping(study.definition.space)
-    driver = _Driver(study, runner, preflight, stopping, clock, on_event, should_stop)
+    stops = should_stop, interruptible, settling
+    driver = _Driver(study, runner, preflight, stopping, clock, on_event, *stops)
     with interruptible():
         driver.recover()
-    reason = driver.search(interruptible)
+    reason = driver.search()
     driver.end(reason)
     if reason is not StopReason.INTERRUPTED and not driver.confirm():
         reason = StopReason.INTERRUPTED
@@ -98,35 +106,20 @@ def confirm_anew(
     on_event: Listener = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+    settling: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StopReason:
     """Measure a study's winner again, whatever was measured of it before, and search no further.
 
     What was begun of that and not finished goes on. Arguments and errors are those of `tune`.
     """
     stopping = stopping or Stopping(study.definition.space)
-    driver = _Driver(study, runner, preflight, stopping, clock, on_event, should_stop)
+    stops = should_stop, interruptible, settling
+    driver = _Driver(study, runner, preflight, stopping, clock, on_event, *stops)
     with interruptible():
         driver.recover()
     reason = StopReason.CONFIRMED if driver.confirm(is_anew=True) else StopReason.INTERRUPTED
     on_event(StudyFinished(reason))
     return reason
-
-
-def trials_spent(records: Iterable[TrialRecord], *, since: int = 0) -> int:
-    """Return how many of a study's trials are spent: all but those that are tried again.
-
-    A configuration that failed as often as it may counts once. What another study ran is none of
-    its trials.
-
-    Args:
-        records: of one study.
-        since: number of the first trial of this run, which tries anew what failed in earlier ones.
-    """
-    known = tuple(record for record in records if record.carried is None)
-    concluded = {record.config for record in known if record.verdict not in RETRYABLE}
-    failed = {record.config for record in known} - concluded
-    final = sum(record.verdict not in RETRYABLE for record in known)
-    return final + len(failed) - len(to_retry(known, since=since))
 
 
 @dataclass
@@ -141,6 +134,8 @@ class _OpenTrial:
     started_at: str
     started_seconds: float
     prediction: PredictionRecord | None = None
+    rivals: tuple[Rival, ...] = ()
+    """What it has to beat."""
     device_seconds: float | None = None
     """None for a trial that was never launched."""
 
@@ -161,6 +156,8 @@ class _Driver:
     clock: Callable[[], float]
     on_event: Listener
     should_stop: Callable[[], bool]
+    interruptible: Callable[[], AbstractContextManager[None]]
+    settling: Callable[[], AbstractContextManager[None]]
     _since: int = 0
     """Number of this run's first trial."""
     _failures: ConsecutiveFailures = field(default_factory=ConsecutiveFailures)
@@ -174,21 +171,26 @@ class _Driver:
         self._frontier = Frontier(self._encoding)
         self._started_seconds = self._counted_seconds = self.clock()
         self._earlier_seconds = self.study.wall_seconds()
+        self._tried: set[str] = set()
 
     def recover(self) -> None:
         """Close what an earlier driver left open, and learn from what it found out."""
         self.study.recover()
-        records = self.study.records()
-        self._since = next_number(records)
+        records, confirmed = self.study.records(), self.study.confirmations()
+        self._since = self.study.ledger.next_number
+        self._rivals = Rivals(self.study.definition, records, confirmations=confirmed)
+        self._tried = {identity(record.config) for record in records}
         self.preflight.learn_all(records)
-        confirmed = self.study.confirmations()
         self.preflight.learn_all(r for r in confirmed if isinstance(r.outcome, OutOfMemory))
 
-    def search(self, interruptible: Callable[[], AbstractContextManager[None]]) -> StopReason:
+    def search(self) -> StopReason:
         """Run trial after trial, and return why that stopped."""
-        while (reason := self.reason_to_stop()) is None:
+        while True:
             try:
-                with interruptible():
+                with self.interruptible():
+                    reason = self.reason_to_stop()
+                    if reason is not None:
+                        return reason
                     trial = self.ask()
                     refused = self.check(trial)
                     if refused is None and self.should_stop():
@@ -197,26 +199,36 @@ class _Driver:
             except KeyboardInterrupt:
                 self.study.abandon()
                 return StopReason.INTERRUPTED
-            self.tell(trial, refused or self.run(trial))
-        return reason
+            try:
+                outcome = refused or self.run(trial)
+            except CardLost as lost:
+                # The database matters less now, and the spool has it.
+                with suppress(EnvironmentFault):
+                    self.tell(trial, lost_with_the_card(lost))
+                raise
+            try:
+                with self.settling():
+                    self.tell(trial, outcome)
+            except KeyboardInterrupt:
+                return StopReason.INTERRUPTED
 
     def reason_to_stop(self) -> StopReason | None:
         """Return why no further trial should start; None where one should."""
         if self.should_stop():
             return StopReason.INTERRUPTED
-        records, now = self.study.records(), self.clock()
+        ledger, now = self.study.ledger, self.clock()
         spent = Spent(
-            trials=trials_spent(records, since=self._since),
+            trials=ledger.trials_spent(since=self._since),
             seconds=now - self._started_seconds,
             seconds_of_study=self._earlier_seconds + now - self._started_seconds,
         )
         reason = self.stopping.out_of_time(spent)
-        if reason is not None or to_retry(records, since=self._since):
+        if reason is not None or ledger.to_retry(since=self._since):
             return reason
-        if self._lacks_baseline(records) and spent.trials < self._space.trials:
+        if self._baseline not in ledger and spent.trials < self._space.trials:
             return None
         reason = self.stopping.out_of_trials(
-            spent, is_exhausted=self._is_exhausted, records=records
+            spent, is_exhausted=self._is_exhausted, records=ledger.records
         )
         if reason is StopReason.GAIN_SPENT:
             self._owed = self.stopping.still_owed(self._ranking())
@@ -234,10 +246,11 @@ class _Driver:
         answer comes the sooner. After a failure the sampler goes first, so that a fault of the
         machine shows as different configurations failing alike.
         """
-        records = self.study.records()
-        retries = to_retry(records, since=self._since)
-        has_room = trials_spent(records, since=self._since) + len(retries) < self._space.trials
-        if self._lacks_baseline(records) and not self._is_foreseen(records):
+        ledger = self.study.ledger
+        retries = ledger.to_retry(since=self._since)
+        spent = ledger.trials_spent(since=self._since)
+        has_room = spent + len(retries) < self._space.trials
+        if self._baseline not in ledger and not self._is_foreseen(is_first=not ledger.records):
             return self._begin(self._baseline)
         if retries and not (self._failures and has_room and not self._is_exhausted()):
             return self._begin(retries[0])
@@ -248,18 +261,20 @@ class _Driver:
         """Return the verdict that spares the device the trial; None where only running it tells."""
         # Now, while it may take long, and before the trial teaches anything.
         trial.prediction = trial.expected.record
-        return trial.expected.refusal
+        refusal = trial.expected.refusal
+        if refusal is None and not trial.is_baseline:
+            trial.rivals = self._rivals.of(trial.config)
+        return refusal
 
     def run(self, trial: _OpenTrial) -> Outcome:
         """Run a trial on the device, and stop it early where it cannot matter any more."""
-        rivals = () if trial.is_baseline else rivals_among(self._ranking(), of=trial.config)
 
         def observe(progress: Progress) -> bool:
             self.on_event(TrialProgress(number=trial.handle.number, progress=progress))
             return is_hopeless(
                 progress,
                 config=trial.config,
-                rivals=rivals,
+                rivals=trial.rivals,
                 objectives=self._space.objectives,
             )
 
@@ -297,10 +312,12 @@ class _Driver:
             device_seconds=trial.device_seconds or 0.0,
             prediction=trial.prediction,
         )
-        self.study.tell(trial.handle, record)
+        stored = self.study.tell(trial.handle, record)
         self._count_wall_seconds()
         self.preflight.learn(record)
-        self.on_event(TrialFinished(record=record))
+        self._rivals.learn(stored)
+        self._tried.add(identity(record.config))
+        self.on_event(TrialFinished(record=stored))
         if trial.device_seconds is not None:
             self._failures.count(outcome)
 
@@ -313,6 +330,8 @@ class _Driver:
             clock=self.clock,
             on_event=self.on_event,
             should_stop=self.should_stop,
+            interruptible=self.interruptible,
+            settling=self.settling,
             is_anew=is_anew,
         )
 
@@ -332,7 +351,7 @@ class _Driver:
             handle=handle,
             expected=self.preflight.expect(config),
             is_baseline=config == self._baseline,
-            attempt=attempts(self.study.records(), config) + 1,
+            attempt=self.study.ledger.attempts(config) + 1,
             attempt_id=attempt_id,
             started_at=started_at,
             started_seconds=started_seconds,
@@ -351,16 +370,13 @@ class _Driver:
         study = self.study
         return rank(study.records(), study.definition, study.confirmations())
 
-    def _lacks_baseline(self, records: Sequence[TrialRecord]) -> bool:
-        return all(record.config != self._baseline for record in records)
-
-    def _is_foreseen(self, records: Sequence[TrialRecord]) -> bool:
+    def _is_foreseen(self, *, is_first: bool) -> bool:
         """Whether the first trial is the fastest that is foreseen, and a second may follow."""
         is_guided = self._space.sampler == "guided" and self.preflight.predicts_speed
-        return is_guided and not records and self._space.trials > 1
+        return is_guided and is_first and self._space.trials > 1
 
     def _is_exhausted(self) -> bool:
-        return self._frontier.is_exhausted({identity(r.config) for r in self.study.records()})
+        return self._frontier.is_exhausted(self._tried)
 
     def _count_wall_seconds(self) -> None:
         """Add up the driver's time trial by trial, so that a crash loses one trial's at most."""

@@ -16,9 +16,9 @@ from search_spaces.space import SearchSpace
 from storage.confirmations import Confirmations
 from storage.definition import StudyDefinition
 from storage.gain import Gain, compare
+from storage.ledger import Ledger
 from storage.ranking import Ranking, rank
 from storage.records import Phase, TrialRecord
-from storage.recovery import next_number
 from sweep.running.runner import Progress
 from sweep.study.confirmation import Plan
 from sweep.study.events import (
@@ -31,7 +31,6 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
-from sweep.study.tuner import trials_spent
 
 _PACE_OF = 10
 """Newest trials whose mean time is the pace."""
@@ -121,13 +120,15 @@ class Board:
     _building_seconds: float = field(default=0.0, init=False)
     """What the first trial took until it trained."""
     _finished_here: int = field(default=0, init=False)
+    _ledger: Ledger = field(init=False)
     _since: int = field(init=False)
     _ranking: Ranking = field(init=False)
     _owed: int = field(default=0, init=False)
     """Runs that a confirmation still takes, whatever its budget is."""
 
     def __post_init__(self) -> None:
-        self._since = next_number(self.records)
+        self._ledger = Ledger(self.records)
+        self._since = self._ledger.next_number
         self._started_seconds = self._doing_seconds = self.clock()
         self._ranking = rank(self.records, self.definition, self.confirmations)
         self._count_owed()
@@ -162,6 +163,7 @@ class Board:
     def _finish(self, record: TrialRecord) -> None:
         is_searched = record.purpose == "search"
         (self.records if is_searched else self.confirmations).append(record)
+        self._ledger.add(record)
         self._ranking = rank(self.records, self.definition, self.confirmations)
         self._count_owed()
         self._finished_here += is_searched
@@ -224,7 +226,7 @@ class Board:
     @property
     def trials_done(self) -> int:
         """Trials that count towards the study's total."""
-        return trials_spent(self.records, since=self._since)
+        return self._ledger.trials_spent(since=self._since)
 
     @property
     def elapsed_seconds(self) -> float:

@@ -26,7 +26,7 @@ from reports.page import (
     write_report,
 )
 from reports.summary import emulation_note
-from search_spaces.documents import parse_object, read_text
+from search_spaces.documents import home_expanded, parse_object, read_text
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import redact
@@ -34,11 +34,12 @@ from storage.best import best_document
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.reading import count_trials, read_study
 from storage.records import TrialRecord
-from storage.recovery import next_number
 from storage.removal import remove_study
+from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from sweep.export import formats
 from sweep.paths import (
+    STORAGE,
     cache_directory,
     comparison_path,
     report_path,
@@ -47,10 +48,11 @@ from sweep.paths import (
 )
 from sweep.planning.kept_memory import with_memory_forecasts
 from sweep.running.device_info import read_card
+from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption, undisturbed
 from sweep.study.session import Prepared, drive, prepare, prepare_again
-from sweep.study.tuner import confirm_anew, trials_spent
+from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.console import (
     STDOUT,
@@ -64,11 +66,9 @@ from sweep.terminal.console import (
     width_of,
 )
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.edge import INTERRUPTED
-from sweep.terminal.listings import read
+from sweep.terminal.listings import read, warn_of_unreadable
 from sweep.terminal.live import watching
 from sweep.terminal.summary import (
-    best_text,
     has_fit,
     last_screen,
     not_ruled_out,
@@ -98,7 +98,7 @@ def run(
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
     prepared = prepare(space, overrides=overrides, held=held, study=study, card=read_card)
-    url = storage_url(storage)
+    url = _driven_url(storage)
     reason = drive(
         prepared,
         storage=url,
@@ -109,8 +109,21 @@ def run(
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
 
 
+def _driven_url(typed: str | None) -> str:
+    """Return the database to drive a study in, and say who may read a password that was typed."""
+    if typed is not None and redact(typed) != typed:
+        note(
+            "note: the list of processes shows the password in --storage to every user of this "
+            f"machine; {STORAGE} stands in for the option and is not shown"
+        )
+    return storage_url(typed)
+
+
 def _source(carried: str, *, of: str, url: str) -> StudySnapshot:
-    """Return the study that trials are taken over from."""
+    """Return the study that trials are taken over from: one of the database's, or a spool's."""
+    path = home_expanded(carried)
+    if "/" in carried or path.suffix == ".jsonl":
+        return read_spooled_study(path, url=url)
     if carried == of:
         raise InputError(
             f"--from {carried}: that is the study itself; name the new one with --study"
@@ -120,7 +133,7 @@ def _source(carried: str, *, of: str, url: str) -> StudySnapshot:
 
 def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_json: bool) -> int:
     """Measure a study's winner again; then end as a run does."""
-    url = storage_url(storage)
+    url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
     prepared = prepare_again(study, stored, confirm=typed, card=read_card)
     reason = drive(
@@ -193,7 +206,7 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
     width = width_of(sys.stderr)
     most = "at most " if definition.space.sampler == "guided" else ""
     if study.was_resumed:
-        done = trials_spent(records, since=next_number(records))
+        done = study.ledger.trials_spent(since=study.ledger.next_number)
         note(f"Resuming study {study.study.study_name}: {_progress(done, total)}.")
     else:
         note(f"Starting study {study.study.study_name}: {most}{units.plural(total, 'trial')}.")
@@ -235,16 +248,6 @@ def _progress(done: int, total: int) -> str:
     if done > total:
         return f"{units.plural(done, 'trial')} {verb} done, {total:,} asked for"
     return f"{done:,} of {units.plural(total, 'trial')} {verb} done"
-
-
-def best(study: str, *, storage: str | None, as_json: bool) -> int:
-    """Print the winner of a study."""
-    snapshot = read(study, url=storage_url(storage))
-    if as_json:
-        say_json(best_document(snapshot))
-    else:
-        say(best_text(snapshot, width=width_of(sys.stdout)))
-    return DONE if has_fit(snapshot) else NOTHING_FITS
 
 
 def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
@@ -340,6 +343,7 @@ def export(
 ) -> int:
     """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
     snapshot = read(study, url=storage_url(storage))
+    warn_of_unreadable(snapshot)
     text = formats.export(snapshot, format=format, number=trial)
     if output is None or str(output) == STDOUT:
         say_as_is(text.removesuffix("\n"))

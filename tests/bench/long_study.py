@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ from search_spaces.space import SamplerName, SearchSpace
 from storage import mapping
 from storage.database import close, open_for_writing
 from storage.definition import StudyDefinition, Target
+from storage.opening import open_study
 from storage.records import Outcome, PredictionRecord, PrunedSlow, TrialRecord
-from storage.study import OpenStudy, open_study
+from storage.study import OpenStudy
 from storage.urls import parse_url
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.encoding import Encoding
@@ -248,13 +250,17 @@ def drive(
 ) -> Driven:
     """Resume a study for some further trials, on a card that answers at once."""
     quiet_optuna()
-    stored = sum(1 for _ in (home / name).iterdir()) if (home / name).exists() else 0
-    del stored
     ends: list[float] = []
+    opening = cProfile.Profile()
+    if profiled:
+        opening.enable()
     started = time.process_time()
     space = a_space(sampler)
     study = _opened(url, home, space, name)
     opened = time.process_time()
+    if profiled:
+        opening.disable()
+        pstats.Stats(opening).sort_stats("cumulative").print_stats(40)
     preflight = a_preflight(space)
     profile = cProfile.Profile() if profiled else None
 
@@ -274,7 +280,7 @@ def drive(
         )
     if profile is not None:
         profile.disable()
-    steps = tuple(after - before for before, after in zip(ends, ends[1:], strict=False))
+    steps = tuple(after - before for before, after in pairwise(ends))
     stats = None if profile is None else pstats.Stats(profile)
     return Driven(opened - started, ends[0] - opened, steps, stats)
 
@@ -322,7 +328,7 @@ def _show(count: int, size: float, sampler: str, driven: Driven) -> None:
     print(f" {each[len(each) // 2]:>9.4f} {each[-1]:>7.4f} {peak:>9.0f}", flush=True)
     if driven.profile is not None:
         driven.profile.stream = sys.stdout  # type: ignore[attr-defined]
-        driven.profile.sort_stats("cumulative").print_stats(_PARTS * 4)
+        driven.profile.sort_stats("cumulative").print_stats(_PARTS * 7)
 
 
 if __name__ == "__main__":

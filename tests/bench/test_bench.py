@@ -10,7 +10,7 @@ import pytest
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GIB, find_gpu
-from storage.study import open_study
+from storage.opening import open_study
 from sweep.planning.forecast import Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.sampling.samplers import make_sampler

@@ -49,6 +49,7 @@ from tests.storage.builders import (
     a_definition,
     a_measurement,
     a_record,
+    begun,
     fits,
     open_it,
     run_one,
@@ -180,9 +181,7 @@ def run_again(study: OpenStudy, outcome: Outcome | None = None, **changes: Any) 
     """Ask, begin and tell a run that measures trial 0 again."""
     trial = study.ask_again()
     record = a_record(trial.number, outcome, **(AGAIN.model_dump() | changes))
-    study.begin(trial, record.config, "2025-01-01T00:00:00+00:00", errand=AGAIN)
-    study.tell(trial, record)
-    return record
+    return study.tell(trial, begun(study, trial, record, errand=AGAIN))
 
 
 def test_runs_that_measure_again_come_back_as_told_and_are_no_trials(url: str, home: Path) -> None:
@@ -245,7 +244,7 @@ def test_a_result_that_was_spooled_and_not_told_is_told_as_what_it_is(url: str, 
         run_one(study)
         trial = study.ask_again()
         record = a_record(trial.number, fits(900.0), **AGAIN.model_dump())
-        study.begin(trial, record.config, "2025-01-01T00:00:00+00:00", errand=AGAIN)
+        record = begun(study, trial, record, errand=AGAIN)
         study._spool.append(record)
     with open_it(url, home) as study:
         study.recover()
@@ -432,7 +431,8 @@ def test_a_driver_killed_at_any_moment_loses_nothing_told_and_its_run_is_retried
         assert [(r.number, r.verdict) for r in records] == [(0, Verdict.LOST)]
         assert retried == (records[0].config,)
     else:
-        assert records == (a_record(0, fits(1000.0), batch=records[0].config.micro_batch_size),)
+        (record,) = records
+        assert (record.number, record.outcome) == (0, fits(1000.0))
         assert retried == ()
 
 
@@ -542,16 +542,17 @@ def test_a_driver_that_lost_its_lease_to_another_keeps_its_result_in_the_spool(
 ) -> None:
     with open_it(postgres_url, home) as study:
         trial = study.ask(DISTRIBUTIONS)
+        record = begun(study, trial, a_record(trial.number))
         cluster.execute(TERMINATE)
         with (
             open_it(postgres_url, home) as other,
             pytest.raises(EnvironmentFault, match=r"is driven by .*spool.jsonl"),
         ):
-            study.tell(trial, a_record(trial.number))
+            study.tell(trial, record)
         assert other.records() == ()
     with open_it(postgres_url, home) as study:
         study.recover()
-        assert study.records() == (a_record(trial.number),)
+        assert study.records() == (record,)
 
 
 def test_a_server_that_goes_away_leaves_the_result_in_the_spool(
@@ -559,11 +560,11 @@ def test_a_server_that_goes_away_leaves_the_result_in_the_spool(
 ) -> None:
     study = open_it(postgres_url, home, patience=Patience(seconds=0.3))
     trial = study.ask(DISTRIBUTIONS)
-    study.begin(trial, TrialConfig(), "2025-01-01T00:00:00+00:00")
+    record = begun(study, trial, a_record(trial.number))
     cluster.stop()
     try:
-        with pytest.raises(EnvironmentFault, match="told when the study is resumed"):
-            study.tell(trial, a_record(trial.number))
+        with pytest.raises(EnvironmentFault, match="a resume tells it"):
+            study.tell(trial, record)
         study.close()
         with pytest.raises(EnvironmentFault, match=r"127\.0\.0\.1"):
             read_study("study", url=postgres_url, home=home)
@@ -573,7 +574,7 @@ def test_a_server_that_goes_away_leaves_the_result_in_the_spool(
     assert "resume the study" in warning
     with open_it(postgres_url, home) as study:
         assert study.recover() == ()
-        assert study.records() == (a_record(trial.number),)
+        assert study.records() == (record,)
 
 
 def test_a_password_is_never_shown(

@@ -12,12 +12,14 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
-from storage.records import Measured, Measurement, Outcome, TrialRecord
-from storage.study import OpenStudy, open_study
+from storage.opening import open_study
+from storage.records import SEARCH, Errand, Measured, Measurement, Outcome, TrialRecord
+from storage.study import OpenStudy
 
 BATCHES = (1, 2, 4, 8)
 BUDGET = 20 * GIB
 DISTRIBUTIONS: dict[str, BaseDistribution] = {"micro_batch_size": CategoricalDistribution(BATCHES)}
+STARTED_AT = "2025-01-01T00:00:00+00:00"
 ENVIRONMENT = {"gpu": "NVIDIA A10", "driver": "1.0", "versions": {"torch": "2.13"}}
 
 
@@ -103,6 +105,12 @@ def run_one(
     """Ask, begin and tell one trial."""
     trial = study.ask(DISTRIBUTIONS, params=None if batch is None else {"micro_batch_size": batch})
     record = a_record(trial.number, outcome, batch=trial.params["micro_batch_size"], **changes)
-    study.begin(trial, record.config, "2025-01-01T00:00:00+00:00")
-    study.tell(trial, record)
-    return record
+    return study.tell(trial, begun(study, trial, record))
+
+
+def begun(
+    study: OpenStudy, trial: optuna.Trial, record: TrialRecord, *, errand: Errand = SEARCH
+) -> TrialRecord:
+    """Begin a trial and return its result-to-be, with the identity that it was begun under."""
+    attempt = study.begin(trial, record.config, STARTED_AT, errand=errand)
+    return record.model_copy(update={"attempt_id": attempt, "started_at": STARTED_AT})

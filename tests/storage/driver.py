@@ -17,8 +17,8 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
-from storage.recovery import Spool
-from tests.storage.builders import DISTRIBUTIONS, a_record, fits, open_it
+from storage.spool import Spool
+from tests.storage.builders import DISTRIBUTIONS, a_record, begun, fits, open_it
 
 MOMENTS = ("queued", "asked", "begun", "spooled", "telling", "told")
 ROOT = Path(__file__).parents[2]
@@ -77,13 +77,12 @@ def drive(url: str, home: Path, name: str, moment: str, trials: int) -> None:
                 die()
             batch, speed = trial.params["micro_batch_size"], 1000.0 + trial.number
             record = a_record(trial.number, fits(speed), batch=batch)
-            study.begin(trial, record.config, "2025-01-01T00:00:00+00:00")
+            record = begun(study, trial, record)
             say("begun", trial.number)
             if moment == "begun":
                 die()
             if moment == "spooled":
-                identity = study.study.user_attrs["identity"]
-                Spool(home / name / "spool.jsonl", identity).append(record)
+                Spool(home / name / "spool.jsonl", study.identity).append(record)
                 die()
             study.tell(trial, record)
             say("told", trial.number, speed)

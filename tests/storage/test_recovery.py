@@ -7,7 +7,8 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut, TrialRecord
-from storage.recovery import Spool, attempts, next_number, to_retry
+from storage.recovery import attempts, next_number, to_retry
+from storage.spool import Spool
 from tests.storage.builders import a_record, fits
 
 

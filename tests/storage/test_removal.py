@@ -18,7 +18,7 @@ def test_a_study_goes_with_its_files_and_others_stay(tmp_path: Path) -> None:
     (tmp_path / "mine" / "report.html").write_text("<!doctype html>")
     assert count_trials("mine", url=url) == 1
     removed = remove_study("mine", url=url, home=tmp_path)
-    assert {path.name for path in removed.files} == {"spool.jsonl", "report.html"}
+    assert {path.name for path in removed.files} == {"spool.jsonl", "report.html", "study.json"}
     assert removed.left == ()
     assert not (tmp_path / "mine").exists()
     assert [s.name for s in list_studies(url, tmp_path)] == ["other"]

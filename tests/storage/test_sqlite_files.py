@@ -23,9 +23,9 @@ from storage.database import close, open_for_writing
 from storage.lease import FileLease, this_driver
 from storage.patience import Patience
 from storage.reading import list_studies, read_study
-from storage.recovery import Spool
+from storage.spool import Spool
 from storage.urls import parse_url
-from tests.storage.builders import DISTRIBUTIONS, a_record, fits, open_it, run_one
+from tests.storage.builders import DISTRIBUTIONS, a_record, begun, fits, open_it, run_one
 from tests.storage.driver import ROOT
 
 NOBODY = 65534
@@ -173,16 +173,17 @@ def test_a_database_that_is_locked_for_a_while_is_waited_for(home: Path, url: st
 def test_a_database_that_stays_locked_leaves_the_result_in_the_spool(home: Path, url: str) -> None:
     with open_it(url, home, patience=Patience(seconds=0.0)) as study:
         trial = study.ask(DISTRIBUTIONS)
+        record = begun(study, trial, a_record(trial.number))
         with (
             locked(home / "sweep.db"),
             pytest.raises(
-                EnvironmentFault, match=r"locked; the result of trial 0 is safe in .*spool"
+                EnvironmentFault, match=r"locked; the result of trial 0 \(fits\) is safe in .*spool"
             ),
         ):
-            study.tell(trial, a_record(trial.number))
+            study.tell(trial, record)
     with open_it(url, home) as study:
         assert study.recover() == ()
-        assert study.records() == (a_record(0),)
+        assert study.records() == (record,)
 
 
 @pytest.mark.parametrize("victim", ["sweep.db", "."])
@@ -262,8 +263,14 @@ def test_a_result_of_a_deleted_study_is_not_told_to_its_successor(home: Path, ur
     with open_it(url, home) as study:
         run_one(study, fits(9999.0))
     (home / "sweep.db").unlink()
+    (home / "study").rename(home / "earlier")
     with open_it(url, home) as study:
         study.ask(DISTRIBUTIONS)
+    spooled = (home / "earlier" / "spool.jsonl").read_text()
+    (home / "study" / "spool.jsonl").write_text(spooled)
+    with pytest.raises(InputError, match=r"spool\.jsonl .* of another study"):
+        open_it(url, home)
+    (home / "study" / "spool.jsonl").unlink()
     with open_it(url, home) as study:
         study.recover()
         assert [record.verdict for record in study.records()] == ["lost"]
@@ -274,11 +281,11 @@ def test_results_that_wait_in_the_spool_are_mentioned_when_nobody_drives(
 ) -> None:
     with open_it(url, home) as study:
         trial = study.ask(DISTRIBUTIONS)
-        identity = study.study.user_attrs["identity"]
-        Spool(home / "study" / "spool.jsonl", identity).append(a_record(trial.number))
+        record = begun(study, trial, a_record(trial.number))
+        Spool(home / "study" / "spool.jsonl", study.identity).append(record)
         assert read_study("study", url=url, home=home).warnings == ()
     (warning,) = read_study("study", url=url, home=home).warnings
-    assert "trials 0" in warning
+    assert "the result of trial 0 (fits) is in" in warning
 
 
 def test_what_another_version_stored_is_refused_and_not_a_crash(home: Path, url: str) -> None:

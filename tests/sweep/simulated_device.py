@@ -16,8 +16,9 @@ from search_spaces.gpus import GIB
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
+from storage.opening import open_study
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
-from storage.study import OpenStudy, open_study
+from storage.study import OpenStudy
 from sweep.predict.memory.arrays import OneByOne
 from sweep.predict.memory.prediction import MemoryPrediction
 from sweep.sampling.belief import Array

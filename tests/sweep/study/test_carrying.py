@@ -12,15 +12,16 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from storage.definition import StudyDefinition, StudySnapshot, Target
+from storage.opening import open_study
 from storage.reading import read_study
 from storage.records import Carried, Diverged, OutOfMemory, TrialRecord, Verdict
-from storage.study import OpenStudy, open_study
+from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import make_sampler
 from sweep.study.carrying import Taken, carry_over, holding, refuse_incomparable
 from sweep.study.preflight import Preflight
-from sweep.study.tuner import trials_spent, tune
+from sweep.study.tuner import tune
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_space, train
 from tests.sweep.terminal.test_summary import a_snapshot
@@ -75,7 +76,7 @@ def test_what_was_measured_is_there_marked_and_costs_nothing(
     kept = [r for r in source.records if r.verdict in ("fits", "oom")]
     with opened(tmp_path, "wide", **WIDER) as study:
         assert carry_over(study, source, is_valid=anything) == Taken(len(kept), len(kept))
-        assert trials_spent(study.records()) == 0
+        assert study.ledger.trials_spent() == 0
     stored = snapshot(tmp_path, "wide").records
     assert [r.config for r in stored] == [r.config for r in kept]
     assert [r.outcome for r in stored] == [r.outcome for r in kept]

@@ -33,7 +33,7 @@ from sweep.sampling.samplers import make_sampler
 from sweep.study.confirmation import confirm
 from sweep.study.events import ConfirmationStarted, Event, StopReason, TrialFinished
 from sweep.study.preflight import Preflight
-from sweep.study.tuner import trials_spent, tune
+from sweep.study.tuner import tune
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_study, train
 
 CONFIRM = {"seconds": 60.0, "repeats": 4, "soak_seconds": 15.0}
@@ -142,7 +142,7 @@ def test_the_winner_and_the_baseline_are_run_again_in_turns_and_the_winner_is_so
 def test_it_is_no_trial_of_the_search(tmp_path: Path) -> None:
     with opened(tmp_path, **SPACE) as study:
         drive(study, a_runner())
-        assert len(study.records()) == trials_spent(study.records()) == 3
+        assert len(study.records()) == study.ledger.trials_spent() == 3
         numbers = [record.number for record in (*study.records(), *study.confirmations())]
         seen = study.study.get_trials(deepcopy=False)
     assert numbers == list(range(8))

@@ -8,10 +8,9 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
 from storage.definition import StudyDefinition, Target
-from storage.ranking import rank
 from storage.records import Measured, OutOfMemory, PrunedSlow
 from sweep.running.runner import Progress
-from sweep.study.pruning import Rival, is_hopeless, rivals_among
+from sweep.study.pruning import Rival, Rivals, is_hopeless
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 
 CONFIG = TrialConfig()
@@ -85,10 +84,10 @@ def test_rivals_are_the_trials_that_ran_to_the_end_within_the_budget() -> None:
         a_record(OTHER, PrunedSlow(measurement=measurement), number=1),
         a_record(OTHER, OutOfMemory(stage="forward"), number=2),
     ]
-    ranking = rank(records, a_definition())
+    rivals = Rivals(a_definition(), records)
     assert measurement.speed_interval is not None
     # What it reached for sure: a rival that was lucky stops nobody.
-    assert [r.tokens_per_second for r in rivals_among(ranking, of=TrialConfig())] == [
+    assert [r.tokens_per_second for r in rivals.of(TrialConfig())] == [
         measurement.speed_interval[0]
     ]
 
@@ -96,4 +95,4 @@ def test_rivals_are_the_trials_that_ran_to_the_end_within_the_budget() -> None:
 def test_a_baseline_outside_the_space_stops_nothing_and_neither_does_a_speed_unsure() -> None:
     outside = a_record(TrialConfig(lora_rank=4), is_baseline=True)
     unsure = a_record(CONFIG, Measured(measurement=a_measurement(CONFIG, steps_measured=3)))
-    assert rivals_among(rank([outside, unsure], a_definition()), of=TrialConfig()) == ()
+    assert Rivals(a_definition(), [outside, unsure]).of(TrialConfig()) == ()

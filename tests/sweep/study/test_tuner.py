@@ -13,6 +13,7 @@ from search_spaces.errors import EnvironmentFault
 from search_spaces.gpus import GIB
 from search_spaces.rules import Violation
 from search_spaces.space import SamplerName
+from storage.ledger import Ledger
 from storage.ranking import rank
 from storage.records import (
     Crashed,
@@ -36,7 +37,7 @@ from sweep.study.events import (
     TrialStarted,
 )
 from sweep.study.preflight import Preflight
-from sweep.study.tuner import trials_spent, tune
+from sweep.study.tuner import tune
 from tests.sweep.simulated_device import (
     BUDGET,
     MODEL,
@@ -202,7 +203,7 @@ def test_a_trial_that_was_cut_off_is_tried_again_on_the_next_run(tmp_path: Path)
         again = study.records()[3]
         assert again.config == lost.config
         assert again.attempt == 1
-        assert trials_spent(study.records()) == 5
+        assert study.ledger.trials_spent() == 5
         assert len(study.records()) == 6
 
 
@@ -214,7 +215,7 @@ def test_what_crashed_is_tried_twice_more_and_counts_once(tmp_path: Path) -> Non
         assert run(study, runner=runner) is StopReason.TRIALS_SPENT
         records = study.records()
     assert [record.attempt for record in records if record.config == bad] == [1, 2, 3]
-    assert trials_spent(records) == 2
+    assert Ledger(records).trials_spent() == 2
 
 
 def test_after_a_crash_another_configuration_goes_first(tmp_path: Path) -> None:
@@ -377,12 +378,12 @@ def test_a_sampler_that_knows_what_fits_finds_a_near_optimal_configuration(
 
 def test_trials_spent_counts_what_is_not_tried_again() -> None:
     crash, config = Crashed(phase="build"), TrialConfig()
-    fits = a_record(TrialConfig(lora_rank=8))
+    fits = a_record(TrialConfig(lora_rank=8), number=4)
     crashes = [a_record(config, crash, number=n) for n in range(3)]
-    assert trials_spent([fits]) == 1
-    assert trials_spent([fits, *crashes[:1]]) == 1
-    assert trials_spent([fits, *crashes]) == 2
-    assert trials_spent([fits, *crashes[:2], a_record(config, number=3)]) == 2
+    assert Ledger([fits]).trials_spent() == 1
+    assert Ledger([fits, *crashes[:1]]).trials_spent() == 1
+    assert Ledger([fits, *crashes]).trials_spent() == 2
+    assert Ledger([fits, *crashes[:2], a_record(config, number=3)]).trials_spent() == 2
 
 
 ONE = {"trials": 1, "baseline": {"micro_batch_size": 8}}
@@ -401,7 +402,7 @@ def test_a_study_whose_only_trial_crashes_is_the_machines_fault_and_a_resume_tri
         records = study.records()
     assert [record.attempt for record in records] == [1, 2, 3, 4, 5]
     assert records[-1].verdict is Verdict.FITS
-    assert trials_spent(records) == 1
+    assert Ledger(records).trials_spent() == 1
 
 
 def test_what_failed_in_an_earlier_run_is_tried_three_times_more_in_every_run(

@@ -24,8 +24,8 @@ from search_spaces.knobs import KNOBS
 from search_spaces.loading import shipped_presets
 from storage.definition import StudySnapshot
 from storage.environment import fingerprint
+from storage.opening import open_study
 from storage.reading import read_study
-from storage.study import open_study
 from sweep.cli import main
 from sweep.paths import runs_directory, storage_url
 from sweep.planning.cache import SURVEYED_BY

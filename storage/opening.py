@@ -1,0 +1,198 @@
+"""Owns how a study comes to be driven: its name, its lease, whose its directory is, its definition.
+
+Nothing is created before that is right. What a driver does with the study then is `study`'s.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.exceptions import ExperimentalWarning
+
+from search_spaces.errors import EnvironmentFault, InputError, quote
+from storage import mapping
+from storage.database import close, faults, open_for_reading, open_for_writing, patiently
+from storage.definition import StudyDefinition, differences, names_cost
+from storage.identity import look_beside, note_identity, refuse_strangers
+from storage.lease import lease_for
+from storage.patience import PATIENCE, Patience
+from storage.reading import DEFINITION, IDENTITY, RUNS, understood
+from storage.spool import NAME as SPOOL
+from storage.spool import Spool
+from storage.study import OpenStudy
+from storage.urls import DatabaseUrl, parse_url
+
+NAME_MAX = 100
+NAME_BYTES_MAX = 200
+"""A file system's names end at 255 bytes, and the lock's begins with the database's."""
+
+_NAME = re.compile(rf"[^\W_][\w.-]{{0,{NAME_MAX - 1}}}")
+
+
+def open_study(
+    name: str,
+    *,
+    url: str,
+    definition: StudyDefinition,
+    sampler: optuna.samplers.BaseSampler,
+    environment: Mapping[str, Any],
+    home: Path,
+    patience: Patience = PATIENCE,
+    warn: Callable[[str], None] = lambda _: None,
+) -> OpenStudy:
+    """Create or resume a study and take its lease; close it, or use it in a ``with``.
+
+    Args:
+        name: becomes a directory's name, so letters, digits, dots, dashes and underscores.
+        url: ``sqlite:///path`` or ``postgresql://user:password@host/database``.
+        definition: must agree with the stored one in space, model and target.
+        sampler: proposes the next trial.
+        environment: fingerprint of this run, kept beside those of earlier runs.
+        home: the directory of all studies' files (``runs``).
+        patience: how long a database that is locked or away is waited for.
+        warn: told, in words, what becomes of results that cannot be told or written.
+
+    Raises:
+        InputError: the name or URL is not right, the stored study is about something else, or the
+            study's directory holds the files of one that this database does not have. Nothing was
+            created or changed.
+        EnvironmentFault: the database is not to be had, or another driver has the study.
+    """
+    if not _NAME.fullmatch(name) or len(name.encode()) > NAME_BYTES_MAX:
+        raise InputError(
+            f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
+            f"got {quote(name)}"
+        )
+    database, patience = parse_url(url), replace(patience)
+    _refuse_strangers(name, database, home)
+    with ExitStack() as undo:
+        storage = open_for_writing(database, patience=patience)
+        undo.callback(close, storage)
+        lease = lease_for(database, name, patience=patience)
+        undo.callback(lease.release)
+        with faults(database), understood(name):
+            patiently(lease.acquire, patience=patience)
+            create = partial(
+                optuna.create_study,
+                study_name=name,
+                storage=storage,
+                sampler=sampler,
+                pruner=optuna.pruners.NopPruner(),
+                directions=mapping.directions(definition.space.objectives),
+                load_if_exists=True,
+            )
+            # Other drivers may be writing into the same file: their locks pass.
+            study = patiently(create, patience=patience, storage=storage)
+            was_resumed = _check_agreement(study, definition, database)
+            note = partial(_note_run, study, definition, _this_run(environment))
+            identity = patiently(note, patience=patience, storage=storage)
+            try:
+                note_identity(
+                    home / name,
+                    identity=identity,
+                    name=name,
+                    database=str(database),
+                    definition=definition,
+                    environment=dict(environment),
+                )
+            except EnvironmentFault as fault:
+                warn(f"{fault}; the database goes on without it")
+            except InputError:
+                # Another database's driver was faster, by less than it takes to look and create.
+                if not was_resumed:
+                    optuna.delete_study(study_name=name, storage=storage)
+                raise
+            spool = Spool(home / name / SPOOL, identity)
+            opened = OpenStudy(
+                study,
+                definition,
+                was_resumed,
+                environment,
+                storage,
+                database,
+                lease,
+                spool,
+                patience,
+                warn,
+            )
+        undo.pop_all()
+    return opened
+
+
+def _refuse_strangers(name: str, database: DatabaseUrl, home: Path) -> None:
+    """Raise where the study's directory holds files of a study that the database does not have."""
+    beside = look_beside(home / name)
+    if beside.strangers(None):
+        identity = _stored_identity(name, database)
+        refuse_strangers(beside, study=name, identity=identity, database=str(database))
+
+
+def _stored_identity(name: str, database: DatabaseUrl) -> str | None:
+    """Return the identity of the database's study; None where it has none of that name."""
+    storage = open_for_reading(database)
+    if storage is None:
+        return None
+    try:
+        with faults(database):
+            stored = storage.get_study_user_attrs(storage.get_study_id_from_name(name))
+    except KeyError:
+        return None
+    finally:
+        close(storage)
+    return str(stored.get(IDENTITY) or "")
+
+
+def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: DatabaseUrl) -> bool:
+    """Return whether the study was there before; raise where it is about something else."""
+    stored, named = study.user_attrs.get(DEFINITION), f"study '{study.study_name}' in {url}"
+    if stored is None:
+        if study.get_trials(deepcopy=False):
+            raise InputError(f"{named} is not one of sweep's; choose another --study")
+        return False
+    if names_cost(stored):
+        # Its trials' values are dollars, smaller the better: speeds cannot be told beside them.
+        raise InputError(
+            f"{named} was started with the objective cost, which is no objective any more; it can "
+            "still be read, but not gone on with: start a new study with --study and another name"
+        )
+    lines = differences(StudyDefinition.model_validate(stored), definition)
+    if lines:
+        raise InputError(
+            f"{named} was started with another definition:\n  "
+            + "\n  ".join(lines)
+            + "\nStart a new study with --study and another name, or go on as it was started."
+        )
+    return True
+
+
+def _this_run(environment: Mapping[str, Any]) -> dict[str, Any]:
+    started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return {"started_at": started_at, "environment": dict(environment)}
+
+
+def _note_run(study: optuna.Study, definition: StudyDefinition, run: Mapping[str, Any]) -> str:
+    """Store what this run is about and on what it runs; return the study's identity.
+
+    Safe to repeat after a failure: the run itself is noted last, and once.
+    """
+    stored = study.user_attrs
+    identity = str(stored.get(IDENTITY) or uuid.uuid4().hex)
+    study.set_user_attr(IDENTITY, identity)
+    study.set_user_attr(DEFINITION, definition.model_dump(mode="json"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        study.set_metric_names(list(definition.space.objectives))
+    runs = list(stored.get(RUNS, ()))
+    if run not in runs:
+        study.set_user_attr(RUNS, [*runs, run])
+    return identity
