@@ -270,11 +270,13 @@ class ParzenSampler(TPESampler):
     Of each draw it takes all of them anew, and a choice takes up to dozens of draws.
     """
 
+    _seen: _TrialsToLearnFrom | None = None
+
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> Params:
         """Return a value for each dimension; nothing while there are too few trials."""
-        return super().sample_relative(self._view(study), trial, search_space)
+        return super().sample_relative(self._view(study, trial), trial, search_space)
 
     def sample_independent(
         self,
@@ -284,11 +286,14 @@ class ParzenSampler(TPESampler):
         param_distribution: BaseDistribution,
     ) -> Any:
         """Return a value for one dimension."""
-        view = self._view(study)
+        view = self._view(study, trial)
         return super().sample_independent(view, trial, param_name, param_distribution)
 
-    def _view(self, study: optuna.Study) -> optuna.Study:
-        return cast(optuna.Study, _TrialsToLearnFrom(study, most=PARZEN_MAX))
+    def _view(self, study: optuna.Study, trial: FrozenTrial) -> optuna.Study:
+        """Return the same for every draw of one choice, between which nothing changes."""
+        if self._seen is None or not self._seen.is_of(study, trial):
+            self._seen = _TrialsToLearnFrom(study, most=PARZEN_MAX, chosen_for=trial)
+        return cast(optuna.Study, self._seen)
 
 
 class GaussianProcessSampler(GPSampler):
@@ -302,7 +307,8 @@ class GaussianProcessSampler(GPSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> Params:
         """Return a value for each dimension; nothing while there are too few trials."""
-        view = _TrialsToLearnFrom(study, most=PROCESS_MAX, names=frozenset(search_space))
+        names = frozenset(search_space)
+        view = _TrialsToLearnFrom(study, most=PROCESS_MAX, chosen_for=trial, names=names)
         return super().sample_relative(cast(optuna.Study, view), trial, search_space)
 
 
@@ -310,18 +316,32 @@ class _TrialsToLearnFrom:
     """A study with the trials that say most, and without those that lack a parameter."""
 
     def __init__(
-        self, study: optuna.Study, *, most: int, names: frozenset[str] = frozenset()
+        self,
+        study: optuna.Study,
+        *,
+        most: int,
+        chosen_for: FrozenTrial,
+        names: frozenset[str] = frozenset(),
     ) -> None:
         self._study = study
+        self._chosen_for = chosen_for
+        self._known: dict[str, list[FrozenTrial]] = {}
         self._most = most
         self._names = names
         self._signs = [1.0 if d is StudyDirection.MAXIMIZE else -1.0 for d in study.directions]
 
     def _get_trials(self, *args: Any, **kwargs: Any) -> list[FrozenTrial]:
         """Stand in for the method that Optuna's samplers read trials with."""
-        trials = self._study._get_trials(*args, **kwargs)
-        whole = [trial for trial in trials if self._names <= trial.params.keys()]
-        return telling(whole, merits=self._merits, most=self._most)
+        asked = repr((args, kwargs))
+        if asked not in self._known:
+            trials = self._study._get_trials(*args, **kwargs)
+            whole = [trial for trial in trials if self._names <= trial.params.keys()]
+            self._known[asked] = telling(whole, merits=self._merits, most=self._most)
+        return self._known[asked]
+
+    def is_of(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        """Whether a choice for a trial sees the same."""
+        return self._study is study and self._chosen_for is trial
 
     def _merits(self, trial: FrozenTrial) -> tuple[float, ...]:
         """Return what a trial reached: what does not fit has the worst values there are."""
