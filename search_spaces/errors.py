@@ -5,6 +5,7 @@ SweepError                  what the terminal translates into one message and an
 +-- InputError              exit 2: a file, key, value, preset, GPU or model that is not right
 +-- EnvironmentFault        exit 3: GPU, driver, disk, database, network
     +-- CardLost            a process that nothing ends holds the card
+    +-- Interrupted         exit 130: somebody asked to stop while that was waited for
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ class EnvironmentFault(SweepError):  # noqa: N818 - nothing in what was typed is
     """The machine is at fault: no GPU, a broken driver, a full disk, a silent database."""
 
     exit_code = 3
+
+
+class Interrupted(EnvironmentFault):
+    """Somebody asked to stop while something outside was waited for, which may be resumed."""
+
+    exit_code = 130
 
 
 class CardLost(EnvironmentFault):

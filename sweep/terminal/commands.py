@@ -34,6 +34,7 @@ from storage.study import OpenStudy
 from storage.urls import redact
 from sweep.export import formats
 from sweep.paths import (
+    STORAGE,
     cache_directory,
     comparison_path,
     report_path,
@@ -42,6 +43,7 @@ from sweep.paths import (
 )
 from sweep.planning.kept_memory import with_memory_forecasts
 from sweep.running.device_info import read_card
+from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption, undisturbed
 from sweep.study.session import Prepared, drive, prepare, prepare_again
@@ -49,7 +51,6 @@ from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.console import STDOUT, announce_if_slow, confirmed, folded, note, say, width_of
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.edge import INTERRUPTED
 from sweep.terminal.listings import read, warn_of_unreadable
 from sweep.terminal.live import watching
 from sweep.terminal.summary import (
@@ -82,7 +83,7 @@ def run(
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
     prepared = prepare(space, overrides=overrides, held=held, study=study, card=read_card)
-    url = storage_url(storage)
+    url = _driven_url(storage)
     reason = drive(
         prepared,
         storage=url,
@@ -91,6 +92,16 @@ def run(
         carried=None if carried is None else _source(carried, of=prepared.name, url=url),
     )
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
+
+
+def _driven_url(typed: str | None) -> str:
+    """Return the database to drive a study in, and say who may read a password that was typed."""
+    if typed is not None and redact(typed) != typed:
+        note(
+            "note: the list of processes shows the password in --storage to every user of this "
+            f"machine; {STORAGE} stands in for the option and is not shown"
+        )
+    return storage_url(typed)
 
 
 def _source(carried: str, *, of: str, url: str) -> StudySnapshot:
@@ -107,7 +118,7 @@ def _source(carried: str, *, of: str, url: str) -> StudySnapshot:
 
 def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_json: bool) -> int:
     """Measure a study's winner again; then end as a run does."""
-    url = storage_url(storage)
+    url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
     prepared = prepare_again(study, stored, confirm=typed, card=read_card)
     reason = drive(

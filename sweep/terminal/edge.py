@@ -19,19 +19,19 @@ from typing import Any
 import typer
 
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
+from sweep import stop_signals
 from sweep.paths import crash_log_directory
+from sweep.stop_signals import INTERRUPTED
 from sweep.terminal.console import ReaderGoneError, folded, note, width_of
 
 _NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
 """What pydantic, which reads the options, calls the wrong sort of text, and what it is to be."""
 
-INTERRUPTED = 130
-
 
 def guarded(command: Callable[[], int | None]) -> int:
     """Run a command; return its exit code, or that of its error once that has been printed."""
     try:
-        return command() or 0
+        return _unless_asked(command) or 0
     except SweepError as error:
         _refuse(str(error))
         return error.exit_code
@@ -52,6 +52,18 @@ def guarded(command: Callable[[], int | None]) -> int:
     except Exception as error:  # noqa: BLE001 - the edge: what is left is a mistake of ours
         note(_report_crash(error))
         return EnvironmentFault.exit_code
+
+
+def _unless_asked(command: Callable[[], int | None]) -> int | None:
+    """Run a command whose errors are of no interest once it was asked to stop: a library may have
+    made one of what was to interrupt it.
+    """
+    try:
+        return command()
+    except Exception as error:
+        if stop_signals.asked():
+            raise KeyboardInterrupt from error
+        raise
 
 
 def _refuse(text: str) -> None:

@@ -71,7 +71,9 @@ VersionOption = Annotated[
 ]
 StorageOption = Annotated[
     str | None,
-    typer.Option("--storage", help="Database URL; sqlite:///runs/sweep.db by default."),
+    typer.Option(
+        "--storage", help="Database URL; $SWEEP_STORAGE, else sqlite:///runs/sweep.db by default."
+    ),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")

@@ -22,7 +22,8 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
 from search_spaces.space import SearchSpace
-from storage.database import Patience, close, faults, open_for_reading, open_for_writing
+from storage.database import close, faults, open_for_reading, open_for_writing
+from storage.patience import Patience
 from storage.reading import list_studies, read_study
 from storage.records import (
     Crashed,

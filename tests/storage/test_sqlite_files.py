@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
-from storage.database import Patience, close, open_for_writing
+from storage.database import close, open_for_writing
 from storage.lease import FileLease, this_driver
+from storage.patience import Patience
 from storage.reading import list_studies, read_study
 from storage.spool import Spool
 from storage.urls import parse_url

@@ -42,7 +42,7 @@ from sweep.planning.question import (
 )
 from sweep.planning.survey import Survey
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
-from sweep.predict.memory.profile_store import Tracer, TracingChildren
+from sweep.predict.memory.tracing_children import Tracer, TracingChildren
 from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import say
 from sweep.terminal.plan.backwards import cheapest_view, longest_views
