@@ -44,14 +44,14 @@ class EnvironmentFault(SweepError):  # noqa: N818 - nothing in what was typed is
     exit_code = 3
 
 
-class CardLost(EnvironmentFault):
-    """The process that has the device is held in the kernel, where not even SIGKILL ends it."""
-
-
 class Interrupted(EnvironmentFault):
     """Somebody asked to stop while something outside was waited for, which may be resumed."""
 
     exit_code = 130
+
+
+class CardLost(EnvironmentFault):
+    """The process that has the device is held in the kernel, where not even SIGKILL ends it."""
 
 
 def install_extra(name: str) -> str:
