@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from search_spaces.documents import Document
 from search_spaces.knobs import CAPACITY_KEYS, KNOBS, Knobs
 from search_spaces.validation import validate
+
+FORMS_KEPT = 32_768
+"""Canonical forms that are not worked out again: of every trial of a long study."""
 
 
 class TrialConfig(Knobs):
@@ -88,6 +92,7 @@ def parse_config(values: Mapping[str, Any], *, where: str = "configuration") -> 
     return validate(TrialConfig, dict(values), Document(where))
 
 
+@lru_cache(maxsize=FORMS_KEPT)
 def canonical(config: TrialConfig) -> TrialConfig:
     """Return the configuration that trains the same way, with every default written out.
 
