@@ -14,9 +14,6 @@ from search_spaces.documents import Document
 from search_spaces.knobs import CAPACITY_KEYS, KNOBS, Knobs
 from search_spaces.validation import validate
 
-FORMS_KEPT = 32_768
-"""Canonical forms that are not worked out again: of every trial of a long study."""
-
 
 class TrialConfig(Knobs):
     """One QLoRA fine-tuning configuration; the defaults are the standard published recipe.
@@ -71,6 +68,11 @@ class TrialConfig(Knobs):
         return {key: value for key, value in mine.items() if theirs[key] != value}
 
 
+CONFIGS_KEPT = 2**15
+"""Configurations whose canonical form is kept: a page of thousands of trials asks dozens of times
+of each."""
+
+
 def _spread(count: int, layers: int) -> frozenset[int]:
     """Return so many of the layers, evenly spread, the first among them."""
     return frozenset(index * layers // count for index in range(count))
@@ -92,7 +94,7 @@ def parse_config(values: Mapping[str, Any], *, where: str = "configuration") -> 
     return validate(TrialConfig, dict(values), Document(where))
 
 
-@lru_cache(maxsize=FORMS_KEPT)
+@lru_cache(maxsize=CONFIGS_KEPT)
 def canonical(config: TrialConfig) -> TrialConfig:
     """Return the configuration that trains the same way, with every default written out.
 

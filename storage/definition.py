@@ -159,6 +159,29 @@ class RunningTrial:
 
 
 @dataclass(frozen=True)
+class Unreadable:
+    """A trial that is in the database and of which this version can make nothing."""
+
+    number: int | None
+    """None where not even that can be read."""
+    reason: str
+
+    def __str__(self) -> str:
+        name = "a trial without a number" if self.number is None else f"trial {self.number}"
+        return f"{name} cannot be read and is left out: {self.reason}"
+
+
+@dataclass(frozen=True)
+class UnreadableStudy:
+    """A study whose definition cannot be read, so that nothing can be said of its trials."""
+
+    name: str
+    reason: str
+    trials: int
+    """Trials of whatever state."""
+
+
+@dataclass(frozen=True)
 class TargetSpeed:
     """How fast a configuration trains on the card that a study is for."""
 
@@ -197,6 +220,8 @@ class StudySnapshot:
     confirmations: tuple[TrialRecord, ...] = ()
     """What measured its winners again, by number; none of it is a trial of the search."""
     running: tuple[RunningTrial, ...] = ()
+    unreadable: tuple[Unreadable, ...] = ()
+    """Trials that are neither ranked nor counted: nothing is known of them."""
     wall_seconds: float = 0.0
     """Driver time over all runs of the study."""
     holder: str | None = None
@@ -271,3 +296,5 @@ class StudySummary:
     """Whether the best was measured again."""
     speed: TargetSpeed | None = None
     """Of the best on the target card; None where that is not known."""
+    unreadable: int = 0
+    """Trials of which nothing is known, as they cannot be read."""

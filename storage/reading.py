@@ -1,39 +1,52 @@
-"""Owns what is read of studies without driving them. Writes and creates nothing; needs no lease."""
+"""Owns what is read of studies without driving them. Writes and creates nothing; needs no lease.
+
+What a database holds that cannot be read is said of the study and of the trial that it is of, and
+costs no other anything. Knows nothing of Optuna.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from optuna.storages import RDBStorage
-from optuna.trial import FrozenTrial, TrialState
+import sqlalchemy
 from pydantic import ValidationError
 
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.validation import explain
-from storage import mapping
-from storage.database import close, faults, open_for_reading
+from storage.database import reader_of
 from storage.definition import (
-    RunningTrial,
-    StudyDefinition,
     StudySnapshot,
     StudySummary,
-    names_cost,
+    Unreadable,
+    UnreadableStudy,
 )
-from storage.identity import look_beside, stranger_words
-from storage.kept import how_begun, unsettled, unsettled_words
+from storage.identity import look_beside, lost_words, stranger_words
+from storage.kept import unsettled, unsettled_words
+from storage.keys import DEFINITION as DEFINITION
+from storage.keys import ENDED as ENDED
+from storage.keys import IDENTITY as IDENTITY
+from storage.keys import RUNS as RUNS
+from storage.keys import WALL_SECONDS as WALL_SECONDS
 from storage.lease import Holder, lease_for
 from storage.ranking import rank_study
 from storage.spool import NAME as SPOOL
 from storage.spool import Spool
+from storage.stored import (
+    StoredStudy,
+    count_stored_trials,
+    read_all_stored,
+    read_stored,
+    stored_names,
+)
 from storage.urls import DatabaseUrl, parse_url
 
-DEFINITION, RUNS, WALL_SECONDS, IDENTITY = "definition", "runs", "wall_seconds", "identity"
-ENDED = "ended"
-"""Keys of a study's user attributes."""
+NAMED_MAX = 5
+"""Trials that cannot be read of which each has a warning of its own."""
 
 
 def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
@@ -45,35 +58,45 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
         home: the directory of all studies' files (``runs``).
 
     Raises:
-        InputError: there is no such study, or no database yet.
+        InputError: there is no such study, or no database yet, or its definition cannot be read.
         EnvironmentFault: the database is not to be had.
     """
     database = parse_url(url)
-    with _reading(database) as storage:
-        attributes = _attributes(storage)
-        _require(name, attributes, database)
-        trials = _trials(storage, name)
-        holder = lease_for(database, name).holder()
-    return _snapshot(name, attributes[name], trials, holder, home, str(database))
+    lost = lost_words(home / name) if is_file_name(name) else ""
+    with _reading(database, lost) as engine:
+        found = read_stored(engine, name)
+        if found is None:
+            raise _unknown(name, engine, database, lost)
+    if isinstance(found, UnreadableStudy):
+        raise InputError(
+            f"study {quote(name)} cannot be read: {found.reason}; it may be of another version of "
+            "sweep: read it with that one, or choose another --study"
+        )
+    return _snapshot(found, database, home)
 
 
 def count_trials(name: str, *, url: str) -> int:
     """Return how many trials a study has, whichever version wrote it. Raises as `read_study`."""
     database = parse_url(url)
-    with _reading(database) as storage:
-        _require(name, _attributes(storage), database)
-        return len(_trials(storage, name))
+    with _reading(database) as engine:
+        count = count_stored_trials(engine, name)
+        if count is None:
+            raise _unknown(name, engine, database)
+    return count
 
 
-def _require(name: str, known: Mapping[str, Any], database: DatabaseUrl) -> None:
-    if name not in known:
-        raise InputError(f"no study '{name}' in {database}{did_you_mean(name, known)}")
+def _unknown(
+    name: str, engine: sqlalchemy.Engine, database: DatabaseUrl, lost: str = ""
+) -> InputError:
+    known = lost or did_you_mean(name, stored_names(engine))
+    return InputError(f"no study {quote(name)} in {database}{known}")
 
 
 def list_studies(
     url: str, home: Path, *, completed: Callable[[StudySnapshot], StudySnapshot] = lambda s: s
-) -> list[StudySummary]:
-    """Return a summary of every study, oldest first. Raises as `read_study` does.
+) -> list[StudySummary | UnreadableStudy]:
+    """Return a summary of every study, oldest first. Raises as `read_study` does, but for studies
+    that cannot be read: those are in the list.
 
     Args:
         url: of the database.
@@ -81,31 +104,22 @@ def list_studies(
         completed: adds to a study what storage does not know: its speeds on the target card.
     """
     database = parse_url(url)
-    with _reading(database) as storage:
-        snapshots = [
-            _snapshot(
-                name,
-                attributes,
-                _trials(storage, name),
-                lease_for(database, name).holder(),
-                home,
-                str(database),
-            )
-            for name, attributes in _attributes(storage).items()
-        ]
-    return [_summary(completed(snapshot)) for snapshot in snapshots]
+    with _reading(database) as engine:
+        found = read_all_stored(engine)
+    return [
+        study
+        if isinstance(study, UnreadableStudy)
+        else _summary(completed(_snapshot(study, database, home)))
+        for study in found
+    ]
 
 
 @contextmanager
-def _reading(url: DatabaseUrl) -> Iterator[RDBStorage]:
-    storage = open_for_reading(url)
-    if storage is None:
-        raise InputError(f"no studies yet at {url}: run `sweep run` first")
-    try:
-        with faults(url):
-            yield storage
-    finally:
-        close(storage)
+def _reading(url: DatabaseUrl, lost: str = "") -> Iterator[sqlalchemy.Engine]:
+    with reader_of(url) as engine:
+        if engine is None:
+            raise InputError(f"no studies yet at {url}{lost or ': run `sweep run` first'}")
+        yield engine
 
 
 @contextmanager
@@ -120,65 +134,42 @@ def understood(name: str) -> Iterator[None]:
         ) from error
 
 
-def _attributes(storage: RDBStorage) -> dict[str, dict[str, Any]]:
-    """Return the user attributes of each study that is one of ours, by name."""
-    return {
-        s.study_name: s.user_attrs for s in storage.get_all_studies() if DEFINITION in s.user_attrs
-    }
+def is_file_name(name: str) -> bool:
+    """Whether a study's name can be that of a directory: others are some other tool's."""
+    return re.fullmatch(r"[^\W_][\w.-]*", name) is not None and len(name.encode()) <= 200
 
 
-def _trials(storage: RDBStorage, name: str) -> list[FrozenTrial]:
-    return storage.get_all_trials(storage.get_study_id_from_name(name), deepcopy=False)
-
-
-def _snapshot(
-    name: str,
-    attributes: Mapping[str, Any],
-    trials: Sequence[FrozenTrial],
-    holder: Holder | None,
-    home: Path,
-    database: str,
-) -> StudySnapshot:
-    with understood(name):
-        definition = StudyDefinition.model_validate(attributes[DEFINITION])
-        records = [record for trial in trials if (record := mapping.record_of(trial)) is not None]
-    records.sort(key=lambda record: record.number)
-    running = [trial for trial in trials if trial.state is TrialState.RUNNING]
-    runs = [run["environment"] for run in attributes.get(RUNS, ())]
-    identity = str(attributes.get(IDENTITY, ""))
-    beside = look_beside(home / name)
-    spool = Spool(home / name / SPOOL, identity)
-    begun = [begun for trial in running if (begun := how_begun(trial)) is not None]
-    found = unsettled(spool, records=records, begun=begun, is_driven=holder is not None)
+def _snapshot(study: StoredStudy, database: DatabaseUrl, home: Path) -> StudySnapshot:
+    trials, has_files = study.trials, is_file_name(study.name)
+    # Where its name can be no file's nobody of ours ever drove it.
+    holder = lease_for(database, study.name).holder() if has_files else None
     return StudySnapshot(
-        name=name,
-        definition=definition,
-        environment=runs[-1] if runs else {},
-        records=tuple(record for record in records if record.purpose == "search"),
-        confirmations=tuple(record for record in records if record.purpose != "search"),
-        running=tuple(map(_running, running)),
-        wall_seconds=float(attributes.get(WALL_SECONDS, 0.0)),
-        ended=attributes.get(ENDED),
-        identity=str(attributes.get(IDENTITY, "")),
+        name=study.name,
+        definition=study.definition,
+        environment=study.environments[-1] if study.environments else {},
+        records=tuple(record for record in trials.records if record.purpose == "search"),
+        confirmations=tuple(record for record in trials.records if record.purpose != "search"),
+        running=trials.running,
+        unreadable=trials.unreadable,
+        wall_seconds=study.wall_seconds,
+        ended=study.ended,
+        identity=study.identity,
         holder=None if holder is None else holder.who,
         warnings=(
-            *_former_objective(attributes),
-            *_version_changes(runs),
-            *stranger_words(beside, study=name, identity=identity, database=database),
-            *unsettled_words(found, study=name, path=spool.path, is_driven=holder is not None),
+            *_former_objective(study),
+            *_version_changes(study.environments),
+            *(_beside(study, holder, home, str(database)) if has_files else ()),
+            *study.damaged,
+            *unreadable_in_words(trials.unreadable),
         ),
     )
 
 
-def _running(trial: FrozenTrial) -> RunningTrial:
-    errand = mapping.errand_of(trial)
-    return RunningTrial(
-        trial.number,
-        mapping.config_of(trial),
-        trial.user_attrs.get(mapping.STARTED_AT),
-        errand.purpose,
-        errand.confirms,
-    )
+def unreadable_in_words(trials: Sequence[Unreadable]) -> tuple[str, ...]:
+    """Return what is said of trials that cannot be read: of a few each by itself."""
+    named = tuple(map(str, trials[:NAMED_MAX]))
+    further = len(trials) - len(named)
+    return named if not further else (*named, f"{further:,} further trials cannot be read either")
 
 
 def _summary(snapshot: StudySnapshot) -> StudySummary:
@@ -196,11 +187,12 @@ def _summary(snapshot: StudySnapshot) -> StudySummary:
         holder=snapshot.holder,
         is_confirmed=ranking.is_confirmed,
         speed=None if best is None else snapshot.target_speed(best),
+        unreadable=len(snapshot.unreadable),
     )
 
 
-def _former_objective(attributes: Mapping[str, Any]) -> tuple[str, ...]:
-    if not names_cost(attributes[DEFINITION]):
+def _former_objective(study: StoredStudy) -> tuple[str, ...]:
+    if not study.named_cost:
         return ()
     return (
         "it was started with the objective cost, which is no objective any more: it is ranked by "
@@ -236,3 +228,14 @@ def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
         key: environment.get(key) for key in ("gpu", "driver", "cuda_driver", "python", "commit")
     }
     return machine | dict(environment.get("versions", {}))
+
+
+def _beside(study: StoredStudy, holder: Holder | None, home: Path, database: str) -> Iterator[str]:
+    """Yield what a study's directory has that its database has not."""
+    directory = home / study.name
+    beside = look_beside(directory)
+    yield from stranger_words(beside, study=study.name, identity=study.identity, database=database)
+    spool, is_driven = Spool(directory / SPOOL, study.identity), holder is not None
+    trials = study.trials
+    found = unsettled(spool, records=trials.records, begun=trials.running, is_driven=is_driven)
+    yield from unsettled_words(found, study=study.name, path=spool.path, is_driven=is_driven)

@@ -5,7 +5,6 @@ Knows nothing of how options are spelled or how errors become exit codes.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,21 +20,18 @@ from search_spaces.models import ModelSpec, shipped_models
 from search_spaces.prices import load_prices
 from search_spaces.space import SearchSpace
 from storage.best import best_document
-from storage.definition import StudySnapshot, StudySummary, TargetSpeed
-from storage.reading import list_studies, read_study
+from storage.definition import StudySnapshot, StudySummary, TargetSpeed, UnreadableStudy
+from storage.reading import list_studies, read_study, unreadable_in_words
 from sweep.paths import own_price_file, runs_directory, storage_url
-from sweep.planning.target_speed import with_target_speeds
-from sweep.running.device_info import read_card
-from sweep.terminal.console import note, say, table, width_of
-from sweep.terminal.following import follow
-from sweep.terminal.summary import status_text, studies_text
+from sweep.terminal.console import note, say, say_json, table, width_of
+from sweep.terminal.summary import best_text, has_fit, status_text, studies_text
 
-DONE = 0
+DONE, NOTHING_FITS = 0, 1
 
 
 def read(study: str, *, url: str) -> StudySnapshot:
     """Return a study, with its speeds on the target card and that card's cheapest offer."""
-    snapshot = with_target_speeds(read_study(study, url=url, home=runs_directory()))
+    snapshot = _on_target(read_study(study, url=url, home=runs_directory()))
     try:
         offers = load_prices(own_price_file()).get(snapshot.definition.target.gpu)
     except InputError as error:
@@ -45,18 +41,47 @@ def read(study: str, *, url: str) -> StudySnapshot:
     return replace(snapshot, offer=offers[0]) if offers else snapshot
 
 
+def _on_target(snapshot: StudySnapshot) -> StudySnapshot:
+    """Return a study with its speeds on the target card."""
+    if snapshot.definition.target.emulated_on is None:
+        return snapshot
+    # Predicting takes longer to import than everything else that a listing needs.
+    from sweep.planning.target_speed import with_target_speeds
+
+    return with_target_speeds(snapshot)
+
+
+def best(study: str, *, storage: str | None, as_json: bool) -> int:
+    """Print the winner of a study."""
+    snapshot = read(study, url=storage_url(storage))
+    warn_of_unreadable(snapshot)
+    if as_json:
+        say_json(best_document(snapshot))
+    else:
+        say(best_text(snapshot, width=width_of(sys.stdout)))
+    return DONE if has_fit(snapshot) else NOTHING_FITS
+
+
+def warn_of_unreadable(snapshot: StudySnapshot) -> None:
+    """Say of which trials nothing is known, where a result does not say it itself."""
+    for words in unreadable_in_words(snapshot.unreadable):
+        note(f"warning: {words}")
+
+
 def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool) -> int:
     """Print what ran, what is running and the best so far, of one study or of all."""
     url = storage_url(storage)
     if study is None:
         if watch:
             raise InputError("--watch follows one study: name it")
-        summaries = list_studies(url, runs_directory(), completed=with_target_speeds)
+        summaries = list_studies(url, runs_directory(), completed=_on_target)
         if as_json:
             return _as_json({"studies": [_study_line(summary) for summary in summaries]})
         say(studies_text(summaries, width=width_of(sys.stdout)))
         return DONE
     if watch:
+        from sweep.terminal.following import follow
+
         # Who has seen enough is told how it stands: the study goes on without them.
         with suppress(KeyboardInterrupt):
             follow(lambda: read(study, url=url), stream=sys.stderr)
@@ -68,35 +93,45 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
 
 
 def _as_json(document: Mapping[str, Any]) -> int:
-    say(json.dumps(document))
+    say_json(document)
     return DONE
 
 
-def _study_line(summary: StudySummary) -> dict[str, Any]:
+def _study_line(study: StudySummary | UnreadableStudy) -> dict[str, Any]:
     """Return one study of ``sweep status --json``.
 
     ``{"study", "gpu", "model", "trials", "objectives", "best": {"number", "tokens_per_second",
     "peak_allocated_bytes", "target_tokens_per_second": {"value", "low", "high", "basis"} | null} |
-    null, "is_confirmed", "seconds": {"wall"}, "driven_by"}``
+    null, "is_confirmed", "seconds": {"wall"}, "driven_by", "unreadable", "unreadable_trials"}``
+
+    ``unreadable`` is null, or why nothing can be said of the study: then all else is null but for
+    the number of its trials, none of which is known.
     """
-    measured = summary.best
+    if isinstance(study, UnreadableStudy):
+        nothing = ("gpu", "model", "objectives", "best", "is_confirmed", "seconds", "driven_by")
+        counts = {"trials": study.trials, "unreadable_trials": study.trials}
+        unknown = dict.fromkeys(nothing)
+        return {"study": study.name, **unknown, **counts, "unreadable": study.reason}
+    measured = study.best
     return {
-        "study": summary.name,
-        "gpu": summary.gpu,
-        "model": summary.model,
-        "trials": summary.trials,
-        "objectives": list(summary.objectives),
+        "study": study.name,
+        "gpu": study.gpu,
+        "model": study.model,
+        "trials": study.trials,
+        "objectives": list(study.objectives),
         "best": None
         if measured is None
         else {
-            "number": summary.best_number,
+            "number": study.best_number,
             "tokens_per_second": measured.tokens_per_second,
             "peak_allocated_bytes": measured.peak_allocated_bytes,
-            "target_tokens_per_second": _target_speed(summary.speed),
+            "target_tokens_per_second": _target_speed(study.speed),
         },
-        "is_confirmed": summary.is_confirmed,
-        "seconds": {"wall": summary.wall_seconds},
-        "driven_by": summary.holder,
+        "is_confirmed": study.is_confirmed,
+        "seconds": {"wall": study.wall_seconds},
+        "driven_by": study.holder,
+        "unreadable": None,
+        "unreadable_trials": study.unreadable,
     }
 
 
@@ -111,7 +146,8 @@ def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
     """Return the document of ``sweep status STUDY --json``.
 
     That of ``sweep best --json``, and beside it ``{"driven_by", "running": [{"number", "config",
-    "started_at", "purpose"}], "ended": {"reason", "open", "most_promising"} | null, "warnings"}``.
+    "started_at", "purpose"}], "ended": {"reason", "open", "most_promising"} | null, "warnings",
+    "unreadable": [{"number", "reason"}]}``.
     """
     running = [
         {
@@ -128,6 +164,7 @@ def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
         "running": running,
         "ended": snapshot.ended,
         "warnings": list(snapshot.warnings),
+        "unreadable": [{"number": t.number, "reason": t.reason} for t in snapshot.unreadable],
     }
 
 
@@ -159,6 +196,8 @@ def _preset_document(space: SearchSpace) -> dict[str, Any]:
 
 def gpus(*, as_json: bool) -> int:
     """Print the cards of the catalogue, and which of them is here."""
+    from sweep.running.device_info import read_card
+
     card = read_card()
     here = None if card is None else card.product
     if as_json:

@@ -19,9 +19,10 @@ from reports.confirmation import (
 from reports.outcomes import verdict_words
 from reports.summary import emulation_note, summary_of
 from search_spaces.config import TrialConfig
+from search_spaces.errors import quote
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from search_spaces.space import SearchSpace
-from storage.definition import StudySnapshot, StudySummary
+from storage.definition import StudySnapshot, StudySummary, UnreadableStudy
 from storage.gain import compare
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
@@ -216,23 +217,41 @@ def _where_measured(snapshot: StudySnapshot) -> str:
     return "" if other is None else f" (speeds measured on {other})"
 
 
-def studies_text(summaries: Sequence[StudySummary], *, width: int | None = None) -> str:
-    """Return a table of studies, within so many columns."""
-    rows = [
-        (
-            summary.name,
-            summary.gpu,
-            summary.model,
-            units.count(summary.trials),
-            _best_of(summary),
-            objectives.names(summary.objectives),
-            units.duration(summary.wall_seconds),
-            summary.holder or units.DASH,
-        )
-        for summary in summaries
-    ]
+def studies_text(
+    studies: Sequence[StudySummary | UnreadableStudy], *, width: int | None = None
+) -> str:
+    """Return a table of studies, within so many columns, and what of them cannot be read."""
     header = ("study", "gpu", "model", "trials", "best", "ranked by", "time", "driven by")
-    return table(header, rows, width=width)
+    lines = [table(header, [_study_row(study) for study in studies], width=width)]
+    lines += [folded(words, width) for study in studies for words in _unreadable(study)]
+    return "\n".join(lines)
+
+
+def _study_row(study: StudySummary | UnreadableStudy) -> tuple[str, ...]:
+    name, trials = units.visible(study.name), units.count(study.trials)
+    if isinstance(study, UnreadableStudy):
+        return name, units.DASH, units.DASH, trials, "cannot be read", *[units.DASH] * 3
+    return (
+        name,
+        study.gpu,
+        study.model,
+        trials,
+        _best_of(study),
+        objectives.names(study.objectives),
+        units.duration(study.wall_seconds),
+        study.holder or units.DASH,
+    )
+
+
+def _unreadable(study: StudySummary | UnreadableStudy) -> Iterator[str]:
+    if isinstance(study, UnreadableStudy):
+        yield f"Study {quote(study.name)} cannot be read: {study.reason}."
+    elif study.unreadable:
+        trials = units.plural(study.unreadable, "trial")
+        yield (
+            f"Study {quote(study.name)} has {trials} that cannot be read; "
+            f"`sweep status {study.name}` names them."
+        )
 
 
 def has_fit(snapshot: StudySnapshot) -> bool:
