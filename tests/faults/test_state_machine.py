@@ -441,10 +441,8 @@ HISTORIES = {
 
 
 NOT_YET = {
-    "a copy put in the database's place while a trial runs": "ends as a mistake of ours",
-    "the database away while a result comes": "a study is started anew beside another's spool",
     "a trial failed from outside, its result left by the worker, and another trial after it": (
-        "the next worker overwrites it"
+        "the next worker's outcome takes the place of one that nobody has taken"
     ),
 }
 """What does not hold yet, with the reason."""
@@ -462,6 +460,9 @@ def test_after_every_step_of_a_history_what_was_measured_is_kept(history: str) -
     try:
         for step in history.split():
             name, _, batch = step.partition(":")
+            if name == "resume" and machine.driver is not None:
+                # It need not have ended by then.
+                continue
             getattr(machine, name)(**({"batch": int(batch)} if batch else {}))
             machine.what_was_measured_is_kept_once_and_right()
     finally:
