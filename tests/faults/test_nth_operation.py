@@ -44,6 +44,7 @@ def swept(*sweeps: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", QUICK)
 def test_a_fault_at_one_operation_of_many_loses_nothing(what: str) -> None:
     results = swept(*QUICK[what])

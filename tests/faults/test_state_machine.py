@@ -108,6 +108,8 @@ class Study(RuleBasedStateMachine):
     def resume(self) -> None:
         """Open the study and close what was left; what can be told now is told."""
         model = self.model
+        # What stands beside no study is another's, and not to be gone on with.
+        is_strange = not self._is_there() and bool(self._kept_text())
         try:
             with self._disk():
                 study = open_it(self.url, self.home, name=NAME, patience=AT_ONCE)
@@ -117,11 +119,11 @@ class Study(RuleBasedStateMachine):
                     study.close()
                     raise
         except (EnvironmentFault, InputError):
-            assert model.is_disk_full or model.is_database_away
+            assert model.is_disk_full or model.is_database_away or is_strange
             return
+        assert not is_strange, "a study was started anew beside the files of another"
         if model.is_database_away:
             # With nothing to say that there was one, a new one is what was asked for.
-            assert not self._kept_text(), "a study was started anew beside the files of another"
             study.close()
             self.database.unlink()
             return
@@ -236,6 +238,16 @@ class Study(RuleBasedStateMachine):
             with _storage(self.url) as storage:
                 storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
 
+    @precondition(lambda self: not self.model.is_database_away)
+    @rule()
+    def delete_study(self) -> None:
+        """Somebody deletes the study by Optuna's own means; its results are theirs to lose."""
+        if self._is_there():
+            with _storage(self.url) as storage:
+                storage.delete_study(storage.get_study_id_from_name(NAME))
+        for run in self.model.runs:
+            run.is_given_up = True
+
     # What always holds.
 
     @invariant()
@@ -295,6 +307,16 @@ class Study(RuleBasedStateMachine):
 
     def _is_running(self) -> bool:
         return self.driver is not None and self.driver.trial is not None
+
+    def _is_there(self) -> bool:
+        """Whether the database that is there has the study."""
+        if self.model.is_database_away:
+            return False
+        connection = sqlite3.connect(f"file:{self.database}?mode=ro", uri=True)
+        try:
+            return bool(connection.execute("SELECT 1 FROM studies").fetchall())
+        finally:
+            connection.close()
 
     def _is_held(self) -> bool:
         return self._driver().study._lease.is_held()
@@ -400,11 +422,16 @@ _SETTINGS = settings(
 )
 
 TestAStudy = Study.TestCase
-TestAStudy.settings = settings(
-    _SETTINGS,
-    max_examples=int(os.environ.get("EX", "12")),
-    stateful_step_count=int(os.environ.get("ST", "20")),
-)
+TestAStudy.settings = settings(_SETTINGS, max_examples=8, stateful_step_count=25)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(7200)
+class TestAStudyAtLength(TestAStudy):  # type: ignore[misc, valid-type]
+    """The same in many more orders."""
+
+    settings = settings(_SETTINGS, max_examples=300, stateful_step_count=50)
+
 
 HISTORIES = {
     "a stale line of the spool under the number of another trial": (
@@ -433,6 +460,12 @@ HISTORIES = {
     ),
     "a driver killed between the measurement and its hearing of it": (
         "resume ask:1 kill_driver_before_it_hears resume look"
+    ),
+    "a study deleted while a trial runs": (
+        "resume ask:1 finish ask:2 delete_study finish look resume look"
+    ),
+    "an empty copy put in the database's place": (
+        "copy_database resume ask:1 finish kill_driver restore_copy resume look"
     ),
     "a worker killed, then the driver": (
         "resume ask:1 kill_worker ask:1 kill_driver resume ask:1 finish"
