@@ -163,9 +163,9 @@ def test_what_ran_out_of_memory_is_found_as_if_all_of_it_were_held_against_a_con
     ]
     model = MODEL
     known, ran_out = [], RanOut()
-    for number, config in enumerate(configs[:60]):
+    for number, config in enumerate(configs[:30]):
         whole = footprint(config, model=model)
-        least = base_alone(whole) if number % 7 == 3 else whole
+        least = base_alone(whole) if number == 7 else whole
         known.append((100 - number, least))
         ran_out.learn(100 - number, least)
     found = []
