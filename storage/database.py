@@ -9,7 +9,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +19,7 @@ import sqlalchemy
 from sqlalchemy.pool import NullPool
 
 from search_spaces.errors import EnvironmentFault, install_extra
+from storage import files
 from storage.failures import causes, failures, is_not_ready, is_passing, reason, scrubbed, state
 from storage.patience import PATIENCE, READER, Patience
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
@@ -309,8 +310,10 @@ def _prepare_file(url: SqliteUrl) -> None:
     if _is_file(url):
         return
     try:
-        url.path.parent.mkdir(parents=True, exist_ok=True)
-        url.path.touch()
+        files.make_directory(url.path.parent)
+        # Another driver may have made it in the meantime. Its journals take on its rights.
+        with suppress(FileExistsError):
+            files.create(url.path)
     except OSError as error:
         raise EnvironmentFault(f"cannot create database {url}: {error.strerror}") from error
 

@@ -104,6 +104,17 @@ def stranger_words(beside: Beside, *, study: str, identity: str, database: str) 
     return (f"{_what(beside, names, study, identity, database)}: {_advice(beside)}",)
 
 
+def lost_words(directory: Path) -> str:
+    """Return what to add where a database has no study of a directory's name; "" without one."""
+    file = read_identity(directory)
+    if file is None:
+        return ""
+    return (
+        f"; the files of one are in {directory}, driven in {file.database}: put that database back "
+        "or name it with --storage"
+    )
+
+
 def _what(
     beside: Beside, names: tuple[str, ...], study: str, identity: str | None, database: str
 ) -> str:

@@ -19,6 +19,8 @@ from typing import Any
 import typer
 
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
+from search_spaces.redaction import learn_environment, shown
+from storage import files
 from sweep import stop_signals
 from sweep.paths import crash_log_directory
 from sweep.stop_signals import INTERRUPTED
@@ -30,6 +32,7 @@ _NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
 
 def guarded(command: Callable[[], int | None]) -> int:
     """Run a command; return its exit code, or that of its error once that has been printed."""
+    learn_environment()
     try:
         return _unless_asked(command) or 0
     except SweepError as error:
@@ -93,16 +96,14 @@ def _cure(error: OSError) -> str:
 
 
 def _report_crash(error: Exception) -> str:
-    """Keep the traceback in a file and return one line about it; no password is in either."""
-    from storage.urls import redact
-
-    text = redact("".join(traceback.format_exception(error)))
-    name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
-    message = redact(f"error: {words_of(error)}")
+    """Keep the traceback in a private file of a new name, and return one line about it."""
+    text = shown("".join(traceback.format_exception(error)))
+    name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}-{os.urandom(4).hex()}.log"
+    message = f"error: {words_of(error)}"
     for directory in (crash_log_directory(), Path(tempfile.gettempdir())):
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / name).write_text(text, encoding="utf-8")
+            files.make_directory(directory)
+            files.create(directory / name, text.encode())
         except OSError:
             continue
         return f"{message}\nThis is a mistake in sweep; the traceback is in {directory / name}"

@@ -104,6 +104,16 @@ def test_whoever_reads_is_told_whose_the_directory_is(home: Path, url: str, tmp_
     assert "another study" in warning
 
 
+@pytest.mark.parametrize("lose", [delete, delete_the_study])
+def test_whoever_asks_for_a_study_that_is_gone_is_told_of_its_files(
+    home: Path, url: str, lose: Callable[[Path], None]
+) -> None:
+    drive_once(url, home)
+    lose(home / "sweep.db")
+    with pytest.raises(InputError, match=rf"files of one are in {home}/study, driven in {url}"):
+        read_study("study", url=url, home=home)
+
+
 def test_a_study_of_an_earlier_version_is_taken_in(home: Path, url: str) -> None:
     drive_once(url, home)
     report = home / "study" / "report.html"

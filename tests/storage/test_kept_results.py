@@ -163,6 +163,34 @@ def test_a_database_restored_from_a_copy_gets_no_result_of_the_trial_that_had_th
         assert (lost.verdict, lost.config.micro_batch_size) == (Verdict.LOST, 8)
 
 
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["moved there", "written over it"])
+def test_a_copy_put_back_in_the_middle_of_a_run_loses_nothing_and_mixes_nothing_up(
+    home: Path, url: str, is_in_place: bool
+) -> None:
+    said: list[str] = []
+    with open_it(url, home, warn=said.append) as study:
+        run_one(study, batch=1)
+        shutil.copy(home / "sweep.db", home / "copy.db")
+        newer = run_one(study, fits(7777.0), batch=2)
+        trial, record = begin(study, fits(8888.0))
+        if is_in_place:
+            shutil.copy(home / "copy.db", home / "sweep.db")
+        else:
+            (home / "copy.db").replace(home / "sweep.db")
+        assert study.tell(trial, record).verdict is Verdict.LOST
+        later = run_one(study, fits(1.0), batch=4)
+    assert any("trial 2 (fits)" in line for line in said)
+    snapshot = read_study("study", url=url, home=home)
+    assert [r.config.micro_batch_size for r in snapshot.records] == [1, 4]
+    assert snapshot.records[-1].attempt_id == later.attempt_id
+    (warning,) = snapshot.warnings
+    assert "trials 1 (fits), 2 (fits) are kept" in warning
+    with open_it(url, home) as study:
+        study.recover()
+        kept = study.lacking(study._spool.read())
+        assert [r.attempt_id for r in kept] == [newer.attempt_id, record.attempt_id]
+
+
 def test_the_same_configuration_under_the_same_number_is_still_another_attempt(
     home: Path, url: str
 ) -> None:

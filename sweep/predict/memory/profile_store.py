@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +17,7 @@ from typing import Any
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
+from storage import files
 from sweep.predict.memory.mixing import mixed
 from sweep.predict.memory.profiles import Profile, Structure, Untraceable
 from sweep.predict.memory.tracing_children import Tracer
@@ -218,14 +218,8 @@ def _put_together(structure: Structure, packed: Profile, wide: Profile) -> Profi
 
 def write_cache(path: Path, values: dict[str, Any]) -> None:
     """Write into a cache, whole or not at all; one that cannot be written costs time only."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(values), encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+    with contextlib.suppress(OSError):
+        files.replace(path, json.dumps(values).encode(), is_durable=False)
 
 
 @cache
