@@ -96,6 +96,7 @@ class WorkerProcess:
         self._log = log
         self._patience = patience
         self._clock = clock
+        first_line = settings.model_dump_json().encode() + b"\n"
         self._child, self._messages = _start(settings, log, module)
         self._lines: deque[bytes] = deque()
         self._torn = b""
@@ -103,7 +104,7 @@ class WorkerProcess:
         self._closed_at: float | None = None
         """When one of its pipes was seen closed, or broken."""
         self._has_messages = True
-        self.send(settings.model_dump_json().encode() + b"\n")
+        self.send(first_line)
 
     @property
     def process(self) -> subprocess.Popen[bytes]:

@@ -209,6 +209,8 @@ class SupervisedRunner:
             EnvironmentFault: the device is not to be had.
         """
         self._replace_unfit()
+        if self._lost is not None:
+            raise self._lost
         worker = self._started_worker()
         if self._is_cancelled:
             # Perhaps while it was being started, when there was no worker yet to kill.
@@ -297,7 +299,13 @@ class SupervisedRunner:
         log, self._log = self._log, None
         if worker is None or log is None:
             return End(0), ""
-        end = worker.close(patience=patience, kill_seconds=self._deadlines.end)
+        try:
+            end = worker.close(patience=patience, kill_seconds=self._deadlines.end)
+        except BaseException:
+            # Interrupted while it was waited for: nobody comes back to end it.
+            worker.kill()
+            log.close()
+            raise
         if end.status is None:
             self._lost = ends.card_lost(
                 worker.process.pid, self._settings.device, seconds=self._deadlines.end

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sweep.processes import bind_to_parent
+
 UNUSABLE_SEED, STOPPED_SEED, CHATTY_SEED, DEAF_SEED = range(13, 17)
 """Of workers that never become ready."""
 ANSWER = {"verdict": "diverged", "step": 7, "detail": "as asked"}
@@ -381,6 +383,7 @@ def PRINT_WITHOUT_END(worker: Worker) -> None:
 
 
 def main() -> None:
+    bind_to_parent(int(sys.argv[2]))
     settings = json.loads(sys.stdin.buffer.readline())
     worker = Worker(int(sys.argv[1]), settings)
     match settings["seed"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -327,6 +328,35 @@ def test_what_was_measured_before_the_card_was_lost_is_kept(start: Start) -> Non
         ran(runner, how.FINE)
 
 
+def test_no_other_worker_is_started_on_a_card_that_was_lost_between_two_trials(
+    start: Start,
+) -> None:
+    runner = start(process=Unkillable)
+    assert ran(runner, how.DIE_IDLE) == ANSWERED
+    time.sleep(0.1)
+    with pytest.raises(CardLost):
+        ran(runner, how.FINE)
+    assert runner._worker is None
+
+
+class Interrupted(WorkerProcess):
+    """A worker in whose last moments somebody presses Ctrl-C."""
+
+    def close(self, *, patience: float = 0.0, kill_seconds: float = 0.0) -> End:
+        raise KeyboardInterrupt
+
+
+def test_whoever_is_interrupted_while_a_worker_is_ended_leaves_none(start: Start) -> None:
+    runner = start(process=Interrupted)
+    runner.start()
+    worker = runner._worker
+    assert worker is not None
+    with pytest.raises(KeyboardInterrupt):
+        runner.close()
+    assert are_gone([worker.process.pid])
+    WorkerProcess.close(worker)
+
+
 @pytest.mark.parametrize("free", range(6))
 def test_too_few_descriptors_are_named_with_what_to_do_and_none_is_kept(
     start: Start, free: int
@@ -411,6 +441,19 @@ def test_a_compiler_that_the_kernel_killed_is_no_knob_without_effect(
         assert "pool broke" in outcome.detail
 
 
-def test_a_crash_leaves_no_dump_of_its_memory(tmp_path: Path) -> None:
+def test_a_worker_that_was_started_from_a_thread_outlives_the_thread(start: Start) -> None:
+    runner = start()
+    thread = threading.Thread(target=runner.start)
+    thread.start()
+    thread.join()
+    assert runner._worker is not None
+    number = runner._worker.process.pid
+    time.sleep(0.3)
+    assert is_running(number)
+    assert ran(runner, how.FINE) == ANSWERED
+    assert runner._worker.process.pid == number
+
+
+def test_a_crash_leaves_no_dump_of_its_memory() -> None:
     main = (Path(how.__file__).parents[3] / "sweep/running/__main__.py").read_text(encoding="utf-8")
     assert main.index("bind_to_parent(int") < main.index("RLIMIT_CORE") < main.index("bitsandbytes")
