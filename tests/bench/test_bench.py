@@ -11,10 +11,11 @@ import pytest
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GIB, find_gpu
 from storage.opening import open_study
+from storage.reading import read_study
 from sweep.planning.forecast import Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.sampling.samplers import make_sampler
-from tests.bench import study_steps
+from tests.bench import long_study, study_steps
 from tests.bench.edge_candidates import edge_candidates
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, TRIALS, a_snapshot
@@ -66,3 +67,15 @@ def test_candidates_at_the_edge_lie_on_both_sides_of_what_may_fit() -> None:
             **{**config.model_dump(), "micro_batch_size": max(1, config.micro_batch_size - 2)}
         )
         assert forecaster.fit(smaller) is not Fit.NO or config.micro_batch_size <= 2
+
+
+def test_a_study_that_was_made_in_bulk_is_driven_on_and_each_trial_timed(tmp_path: Path) -> None:
+    url, space = f"sqlite:///{tmp_path}/sweep.db", long_study.a_space()
+    known = list(long_study.records(space, 15))
+    long_study.store(url, tmp_path, space, known)
+    assert read_study(long_study.NAME, url=url, home=tmp_path).records == tuple(known)
+    driven = long_study.drive(url, tmp_path, "random", more=2, profiled=False)
+    assert len(driven.each) == 2
+    assert min(driven.opening, driven.learning, *driven.each) > 0
+    stored = read_study(long_study.NAME, url=url, home=tmp_path).records
+    assert len({record.config for record in stored}) == len(stored) == 18
