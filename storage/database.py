@@ -19,13 +19,23 @@ import sqlalchemy
 from sqlalchemy.pool import NullPool
 
 from search_spaces.errors import EnvironmentFault, install_extra
-from storage.failures import causes, failures, is_not_ready, is_passing, reason, scrubbed, state
+from storage.failures import (
+    causes,
+    failures,
+    is_passing,
+    is_passing_at_first,
+    reason,
+    scrubbed,
+    state,
+)
 from storage.patience import PATIENCE, READER, Patience
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 if TYPE_CHECKING:
     # What only looks at a study does without Optuna, which takes longer to import than to read.
     from optuna.storages import RDBStorage
+
+    from storage.postgres import Connector
 
 T = TypeVar("T")
 
@@ -107,8 +117,8 @@ def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> R
 
     Args:
         url: of the database.
-        patience: how long each answer of a server is waited for. One that says that it is not
-            ready yet is waited for; what is wrong in any other way is said at once.
+        patience: how long a server that is there is waited for, where it is not ready or cuts the
+            connection; one that cannot be reached is said at once.
 
     Raises:
         EnvironmentFault: the directory, the file or the server is not to be had.
@@ -126,9 +136,10 @@ def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> R
                 # for the write lock without risking a deadlock, so each takes it at its start.
                 _begin_with(storage.engine, "BEGIN IMMEDIATE")
             case PostgresUrl():
-                options = {"pool_pre_ping": True, "creator": _connector(url, patience)}
                 storage = patiently(
-                    lambda: _create(url, options), patience=patience, passes=is_not_ready
+                    partial(_create_on_server, url, patience),
+                    patience=patience,
+                    passes=is_passing_at_first,
                 )
     return storage
 
@@ -227,11 +238,11 @@ def connect_apart(
     return engine.connect()
 
 
-def _connector(url: PostgresUrl, patience: Patience, **options: Any) -> Callable[[], Any]:
+def _connector(url: PostgresUrl, patience: Patience, **options: Any) -> Connector:
     # Imported here: the driver is an extra.
-    from storage.postgres import connector
+    from storage.postgres import Connector
 
-    return connector(url, patience, **options)
+    return Connector(url, patience, **options)
 
 
 @contextmanager
@@ -272,6 +283,15 @@ def _create(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
                 raise
             time.sleep(0.05 * attempt)
     raise AssertionError("unreachable")
+
+
+def _create_on_server(url: PostgresUrl, patience: Patience) -> RDBStorage:
+    connector = _connector(url, patience)
+    try:
+        return _create(url, {"pool_pre_ping": True, "creator": connector})
+    except BaseException:
+        connector.close()
+        raise
 
 
 def _connect(url: SqliteUrl, *, is_reader: bool = False) -> sqlite3.Connection:

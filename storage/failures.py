@@ -65,9 +65,9 @@ _REFUSED = re.compile(
     r"|root\.crt|unsupported startup parameter|requires? (a )?password|no such user",
     re.IGNORECASE,
 )
-_NOT_READY = re.compile(
-    r"starting up|recovery mode|shutting down|not yet accepting connections"
-    r"|too many (clients|connections)|connection slots are reserved",
+_UNREACHABLE = re.compile(
+    r"Connection refused|(resolve|translate) host|timeout expired|not answered|No route|unreachable"
+    r"|No such file|read-only",
     re.IGNORECASE,
 )
 _STATES = (
@@ -110,10 +110,8 @@ _ADVICE = (
         "--storage",
     ),
     (r"disk I/O error", "see whether the disk, a quota or a limit on file sizes is used up"),
-    (
-        r"has not answered|timeout expired",
-        "the server is silent; when it answers again, the same command goes on",
-    ),
+    (r"timeout expired", "the server does not answer"),
+    (r"has not answered", "when it does again, the same command goes on"),
 )
 
 
@@ -153,13 +151,13 @@ def state(error: BaseException) -> str:
     return next((words for pattern, words in _STATES if re.search(pattern, text)), SILENT)
 
 
-def is_not_ready(error: BaseException) -> bool:
-    """Whether a server is there and says that it will be ready later."""
-    for cause in causes(error):
-        if isinstance(cause, DBAPIError):
-            code = getattr(cause.orig, "sqlstate", None)
-            return code in ("57P03", "53300") or _NOT_READY.search(str(cause.orig)) is not None
-    return False
+def is_passing_at_first(error: BaseException) -> bool:
+    """Whether waiting may help where a database was never reached before.
+
+    A host that nobody knows, that refuses or that is silent has more likely been mistyped.
+    """
+    originals = [str(cause.orig) for cause in causes(error) if isinstance(cause, DBAPIError)]
+    return is_passing(error) and not any(map(_UNREACHABLE.search, originals))
 
 
 def reason(error: BaseException, url: DatabaseUrl) -> str:

@@ -14,9 +14,6 @@ from search_spaces.errors import Interrupted
 
 LOOK_SECONDS = 0.1
 """Between two looks at whether a wait goes on."""
-_SAID_AFTER_SECONDS = 3.0
-_STOPPED_AFTER_SECONDS = 2.0
-"""Who has asked to stop, and then needs the database once more, gives it so long to answer."""
 
 SILENT = "does not answer"
 
@@ -74,6 +71,9 @@ class Patience:
     """How long a connection may be silent before another is tried."""
     connect_seconds: int = 10
     """How long each of the server's addresses is tried."""
+    said_after_seconds: float = 3.0
+    stopped_after_seconds: float = 2.0
+    """Who has asked to stop, and then needs the database once more, gives it so long to answer."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     _trouble: _Trouble = field(default_factory=_Trouble, init=False, repr=False, compare=False)
@@ -119,11 +119,11 @@ class Patience:
     def _go_on(self) -> float:
         """Say how long the database has been waited for, where that is long; return it."""
         waited, now = self.waited_seconds(), self.clock()
-        if waited >= _STOPPED_AFTER_SECONDS and any(asked() for asked in _stopping):
+        if waited >= self.stopped_after_seconds and any(asked() for asked in _stopping):
             raise Interrupted(
                 f"interrupted while the database {self._trouble.state}; the same command goes on"
             )
-        if waited >= _SAID_AFTER_SECONDS and now - self._trouble.told_seconds >= 1.0:
+        if waited >= self.said_after_seconds and now - self._trouble.told_seconds >= 1.0:
             self._trouble.told_seconds = now
             for listener in _listeners:
                 listener(self._trouble.state, waited, self.seconds)
