@@ -20,6 +20,7 @@ from sqlalchemy.pool import NullPool
 
 from search_spaces.errors import EnvironmentFault, install_extra
 from storage.failures import (
+    ConnectionLostError,
     causes,
     failures,
     is_passing,
@@ -288,10 +289,22 @@ def _create(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
 def _create_on_server(url: PostgresUrl, patience: Patience) -> RDBStorage:
     connector = _connector(url, patience)
     try:
-        return _create(url, {"pool_pre_ping": True, "creator": connector})
+        storage = _create(url, {"pool_pre_ping": True, "creator": connector})
     except BaseException:
         connector.close()
         raise
+    sqlalchemy.event.listen(storage.engine, "handle_error", _raise_lost)
+    return storage
+
+
+def _raise_lost(context: sqlalchemy.ExceptionContext) -> None:
+    """Raise what Optuna does not know where a connection was lost.
+
+    It creates a trial again, up to five times, where a transaction failed, although one whose
+    answer was lost may well have gone through. Whoever tries again here looks first.
+    """
+    if context.is_disconnect and not context.is_pre_ping:
+        raise ConnectionLostError("the connection was lost") from context.original_exception
 
 
 def _connect(url: SqliteUrl, *, is_reader: bool = False) -> sqlite3.Connection:

@@ -115,10 +115,15 @@ _ADVICE = (
 )
 
 
+class ConnectionLostError(Exception):
+    """A connection was lost, and nobody knows what became of what it was at."""
+
+
 def failures() -> tuple[type[Exception], ...]:
     """Return what a database raises; what Optuna makes of it only where Optuna is in use."""
     module = sys.modules.get("optuna.exceptions")
-    return (SQLAlchemyError,) if module is None else (SQLAlchemyError, module.StorageInternalError)
+    optunas = () if module is None else (module.StorageInternalError,)
+    return (SQLAlchemyError, ConnectionLostError, *optunas)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -133,6 +138,8 @@ def is_passing(error: BaseException) -> bool:
     """Whether waiting may help: a lock that another process holds, a server that restarts."""
     for cause in causes(error):
         match cause:
+            case ConnectionLostError():
+                return True
             case DBAPIError(orig=sqlite3.Error() as original):
                 return _is_passing_in_sqlite(original)
             case DBAPIError():
@@ -145,9 +152,20 @@ def is_passing(error: BaseException) -> bool:
     return False
 
 
+def _original(error: BaseException) -> BaseException:
+    """Return what the database's driver raised, or the error where no driver did."""
+    for cause in causes(error):
+        match cause:
+            case DBAPIError(orig=BaseException() as original):
+                return original
+            case ConnectionLostError(__cause__=BaseException() as original):
+                return original
+    return error
+
+
 def state(error: BaseException) -> str:
     """Return what is the matter with a database, for who waits: a few words, and no secret."""
-    text = str(next((c.orig for c in causes(error) if isinstance(c, DBAPIError)), error))
+    text = str(_original(error))
     return next((words for pattern, words in _STATES if re.search(pattern, text)), SILENT)
 
 
@@ -156,8 +174,7 @@ def is_passing_at_first(error: BaseException) -> bool:
 
     A host that nobody knows, that refuses or that is silent has more likely been mistyped.
     """
-    originals = [str(cause.orig) for cause in causes(error) if isinstance(cause, DBAPIError)]
-    return is_passing(error) and not any(map(_UNREACHABLE.search, originals))
+    return is_passing(error) and not _UNREACHABLE.search(str(_original(error)))
 
 
 def reason(error: BaseException, url: DatabaseUrl) -> str:
@@ -165,9 +182,8 @@ def reason(error: BaseException, url: DatabaseUrl) -> str:
 
     SQL and parameters are not in it, nor any password.
     """
-    originals = [c.orig for c in causes(error) if isinstance(c, DBAPIError) and c.orig]
-    line = scrubbed(words_of(originals[0] if originals else error), url)
-    whole = str(originals[0]) if originals else line
+    original = _original(error)
+    line, whole = scrubbed(words_of(original), url), str(original)
     advice = next((words for pattern, words in _ADVICE if re.search(pattern, whole)), None)
     return line if advice is None else f"{line}: {advice}"
 
