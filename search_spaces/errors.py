@@ -14,6 +14,8 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 
+from search_spaces.redaction import redact
+
 QUOTE_MAX = 120
 """Characters of a value that a message quotes."""
 NAMED_MAX = 3
@@ -60,7 +62,8 @@ def install_extra(name: str) -> str:
 def quote(value: object) -> str:
     """Return a value as a message quotes it: as it was typed in YAML or JSON, cut where long."""
     try:
-        text = _written(value)
+        # Before it is cut: of half a URL nobody could tell what was a password.
+        text = redact(_written(value))
     except ValueError:
         # Python refuses to write out whole numbers of thousands of digits.
         return "a number too long to show"
@@ -92,13 +95,13 @@ def _plain(key: object) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """Return what an exception says, in words: its text, never the name of its class."""
+    """Return what an exception says, in words: its text without secrets, never its class's name."""
     match error:
         case OSError(strerror=str(reason)):
-            return reason if error.filename is None else f"{error.filename}: {reason}"
+            return redact(reason if error.filename is None else f"{error.filename}: {reason}")
         case KeyError(args=(str(key),)):
             return f"'{key}' is missing"
-    lines = str(error).strip().splitlines()
+    lines = redact(str(error)).strip().splitlines()
     return lines[0] if lines else _spelled(type(error).__name__)
 
 

@@ -9,20 +9,19 @@ takes time in proportion to the text, whatever the text.
 
 from __future__ import annotations
 
-import html
-import json
 import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
-from urllib.parse import quote, quote_plus, unquote
 
 STARS = "***"
 """What stands in a secret's place."""
 _SHORTEST_KNOWN = 6
 """Characters below which a known secret is only found by where it stands: 'a' is in every word."""
+
+_PASSES_MAX = 8
 
 _known: set[str] = set()
 
@@ -34,40 +33,46 @@ def remember(*secrets: str) -> None:
 
 def redact(text: str) -> str:
     """Return a text with `***` for every secret in it. Applied again it changes nothing."""
-    return redactor()(text)
-
-
-def redactor() -> Callable[[str], str]:
-    """Return what `redact` does, for many texts: the environment is read once."""
-    spellings = _spellings(frozenset({*_known, *_environment_secrets()}))
-
-    def redact_one(text: str) -> str:
-        for spelling in spellings:
-            text = spelling(text)
-        if _HINT.search(text) is None:
-            return text
-        for step in (_without_key_blocks, _without_url_passwords, _without_named, _without_shapes):
-            text = step(text)
+    for remove in _removals(len(os.environ), len(_known)):
+        text = remove(text)
+    lower = text.lower()
+    if not any(hint in lower for hint in _HINTS):
         return text
+    # Where a secret was taken out, what is around it may read as another one.
+    for _ in range(_PASSES_MAX):
+        before, text = text, _without_guessed(text)
+        if text == before:
+            break
+    return text
 
-    return redact_one
+
+def _without_guessed(text: str) -> str:
+    """Return text without what stands or looks like a secret."""
+    for step in (_without_key_blocks, _without_url_passwords, _without_named, _without_shapes):
+        text = step(text)
+    return text
 
 
-def redacted(value: Any, *, clean: Callable[[str], str] | None = None) -> Any:
-    """Return plain JSON values whose texts are redacted, and whose secrets by name are stars."""
-    one = clean or redactor()
+def learn_environment() -> None:
+    """Read the environment's secrets anew; a variable that is added or removed is noticed alone."""
+    _removals.cache_clear()
+
+
+def redacted(value: Any, *, clean: Callable[[str], str] = redact) -> Any:
+    """Return plain JSON values whose every text went through ``clean``, and whose secrets by name
+    are stars."""
     match value:
         case str():
-            return one(value)
+            return clean(value)
         case Mapping():
             return {
-                one(key) if isinstance(key, str) else key: STARS
-                if isinstance(part, str | int) and part and _is_secret_key(key)
-                else redacted(part, clean=one)
+                redacted(key, clean=clean): STARS
+                if isinstance(part, str) and _is_secret_key(key)
+                else redacted(part, clean=clean)
                 for key, part in value.items()
             }
         case list() | tuple():
-            return [redacted(part, clean=one) for part in value]
+            return [redacted(part, clean=clean) for part in value]
         case _:
             return value
 
@@ -125,43 +130,47 @@ def _environment_secrets() -> Iterator[str]:
             yield secret
 
 
-@cache
-def _spellings(secrets: frozenset[str]) -> tuple[Callable[[str], str], ...]:
-    """Return what takes out every spelling of secrets, the longest first."""
+@lru_cache(maxsize=1)
+def _removals(variables: int, told: int) -> tuple[Callable[[str], str], ...]:
+    """Return what takes out every spelling of known secrets, the longest first.
+
+    Args:
+        variables: how many the environment has; another number is another environment.
+        told: how many secrets `remember` was told.
+    """
+    secrets = {*_known, *_environment_secrets()}
     known = {one for secret in secrets for one in _spelled(secret)} - _MEANS_NOTHING
     return tuple(map(_removal, sorted(known, key=len, reverse=True)))
 
 
 def _spelled(secret: str) -> set[str]:
     """Return a secret as it is quoted in URLs, JSON, reprs, SQL, HTML, and in one in another."""
+    # Imported here: most commands never know a secret.
+    import html
+    import json
+    from urllib.parse import quote, quote_plus, unquote
+
+    def quote_all(text: str) -> str:
+        return quote(text, safe="", errors="replace")
+
+    spellings: tuple[Callable[[str], str], ...] = (
+        quote_all,
+        lambda text: re.sub("%..", lambda found: found[0].lower(), quote_all(text)),
+        lambda text: quote(text, errors="replace"),
+        lambda text: quote_plus(text, errors="replace"),
+        lambda text: repr(text)[1:-1],
+        lambda text: json.dumps(text)[1:-1],
+        lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+        lambda text: text.replace("\\", "\\\\").replace("'", "\\'"),
+        lambda text: text.replace("'", "''"),
+        lambda text: text.replace("'", "'\"'\"'"),
+        html.escape,
+        visible,
+    )
     forms = {secret, unquote(secret)}
     for _ in range(2):
-        forms |= {spell(form) for form in forms for spell in _SPELLINGS}
+        forms |= {spell(form) for form in forms for spell in spellings}
     return {form for form in forms if len(form) >= _SHORTEST_KNOWN}
-
-
-def _without_hex_case(encode: Callable[[str], str]) -> Callable[[str], str]:
-    return lambda text: re.sub("%[0-9A-F]{2}", lambda found: found[0].lower(), encode(text))
-
-
-def _quote_all(text: str) -> str:
-    return quote(text, safe="", errors="replace")
-
-
-_SPELLINGS: tuple[Callable[[str], str], ...] = (
-    _quote_all,
-    _without_hex_case(_quote_all),
-    lambda text: quote(text, errors="replace"),
-    lambda text: quote_plus(text, errors="replace"),
-    lambda text: repr(text)[1:-1],
-    lambda text: json.dumps(text)[1:-1],
-    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
-    lambda text: text.replace("\\", "\\\\").replace("'", "\\'"),
-    lambda text: text.replace("'", "''"),
-    lambda text: text.replace("'", "'\"'\"'"),
-    html.escape,
-    visible,
-)
 
 
 def _removal(secret: str) -> Callable[[str], str]:
@@ -197,6 +206,8 @@ _LONE_TOKEN = re.compile(r"[\w~.+=-]{16,256}(?=@)")
 _PORT = re.compile(r"\d{0,5}(?=[/?#\s,;:'\"`)\]}>|.]|$)")
 _OPTIONS_FOLLOW = re.compile(r"\d{1,5}/[^?@\s]{0,200}\?")
 _HOST = re.compile(r"(?:.*@)?(?:localhost|\[.*\]|[\w-]+(?:\.[\w-]+)+)\Z", re.IGNORECASE)
+_BLANK = re.compile(r"\s")
+_LONGEST_WORD = 4096
 _CLOSING = frozenset(" \t\r\n,;:.)]}>?!&|")
 _FURTHER_LINES, _FURTHER_CHARACTERS = 3, 300
 """How far a password is followed that goes on in the next line."""
@@ -307,8 +318,7 @@ def _is_host(text: str, user: str, begin: int, *, end: int | None, is_web: bool)
         return True
     if _HOST.match(user) is None and "@" not in user:
         return False
-    blank = re.compile(r"\s").search(text, begin, end)
-    return is_web or blank is not None
+    return is_web or _BLANK.search(text, begin, min(end, begin + _LONGEST_WORD)) is not None
 
 
 # Secrets behind their names.
@@ -325,15 +335,17 @@ _VARIABLE = (
 )
 _IN_QUERY = r"(?:(?<=[?&;])(?i:token|key|sig|signature|pwd|pass|auth|code|jwt))"
 _PLAIN_TOKEN = r"(?:(?<![\w-])(?i:token))"
-_QUOTED = (
+_ONE_QUOTED = (
     r"\"(?:[^\"\\]|\\.){0,1000}+\"|'(?:[^'\\]|\\.){0,1000}+'"
     r"|\\\"(?:[^\"\\]|\\[^\"]){0,1000}+\\\"|\\'(?:[^'\\]|\\[^']){0,1000}+\\'"
 )
+_QUOTED = rf"(?:{_ONE_QUOTED})(?:{_ONE_QUOTED}|\\[\"'](?=[\"']))*+"
+"""Pieces that a shell or SQL puts together: ``'it'"'"'s'``, ``'it''s'``."""
 _UNQUOTED = r"(?:\\.|[^\s&\\\"']|[\"'](?![\s,;:)\]}>]|\Z))++"
 _CONSTANTS = r"(?![\"']{2}|(?:True|False|None|null|true|false)\b|\*\*\*)"
 _NAMED = re.compile(
     rf"(?P<name>{_STRONG}|{_VARIABLE}|{_IN_QUERY}|{_PLAIN_TOKEN})(?P<close>\\?[\"'])?"
-    rf"(?P<sep>[ \t]{{0,4}}(?:=>|:=|=|:)[ \t\r\n]{{0,4}}){_CONSTANTS}"
+    rf"(?P<sep>[ \t]{{0,4}}(?:=>|:=|=|:)[ \t\r\n]{{0,4}}|[ \t]{{1,4}}(?=')){_CONSTANTS}"
     rf"(?:[rbuf]{{0,2}}(?P<quoted>{_QUOTED})|(?P<open>[\"'][^\n]*+)|(?P<plain>{_UNQUOTED}))",
     re.DOTALL,
 )
@@ -432,8 +444,12 @@ def _without_shapes(text: str) -> str:
     return _WEBHOOK.sub(rf"\1{STARS}", _SHAPES.sub(STARS, text))
 
 
-_HINT = re.compile(
-    r"(?i::/|:\\/|%3a%2f|pass|token|secret|key|auth|cookie|credential|signature|bearer|basic|hf_"
-    r"|sk[-_]|gl[a-z]{2,4}-|xox|xapp|akia|asia|aroa|aida|aiza|npm_|pypi-|ya29|rpa_|r8_|nvapi"
-    r"|wandb|dop_|hvs\.|gh[a-z]_|github_|eyj|webhook|[?&;](?:sig|pwd|code|jwt)|_pat|_pw|api_org)"
+_HINTS = (
+    *("://", ":\\/\\/", "%3a%2f", "pass", "token", "secret", "key", "auth", "cookie", "signature"),
+    *("credential", "bearer", "basic", "webhook", "hooks.", "_pat", "_pw", "sig=", "pwd=", "code="),
+    *("jwt=", "hf_", "api_org_", "sk-", "sk_", "rk_", "glpat-", "gldt-", "glrt-", "glptt-"),
+    *("glft-", "glcbt-", "glsoat-", "xox", "xapp-", "akia", "asia", "aroa", "aida", "aiza"),
+    *("npm_", "pypi-", "ya29.", "rpa_", "r8_", "nvapi-", "wandb_", "dop_", "hvs.", "ghp_"),
+    *("gho_", "ghu_", "ghs_", "ghr_", "github_", "eyj"),
 )
+"""Of which one at least is in every text that has a secret which nobody was told of."""

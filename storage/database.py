@@ -9,7 +9,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +19,7 @@ import sqlalchemy
 from sqlalchemy.pool import NullPool
 
 from search_spaces.errors import EnvironmentFault, install_extra
+from storage import files
 from storage.failures import (
     ConnectionLostError,
     causes,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from optuna.storages import RDBStorage
 
     from storage.postgres import Connector
+    from storage.sampler_view import SearchStorage
 
 T = TypeVar("T")
 
@@ -113,7 +115,7 @@ def _renew(storage: RDBStorage | None) -> None:
     storage.engine.dispose()
 
 
-def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> RDBStorage:
+def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> SearchStorage:
     """Open the database, created where it is missing.
 
     Args:
@@ -272,13 +274,13 @@ def _opening(url: DatabaseUrl) -> Iterator[None]:
         raise EnvironmentFault(f"database {url}: {scrubbed(str(error), url)}") from None
 
 
-def _create(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
+def _create(url: DatabaseUrl, options: dict[str, Any]) -> SearchStorage:
     """Open for writing; of two processes that create tables at once, one fails and tries again."""
-    from optuna.storages import RDBStorage
+    from storage.sampler_view import SearchStorage
 
     for attempt in range(1, _CREATION_ATTEMPTS + 1):
         try:
-            return RDBStorage(_optuna_text(url), engine_kwargs=dict(options))
+            return SearchStorage(_optuna_text(url), engine_kwargs=dict(options))
         except failures() as error:
             if attempt == _CREATION_ATTEMPTS or not _is_creation_race(error):
                 raise
@@ -286,7 +288,7 @@ def _create(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
     raise AssertionError("unreachable")
 
 
-def _create_on_server(url: PostgresUrl, patience: Patience) -> RDBStorage:
+def _create_on_server(url: PostgresUrl, patience: Patience) -> SearchStorage:
     connector = _connector(url, patience)
     try:
         storage = _create(url, {"pool_pre_ping": True, "creator": connector})
@@ -340,8 +342,10 @@ def _prepare_file(url: SqliteUrl) -> None:
     if _is_file(url):
         return
     try:
-        url.path.parent.mkdir(parents=True, exist_ok=True)
-        url.path.touch()
+        files.make_directory(url.path.parent)
+        # Another driver may have made it in the meantime. Its journals take on its rights.
+        with suppress(FileExistsError):
+            files.create(url.path)
     except OSError as error:
         raise EnvironmentFault(f"cannot create database {url}: {error.strerror}") from error
 

@@ -89,6 +89,23 @@ def read_end(path: Path, *, count: int) -> bytes:
         return file.read(count)
 
 
+def refuse_others(path: Path) -> None:
+    """Refuse a name under which something else than a file of one name stands, or another user's.
+
+    For a file that is opened by others, and written over.
+
+    Raises:
+        OSError: it does.
+    """
+    there = _lstat(path)
+    if there is None:
+        return
+    _require_file(path, there.st_mode)
+    _require_owner(path, there)
+    if there.st_nlink > 1:
+        raise OSError(errno.EMLINK, "has a second name (a hard link): remove it", str(path))
+
+
 def create(path: Path, data: bytes = b"") -> None:
     """Write a file that is not there yet.
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,17 @@ def stranger_words(beside: Beside, *, study: str, identity: str, database: str) 
     return (f"{_what(beside, names, study, identity, database)}: {_advice(beside)}",)
 
 
+def lost_words(directory: Path) -> str:
+    """Return what to add where a database has no study of a directory's name; "" without one."""
+    file = read_identity(directory)
+    if file is None:
+        return ""
+    return (
+        f"; the files of one are in {directory}, driven in {file.database}: put that database back "
+        "or name it with --storage"
+    )
+
+
 def _what(
     beside: Beside, names: tuple[str, ...], study: str, identity: str | None, database: str
 ) -> str:
@@ -119,9 +131,12 @@ def _are(names: tuple[str, ...]) -> str:
 
 
 def _advice(beside: Beside) -> str:
+    over = ""
+    if beside.spooled is not None:
+        over = f" (--from {shlex.quote(str(beside.directory / SPOOL))} takes its results over)"
     return (
-        "put that database back or name it with --storage, take another name with --study, or "
-        f"move or remove {beside.directory}"
+        "put that database back or name it with --storage, take another name with --study"
+        f"{over}, or move or remove {beside.directory}"
     )
 
 

@@ -12,15 +12,18 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from optuna.trial import FrozenTrial
 from pydantic import ValidationError
 
 from search_spaces.config import canonical
-from storage import mapping
 from storage.definition import RunningTrial
 from storage.records import Lost, TrialRecord, Verdict
 from storage.spool import Spool
+
+if TYPE_CHECKING:
+    # Whoever only looks at a study needs no Optuna, which takes long to import.
+    from optuna.trial import FrozenTrial
 
 WORTH_KEEPING = frozenset(
     {Verdict.FITS, Verdict.OOM, Verdict.PRUNED_SLOW, Verdict.DIVERGED, Verdict.INEFFECTIVE}
@@ -32,6 +35,8 @@ _SHOWN = 12
 
 def how_begun(frozen: FrozenTrial) -> RunningTrial | None:
     """Return how a trial was begun; None where another version did that, in words of its own."""
+    from storage import mapping
+
     try:
         errand = mapping.errand_of(frozen)
         config = mapping.config_of(frozen)
@@ -51,6 +56,8 @@ def how_begun(frozen: FrozenTrial) -> RunningTrial | None:
 
 def has_result(stored: FrozenTrial, record: TrialRecord) -> bool:
     """Whether a trial that ended did so by this very result."""
+    from storage import mapping
+
     try:
         there = mapping.record_of(stored)
     except ValidationError:
@@ -103,7 +110,8 @@ def unsettled(
         is_driven: whether somebody else may have begun and spooled a trial between the two reads.
     """
     known = tuple(records)
-    contents = spool.look(known=_settled_attempts(known))
+    unnamed = {(r.number, r.started_at): r for r in known if r.attempt_id is None}
+    contents = spool.look(known=_settled_attempts(known), unnamed=unnamed)
     open_trials = {trial.number: trial for trial in begun}
     waiting = tuple(
         r for r in contents.records if (t := open_trials.get(r.number)) is not None and is_of(r, t)
@@ -127,16 +135,17 @@ def kept_among(
         study_id: its identity.
     """
     attempts = _settled_attempts(known)
+    candidates = [r for r in spooled if r.verdict in WORTH_KEEPING and r.attempt_id not in attempts]
+    if not candidates:
+        return ()
     settled = {_legacy_key(r, study_id) for r in known if r.verdict is not Verdict.LOST}
     concluded = {
         canonical(r.config) for r in known if r.purpose == "search" and r.verdict in WORTH_KEEPING
     }
     return tuple(
         r
-        for r in spooled
-        if r.verdict in WORTH_KEEPING
-        and r.attempt_id not in attempts
-        and (r.attempt_id is not None or _legacy_key(r, study_id) not in settled)
+        for r in candidates
+        if (r.attempt_id is not None or _legacy_key(r, study_id) not in settled)
         and (r.purpose != "search" or canonical(r.config) not in concluded)
     )
 

@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from sqlalchemy.exc import SQLAlchemyError
 
 from search_spaces.errors import EnvironmentFault
+from storage import files
 from storage.database import connect_apart
 from storage.patience import READER, Patience
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
@@ -113,6 +114,7 @@ class FileLease:
         self._lock = FileLock(
             self.path,
             timeout=_GRACE_SECONDS,
+            mode=files.PRIVATE_FILE,
             # The lease is the process's: whichever thread asks, and whichever gives it up.
             thread_local=False,
             # On a file system without locks a file's mere existence would have to do, and outlive a
@@ -132,6 +134,7 @@ class FileLease:
         """Take the lease."""
         self.release()
         try:
+            files.refuse_others(self.path)
             self._lock.acquire()
         except Timeout:
             raise _taken(self.study, self._written()) from None
@@ -167,7 +170,7 @@ class FileLease:
     def holder(self) -> Holder | None:
         """Return who has it now."""
         try:
-            with self.path.open(encoding="utf-8") as file:
+            with files.open_reading(self.path) as file:
                 # filelock has exclusive locks alone, by which two readers would take each other for
                 # the driver, and which need a file that they may write to. Its lock on Linux and
                 # macOS is a flock, and a shared one waits for nobody but the driver.
@@ -179,7 +182,7 @@ class FileLease:
         return None
 
     def _written(self) -> Holder:
-        words = self.path.read_text(encoding="utf-8").split()
+        words = files.read_bytes(self.path).decode(errors="replace").split()
         return Holder(*words) if len(words) == 2 else Holder("another process")
 
 

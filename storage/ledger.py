@@ -99,14 +99,14 @@ class Ledger:
         if record.carried is None:
             self._own.add(record)
 
-    @property
-    def every(self) -> tuple[TrialRecord, ...]:
-        """Every finished trial of whatever purpose, by number."""
-        return tuple(self._by_number[number] for number in sorted(self._by_number))
-
-    def of_number(self, number: int) -> TrialRecord | None:
-        """Return the finished trial of a number; None where there is none."""
+    def record(self, number: int) -> TrialRecord | None:
+        """Return the trial of a number, whatever it was for; None where none has ended."""
         return self._by_number.get(number)
+
+    @property
+    def all(self) -> tuple[TrialRecord, ...]:
+        """Every trial, whatever it was for, by number."""
+        return tuple(self._by_number.values())
 
     @property
     def records(self) -> tuple[TrialRecord, ...]:

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from search_spaces.config import TrialConfig, canonical
+from search_spaces.redaction import redact
+
+Detail = Annotated[str, AfterValidator(redact)]
+"""What happened, in the words of whatever it happened to: no secret of theirs is ever stored."""
 
 
 class Verdict(StrEnum):
@@ -177,7 +181,7 @@ class OutOfMemory(_Frozen):
     requested_bytes: int | None = None
     peak_allocated_bytes: int | None = None
     """Most that had been allocated when it failed: a lower bound of the need."""
-    detail: str = ""
+    detail: Detail = ""
     flags: tuple[str, ...] = ()
     """``neighbour`` where another process had taken what the trial was to have."""
 
@@ -188,7 +192,7 @@ class PredictedOutOfMemory(_Frozen):
     verdict: Literal[Verdict.PREDICTED_OOM] = Verdict.PREDICTED_OOM
     predicted_bytes: int
     """The least budget that it would run under; above the peak where memory is cut up."""
-    detail: str = ""
+    detail: Detail = ""
 
 
 class DominatedOutOfMemory(_Frozen):
@@ -204,7 +208,7 @@ class Diverged(_Frozen):
 
     verdict: Literal[Verdict.DIVERGED] = Verdict.DIVERGED
     step: int
-    detail: str = ""
+    detail: Detail = ""
 
 
 class Invalid(_Frozen):
@@ -212,7 +216,7 @@ class Invalid(_Frozen):
 
     verdict: Literal[Verdict.INVALID] = Verdict.INVALID
     rule: str
-    detail: str = ""
+    detail: Detail = ""
 
 
 class Ineffective(_Frozen):
@@ -220,7 +224,7 @@ class Ineffective(_Frozen):
 
     verdict: Literal[Verdict.INEFFECTIVE] = Verdict.INEFFECTIVE
     knob: str
-    detail: str = ""
+    detail: Detail = ""
 
 
 class TimedOut(_Frozen):
@@ -228,7 +232,7 @@ class TimedOut(_Frozen):
 
     verdict: Literal[Verdict.TIMED_OUT] = Verdict.TIMED_OUT
     phase: Phase
-    detail: str = ""
+    detail: Detail = ""
 
 
 class Crashed(_Frozen):
@@ -238,14 +242,14 @@ class Crashed(_Frozen):
     phase: Phase
     cause: CrashCause | None = None
     """None where an earlier version stored it, or where nobody knows."""
-    detail: str = ""
+    detail: Detail = ""
 
 
 class Lost(_Frozen):
     """The driver ended while the trial ran, or somebody ended the trial; nothing is known of it."""
 
     verdict: Literal[Verdict.LOST] = Verdict.LOST
-    detail: str = ""
+    detail: Detail = ""
     is_kept: bool = False
     """Whether it ended well and its result is in the spool alone: to run it again is in vain."""
     is_interrupted: bool = False
@@ -346,11 +350,9 @@ class TrialRecord(Errand):
     @property
     def measurement(self) -> Measurement | None:
         """The measurement, also a pruned trial's partial one; None where nothing ran to it."""
-        match self.outcome:
-            case Measured(measurement=measurement) | PrunedSlow(measurement=measurement):
-                return measurement
-            case _:
-                return None
+        # Not matched by class: that takes pydantic longer than reading the record took.
+        measurement: Measurement | None = getattr(self.outcome, "measurement", None)
+        return measurement
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -122,8 +122,8 @@ CarriedOption = Annotated[
     str | None,
     typer.Option(
         "--from",
-        metavar="STUDY",
-        help="Carry this study's trials over where they hold: they are not run again.",
+        metavar="STUDY|SPOOL",
+        help="Carry over what holds of a study's trials, or of a spool's: it is not run again.",
         autocompletion=completion.studies,
         callback=_named("--from"),
     ),

@@ -1,6 +1,6 @@
 """A worker that goes wrong in the way that the configuration's rank asks for.
 
-It imports nothing that takes time, and writes its messages by hand: what it says need be no message.
+It imports nothing that takes time, and writes what it says by hand: that need be no message.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def SILENT_AFTER_BEATS(worker: Worker) -> None:
 
 @behaviour
 def SLOW_BEATS(worker: Worker) -> None:
-    for step in range(100):
+    for step in range(50):
         worker.beat(step)
         time.sleep(0.05)
 
@@ -128,6 +128,27 @@ def TELLTALE(worker: Worker) -> None:
 @behaviour
 def FINE(worker: Worker) -> None:
     worker.answer()
+
+
+@behaviour
+def BEAT_AND_ANSWER(worker: Worker) -> None:
+    for step in range(12):
+        worker.beat(step)
+        time.sleep(0.1)
+    worker.answer()
+
+
+@behaviour
+def PAUSE_AND_ANSWER(worker: Worker) -> None:
+    worker.beat()
+    time.sleep(1.3)
+    worker.answer()
+
+
+@behaviour
+def NO_COMPILER(worker: Worker) -> None:
+    worker.beat()
+    worker.answer(outcome={"verdict": "ineffective", "knob": "compile", "detail": "pool broke"})
 
 
 @behaviour

@@ -60,7 +60,7 @@ def test_the_worker_that_was_started_ahead_is_the_one_that_runs(runner: Supervis
         seen.append(_process_id(runner))
         return False
 
-    runner.run(TrialConfig(lora_rank=how.SLOW_BEATS), steps=STEPS, observe=watch)
+    runner.run(TrialConfig(lora_rank=how.BEAT_AND_ANSWER), steps=STEPS, observe=watch)
     assert set(seen) == {started}
 
 
