@@ -102,8 +102,9 @@ class Plan:
         """
         ranking = self.ranking
         begun = {canonical(r.config) for r in self._of("confirm")}
-        alike = [r for r in ranking.ranked if r is ranking.winner or r.number in ranking.tied]
-        kept = [r for r in ranking.ranked if canonical(r.config) in begun]
+        tied = {*ranking.tied}
+        alike = [r for r in ranking.ranked if r is ranking.winner or r.number in tied]
+        kept = [r for r in ranking.ranked if begun and canonical(r.config) in begun]
         is_full = len(begun) >= BEGUN_MAX
         rivals = {canonical(r.config): _contender(r) for r in (*alike[:CONTENDERS_MAX], *kept)}
         named = {key: c for key, c in rivals.items() if key in begun or not is_full}

@@ -1,0 +1,142 @@
+"""What befalls a PostgreSQL server while a study runs: the study outlasts it without a human."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.driving import PATIENCE_SECONDS, a_driver, finish, said, wait_until
+from tests.faults.short_study import Place
+from tests.storage import postgres
+from tests.storage.proxy import Proxy
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+_OTHERS = "FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[postgres.Cluster]:
+    reason = postgres.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    cluster = postgres.new_cluster()
+    cluster.start()
+    yield cluster
+    cluster.stop()
+    shutil.rmtree(cluster.directory)
+
+
+@pytest.fixture
+def place(cluster: postgres.Cluster, tmp_path: Path) -> Place:
+    name = f"faults{next(_names)}"
+    cluster.execute(f"CREATE DATABASE {name}")
+    return Place(tmp_path, server=cluster.url(name))
+
+
+Trouble = Callable[[postgres.Cluster, Proxy], None]
+
+
+def terminate(cluster: postgres.Cluster, _: Proxy) -> None:
+    cluster.execute(f"SELECT pg_terminate_backend(pid) {_OTHERS}")
+
+
+def cancel(cluster: postgres.Cluster, _: Proxy) -> None:
+    for _again in range(30):
+        cluster.execute(f"SELECT pg_cancel_backend(pid) {_OTHERS}")
+
+
+def read_only(cluster: postgres.Cluster, _: Proxy) -> None:
+    for value in ("on", "off"):
+        cluster.execute(f"ALTER SYSTEM SET default_transaction_read_only = {value}")
+        cluster.execute("SELECT pg_reload_conf()")
+        time.sleep(1.0)
+
+
+def restart(cluster: postgres.Cluster, _: Proxy) -> None:
+    cluster.restart()
+
+
+def stop_in_its_tracks(cluster: postgres.Cluster, _: Proxy) -> None:
+    with cluster.stopped_in_its_tracks():
+        time.sleep(3.0)
+
+
+def drop_packets(_: postgres.Cluster, proxy: Proxy) -> None:
+    with proxy.silent():
+        time.sleep(3.0)
+
+
+def cut(_: postgres.Cluster, proxy: Proxy) -> None:
+    proxy.cut()
+
+
+def forget(_: postgres.Cluster, proxy: Proxy) -> None:
+    proxy.forget()
+
+
+def refuse(_: postgres.Cluster, proxy: Proxy) -> None:
+    proxy.refuse()
+    proxy.cut()
+    time.sleep(2.0)
+    proxy.listen()
+
+
+def lose_the_reply_to_a_commit(_: postgres.Cluster, proxy: Proxy) -> None:
+    proxy.lose_reply_to(b"COMMIT")
+
+
+TROUBLES: dict[str, tuple[Trouble, int]] = {
+    "connections terminated": (terminate, 5),
+    "queries cancelled": (cancel, 5),
+    "read-only for a second": (read_only, 2),
+    "restarted as after a crash": (restart, 5),
+    "stopped for three seconds": (stop_in_its_tracks, 2),
+    "packets dropped for three seconds": (drop_packets, 2),
+    "connections cut": (cut, 5),
+    "connections forgotten by a firewall": (forget, 1),
+    "connections refused for two seconds": (refuse, 2),
+    "the reply to a COMMIT lost": (lose_the_reply_to_a_commit, 5),
+}
+"""What befalls the server or the way to it, and how often in one study."""
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_a_study_outlasts_what_befalls_its_server(
+    cluster: postgres.Cluster, place: Place, name: str
+) -> None:
+    trouble, times = TROUBLES[name]
+    with Proxy(cluster.port) as proxy:
+        through = Place(place.directory, server=proxy.through(place.url))
+        with a_driver(through) as process:
+            for time_ in range(times):
+                wait_until(lambda n=time_: len(place.said("ran")) > n, process)
+                trouble(cluster, proxy)
+            status = process.wait(timeout=PATIENCE_SECONDS)
+    assert status == 0, said(place)
+    assert finish(place) == []
+
+
+def test_without_a_connection_left_a_driver_ends_and_goes_on_later(
+    cluster: postgres.Cluster, place: Place
+) -> None:
+    # The one role is a superuser, who has no limit: the database has one for everybody else.
+    name = place.url.rpartition("/")[2]
+    cluster.execute("CREATE ROLE guest LOGIN PASSWORD 'guest'")
+    cluster.execute(f"GRANT ALL ON DATABASE {name} TO guest")
+    cluster.execute(f"ALTER DATABASE {name} OWNER TO guest")
+    cluster.execute(f"ALTER DATABASE {name} CONNECTION LIMIT 1")
+    guest = f"postgresql://guest:guest@127.0.0.1:{cluster.port}/{name}"
+    limited = Place(place.directory, server=guest)
+    with a_driver(limited) as process:
+        status = process.wait(timeout=PATIENCE_SECONDS)
+    assert status == 3, said(place)
+    assert "too many connections" in said(place)
+    cluster.execute(f"ALTER DATABASE {name} CONNECTION LIMIT -1")
+    assert finish(limited) == []
