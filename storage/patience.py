@@ -55,6 +55,7 @@ class _Trouble:
 
     since_seconds: float | None = None
     told_seconds: float = 0.0
+    looked_seconds: float = 0.0
     state: str = SILENT
 
 
@@ -80,11 +81,13 @@ class Patience:
 
     def begin(self, state: str = SILENT) -> bool:
         """Note that something is waited for; return whether nothing was already."""
-        self._trouble.state = state
-        if self._trouble.since_seconds is not None:
-            return False
-        self._trouble.since_seconds = self._trouble.told_seconds = self.clock()
-        return True
+        trouble, now = self._trouble, self.clock()
+        # What nobody has asked for since is no longer waited for.
+        is_new = trouble.since_seconds is None or now - trouble.looked_seconds > self.seconds
+        trouble.state, trouble.looked_seconds = state, now
+        if is_new:
+            trouble.since_seconds = trouble.told_seconds = now
+        return is_new
 
     def end(self) -> None:
         """Note that the database has done what it was asked, or is not asked any more."""
@@ -119,6 +122,7 @@ class Patience:
     def _go_on(self) -> float:
         """Say how long the database has been waited for, where that is long; return it."""
         waited, now = self.waited_seconds(), self.clock()
+        self._trouble.looked_seconds = now
         if waited >= self.stopped_after_seconds and any(asked() for asked in _stopping):
             raise Interrupted(
                 f"interrupted while the database {self._trouble.state}; the same command goes on"

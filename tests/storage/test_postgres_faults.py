@@ -115,7 +115,7 @@ def silence(
 def test_a_silent_server_is_an_error_in_time_said_while_it_lasts_and_loses_nothing(
     url: str, home: Path, silence: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    with open_it(url, home, patience=SHORT) as study, told_of_waits() as told:
+    with open_it(url, home, patience=replace(SHORT)) as study, told_of_waits() as told:
         trial = study.ask(DISTRIBUTIONS)
         study.begin(trial, TrialConfig(), "2025-01-01T00:00:00+00:00")
         with (
@@ -166,14 +166,29 @@ WAITS: dict[str, Callable[[OpenStudy, str, Path], object]] = {
 }
 
 
-def test_ctrl_c_ends_each_wait_at_once(url: str, home: Path, proxy: Proxy) -> None:
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """What does as Ctrl-C does, by a signal that no test runner has plans for."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGUSR1, interrupt)
+    yield lambda: os.kill(os.getpid(), signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, previous)
+
+
+def test_ctrl_c_ends_each_wait_at_once(
+    url: str, home: Path, proxy: Proxy, ctrl_c: Callable[[], None]
+) -> None:
     with open_it(url, home) as study:
         for waiting, wait in WAITS.items():
             with proxy.silent(), within(1.5):
-                soon(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+                soon(0.3, ctrl_c)
                 with pytest.raises(KeyboardInterrupt):
                     pytest.fail(f"{waiting}: {wait(study, url, home)}")
-        run_one(study)
+            # All works again that was given up.
+            run_one(study)
 
 
 def test_whoever_asked_to_stop_waits_no_longer(url: str, home: Path, proxy: Proxy) -> None:
@@ -280,7 +295,9 @@ def test_a_row_that_a_lost_session_has_locked_is_free_again(
 
 
 def test_sessions_are_bounded_on_the_servers_side_too(direct: str) -> None:
-    with connect_apart(database(direct), application_name="sweep", patience=SHORT) as connection:
+    with connect_apart(
+        database(direct), application_name="sweep", patience=replace(SHORT)
+    ) as connection:
         shown = {
             name: connection.exec_driver_sql(f"SHOW {name}").scalar_one()
             for name in ("lock_timeout", "statement_timeout", "tcp_user_timeout")
@@ -299,7 +316,7 @@ def test_sessions_are_bounded_on_the_servers_side_too(direct: str) -> None:
 
 def test_what_a_url_says_of_timeouts_counts(direct: str) -> None:
     asked = database(f"{direct}?connect_timeout=7")
-    with connect_apart(asked, application_name="sweep", patience=SHORT) as connection:
+    with connect_apart(asked, application_name="sweep", patience=replace(SHORT)) as connection:
         client = connection.connection.dbapi_connection
         assert client is not None
         assert client.info.get_parameters()["connect_timeout"] == "7"  # type: ignore[attr-defined]
@@ -307,12 +324,12 @@ def test_what_a_url_says_of_timeouts_counts(direct: str) -> None:
 
 def test_each_attempt_has_a_session_of_its_own(direct: str, home: Path) -> None:
     open_it(direct, home).close()
-    storage = open_for_writing(database(direct), patience=SHORT)
+    storage = open_for_writing(database(direct), patience=replace(SHORT))
     # As after a flush that failed and was not rolled back.
     session = storage.scoped_session()
     with pytest.raises(sqlalchemy.exc.DBAPIError):
         session.execute(sqlalchemy.text("SELECT * FROM no_such_table"))
-    with open_it(direct, home, patience=SHORT) as study:
+    with open_it(direct, home, patience=replace(SHORT)) as study:
         broken = study._storage.scoped_session()
         with pytest.raises(sqlalchemy.exc.DBAPIError):
             broken.execute(sqlalchemy.text("SELECT 1 / 0"))
@@ -322,8 +339,8 @@ def test_each_attempt_has_a_session_of_its_own(direct: str, home: Path) -> None:
 
 
 def test_the_lease_of_another_driver_is_not_taken_for_ours(direct: str) -> None:
-    first = AdvisoryLease(database(direct), "study", SHORT)
-    second = AdvisoryLease(database(direct), "study", SHORT)
+    first = AdvisoryLease(database(direct), "study", replace(SHORT))
+    second = AdvisoryLease(database(direct), "study", replace(SHORT))
     first.acquire()
     # Of the same host and process, as two containers may be.
     with pytest.raises(EnvironmentFault, match="is driven by"):
@@ -335,13 +352,36 @@ def test_the_lease_of_another_driver_is_not_taken_for_ours(direct: str) -> None:
 
 
 def test_a_lease_that_was_cut_is_taken_again(direct: str, cluster: postgres.Cluster) -> None:
-    lease = AdvisoryLease(database(direct), "study", SHORT)
+    lease = AdvisoryLease(database(direct), "study", replace(SHORT))
     lease.acquire()
     cluster.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
     assert not lease.is_held()
     lease.acquire()
     assert lease.is_held()
     lease.release()
+
+
+@pytest.mark.parametrize(
+    ("process", "is_refused"),
+    [("42", True), ("pg_catalog.pg_backend_pid() + 100000", False)],
+    ids=["transaction", "session"],
+)
+def test_a_pooler_that_shares_sessions_is_refused(
+    cluster: postgres.Cluster, direct: str, process: str, is_refused: bool
+) -> None:
+    # A pooler names a process that none of the server's is; so does this database.
+    name = direct.rpartition("/")[2]
+    body = f"CREATE FUNCTION pg_backend_pid() RETURNS int LANGUAGE sql AS 'SELECT {process}'"
+    cluster.execute(body.replace("FUNCTION ", "FUNCTION public."), database=name)
+    cluster.execute(f"ALTER DATABASE {name} SET search_path = public, pg_catalog")
+    lease = AdvisoryLease(database(direct), "study", replace(SHORT))
+    if is_refused:
+        with pytest.raises(EnvironmentFault, match="pooler in transaction mode.*session mode"):
+            lease.acquire()
+    else:
+        lease.acquire()
+        assert lease.is_held()
+        lease.release()
 
 
 @pytest.mark.faults
@@ -399,6 +439,8 @@ def test_the_reply_to_any_commit_may_be_lost(url: str, home: Path, proxy: Proxy)
         name = f"study{at}"
         with open_it(url, home, name=name) as study:
             last = steps(study)
+            is_over = not proxy.has_lost_one
+            proxy.lose_nothing()
             by_state = {
                 state: [t.number for t in study.study.get_trials(states=(state,))]
                 for state in TrialState
@@ -414,6 +456,6 @@ def test_the_reply_to_any_commit_may_be_lost(url: str, home: Path, proxy: Proxy)
         assert [record.config.micro_batch_size for record in snapshot.records][-1] == 8
         assert (len(snapshot.records), snapshot.running, runs) == (3, (), 1), at
         assert snapshot.wall_seconds == 2.0
-        if not proxy.has_lost_one:
+        if is_over:
             break
     assert at > 20
