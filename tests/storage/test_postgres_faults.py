@@ -376,7 +376,7 @@ def test_a_pooler_that_shares_sessions_is_refused(
     cluster.execute(f"ALTER DATABASE {name} SET search_path = public, pg_catalog")
     lease = AdvisoryLease(database(direct), "study", replace(SHORT))
     if is_refused:
-        with pytest.raises(EnvironmentFault, match="pooler in transaction mode.*session mode"):
+        with pytest.raises(EnvironmentFault, match=r"pooler in transaction mode.*session mode"):
             lease.acquire()
     else:
         lease.acquire()
