@@ -35,7 +35,7 @@ test: $(READY)   ## the test suite without a GPU
 	$(BIN)/python $(PYTEST)
 
 test-faults: $(READY)  ## every fault at every operation, minutes to an hour; some need root, some a PostgreSQL server
-	$(BIN)/python -m pytest tests/faults -m faults -n $(WORKERS) --maxprocesses 4
+	$(BIN)/python -m pytest -m faults -n $(WORKERS) --maxprocesses 4
 
 test-lowest:     ## the same under the lowest versions that pyproject.toml allows, in an environment of its own
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)

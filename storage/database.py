@@ -20,7 +20,16 @@ from sqlalchemy.pool import NullPool
 
 from search_spaces.errors import EnvironmentFault, install_extra
 from storage import files
-from storage.failures import causes, failures, is_not_ready, is_passing, reason, scrubbed, state
+from storage.failures import (
+    ConnectionLostError,
+    causes,
+    failures,
+    is_passing,
+    is_passing_at_first,
+    reason,
+    scrubbed,
+    state,
+)
 from storage.patience import PATIENCE, READER, Patience
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
@@ -28,6 +37,7 @@ if TYPE_CHECKING:
     # What only looks at a study does without Optuna, which takes longer to import than to read.
     from optuna.storages import RDBStorage
 
+    from storage.postgres import Connector
     from storage.sampler_view import SearchStorage
 
 T = TypeVar("T")
@@ -110,8 +120,8 @@ def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> S
 
     Args:
         url: of the database.
-        patience: how long each answer of a server is waited for. One that says that it is not
-            ready yet is waited for; what is wrong in any other way is said at once.
+        patience: how long a server that is there is waited for, where it is not ready or cuts the
+            connection; one that cannot be reached is said at once.
 
     Raises:
         EnvironmentFault: the directory, the file or the server is not to be had.
@@ -129,9 +139,10 @@ def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> S
                 # for the write lock without risking a deadlock, so each takes it at its start.
                 _begin_with(storage.engine, "BEGIN IMMEDIATE")
             case PostgresUrl():
-                options = {"pool_pre_ping": True, "creator": _connector(url, patience)}
                 storage = patiently(
-                    lambda: _create(url, options), patience=patience, passes=is_not_ready
+                    partial(_create_on_server, url, patience),
+                    patience=patience,
+                    passes=is_passing_at_first,
                 )
     return storage
 
@@ -230,11 +241,11 @@ def connect_apart(
     return engine.connect()
 
 
-def _connector(url: PostgresUrl, patience: Patience, **options: Any) -> Callable[[], Any]:
+def _connector(url: PostgresUrl, patience: Patience, **options: Any) -> Connector:
     # Imported here: the driver is an extra.
-    from storage.postgres import connector
+    from storage.postgres import Connector
 
-    return connector(url, patience, **options)
+    return Connector(url, patience, **options)
 
 
 @contextmanager
@@ -275,6 +286,27 @@ def _create(url: DatabaseUrl, options: dict[str, Any]) -> SearchStorage:
                 raise
             time.sleep(0.05 * attempt)
     raise AssertionError("unreachable")
+
+
+def _create_on_server(url: PostgresUrl, patience: Patience) -> SearchStorage:
+    connector = _connector(url, patience)
+    try:
+        storage = _create(url, {"pool_pre_ping": True, "creator": connector})
+    except BaseException:
+        connector.close()
+        raise
+    sqlalchemy.event.listen(storage.engine, "handle_error", _raise_lost)
+    return storage
+
+
+def _raise_lost(context: sqlalchemy.ExceptionContext) -> None:
+    """Raise what Optuna does not know where a connection was lost.
+
+    It creates a trial again, up to five times, where a transaction failed, although one whose
+    answer was lost may well have gone through. Whoever tries again here looks first.
+    """
+    if context.is_disconnect and not context.is_pre_ping:
+        raise ConnectionLostError("the connection was lost") from context.original_exception
 
 
 def _connect(url: SqliteUrl, *, is_reader: bool = False) -> sqlite3.Connection:

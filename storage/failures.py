@@ -65,9 +65,9 @@ _REFUSED = re.compile(
     r"|root\.crt|unsupported startup parameter|requires? (a )?password|no such user",
     re.IGNORECASE,
 )
-_NOT_READY = re.compile(
-    r"starting up|recovery mode|shutting down|not yet accepting connections"
-    r"|too many (clients|connections)|connection slots are reserved",
+_UNREACHABLE = re.compile(
+    r"Connection refused|(resolve|translate) host|timeout expired|not answered|No route|unreachable"
+    r"|No such file|read-only",
     re.IGNORECASE,
 )
 _STATES = (
@@ -110,17 +110,20 @@ _ADVICE = (
         "--storage",
     ),
     (r"disk I/O error", "see whether the disk, a quota or a limit on file sizes is used up"),
-    (
-        r"has not answered|timeout expired",
-        "the server is silent; when it answers again, the same command goes on",
-    ),
+    (r"timeout expired", "the server does not answer"),
+    (r"has not answered", "when it does again, the same command goes on"),
 )
+
+
+class ConnectionLostError(Exception):
+    """A connection was lost, and nobody knows what became of what it was at."""
 
 
 def failures() -> tuple[type[Exception], ...]:
     """Return what a database raises; what Optuna makes of it only where Optuna is in use."""
     module = sys.modules.get("optuna.exceptions")
-    return (SQLAlchemyError,) if module is None else (SQLAlchemyError, module.StorageInternalError)
+    optunas = () if module is None else (module.StorageInternalError,)
+    return (SQLAlchemyError, ConnectionLostError, *optunas)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -135,6 +138,8 @@ def is_passing(error: BaseException) -> bool:
     """Whether waiting may help: a lock that another process holds, a server that restarts."""
     for cause in causes(error):
         match cause:
+            case ConnectionLostError():
+                return True
             case DBAPIError(orig=sqlite3.Error() as original):
                 return _is_passing_in_sqlite(original)
             case DBAPIError():
@@ -147,19 +152,29 @@ def is_passing(error: BaseException) -> bool:
     return False
 
 
+def _original(error: BaseException) -> BaseException:
+    """Return what the database's driver raised, or the error where no driver did."""
+    for cause in causes(error):
+        match cause:
+            case DBAPIError(orig=BaseException() as original):
+                return original
+            case ConnectionLostError(__cause__=BaseException() as original):
+                return original
+    return error
+
+
 def state(error: BaseException) -> str:
     """Return what is the matter with a database, for who waits: a few words, and no secret."""
-    text = str(next((c.orig for c in causes(error) if isinstance(c, DBAPIError)), error))
+    text = str(_original(error))
     return next((words for pattern, words in _STATES if re.search(pattern, text)), SILENT)
 
 
-def is_not_ready(error: BaseException) -> bool:
-    """Whether a server is there and says that it will be ready later."""
-    for cause in causes(error):
-        if isinstance(cause, DBAPIError):
-            code = getattr(cause.orig, "sqlstate", None)
-            return code in ("57P03", "53300") or _NOT_READY.search(str(cause.orig)) is not None
-    return False
+def is_passing_at_first(error: BaseException) -> bool:
+    """Whether waiting may help where a database was never reached before.
+
+    A host that nobody knows, that refuses or that is silent has more likely been mistyped.
+    """
+    return is_passing(error) and not _UNREACHABLE.search(str(_original(error)))
 
 
 def reason(error: BaseException, url: DatabaseUrl) -> str:
@@ -167,9 +182,8 @@ def reason(error: BaseException, url: DatabaseUrl) -> str:
 
     SQL and parameters are not in it, nor any password.
     """
-    originals = [c.orig for c in causes(error) if isinstance(c, DBAPIError) and c.orig]
-    line = scrubbed(words_of(originals[0] if originals else error), url)
-    whole = str(originals[0]) if originals else line
+    original = _original(error)
+    line, whole = scrubbed(words_of(original), url), str(original)
     advice = next((words for pattern, words in _ADVICE if re.search(pattern, whole)), None)
     return line if advice is None else f"{line}: {advice}"
 

@@ -93,7 +93,8 @@ def open_study(
             )
             # Other drivers may be writing into the same file: their locks pass.
             study = patiently(create, patience=patience, storage=storage)
-            was_resumed = _check_agreement(study, definition, database)
+            agree = partial(_check_agreement, study, definition, database)
+            was_resumed = patiently(agree, patience=patience, storage=storage)
             note = partial(_note_run, study, definition, _this_run(environment))
             identity = patiently(note, patience=patience, storage=storage)
             try:

@@ -14,9 +14,6 @@ from search_spaces.errors import Interrupted
 
 LOOK_SECONDS = 0.1
 """Between two looks at whether a wait goes on."""
-_SAID_AFTER_SECONDS = 3.0
-_STOPPED_AFTER_SECONDS = 2.0
-"""Who has asked to stop, and then needs the database once more, gives it so long to answer."""
 
 SILENT = "does not answer"
 
@@ -58,6 +55,7 @@ class _Trouble:
 
     since_seconds: float | None = None
     told_seconds: float = 0.0
+    looked_seconds: float = 0.0
     state: str = SILENT
 
 
@@ -74,17 +72,22 @@ class Patience:
     """How long a connection may be silent before another is tried."""
     connect_seconds: int = 10
     """How long each of the server's addresses is tried."""
+    said_after_seconds: float = 3.0
+    stopped_after_seconds: float = 2.0
+    """Who has asked to stop, and then needs the database once more, gives it so long to answer."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     _trouble: _Trouble = field(default_factory=_Trouble, init=False, repr=False, compare=False)
 
     def begin(self, state: str = SILENT) -> bool:
         """Note that something is waited for; return whether nothing was already."""
-        self._trouble.state = state
-        if self._trouble.since_seconds is not None:
-            return False
-        self._trouble.since_seconds = self._trouble.told_seconds = self.clock()
-        return True
+        trouble, now = self._trouble, self.clock()
+        # What nobody has asked for since is no longer waited for.
+        is_new = trouble.since_seconds is None or now - trouble.looked_seconds > self.seconds
+        trouble.state, trouble.looked_seconds = state, now
+        if is_new:
+            trouble.since_seconds = trouble.told_seconds = now
+        return is_new
 
     def end(self) -> None:
         """Note that the database has done what it was asked, or is not asked any more."""
@@ -119,11 +122,12 @@ class Patience:
     def _go_on(self) -> float:
         """Say how long the database has been waited for, where that is long; return it."""
         waited, now = self.waited_seconds(), self.clock()
-        if waited >= _STOPPED_AFTER_SECONDS and any(asked() for asked in _stopping):
+        self._trouble.looked_seconds = now
+        if waited >= self.stopped_after_seconds and any(asked() for asked in _stopping):
             raise Interrupted(
                 f"interrupted while the database {self._trouble.state}; the same command goes on"
             )
-        if waited >= _SAID_AFTER_SECONDS and now - self._trouble.told_seconds >= 1.0:
+        if waited >= self.said_after_seconds and now - self._trouble.told_seconds >= 1.0:
             self._trouble.told_seconds = now
             for listener in _listeners:
                 listener(self._trouble.state, waited, self.seconds)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import psycopg
 from psycopg import waiting
@@ -101,10 +102,8 @@ def _watched(gen: Generator[Any, Any, Any], patience: Patience) -> Generator[Any
         return answered.value
 
 
-def connector(
-    url: PostgresUrl, patience: Patience, *, is_reader: bool = False, application_name: str = ""
-) -> Callable[[], WatchedConnection]:
-    """Return what opens a connection, for SQLAlchemy.
+class Connector:
+    """Opens connections, for SQLAlchemy.
 
     Args:
         url: of the database; what it says of timeouts goes before ours.
@@ -112,26 +111,44 @@ def connector(
         is_reader: may wait longer between two statements.
         application_name: what other sessions know it by; a lease's connection has one.
     """
-    parsed = make_url(url.text)
-    _, typed = parsed.get_dialect()().create_connect_args(parsed)
-    ours: dict[str, Any] = {"connect_timeout": patience.connect_seconds, **_SILENT_LINK}
-    if application_name:
-        ours["application_name"] = application_name
-    # Poolers hand each statement to another server process, which knows of nothing prepared.
-    arguments = {**ours, **typed, "prepare_threshold": None}
-    settings = (_READER if is_reader else _WRITER) | _KEPT | (_HELD if application_name else {})
 
-    def connect() -> WatchedConnection:
-        connection = _beside(lambda: WatchedConnection.connect(**arguments), patience)
-        connection.patience = patience
+    def __init__(
+        self,
+        url: PostgresUrl,
+        patience: Patience,
+        *,
+        is_reader: bool = False,
+        application_name: str = "",
+    ) -> None:
+        parsed = make_url(url.text)
+        _, typed = parsed.get_dialect()().create_connect_args(parsed)
+        ours: dict[str, Any] = {"connect_timeout": patience.connect_seconds, **_SILENT_LINK}
+        if application_name:
+            ours["application_name"] = application_name
+        # Poolers hand each statement to another server process, which knows of nothing prepared.
+        self._arguments = {**ours, **typed, "prepare_threshold": None}
+        self._settings = (_READER if is_reader else _WRITER) | _KEPT
+        if application_name:
+            self._settings |= _HELD
+        self._patience = patience
+        self._opened: WeakSet[WatchedConnection] = WeakSet()
+
+    def __call__(self) -> WatchedConnection:
+        """Return a new connection."""
+        connection = _beside(lambda: WatchedConnection.connect(**self._arguments), self._patience)
+        connection.patience = self._patience
         try:
-            _configure(connection, settings)
+            _configure(connection, self._settings)
         except BaseException:
             connection.close()
             raise
+        self._opened.add(connection)
         return connection
 
-    return connect
+    def close(self) -> None:
+        """Close all that it opened, for whom an error has kept from it."""
+        for connection in list(self._opened):
+            connection.close()
 
 
 def _configure(connection: WatchedConnection, settings: dict[str, str]) -> None:

@@ -86,7 +86,7 @@ class OpenStudy:
     """Every finished trial, from memory: nobody else writes."""
 
     def __post_init__(self) -> None:
-        self._reload()
+        self._patiently(self._reload)
 
     def __enter__(self) -> Self:
         return self

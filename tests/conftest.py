@@ -19,6 +19,7 @@ _SHARING = (
     "tests/contract/test_storages.py",
     "tests/docs/test_pages.py::test_the_commands",
     "tests/search_spaces/test_real_architectures.py",
+    "tests/storage/test_postgres_faults.py",
     "tests/sweep/predict/",
     "tests/test_wheel.py",
     "tests/sweep/test_examples.py",

@@ -94,6 +94,18 @@ def new_cluster() -> Cluster:
     return Cluster(directory, _free_port())
 
 
+@contextmanager
+def running_cluster() -> Iterator[Cluster]:
+    """Start a cluster, and remove it afterwards."""
+    cluster = new_cluster()
+    cluster.start()
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(cluster.directory)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -131,6 +131,10 @@ class Proxy:
         """
         self._lost = text, at
 
+    def lose_nothing(self) -> None:
+        """Lose no reply any more."""
+        self._lost = None
+
     @property
     def has_lost_one(self) -> bool:
         """Whether the reply that was to be lost has been."""

@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from sweep.paths import default_storage, report_path, runs_directory, worker_log_path
-from sweep.terminal.console import table
+from search_spaces.errors import InputError
+from sweep.paths import (
+    default_storage,
+    report_path,
+    runs_directory,
+    storage_url,
+    worker_log_path,
+)
+from sweep.terminal.console import table, wait_lines
 
 
 def test_a_home_moves_everything_of_every_study(
@@ -26,6 +33,40 @@ def test_without_a_home_runs_are_kept_here(
         monkeypatch.setenv("SWEEP_HOME", home)
     assert runs_directory() == Path("runs")
     assert default_storage() == "sqlite:///runs/sweep.db"
+
+
+def test_a_variable_stands_in_for_the_option_and_an_empty_one_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SWEEP_HOME", raising=False)
+    monkeypatch.setenv("SWEEP_STORAGE", "postgresql://sweep@db/studies")
+    assert storage_url(None) == "postgresql://sweep@db/studies"
+    assert storage_url("sqlite:///typed.db") == "sqlite:///typed.db"
+    assert storage_url("") == ""
+    monkeypatch.setenv("SWEEP_STORAGE", "")
+    assert storage_url(None) == "sqlite:///runs/sweep.db"
+
+
+def test_a_variable_that_is_no_database_is_named_without_its_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SWEEP_STORAGE", "mysql://me:s3cret@db/x")
+    with pytest.raises(InputError, match=r"SWEEP_STORAGE: .*unknown database 'mysql'") as caught:
+        storage_url(None)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_wait_for_the_database_is_said_ever_more_seldom(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tell = wait_lines()
+    for second in range(3, 60):
+        tell("does not answer", float(second), 60.0)
+    tell("is restarting", 3.0, 60.0)
+    first, *_, last = lines = capsys.readouterr().err.splitlines()
+    assert first == "The database does not answer (3 s); waiting for up to 60 s."
+    assert last == "The database is restarting (3 s); waiting for up to 60 s."
+    assert len(lines) == 6
 
 
 def test_a_table_is_aligned_and_has_no_trailing_blanks() -> None:

@@ -13,6 +13,7 @@ from search_spaces.gpus import gpu_catalogue
 from search_spaces.loading import preset_texts
 from search_spaces.models import shipped_models
 from sweep.terminal import completion
+from tests.storage.builders import open_it
 from tests.sweep.simulated_device import a_study
 
 ROOT = Path(__file__).parents[3]
@@ -63,6 +64,17 @@ def test_what_completes_is_what_there_is() -> None:
     assert completion.models("") == sorted(model.name for model in shipped_models())
     assert "a10" in completion.presets_and_gpus("a")
     assert completion.models("qwen") == [n for n in completion.models("") if n.startswith("qwen")]
+
+
+def test_studies_of_the_named_database_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_it(f"sqlite:///{tmp_path}/other.db", tmp_path, name="night").close()
+    monkeypatch.setenv("SWEEP_STORAGE", f"sqlite:///{tmp_path}/other.db")
+    assert completion.studies("ni") == ["night"]
+    # A server that is not there completes to nothing, and soon.
+    monkeypatch.setenv("SWEEP_STORAGE", "postgresql://me:s3cret@127.0.0.1:1/studies")
+    assert completion.studies("") == []
 
 
 def test_without_studies_there_is_nothing_to_complete(
