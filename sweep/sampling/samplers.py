@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.errors import InputError
 from search_spaces.space import SamplerName, SearchSpace
+from storage.mapping import never_ran
 from sweep.sampling.candidates import SpaceCandidates
 from sweep.sampling.encoding import Encoding, Params, identity
 from sweep.sampling.expecting import NOTHING_EXPECTED, Expecting
@@ -285,10 +286,12 @@ class _TrialsOfSpace:
 
 
 def _identity_in(encoding: Encoding) -> Callable[[FrozenTrial], str | None]:
-    """Return what says which configuration of a space a trial was of; None of one outside it."""
+    """Return what says which configuration of a space a trial was of; None of one outside it, and
+    of one that was closed before it ran: that one is still to be tried.
+    """
 
     def identity_of(trial: FrozenTrial) -> str | None:
-        is_whole = encoding.free.keys() <= trial.params.keys()
+        is_whole = encoding.free.keys() <= trial.params.keys() and not never_ran(trial)
         return identity(encoding.config(trial.params)) if is_whole else None
 
     return identity_of
