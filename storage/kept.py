@@ -12,15 +12,18 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from optuna.trial import FrozenTrial
 from pydantic import ValidationError
 
 from search_spaces.config import canonical
-from storage import mapping
 from storage.definition import RunningTrial
 from storage.records import Lost, TrialRecord, Verdict
 from storage.spool import Spool
+
+if TYPE_CHECKING:
+    # Whoever only looks at a study needs no Optuna, which takes long to import.
+    from optuna.trial import FrozenTrial
 
 WORTH_KEEPING = frozenset(
     {Verdict.FITS, Verdict.OOM, Verdict.PRUNED_SLOW, Verdict.DIVERGED, Verdict.INEFFECTIVE}
@@ -32,6 +35,8 @@ _SHOWN = 12
 
 def how_begun(frozen: FrozenTrial) -> RunningTrial | None:
     """Return how a trial was begun; None where another version did that, in words of its own."""
+    from storage import mapping
+
     try:
         errand = mapping.errand_of(frozen)
         config = mapping.config_of(frozen)
@@ -51,6 +56,8 @@ def how_begun(frozen: FrozenTrial) -> RunningTrial | None:
 
 def has_result(stored: FrozenTrial, record: TrialRecord) -> bool:
     """Whether a trial that ended did so by this very result."""
+    from storage import mapping
+
     try:
         there = mapping.record_of(stored)
     except ValidationError:
@@ -126,6 +133,9 @@ def kept_among(
         known: every record that the database has of it.
         study_id: its identity.
     """
+    candidates = tuple(spooled)
+    if not candidates:
+        return ()
     attempts = _settled_attempts(known)
     settled = {_legacy_key(r, study_id) for r in known if r.verdict is not Verdict.LOST}
     concluded = {
@@ -133,7 +143,7 @@ def kept_among(
     }
     return tuple(
         r
-        for r in spooled
+        for r in candidates
         if r.verdict in WORTH_KEEPING
         and r.attempt_id not in attempts
         and (r.attempt_id is not None or _legacy_key(r, study_id) not in settled)

@@ -9,5 +9,6 @@ STUDY_KEYS = (DEFINITION, RUNS, WALL_SECONDS, IDENTITY, ENDED)
 
 CONFIG, STARTED_AT, RECORD, VERDICT = "config", "started_at", "record", "verdict"
 PURPOSE, ATTEMPT = "purpose", "attempt"
-TRIAL_KEYS = (RECORD, CONFIG, STARTED_AT, PURPOSE, ATTEMPT)
 """Of a trial's user attributes, less what is there for people who look into the database."""
+BEGUN_KEYS = (STARTED_AT, PURPOSE, ATTEMPT)
+"""Those that are read of a trial that has not ended, beside its configuration."""

@@ -104,9 +104,9 @@ class Ledger:
         return self._by_number.get(number)
 
     @property
-    def every(self) -> tuple[TrialRecord, ...]:
-        """Every finished trial of whatever purpose, by number."""
-        return tuple(self._by_number[number] for number in sorted(self._by_number))
+    def all(self) -> tuple[TrialRecord, ...]:
+        """Every trial, whatever it was for, by number."""
+        return tuple(self._by_number.values())
 
     @property
     def records(self) -> tuple[TrialRecord, ...]:

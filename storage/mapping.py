@@ -13,11 +13,17 @@ that measuring again never disturbs the search. Its record says what really beca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, assert_never
 
-from optuna.trial import FrozenTrial, TrialState
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
@@ -144,10 +150,30 @@ def _attributes(record: TrialRecord, budget_bytes: int) -> dict[str, Any]:
     return shown
 
 
+def suggest(trial: Trial, name: str, distribution: BaseDistribution) -> None:
+    """Give a trial a parameter: what its sampler chose, or what it was queued with."""
+    match distribution:
+        case CategoricalDistribution(choices=choices):
+            trial.suggest_categorical(name, choices)
+        case IntDistribution(low=low, high=high, step=step, log=log):
+            trial.suggest_int(name, low, high, step=step, log=log)
+        case FloatDistribution(low=low, high=high, step=step, log=log):
+            trial.suggest_float(name, low, high, step=step, log=log)
+        case _:
+            raise ValueError(f"a space has no dimension like {distribution}")
+
+
+def known_record(trial: FrozenTrial) -> TrialRecord | None:
+    """Return the record of a finished trial where the driver has read it already."""
+    attributes: Mapping[str, Any] = trial.user_attrs
+    return attributes.record if isinstance(attributes, OnDemand) else None
+
+
 def record_of(trial: FrozenTrial) -> TrialRecord | None:
     """Return the record that a finished trial carries; None where it carries none."""
-    if isinstance(trial.user_attrs, OnDemand):
-        return trial.user_attrs.record
+    known = known_record(trial)
+    if known is not None:
+        return known
     values = trial.user_attrs.get(RECORD)
     return (
         TrialRecord.from_json(values) if trial.state.is_finished() and values is not None else None

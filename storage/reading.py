@@ -71,7 +71,7 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
             f"study {quote(name)} cannot be read: {found.reason}; it may be of another version of "
             "sweep: read it with that one, or choose another --study"
         )
-    return _snapshot(found, _holder(database, name), home, database)
+    return _snapshot(found, database, home)
 
 
 def count_trials(name: str, *, url: str) -> int:
@@ -106,7 +106,7 @@ def list_studies(
     return [
         study
         if isinstance(study, UnreadableStudy)
-        else _summary(completed(_snapshot(study, _holder(database, study.name), home, database)))
+        else _summary(completed(_snapshot(study, database, home)))
         for study in found
     ]
 
@@ -131,20 +131,15 @@ def understood(name: str) -> Iterator[None]:
         ) from error
 
 
-def _holder(database: DatabaseUrl, name: str) -> Holder | None:
-    """Return who drives a study; nobody does where its name can be no file's."""
-    return lease_for(database, name).holder() if is_file_name(name) else None
-
-
 def is_file_name(name: str) -> bool:
     """Whether a study's name can be that of a directory: others are some other tool's."""
     return re.fullmatch(r"[^\W_][\w.-]*", name) is not None and len(name.encode()) <= 200
 
 
-def _snapshot(
-    study: StoredStudy, holder: Holder | None, home: Path, database: DatabaseUrl
-) -> StudySnapshot:
-    trials = study.trials
+def _snapshot(study: StoredStudy, database: DatabaseUrl, home: Path) -> StudySnapshot:
+    trials, has_files = study.trials, is_file_name(study.name)
+    # Where its name can be no file's nobody of ours ever drove it.
+    holder = lease_for(database, study.name).holder() if has_files else None
     return StudySnapshot(
         name=study.name,
         definition=study.definition,
@@ -160,7 +155,7 @@ def _snapshot(
         warnings=(
             *_former_objective(study),
             *_version_changes(study.environments),
-            *_beside_the_database(study, holder, home, database),
+            *(_beside(study, holder, home, str(database)) if has_files else ()),
             *study.damaged,
             *unreadable_in_words(trials.unreadable),
         ),
@@ -232,22 +227,12 @@ def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
     return machine | dict(environment.get("versions", {}))
 
 
-def _beside_the_database(
-    study: StoredStudy, holder: Holder | None, home: Path, database: DatabaseUrl
-) -> tuple[str, ...]:
-    """Return what a person should know of the files in a study's directory."""
-    if not is_file_name(study.name):
-        return ()
-    directory, is_driven = home / study.name, holder is not None
-    spool = Spool(directory / SPOOL, study.identity)
+def _beside(study: StoredStudy, holder: Holder | None, home: Path, database: str) -> Iterator[str]:
+    """Yield what a study's directory has that its database has not."""
+    directory = home / study.name
+    beside = look_beside(directory)
+    yield from stranger_words(beside, study=study.name, identity=study.identity, database=database)
+    spool, is_driven = Spool(directory / SPOOL, study.identity), holder is not None
     trials = study.trials
     found = unsettled(spool, records=trials.records, begun=trials.running, is_driven=is_driven)
-    return (
-        *stranger_words(
-            look_beside(directory),
-            study=study.name,
-            identity=study.identity,
-            database=str(database),
-        ),
-        *unsettled_words(found, study=study.name, path=spool.path, is_driven=is_driven),
-    )
+    yield from unsettled_words(found, study=study.name, path=spool.path, is_driven=is_driven)

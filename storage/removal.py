@@ -17,7 +17,7 @@ from storage.outcome_file import NAME as OUTCOME
 from storage.spool import NAME as SPOOL
 from storage.urls import parse_url
 
-FILES = (SPOOL, OUTCOME, REPORT, "worker.log", IDENTITY)
+FILES = (SPOOL, OUTCOME, REPORT, "worker.log", "worker.log.1", IDENTITY)
 """What a study leaves in its directory; whatever else is there is somebody else's.
 
 The last one is what says whose they are: where that fails half-way it is still known.

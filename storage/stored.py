@@ -2,19 +2,23 @@
 
 The tables are Optuna's and are read without it: a trial over which Optuna would stumble (a state or
 verdict that nobody knows, an attribute that is no JSON) is an `Unreadable` here, and costs nobody
-else anything. A study is two statements whatever its size, and so are all of a database. Nothing is
-validated while the transaction lasts, so that no driver waits for it. Knows no files.
+else anything. A study is three statements whatever its size, and so are all of a database. Nothing
+is validated while the transaction lasts, so that no driver waits for it. Knows no files.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from operator import itemgetter
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 import sqlalchemy
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, WrapValidator, field_validator
@@ -37,15 +41,18 @@ from storage.records import SEARCH, Errand, TrialRecord
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
 
-TRIAL_BYTES_MAX = 2**20
-"""Of one attribute of a trial; a real one has a few thousand."""
-STUDY_BYTES_MAX = 2**24
-"""Of one attribute of a study, which knows of every run."""
+TRIAL_TEXT_MAX = 2**20
+"""Characters of one attribute of a trial; a real one has a few thousand."""
+STUDY_TEXT_MAX = 2**24
+"""The same of a study, which knows of every run."""
+MANY = 1000
+"""Trials that are worth telling Python of."""
+_TOO_LONG = "(too long)"
+"""Stands for a text that is longer, and is no JSON itself."""
 _INTEGER_END = 2**63
 """Where the whole numbers end that a database can hold; none that was measured is larger."""
-_LIVE, _FAILED = frozenset({"RUNNING"}), "FAIL"
+_RUNNING, _QUEUED, _FAILED = "RUNNING", "WAITING", "FAIL"
 _ENDED = frozenset({"COMPLETE", "PRUNED", _FAILED})
-_QUEUED = frozenset({"WAITING"})
 
 _STUDIES = table("studies", column("study_id"), column("study_name"))
 _STUDY_ATTRIBUTES = table(
@@ -56,9 +63,17 @@ _TRIAL_ATTRIBUTES = table(
     "trial_user_attributes", column("trial_id"), column("key"), column("value_json")
 )
 
-_Row = Sequence[Any]
-_Texts = Mapping[str, _Row]
-"""By key, of one study or trial: a text, which is none where it is too long, and its length."""
+_Condition = sqlalchemy.ColumnElement[bool]
+_Texts = Mapping[str, Any]
+"""By key, of one study or trial: an attribute's text, and none where it has no such attribute."""
+
+
+class _Row(NamedTuple):
+    """A trial as the database has it, not yet validated."""
+
+    number: Any
+    state: Any
+    texts: _Texts
 
 
 @dataclass(frozen=True)
@@ -106,8 +121,8 @@ def read_all_stored(engine: sqlalchemy.Engine) -> tuple[StoredStudy | Unreadable
 def read_stored_trials(engine: sqlalchemy.Engine, study_id: int) -> StoredTrials:
     """Return the trials of a study by the database's number of it."""
     with engine.connect() as connection:
-        rows = connection.execute(_trials_of(_TRIALS.c.study_id == study_id)).all()
-    return stored_trials(rows)
+        rows = _fetched_trials(connection, _TRIALS.c.study_id == study_id)
+    return _stored_trials(rows.get(study_id, []))
 
 
 def count_stored_trials(engine: sqlalchemy.Engine, name: str) -> int | None:
@@ -128,7 +143,7 @@ def stored_names(engine: sqlalchemy.Engine) -> tuple[str, ...]:
     return tuple(str(name) for (name,) in rows)
 
 
-def _ours(which: sqlalchemy.ColumnElement[bool]) -> sqlalchemy.Select[Any]:
+def _ours(which: _Condition) -> sqlalchemy.Select[Any]:
     """Return the numbers of sweep's studies among those."""
     ours = select(_STUDIES.c.study_id).join_from(
         _STUDIES, _STUDY_ATTRIBUTES, _STUDIES.c.study_id == _STUDY_ATTRIBUTES.c.study_id
@@ -138,60 +153,92 @@ def _ours(which: sqlalchemy.ColumnElement[bool]) -> sqlalchemy.Select[Any]:
 
 
 def _read(
-    engine: sqlalchemy.Engine, which: sqlalchemy.ColumnElement[bool]
+    engine: sqlalchemy.Engine, which: _Condition
 ) -> tuple[StoredStudy | UnreadableStudy, ...]:
     with engine.connect() as connection:
         studies = connection.execute(_studies_of(which)).all()
-        trials = connection.execute(_trials_of(_TRIALS.c.study_id.in_(_ours(which)))).all()
-    by_study = {id: list(rows) for id, rows in groupby(trials, key=itemgetter(0))}
+        trials = _fetched_trials(connection, _TRIALS.c.study_id.in_(_ours(which)))
     found = []
     for (id, name), rows in groupby(studies, key=itemgetter(0, 1)):
-        texts = {row[2]: row[3:] for row in rows}
+        texts = {key: text for _, _, key, text in rows}
         if not texts.keys().isdisjoint((keys.DEFINITION, keys.RUNS)):
-            found.append(_study(str(name), texts, by_study.get(id, [])))
+            found.append(_study(str(name), texts, trials.get(id, [])))
     return tuple(found)
 
 
-def _studies_of(which: sqlalchemy.ColumnElement[bool]) -> sqlalchemy.Select[Any]:
+def _studies_of(which: _Condition) -> sqlalchemy.Select[Any]:
     attributes = _STUDY_ATTRIBUTES
+    text = _limited(attributes.c.value_json, STUDY_TEXT_MAX)
     return (
-        select(_STUDIES.c.study_id, _STUDIES.c.study_name, attributes.c.key, *_limited(attributes))
+        select(_STUDIES.c.study_id, _STUDIES.c.study_name, attributes.c.key, text)
         .join_from(_STUDIES, attributes, _STUDIES.c.study_id == attributes.c.study_id)
         .where(which, attributes.c.key.in_(keys.STUDY_KEYS))
         .order_by(_STUDIES.c.study_id)
     )
 
 
-def _trials_of(which: sqlalchemy.ColumnElement[bool]) -> sqlalchemy.Select[Any]:
-    trials, attributes = _TRIALS, _TRIAL_ATTRIBUTES
-    is_of_it = attributes.c.trial_id == trials.c.trial_id
-    wanted = sqlalchemy.and_(is_of_it, attributes.c.key.in_(keys.TRIAL_KEYS))
+def _fetched_trials(connection: sqlalchemy.Connection, which: _Condition) -> dict[Any, list[_Row]]:
+    """Return the trials of studies by the database's number of those, in the order they began."""
+    begun: dict[Any, dict[str, Any]] = {}
+    for trial_id, key, text in connection.execute(_begun(which)):
+        begun.setdefault(trial_id, {})[key] = text
+    by_study: dict[Any, list[_Row]] = {}
+    for study_id, trial_id, number, state, record, config in connection.execute(_trials_of(which)):
+        texts = begun.get(trial_id, {}) | {keys.RECORD: record, keys.CONFIG: config}
+        by_study.setdefault(study_id, []).append(_Row(number, state, texts))
+    return by_study
+
+
+def _trials_of(which: _Condition) -> sqlalchemy.Select[Any]:
+    """Return what selects a row for each trial, with what tells of one that ended."""
+    trials = _TRIALS
+    record, config = _TRIAL_ATTRIBUTES.alias("record"), _TRIAL_ATTRIBUTES.alias("config")
+    joined: sqlalchemy.FromClause = trials
+    for attribute, key in ((record, keys.RECORD), (config, keys.CONFIG)):
+        is_of_it = sqlalchemy.and_(
+            attribute.c.trial_id == trials.c.trial_id, attribute.c.key == key
+        )
+        joined = joined.outerjoin(attribute, is_of_it)
     identity = (trials.c.study_id, trials.c.trial_id, trials.c.number, trials.c.state)
+    texts = (
+        case((attribute.c.trial_id.is_(None), None), else_=_limited(text, TRIAL_TEXT_MAX))
+        for attribute, text in ((record, record.c.value_json), (config, config.c.value_json))
+    )
+    order = (trials.c.study_id, trials.c.trial_id)
+    return select(*identity, *texts).select_from(joined).where(which).order_by(*order)
+
+
+def _begun(which: _Condition) -> sqlalchemy.Select[Any]:
+    """Return what selects the rest that is known of trials that have not ended."""
+    trials, attributes = _TRIALS, _TRIAL_ATTRIBUTES
     return (
-        select(*identity, attributes.c.key, *_limited(attributes))
-        .join_from(trials, attributes, wanted, isouter=True)
-        .where(which)
-        .order_by(trials.c.study_id, trials.c.trial_id)
+        select(
+            trials.c.trial_id, attributes.c.key, _limited(attributes.c.value_json, TRIAL_TEXT_MAX)
+        )
+        .join_from(trials, attributes, attributes.c.trial_id == trials.c.trial_id)
+        .where(
+            which,
+            sqlalchemy.cast(trials.c.state, sqlalchemy.String) == _RUNNING,
+            attributes.c.key.in_(keys.BEGUN_KEYS),
+        )
     )
 
 
-def _limited(attributes: sqlalchemy.TableClause) -> tuple[sqlalchemy.ColumnElement[Any], ...]:
-    """Return an attribute's text, or nothing of it where it is absurdly long, and its length."""
-    longest = STUDY_BYTES_MAX if attributes is _STUDY_ATTRIBUTES else TRIAL_BYTES_MAX
-    length = func.length(attributes.c.value_json)
-    return case((length <= longest, attributes.c.value_json), else_=None), length
+def _limited(text: sqlalchemy.ColumnElement[Any], most: int) -> sqlalchemy.ColumnElement[Any]:
+    """Return an attribute's text, and not that which is absurdly long."""
+    return case((text.is_(None), ""), (func.length(text) <= most, text), else_=_TOO_LONG)
 
 
 def _study(name: str, texts: _Texts, rows: Sequence[_Row]) -> StoredStudy | UnreadableStudy:
     try:
         definition, named_cost = _definition(texts)
     except _UnreadableError as error:
-        return UnreadableStudy(name, str(error), len({row[1] for row in rows}))
+        return UnreadableStudy(name, str(error), len(rows))
     damaged: list[str] = []
 
     def attribute(key: str, kind: TypeAdapter[T], otherwise: T) -> T:
         try:
-            return _value(key, kind, texts) if key in texts else otherwise
+            return _value(kind, key, texts[key]) if key in texts else otherwise
         except _UnreadableError as error:
             damaged.append(str(error))
             return otherwise
@@ -199,7 +246,7 @@ def _study(name: str, texts: _Texts, rows: Sequence[_Row]) -> StoredStudy | Unre
     return StoredStudy(
         name=name,
         definition=definition,
-        trials=stored_trials(rows),
+        trials=_stored_trials(rows),
         identity=attribute(keys.IDENTITY, _TEXT, ""),
         environments=tuple(run["environment"] for run in attribute(keys.RUNS, _RUNS, [])),
         wall_seconds=attribute(keys.WALL_SECONDS, _SECONDS, 0.0),
@@ -209,27 +256,23 @@ def _study(name: str, texts: _Texts, rows: Sequence[_Row]) -> StoredStudy | Unre
     )
 
 
-def stored_trials(rows: Iterable[_Row]) -> StoredTrials:
-    """Return what the rows of one study's trials say.
-
-    Args:
-        rows: study, trial, number, state, key, text, length; those of a trial follow each other.
-    """
+def _stored_trials(rows: Sequence[_Row]) -> StoredTrials:
     records: list[TrialRecord] = []
     running: list[RunningTrial] = []
     unreadable: list[Unreadable] = []
     numbers: Counter[Any] = Counter()
-    for (_, number, state), its_rows in groupby(rows, key=itemgetter(1, 2, 3)):
-        texts = {row[4]: row[5:] for row in its_rows}
-        numbers[number] += 1
-        try:
-            match _trial(number, state, texts):
-                case TrialRecord() as record:
-                    records.append(record)
-                case RunningTrial() as trial:
-                    running.append(trial)
-        except _UnreadableError as error:
-            unreadable.append(Unreadable(number if _is_number(number) else None, str(error)))
+    with _kept() if len(rows) >= MANY else nullcontext():
+        for row in rows:
+            numbers[row.number] += 1
+            try:
+                match _trial(row):
+                    case TrialRecord() as record:
+                        records.append(record)
+                    case RunningTrial() as trial:
+                        running.append(trial)
+            except _UnreadableError as error:
+                number = row.number if _is_number(row.number) else None
+                unreadable.append(Unreadable(number, str(error)))
     doubled = {number for number, count in numbers.items() if count > 1}
     if doubled:
         unreadable = [trial for trial in unreadable if trial.number not in doubled]
@@ -254,73 +297,98 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and 0 <= value < _INTEGER_END
 
 
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Look for garbage neither in what is made meanwhile nor ever in what is then there.
+
+    Thousands of records have no cycles, and looking through them all again and again took longer
+    than reading them.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()
+
+
 class _UnreadableError(Exception):
     """Says in words what of a trial or of a study cannot be read."""
 
 
-def _trial(number: Any, state: Any, texts: _Texts) -> TrialRecord | RunningTrial | None:
+def _trial(row: _Row) -> TrialRecord | RunningTrial | None:
     """Return what is stored of one trial; None of one that never began."""
-    if not _is_number(number):
-        raise _UnreadableError(f"its number is {quote(number)}")
-    if state in _ENDED:
-        return _ended_trial(number, state, texts)
-    if state in _LIVE:
-        return _running_trial(number, texts)
-    if state in _QUEUED:
+    if not _is_number(row.number):
+        raise _UnreadableError(f"its number is {quote(row.number)}")
+    if row.state in _ENDED:
+        return _ended_trial(row)
+    if row.state == _RUNNING:
+        return _running_trial(row.number, row.texts)
+    if row.state == _QUEUED:
         return None
-    raise _UnreadableError(f"its state {quote(state)} is not known")
+    raise _UnreadableError(f"its state {quote(row.state)} is not known")
 
 
-def _ended_trial(number: int, state: str, texts: _Texts) -> TrialRecord | None:
-    if keys.RECORD not in texts:
+def _ended_trial(row: _Row) -> TrialRecord | None:
+    text, config = row.texts[keys.RECORD], row.texts[keys.CONFIG]
+    if text is None:
         # What was begun and never ran is told as failed; nothing else ends without a record.
-        if state == _FAILED:
+        if row.state == _FAILED:
             return None
         raise _UnreadableError("it has no record")
-    record = _validated(TrialRecord, keys.RECORD, texts)
-    if record.number != number:
+    record = _validated(TrialRecord, keys.RECORD, text)
+    if record.number != row.number:
         raise _UnreadableError(f"its record is of trial {record.number}")
     implausible = next(_implausible(record), None)
     if implausible is not None:
         raise _UnreadableError(f"in its record {implausible}")
-    config, whole = texts.get(keys.CONFIG), texts[keys.RECORD][0]
     # Both were written by the same code, so that the text of the one is nearly always in the other.
-    if config is None or _holds(whole, config[0]):
+    if config is None or _holds(text, config):
         return record
-    if canonical(_validated(TrialConfig, keys.CONFIG, texts)) != canonical(record.config):
+    if canonical(_validated(TrialConfig, keys.CONFIG, config)) != canonical(record.config):
         raise _UnreadableError("its record is of another configuration than it began with")
     return record
 
 
-def _holds(whole: Any, part: Any) -> bool:
-    return isinstance(whole, str) and isinstance(part, str) and part in whole
+def _holds(record: Any, config: Any) -> bool:
+    """Whether the text of a record has that of a configuration in its place."""
+    is_whole = isinstance(config, str) and config.endswith("}")
+    return is_whole and isinstance(record, str) and f'"{keys.CONFIG}": {config}' in record
 
 
 def _running_trial(number: int, texts: _Texts) -> RunningTrial:
-    config = _validated(TrialConfig, keys.CONFIG, texts) if keys.CONFIG in texts else None
-    errand = _validated(Errand, keys.PURPOSE, texts) if keys.PURPOSE in texts else SEARCH
-    started = _value(keys.STARTED_AT, _OPTIONAL_TEXT, texts) if keys.STARTED_AT in texts else None
-    attempt = _value(keys.ATTEMPT, _OPTIONAL_TEXT, texts) if keys.ATTEMPT in texts else None
+    config, errand = texts[keys.CONFIG], texts.get(keys.PURPOSE)
+    purpose = SEARCH if errand is None else _validated(Errand, keys.PURPOSE, errand)
+    started, attempt = (
+        None if key not in texts else _value(_OPTIONAL_TEXT, key, texts[key])
+        for key in (keys.STARTED_AT, keys.ATTEMPT)
+    )
     return RunningTrial(
-        number, config, started, errand.purpose, errand.confirms, errand.series, attempt
+        number,
+        None if config is None else _validated(TrialConfig, keys.CONFIG, config),
+        started,
+        purpose.purpose,
+        purpose.confirms,
+        purpose.series,
+        attempt,
     )
 
 
-def _validated(model: type[Model], key: str, texts: _Texts) -> Model:
-    text = _text(key, texts)
+def _validated(model: type[Model], key: str, text: Any) -> Model:
+    _check_length(key, text)
     try:
         return model.__pydantic_validator__.validate_json(text)  # type: ignore[no-any-return]
     except ValidationError as error:
         raise _UnreadableError(_reason(error, key, model)) from None
 
 
-def _text(key: str, texts: _Texts) -> str | bytes:
-    text, length = texts[key]
-    if isinstance(text, str | bytes):
-        return text
-    if length is not None:
-        raise _UnreadableError(f"its {key} is {length:,} characters long")
-    raise _UnreadableError(f"its {key} is empty")
+def _check_length(key: str, text: Any) -> None:
+    if not text:
+        raise _UnreadableError(f"its {key} is empty")
+    if text == _TOO_LONG:
+        raise _UnreadableError(f"its {key} is too long to be one")
 
 
 def _reason(error: ValidationError, key: str, model: type[BaseModel] | None = None) -> str:
@@ -341,14 +409,50 @@ def _tag(error: ValidationError) -> object:
 
 def _implausible(record: TrialRecord) -> Iterator[str]:
     """Yield each number of a record that nobody can have measured: ``step_seconds is nan``."""
-    measured = record.measurement
-    parts = (record, record.config, record.outcome, measured, record.prediction)
+    parts = _parts(record)
+    numbers = itertools.chain.from_iterable(_numbers(type(part))(part.__dict__) for part in parts)
+    # Nothing and zero are plausible. A sum tells of what is no number, which has no place in order.
+    known = list(filter(None, numbers))
+    is_bounded = min(known) >= 0 and max(known) < _INTEGER_END
+    if is_bounded and math.isfinite(sum(known)) and _is_interval(record):
+        return
     for part in parts:
-        for name, value in {} if part is None else part.__dict__.items():
-            values = value if name == "step_seconds_ci95" and value is not None else (value,)
-            for number in values:
-                if isinstance(number, int | float) and not _can_be(name, number):
-                    yield f"{name} is {quote(number)}"
+        for name, value in part.__dict__.items():
+            if isinstance(value, int | float) and not _can_be(name, value):
+                yield f"{name} is {quote(value)}"
+    if not _is_interval(record):
+        yield "step_seconds_ci95 is no interval of seconds"
+
+
+def _parts(record: TrialRecord) -> list[BaseModel]:
+    """Return the models that hold a record's numbers."""
+    measured = record.measurement
+    outcome = record.outcome if measured is None else measured
+    parts: list[BaseModel] = [record, record.config, outcome]
+    beside = (record.prediction, record.carried, None if measured is None else measured.soak)
+    parts.extend(part for part in beside if part is not None)
+    return parts
+
+
+@cache
+def _numbers(model: type[BaseModel]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """Return what gets a model's numbers from its values."""
+    wanted = {int, float}
+    names = [
+        name
+        for name, field in model.model_fields.items()
+        if not wanted.isdisjoint((field.annotation, *get_args(field.annotation)))
+    ]
+    # Of a single key it would return no tuple.
+    return itemgetter(*names, *names[:1]) if names else lambda _: ()
+
+
+def _is_interval(record: TrialRecord) -> bool:
+    measured = record.measurement
+    if measured is None or measured.step_seconds_ci95 is None:
+        return True
+    low, high = measured.step_seconds_ci95
+    return 0 <= low <= high < math.inf
 
 
 def _can_be(name: str, number: float) -> bool:
@@ -414,8 +518,8 @@ _END: TypeAdapter[dict[str, Any] | None] = TypeAdapter(
 )
 
 
-def _value(key: str, kind: TypeAdapter[T], texts: _Texts) -> T:
-    text = _text(key, texts)
+def _value(kind: TypeAdapter[T], key: str, text: Any) -> T:
+    _check_length(key, text)
     try:
         return kind.validate_json(text)
     except ValidationError as error:
@@ -426,17 +530,18 @@ def _definition(texts: _Texts) -> tuple[StudyDefinition, bool]:
     """Return what a study is about, and whether it named an objective that there is no more."""
     if keys.DEFINITION not in texts:
         raise _UnreadableError("it has no definition")
-    values = _value(keys.DEFINITION, _OBJECT, texts)
+    values = _value(_OBJECT, keys.DEFINITION, texts[keys.DEFINITION])
     try:
         definition = StudyDefinition.model_validate(values)
         _Model.model_validate(definition.model)
     except ValidationError as error:
         raise _UnreadableError(f"its definition is of another version: {explain(error)}") from None
-    if definition.model["config"]:
-        try:
+    try:
+        definition.space.baseline_config()
+        if definition.model["config"]:
             checked_config(definition.model["config"], label="its model")
-        except InputError as error:
-            raise _UnreadableError(str(error)) from None
+    except InputError as error:
+        raise _UnreadableError(str(error)) from None
     budget = definition.target.budget_bytes
     if not 0 < budget < _INTEGER_END:
         raise _UnreadableError(f"its definition has a budget of {quote(budget)} bytes")

@@ -82,6 +82,8 @@ class OpenStudy:
     """Identity of each attempt that this driver began, by number."""
     _open: TrialRecord | None = field(default=None, init=False)
     """What was begun and not told: as interrupted, until it is."""
+    _wall_seconds: float | None = field(default=None, init=False)
+    """As it was read or written last; nobody else writes it."""
     ledger: Ledger = field(default_factory=Ledger, init=False)
     """Every finished trial, from memory: nobody else writes."""
 
@@ -150,7 +152,7 @@ class OpenStudy:
         """Return which results of a spool of this study it has not, and will not tell by itself."""
         begun = self._patiently(self._running)
         open_anyway = (r for r in spooled if not any(is_of(r, trial) for trial in begun))
-        return kept_among(tuple(open_anyway), self.ledger.every, self.identity)
+        return kept_among(tuple(open_anyway), self.ledger.all, self.identity)
 
     def ask(
         self,
@@ -164,14 +166,26 @@ class OpenStudy:
             while True:
                 if params is not None:
                     self.study.enqueue_trial(dict(params))
-                trial = self.study.ask(dict(distributions))
+                trial = self.study.ask()
                 if self.ledger.record(trial.number) is None:
+                    self._suggest(trial, distributions, is_drawn=params is None)
                     return trial
                 # Optuna counts trials to number them: where one was deleted, a number comes twice.
                 self.study.tell(trial, state=TrialState.FAIL)
 
         self._hold()
         return self._patiently(attempt, before_retry=self._drop_unbegun)
+
+    def _suggest(
+        self, trial: Trial, distributions: Mapping[str, BaseDistribution], *, is_drawn: bool
+    ) -> None:
+        """Give a trial its parameters, all of them or none."""
+        if is_drawn and any(not d.single() for d in distributions.values()):
+            # Chosen before the database is held, as that may take seconds.
+            _ = trial.relative_params
+        with self._storage.together():
+            for name, distribution in distributions.items():
+                mapping.suggest(trial, name, distribution)
 
     def ask_again(self) -> Trial:
         """Return a trial without parameters, which the sampler neither chose nor hears of."""
@@ -248,11 +262,12 @@ class OpenStudy:
         )
 
         def attempt() -> None:
-            trial.set_user_attr(mapping.ATTEMPT, identity)
-            trial.set_user_attr(mapping.STARTED_AT, started_at)
-            if errand != SEARCH:
-                trial.set_user_attr(mapping.PURPOSE, errand.model_dump(mode="json"))
-            trial.set_user_attr(mapping.CONFIG, config.model_dump(mode="json"))
+            with self._storage.together():
+                trial.set_user_attr(mapping.ATTEMPT, identity)
+                trial.set_user_attr(mapping.STARTED_AT, started_at)
+                if errand != SEARCH:
+                    trial.set_user_attr(mapping.PURPOSE, errand.model_dump(mode="json"))
+                trial.set_user_attr(mapping.CONFIG, config.model_dump(mode="json"))
 
         # Where somebody closed or deleted it already its result is kept, and that is said then.
         with suppress(*_CLOSED):
@@ -347,7 +362,10 @@ class OpenStudy:
 
     def wall_seconds(self) -> float:
         """Return the driver's time over all runs of the study so far."""
-        return float(self._patiently(lambda: self.study.user_attrs).get(WALL_SECONDS, 0.0))
+        if self._wall_seconds is None:
+            stored = self._patiently(lambda: self.study.user_attrs)
+            self._wall_seconds = float(stored.get(WALL_SECONDS, 0.0))
+        return self._wall_seconds
 
     def note_end(self, values: Mapping[str, Any]) -> None:
         """Keep why the search ended, in plain JSON values; an earlier run's gives way."""
@@ -357,11 +375,13 @@ class OpenStudy:
         """Add to the driver's time over all runs of the study."""
         total = self.wall_seconds() + seconds
         self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
+        self._wall_seconds = total
 
     def _reload(self) -> None:
         study_id = self._storage.get_study_id_from_name(self.study.study_name)
         self.ledger = Ledger(read_stored_trials(self._storage.engine, study_id).records)
         self._storage.record_of = self._known
+        self._wall_seconds = None
 
     def _known(self, number: int) -> TrialRecord | None:
         return self.ledger.record(number)
@@ -369,7 +389,7 @@ class OpenStudy:
     def _write(self, trial: Trial, record: TrialRecord) -> bool:
         """Tell a result; return whether the database has it now, and nobody else's instead."""
         try:
-            is_told = self._patiently(lambda: self._store(trial, record))
+            is_told = self._patiently(partial(self._stored, trial, record))
         except _CLOSED:
             is_told = self._patiently(lambda: self._is_there(record))
         if is_told:
@@ -384,6 +404,10 @@ class OpenStudy:
                 return number
             # One was deleted: without another in its place a number would come twice.
             self.study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))
+
+    def _stored(self, trial: Trial, record: TrialRecord) -> bool:
+        with self._storage.together():
+            return self._store(trial, record)
 
     def _store(self, trial: Trial, record: TrialRecord) -> bool:
         """Write what is not there yet, the state last, where the trial is what the result is of."""
@@ -431,7 +455,7 @@ class OpenStudy:
 
     def _unsettled(self) -> Unsettled:
         begun = self._patiently(self._running)
-        return unsettled(self._spool, records=self.ledger.every, begun=begun)
+        return unsettled(self._spool, records=self.ledger.all, begun=begun)
 
     def _running(self) -> list[RunningTrial]:
         """Return how the open trials were begun; nothing of what this version cannot read."""

@@ -32,6 +32,8 @@ rather than its parent, which knows what was measured. It is added to what the p
 _MARK = "QLORA_SWEEP_CHILD"
 """Variable that every process below a child inherits, by which those that left its process group
 are found."""
+_ORPHANS_SECONDS = 0.5
+"""That killed orphans get to end, where this process is to reap them."""
 _SWEEPS_MAX = 5
 """Times that is looked for processes which were started while others were ended."""
 _PR_SET_PDEATHSIG = 1
@@ -150,6 +152,7 @@ class Child:
             self.kill()
             self._end = self._reaped() if self._await(kill_seconds) else self._given_up()
             _kill_marked(self._mark)
+            self._reap_orphans()
         return self._end
 
     def _await(self, seconds: float) -> bool:
@@ -167,6 +170,14 @@ class Child:
         status = self.process.wait()
         is_oom = status == -signal.SIGKILL and not self._was_killed and self._oom_grew()
         return End(status, was_killed=self._was_killed, is_host_out_of_memory=is_oom)
+
+    def _reap_orphans(self) -> None:
+        """Reap what it left, where this process inherits it: as a container's first, say."""
+        deadline = time.monotonic() + _ORPHANS_SECONDS
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < deadline:
+                if os.waitpid(-self.pid, os.WNOHANG) == (0, 0):
+                    time.sleep(0.005)
 
     def _given_up(self) -> End:
         _unending.append(self.process)

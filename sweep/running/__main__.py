@@ -6,6 +6,7 @@ PARENT the number of the process that started it. Knows nothing of what it does 
 
 from __future__ import annotations
 
+import resource
 import sys
 
 from sweep.processes import bind_to_parent, leave_a_guard
@@ -18,6 +19,8 @@ def main() -> None:
     bind_to_parent(int(sys.argv[2]))
     leave_a_guard(int(sys.argv[1]))
     print_without_fail()
+    # A dump of so much memory fills a disk, and keeps the process from ending meanwhile.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     from sweep.training.lean_imports import OPTIONAL, compiling_later, lean_imports
 
     with lean_imports(*OPTIONAL):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import select
 import subprocess
@@ -53,11 +54,8 @@ _TURN_SECONDS = 0.2
 """Between two looks at the clock, the process and the log; what comes in the pipe is seen at once.
 """
 _CHUNK_BYTES = 65536
-_LAST_WORDS_BYTES = 4 * 2**20
-"""Most that is still read of a worker that has ended: others may hold its pipe, and go on."""
-PATIENCE = 5.0
-"""Seconds that a worker whose pipe closed gets to end by itself, so that its own exit status is
-seen."""
+_START_SECONDS = 120.0
+"""Until the system has started a process: it may wait for a disk that is gone."""
 
 
 class WorkerEnded(Exception):  # noqa: N818 - an end is not always an error
@@ -80,16 +78,25 @@ class WorkerProcess:
         log: where it prints.
         module: what it runs.
         clock: what deadlines are told by.
+        patience: seconds that it gets to end by itself once it closed one of its pipes.
 
     Raises:
         EnvironmentFault: the machine has no room for another process.
     """
 
     def __init__(
-        self, settings: WorkerSettings, *, log: WorkerLog, module: str, clock: AttentiveClock
+        self,
+        settings: WorkerSettings,
+        *,
+        log: WorkerLog,
+        module: str,
+        clock: AttentiveClock,
+        patience: float,
     ) -> None:
         self._log = log
+        self._patience = patience
         self._clock = clock
+        first_line = settings.model_dump_json().encode() + b"\n"
         self._child, self._messages = _start(settings, log, module)
         self._lines: deque[bytes] = deque()
         self._torn = b""
@@ -97,7 +104,7 @@ class WorkerProcess:
         self._closed_at: float | None = None
         """When one of its pipes was seen closed, or broken."""
         self._has_messages = True
-        self.send(settings.model_dump_json().encode() + b"\n")
+        self.send(first_line)
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -121,7 +128,10 @@ class WorkerProcess:
             WorkerMisbehaved: what came is no message, or nothing can come any more.
         """
         while not self._lines:
-            if self._clock.look() >= until:
+            now = self._clock.look()
+            if self._closed_at is not None and now >= self._closed_at + self._patience:
+                raise WorkerMisbehaved("it closed its pipe, and lived on")
+            if now >= until:
                 raise WorkerSilent
             self._turn(_TURN_SECONDS)
         try:
@@ -137,6 +147,8 @@ class WorkerProcess:
             return "it ended while it had nothing to do"
         except WorkerMisbehaved as error:
             return str(error)
+        if self._closed_at is not None:
+            return "it closed its pipe"
         return "it spoke without being asked" if self._lines or self._torn else None
 
     def kill(self) -> None:
@@ -167,12 +179,8 @@ class WorkerProcess:
         else:
             self._exchange(seconds)
         self._log.keep_small()
-        if self._lines:
-            return
-        if has_ended:
+        if has_ended and not self._lines:
             raise WorkerEnded
-        if self._closed_at is not None and self._clock.look() >= self._closed_at + PATIENCE:
-            raise WorkerMisbehaved("it closed its pipe, and lived on")
 
     def _exchange(self, seconds: float) -> None:
         """Wait until it speaks or listens, at most so long, and read and write what goes."""
@@ -188,9 +196,15 @@ class WorkerProcess:
                 self._write()
 
     def _read_last_words(self) -> None:
-        for _ in range(_LAST_WORDS_BYTES // _CHUNK_BYTES):
-            if not self._read():
-                return
+        """Read what an ended worker left in the pipe: no more than goes into one. Whatever it
+        started may still hold the pipe, and write on.
+        """
+        if self._has_messages:
+            left = fcntl.fcntl(self._messages, fcntl.F_GETPIPE_SZ)
+            for _ in range(-(-left // _CHUNK_BYTES)):
+                if not self._read():
+                    break
+            self._has_messages = False
 
     def _read(self) -> bool:
         """Read what is there, and return whether anything was."""
@@ -273,7 +287,10 @@ def _in_lasting_thread(start: Callable[[], Child]) -> Child:
     """
     starting = _lasting_thread(os.getpid()).submit(start)
     try:
-        return starting.result()
+        return starting.result(timeout=_START_SECONDS)
+    except TimeoutError as error:
+        starting.add_done_callback(_abandon)
+        raise OSError(f"no process could be started for {_START_SECONDS:g} s") from error
     except KeyboardInterrupt:
         starting.add_done_callback(_abandon)
         raise

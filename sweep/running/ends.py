@@ -9,10 +9,9 @@ import re
 import signal
 from collections.abc import Callable
 
-from reports.units import visible
+from search_spaces import redaction
 from search_spaces.errors import CardLost
-from storage.records import CrashCause, Crashed, Lost, Outcome, Phase, TimedOut
-from storage.urls import redact
+from storage.records import CrashCause, Crashed, Ineffective, Lost, Outcome, Phase, TimedOut
 from sweep.processes import End
 
 Failure = Callable[..., Outcome]
@@ -52,6 +51,20 @@ def timed_out(phase: Phase, _: End, *, words: str, why: str) -> TimedOut:
     return TimedOut(phase=phase, detail=_told(f"{why}; the worker was ended", words))
 
 
+def reconsidered(outcome: Outcome, phase: Phase, *, has_killed: bool) -> Outcome:
+    """Return what a trial came to, where the kernel killed processes for want of memory in it.
+
+    A compiler's process that was killed looks like a knob that takes no effect, which would never
+    be tried again.
+    """
+    match outcome:
+        case Crashed(detail=detail) | Ineffective(detail=detail) if has_killed:
+            reason = "the kernel killed a process here, as the host's memory ran out"
+            return Crashed(phase=phase, cause="host_out_of_memory", detail=f"{reason}: {detail}")
+        case _:
+            return outcome
+
+
 def card_lost(process: int, device: str, *, seconds: float) -> CardLost:
     """Return the error of a worker that nothing ends."""
     held = "the card" if device == "cuda" else "its memory"
@@ -65,7 +78,7 @@ def card_lost(process: int, device: str, *, seconds: float) -> CardLost:
 def shown(text: str) -> str:
     """Return text that came from a worker as it may be stored: short, without a password in it, and
     with nothing that works unseen."""
-    return visible(redact(text))[:_DETAIL_MAX]
+    return " | ".join(redaction.shown(text).splitlines())[:_DETAIL_MAX]
 
 
 def storable(outcome: Outcome) -> Outcome:

@@ -42,6 +42,9 @@ class Deadlines:
     """So many times a phase's longest silence, with signs of life and no step done, is no progress:
     two micro-steps that are being queued, two that are waited for, an evaluation and a checkpoint
     come to six."""
+    closed: float = 5.0
+    """From when the worker closed a pipe until it is ended: it may be about to end by itself, and
+    its own exit status says more."""
     end: float = 60.0
     """After SIGKILL, until the worker is given up: one with much memory takes a while to end."""
 

@@ -22,10 +22,9 @@ from storage import outcome_file
 from storage.definition import Target
 from storage.outcome_file import OutcomeFile
 from storage.records import Outcome, Phase
-from sweep.processes import End
+from sweep.processes import End, oom_kills
 from sweep.running import ends
 from sweep.running.child import (
-    PATIENCE,
     WorkerEnded,
     WorkerMisbehaved,
     WorkerProcess,
@@ -136,7 +135,11 @@ class SupervisedRunner:
             outcome = self._conclude(command, before, partial(ends.nonsense, did=str(error)))
         except WorkerEnded:
             # An end that was asked for looks like any other from here.
-            outcome = self._conclude(command, before, ends.crash, patience=PATIENCE)
+            outcome = self._conclude(command, before, ends.crash, patience=self._deadlines.closed)
+        except BaseException:
+            # Whoever watches failed, or was interrupted: nobody hears the rest of this trial.
+            self._discard()
+            raise
         return ends.storable(outcome)
 
     def _follow(
@@ -146,8 +149,15 @@ class SupervisedRunner:
         patience.begin()
         self._phase = patience.phase
         is_stopping = False
+        kills = oom_kills()
         while True:
-            message = worker.next_message(until=patience.until())
+            try:
+                message = worker.next_message(until=patience.until())
+            except WorkerSilent:
+                if patience.exceeded() is None:
+                    # The time was this process's own: it was away, and has listened since.
+                    continue
+                raise
             match message:
                 case Alive() as alive:
                     patience.hear(alive)
@@ -158,7 +168,8 @@ class SupervisedRunner:
                 case Finished(run_id=command.run_id, config=command.config) as finished:
                     if finished.retire is not None:
                         self._discard()
-                    return finished.outcome
+                    has_killed = kills is not None and (oom_kills() or 0) > kills
+                    return ends.reconsidered(finished.outcome, self._phase, has_killed=has_killed)
                 case _:
                     raise WorkerMisbehaved(_unasked(message))
 
@@ -198,6 +209,8 @@ class SupervisedRunner:
             EnvironmentFault: the device is not to be had.
         """
         self._replace_unfit()
+        if self._lost is not None:
+            raise self._lost
         worker = self._started_worker()
         if self._is_cancelled:
             # Perhaps while it was being started, when there was no worker yet to kill.
@@ -223,7 +236,7 @@ class SupervisedRunner:
         fault = self._worker.fault()
         if fault is not None:
             self._log.note(f"the worker is replaced: {fault}")
-            self._discard(patience=PATIENCE)
+            self._discard(patience=self._deadlines.closed)
 
     def _started_worker(self) -> WorkerProcess:
         """Return the worker, which may not own the device yet."""
@@ -231,7 +244,11 @@ class SupervisedRunner:
             log = WorkerLog(self._log_path)
             try:
                 self._worker = self._process(
-                    self._settings, log=log, module=self._module, clock=self._clock
+                    self._settings,
+                    log=log,
+                    module=self._module,
+                    clock=self._clock,
+                    patience=self._deadlines.closed,
                 )
             except BaseException:
                 log.close()
@@ -282,7 +299,13 @@ class SupervisedRunner:
         log, self._log = self._log, None
         if worker is None or log is None:
             return End(0), ""
-        end = worker.close(patience=patience, kill_seconds=self._deadlines.end)
+        try:
+            end = worker.close(patience=patience, kill_seconds=self._deadlines.end)
+        except BaseException:
+            # Interrupted while it was waited for: nobody comes back to end it.
+            worker.kill()
+            log.close()
+            raise
         if end.status is None:
             self._lost = ends.card_lost(
                 worker.process.pid, self._settings.device, seconds=self._deadlines.end

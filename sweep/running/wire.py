@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from reports.units import visible
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import ComputeDtype
+from search_spaces.redaction import visible
 from search_spaces.space import StepBudget, Weights
 from storage.records import Outcome, Phase
 

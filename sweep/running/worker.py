@@ -28,6 +28,7 @@ from search_spaces.space import StepBudget
 from storage.outcome_file import OutcomeFile
 from storage.records import CrashCause, Crashed, Ineffective, Invalid, Outcome, OutOfMemory, Phase
 from sweep.nvml import card_at
+from sweep.running.ends import with_cure
 from sweep.running.wire import (
     Alive,
     Finished,
@@ -247,14 +248,17 @@ def _finished(command: RunCommand, outcome: Outcome, *, retire: str | None = Non
     return Finished(run_id=command.run_id, config=command.config, outcome=outcome, retire=retire)
 
 
-def _crashed(phase: Phase, error: Exception) -> Crashed:
+def _crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
     """Return the outcome of a training that raised what is no verdict of its own."""
+    if isinstance(error, SystemExit):
+        return Crashed(phase=phase, cause="exit", detail=f"a library called exit({error.code})")
     cause: CrashCause = "exception"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         cause = "too_few_descriptors"
     elif is_host_out_of_memory(error) and not is_card_out_of_memory(error):
         cause = "host_out_of_memory"
-    return Crashed(phase=phase, cause=cause, detail=words_of(error)[:_DETAIL_LENGTH])
+    detail = with_cure(words_of(error)[:_DETAIL_LENGTH], cause)
+    return Crashed(phase=phase, cause=cause, detail=detail)
 
 
 def _rate(tokens: int, seconds: float | None) -> float | None:
@@ -270,8 +274,17 @@ def _pci_bus_id() -> str:
     return f"{card.pci_domain_id:08x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
 
 
+def _leave() -> None:
+    # Shutdown with a CUDA context and daemon threads can hang or abort; nothing is left to save.
+    os._exit(0)
+
+
 def _read_commands(
-    lines: IO[bytes], *, runs: queue.SimpleQueue[RunCommand], stop: Callable[[], None]
+    lines: IO[bytes],
+    *,
+    runs: queue.SimpleQueue[RunCommand],
+    stop: Callable[[], None],
+    leave: Callable[[], None],
 ) -> None:
     """Sort commands until the pipe closes; the pipe closes when the tuner is gone."""
     try:
@@ -282,20 +295,24 @@ def _read_commands(
                 case StopCommand():
                     stop()
     finally:
-        # Whatever is still trained is for nobody; and the device is wanted by whoever comes next.
-        _leave()
+        # Whatever is still trained is for nobody, and somebody else wants the device.
+        leave()
 
 
 def _serve(
     worker: Worker,
     commands: IO[bytes],
     send: Callable[[WorkerMessage], None],
-    keep: Callable[[RunCommand, Outcome], None],
+    outcomes: OutcomeFile | None,
+    *,
+    leave: Callable[[], None] = _leave,
 ) -> None:
     runs: queue.SimpleQueue[RunCommand] = queue.SimpleQueue()
     # A thread, since a stop must get through while this one trains.
     reader = threading.Thread(
-        target=_read_commands, args=(commands,), kwargs={"runs": runs, "stop": worker.stop_trial}
+        target=_read_commands,
+        args=(commands,),
+        kwargs={"runs": runs, "stop": worker.stop_trial, "leave": leave},
     )
     reader.daemon = True
     reader.start()
@@ -304,18 +321,24 @@ def _serve(
         command = runs.get()
         try:
             finished = worker.run(command)
-        except Exception as error:  # noqa: BLE001 - it is this trial's verdict
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is this trial's verdict
             traceback.print_exc()
             crashed = _crashed(worker.phase, error)
             # After an unknown failure the device's state is unknown too.
             finished = _finished(command, crashed, retire=crashed.detail)
-        keep(command, finished.outcome)
+        _keep(command, finished.outcome, outcomes)
         send(finished)
 
 
-def _leave() -> None:
-    # Shutdown with a CUDA context and daemon threads can hang or abort; nothing is left to save.
-    os._exit(0)
+def _keep(command: RunCommand, outcome: Outcome, outcomes: OutcomeFile | None) -> None:
+    """Leave an outcome on disk, where it outlives this process and the tuner's."""
+    if command.attempt is None or outcomes is None:
+        return
+    try:
+        outcomes.write(command.attempt, command.config, outcome)
+    except EnvironmentFault as fault:
+        # It is about to be told, which is what counts.
+        print(fault, file=sys.stderr)  # noqa: T201 - into the worker's log
 
 
 def main() -> None:
@@ -329,17 +352,6 @@ def main() -> None:
         with lock:
             while line:
                 line = line[pipe.write(line) :]
-
-    def keep(command: RunCommand, outcome: Outcome) -> None:
-        """Leave the outcome on disk, where it outlives this process and the tuner's."""
-        if command.attempt is None or settings.outcome_path is None:
-            return
-        try:
-            outcomes = OutcomeFile(Path(settings.outcome_path))
-            outcomes.write(command.attempt, command.config, outcome)
-        except EnvironmentFault as fault:
-            # It is about to be told, which is what counts.
-            print(fault, file=sys.stderr)  # noqa: T201 - into the worker's log
 
     settings = WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
     try:
@@ -357,6 +369,7 @@ def main() -> None:
         send(Unusable(reason=words_of(error)[:_DETAIL_LENGTH]))
         return
     send(Ready(device_name=name))
-    _serve(worker, sys.stdin.buffer, send, keep)
+    path = settings.outcome_path
+    _serve(worker, sys.stdin.buffer, send, None if path is None else OutcomeFile(Path(path)))
     sys.stderr.flush()
     _leave()

@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Container, Iterator, Mapping
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from optuna.distributions import (
@@ -24,6 +24,9 @@ from optuna.distributions import (
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.dimensions import Choices, Dimension, FloatRange, IntRange
 from search_spaces.space import SearchSpace
+
+IDENTITIES_KEPT = 32_768
+"""Identities that are not worked out again; one takes a kilobyte with its configuration."""
 
 Params = dict[str, Any]
 """One value per dimension, as Optuna keeps it."""
@@ -146,6 +149,7 @@ class Frontier:
         return True
 
 
+@lru_cache(maxsize=IDENTITIES_KEPT)
 def identity(config: TrialConfig) -> str:
     """Return a text that is equal for configurations that train the same way.
 

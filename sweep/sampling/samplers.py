@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.errors import InputError
 from search_spaces.space import SamplerName, SearchSpace
-from storage.mapping import never_ran
+from storage import mapping
 from sweep.sampling.candidates import SpaceCandidates
 from sweep.sampling.encoding import Encoding, Params, identity
 from sweep.sampling.expecting import NOTHING_EXPECTED, Expecting
@@ -291,7 +291,9 @@ def _identity_in(encoding: Encoding) -> Callable[[FrozenTrial], str | None]:
     """
 
     def identity_of(trial: FrozenTrial) -> str | None:
-        is_whole = encoding.free.keys() <= trial.params.keys() and not never_ran(trial)
-        return identity(encoding.config(trial.params)) if is_whole else None
+        if not encoding.free.keys() <= trial.params.keys() or mapping.never_ran(trial):
+            return None
+        known = mapping.known_record(trial)
+        return identity(encoding.config(trial.params) if known is None else known.config)
 
     return identity_of

@@ -94,6 +94,50 @@ def _of_base(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if KNOBS[key].shapes_base}
 
 
+class RanOut:
+    """The footprints of what ran out of memory, by the trial that did; told one by one.
+
+    Only what is equal in all that must be equal compares, so each is looked up by that: of hundreds
+    a configuration is held against the few of its kind.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], dict[tuple[Any, ...], list[_Known]]] = {}
+        """By the knobs that must be equal, of a base alone fewer than of others, and by their
+        values."""
+        self._count = 0
+
+    def learn(self, number: int, known: Footprint) -> None:
+        """Remember what ran out of memory."""
+        alike = self._known.setdefault(tuple(known.kinds), {})
+        ran_out = _Known(self._count, number, known)
+        alike.setdefault(tuple(known.kinds.values()), []).append(ran_out)
+        self._count += 1
+
+    def below(self, larger: Footprint) -> int | None:
+        """Return the trial that was learned first of those that a footprint dominates; None for
+        none."""
+        values = {**larger.sizes, **larger.kinds}
+        comparable = (
+            known
+            for keys, alike in self._known.items()
+            if values.keys() >= set(keys)
+            for known in alike.get(tuple(values[key] for key in keys), ())
+        )
+        found = (known for known in comparable if dominates(larger, known.footprint))
+        first = min(found, key=lambda known: known.place, default=None)
+        return None if first is None else first.number
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A trial that ran out of memory, in the order of learning."""
+
+    place: int
+    number: int
+    footprint: Footprint
+
+
 def dominates(larger: Footprint, smaller: Footprint) -> bool:
     """Return whether ``larger`` is at least as large in all that ``smaller`` has."""
     known = {**larger.sizes, **larger.kinds}

@@ -38,12 +38,14 @@ from sweep.predict.speed.log_factors import LogFactors
 from sweep.predict.speed.predictor import predict_step
 from sweep.sampling.belief import Physics
 from sweep.sampling.expecting import Foreseen
-from sweep.study.dominance import Footprint, base_alone, dominates, footprint
+from sweep.study.dominance import RanOut, base_alone, footprint
 
 PREDICTIONS_KEPT = 4096
 """Predictions of memory that are not made again; one takes some 30 KiB."""
 TRIALS_TO_CALIBRATE = 5
 """Measured trials from which the card is known better than its data sheet."""
+TRIALS_CALIBRATED = 256
+"""The newest so many say how fast it is now, each of its eleven factors twenty times over."""
 
 
 class SpeedModel(Protocol):
@@ -171,7 +173,7 @@ class Preflight:
         self._speed = speed
         self._is_cut_up = is_cut_up
         self._warn = warn
-        self._ran_out: list[tuple[int, Footprint]] = []
+        self._ran_out = RanOut()
         self._residuals = Residuals()
         self._expected: dict[TrialConfig, Expected] = {}
         self._memory: dict[TrialConfig, _Memory] = {}
@@ -235,7 +237,7 @@ class Preflight:
             case OutOfMemory(stage=stage):
                 whole = footprint(record.config, model=self._model)
                 least = base_alone(whole) if stage == "load" else whole
-                self._ran_out.append((record.number, least))
+                self._ran_out.learn(record.number, least)
             case _:
                 self._residuals.learn(record)
 
@@ -249,11 +251,8 @@ class Preflight:
         broken = self._violation(config)
         if broken is not None:
             return Invalid(rule=broken.rule, detail=broken.reason)
-        candidate = footprint(config, model=self._model)
-        for number, known in self._ran_out:
-            if dominates(candidate, known):
-                return DominatedOutOfMemory(by=number)
-        return None
+        number = self._ran_out.below(footprint(config, model=self._model))
+        return None if number is None else DominatedOutOfMemory(by=number)
 
     def speed_of(self, config: TrialConfig) -> float | None:
         """Return the expected tokens/s."""
@@ -319,7 +318,8 @@ class SpeedForecast:
         """Return tokens/s; None where the architecture or the compute type has no prediction."""
         try:
             if self._calibration is None and len(self._observations) >= TRIALS_TO_CALIBRATE:
-                self._calibration = calibrate(self._observations, model=self._model, gpu=self._gpu)
+                newest = self._observations[-TRIALS_CALIBRATED:]
+                self._calibration = calibrate(newest, model=self._model, gpu=self._gpu)
             return predict_step(
                 config, model=self._model, gpu=self._gpu, calibration=self._calibration
             ).tokens_per_second

@@ -324,7 +324,7 @@ class _Driver:
         self._count_wall_seconds()
         self.preflight.learn(record)
         self._rivals.learn(stored)
-        self._tried.add(identity(record.config))
+        self._tried.add(identity(stored.config))
         self.on_event(TrialFinished(record=stored))
         if trial.device_seconds is not None:
             self._failures.count(outcome)

@@ -201,3 +201,21 @@ def test_the_hosts_memory_is_blamed_for_what_the_kernel_killed_alone(
 def test_the_kernels_count_is_a_number_where_there_is_one() -> None:
     count = oom_kills()
     assert count is None or count >= 0
+
+
+def test_a_containers_first_process_keeps_no_zombies_of_what_its_children_left() -> None:
+    script = (
+        "import ctypes, os, subprocess\n"
+        "from pathlib import Path\n"
+        "from sweep.processes import Child\n"
+        "PR_SET_CHILD_SUBREAPER = 36\n"
+        "ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)\n"
+        "child = Child(['/bin/sh', '-c', 'sleep 600 & sleep 600 & echo on; exit 3'])\n"
+        "child.process.stdout.readline()\n"
+        "print(child.end(patience=5).status)\n"
+        "print(Path(f'/proc/self/task/{os.getpid()}/children').read_text())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.stdout.split() == ["3"], done.stderr

@@ -1,6 +1,6 @@
 """A worker that goes wrong in the way that the configuration's rank asks for.
 
-It imports nothing that takes time, and writes its messages by hand: what it says need be no message.
+It imports nothing that takes time, and writes what it says by hand: that need be no message.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from sweep.processes import bind_to_parent
 
 UNUSABLE_SEED, STOPPED_SEED, CHATTY_SEED, DEAF_SEED = range(13, 17)
 """Of workers that never become ready."""
@@ -108,7 +110,7 @@ def SILENT_AFTER_BEATS(worker: Worker) -> None:
 
 @behaviour
 def SLOW_BEATS(worker: Worker) -> None:
-    for step in range(100):
+    for step in range(50):
         worker.beat(step)
         time.sleep(0.05)
 
@@ -128,6 +130,27 @@ def TELLTALE(worker: Worker) -> None:
 @behaviour
 def FINE(worker: Worker) -> None:
     worker.answer()
+
+
+@behaviour
+def BEAT_AND_ANSWER(worker: Worker) -> None:
+    for step in range(12):
+        worker.beat(step)
+        time.sleep(0.1)
+    worker.answer()
+
+
+@behaviour
+def PAUSE_AND_ANSWER(worker: Worker) -> None:
+    worker.beat()
+    time.sleep(1.3)
+    worker.answer()
+
+
+@behaviour
+def NO_COMPILER(worker: Worker) -> None:
+    worker.beat()
+    worker.answer(outcome={"verdict": "ineffective", "knob": "compile", "detail": "pool broke"})
 
 
 @behaviour
@@ -360,6 +383,7 @@ def PRINT_WITHOUT_END(worker: Worker) -> None:
 
 
 def main() -> None:
+    bind_to_parent(int(sys.argv[2]))
     settings = json.loads(sys.stdin.buffer.readline())
     worker = Worker(int(sys.argv[1]), settings)
     match settings["seed"]:

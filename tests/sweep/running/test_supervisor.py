@@ -60,7 +60,7 @@ def test_the_worker_that_was_started_ahead_is_the_one_that_runs(runner: Supervis
         seen.append(_process_id(runner))
         return False
 
-    runner.run(TrialConfig(lora_rank=how.SLOW_BEATS), steps=STEPS, observe=watch)
+    runner.run(TrialConfig(lora_rank=how.BEAT_AND_ANSWER), steps=STEPS, observe=watch)
     assert set(seen) == {started}
 
 
@@ -197,12 +197,16 @@ def test_a_worker_for_the_cpu_sees_no_card_and_no_other_trainings_settings(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("PGPASSWORD", "hunter2")
+    monkeypatch.setenv("SWEEP_STORAGE", "postgresql://me:hunter2@host/db")
+    monkeypatch.setenv("HF_TOKEN", "hf_hunter2")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     misbehave(runner, how.TELLTALE)
     log = (tmp_path / "logs" / "worker.log").read_text()
     environment = json.loads(log.split("environment ")[1].splitlines()[0])
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
     assert environment["TORCHINDUCTOR_CACHE_DIR"].endswith("qlora-sweep/compiled")
+    assert "hunter2" not in json.dumps(environment)
     assert environment.keys().isdisjoint(
         {"ACCELERATE_MIXED_PRECISION", "LOCAL_RANK", "PYTORCH_CUDA_ALLOC_CONF"}
     )
