@@ -180,6 +180,13 @@ def record_of(trial: FrozenTrial) -> TrialRecord | None:
     )
 
 
+def never_ran(trial: FrozenTrial) -> bool:
+    """Whether a trial was closed before it ran, as somebody asked to stop: it says nothing."""
+    if trial.state is not TrialState.FAIL or isinstance(trial.user_attrs, OnDemand):
+        return False
+    return RECORD not in trial.user_attrs
+
+
 def errand_of(trial: FrozenTrial) -> Errand:
     """Return why a trial that began was run."""
     return Errand.model_validate(trial.user_attrs.get(PURPOSE) or {})

@@ -80,6 +80,8 @@ class OpenStudy:
     _warn: Callable[[str], None]
     _begun: dict[int, str] = field(default_factory=dict, init=False)
     """Identity of each attempt that this driver began, by number."""
+    _open: TrialRecord | None = field(default=None, init=False)
+    """What was begun and not told: as interrupted, until it is."""
     _wall_seconds: float | None = field(default=None, init=False)
     """As it was read or written last; nobody else writes it."""
     ledger: Ledger = field(default_factory=Ledger, init=False)
@@ -250,6 +252,14 @@ class OpenStudy:
             stand for another configuration, in a database that was restored from a copy.
         """
         identity = uuid.uuid4().hex
+        self._open = TrialRecord(
+            number=trial.number,
+            config=config,
+            outcome=Lost(detail="interrupted before it ran", is_interrupted=True),
+            attempt_id=identity,
+            started_at=started_at,
+            **errand.model_dump(),
+        )
 
         def attempt() -> None:
             with self._storage.together():
@@ -283,6 +293,7 @@ class OpenStudy:
         if record.attempt_id is None:
             record = record.model_copy(update={"attempt_id": self._begun.get(record.number)})
         unspooled = self._spool_it(record)
+        self._open = None
         try:
             self._hold()
             is_told = self._write(trial, record)
@@ -337,9 +348,17 @@ class OpenStudy:
     def abandon(self) -> None:
         """Close a trial that was begun and never ran: nothing can be lost, and no attempt was made.
 
-        The lease says that no other driver's trial can be running.
+        The lease says that no other driver's trial can be running. Where the database does not hear
+        of it, the spool does, for a resume to know that its driver was not killed by it.
         """
-        self._patiently(self._close_running)
+        try:
+            self._patiently(self._close_running)
+        except BaseException:
+            if self._open is not None:
+                with suppress(EnvironmentFault):
+                    self._spool.append(self._open)
+            raise
+        self._open = None
 
     def wall_seconds(self) -> float:
         """Return the driver's time over all runs of the study so far."""

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from sweep.processes import STOP_SIGNALS
 
@@ -22,6 +23,7 @@ INTERRUPTED = 130
 """Exit code of a command that was asked to stop."""
 _PATIENCE = 3
 """So many signals end the process, whatever it is at."""
+_MOMENT_SECONDS = 0.05
 _SHOW_CURSOR = "\x1b[?25h"
 
 _asked = 0
@@ -54,10 +56,42 @@ def heard() -> Iterator[None]:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             previous[number] = signal.signal(number, _interrupt)
     try:
-        yield
+        with _heard_in_finalizers():
+            yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _heard_in_finalizers() -> Iterator[None]:
+    """Ask again, a moment later, where a `KeyboardInterrupt` was raised while an object was being
+    freed: there Python prints it, with a traceback, and goes on.
+    """
+    before, again = sys.unraisablehook, list[threading.Timer]()
+
+    def hear(unraisable: Any) -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:
+            before(unraisable)
+            return
+        again.append(threading.Timer(_MOMENT_SECONDS, _ask_again))
+        again[-1].daemon = True
+        again[-1].start()
+
+    sys.unraisablehook = hear
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for timer in again:
+            timer.cancel()
+
+
+def _ask_again() -> None:
+    heard_now = (n for n in STOP_SIGNALS if callable(signal.getsignal(n)))
+    main = threading.main_thread().ident
+    if main is not None and (number := next(heard_now, None)) is not None:
+        signal.pthread_kill(main, number)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -355,10 +355,12 @@ class _TrialsToLearnFrom:
 
 
 def _identity_in(encoding: Encoding) -> Callable[[FrozenTrial], str | None]:
-    """Return what says which configuration of a space a trial was of; None of one outside it."""
+    """Return what says which configuration of a space a trial was of; None of one outside it, and
+    of one that was closed before it ran: that one is still to be tried.
+    """
 
     def identity_of(trial: FrozenTrial) -> str | None:
-        if not encoding.free.keys() <= trial.params.keys():
+        if not encoding.free.keys() <= trial.params.keys() or mapping.never_ran(trial):
             return None
         known = mapping.known_record(trial)
         return identity(encoding.config(trial.params) if known is None else known.config)

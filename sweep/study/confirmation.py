@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -279,6 +279,20 @@ class _Begun:
     started_at: str
     began: float
     """By the driver's clock."""
+    device_seconds: float = 0.0
+
+
+@contextmanager
+def closing_what_never_ran(study: OpenStudy) -> Iterator[None]:
+    """Close what was begun inside the ``with`` where it is left without an outcome: somebody asked
+    to stop, or the device or the database is not to be had. That was no attempt of a configuration.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, EnvironmentFault):
+        with suppress(EnvironmentFault):
+            study.abandon()
+        raise
 
 
 @dataclass
@@ -302,17 +316,15 @@ class _Confirming:
         is_first = True
         while True:
             try:
-                with self.interruptible():
-                    begun = self._next(self._plan(series, since), is_first=is_first)
+                with closing_what_never_ran(self.study):
+                    with self.interruptible():
+                        begun = self._next(self._plan(series, since), is_first=is_first)
+                    if begun is None:
+                        return True
+                    outcome = self._outcome_of(begun)
+                with self.settling():
+                    self._tell(begun, outcome)
             except KeyboardInterrupt:
-                self.study.abandon()
-                return False
-            if begun is None:
-                return True
-            try:
-                self._perform(begun)
-            except KeyboardInterrupt:
-                # Its result is in the spool.
                 return False
             is_first = False
 
@@ -371,20 +383,21 @@ class _Confirming:
         self.on_event(TrialStarted(handle.number, run.config, is_baseline, attempt, run.errand))
         return _Begun(run, handle, is_baseline, attempt, attempt_id, started_at, began)
 
-    def _perform(self, begun: _Begun) -> None:
-        """Run one configuration and store how that ended, before anything else happens."""
+    def _outcome_of(self, begun: _Begun) -> Outcome:
+        """Run one configuration."""
         launched = self.clock()
         try:
-            outcome = _sound(self._measure(begun))
+            return _sound(self._measure(begun))
         except CardLost as lost:
             # The database matters less now, and the spool has it.
             with suppress(EnvironmentFault):
-                self._tell(begun, lost_with_the_card(lost), launched)
+                self._tell(begun, lost_with_the_card(lost))
             raise
-        with self.settling():
-            self._tell(begun, outcome, launched)
+        finally:
+            begun.device_seconds = self.clock() - launched
 
-    def _tell(self, begun: _Begun, outcome: Outcome, launched: float) -> None:
+    def _tell(self, begun: _Begun, outcome: Outcome) -> None:
+        """Store how a run ended, before anything else happens."""
         record = TrialRecord(
             number=begun.handle.number,
             config=begun.run.config,
@@ -394,7 +407,7 @@ class _Confirming:
             attempt_id=begun.attempt_id,
             started_at=begun.started_at,
             wall_seconds=self.clock() - begun.began,
-            device_seconds=self.clock() - launched,
+            device_seconds=begun.device_seconds,
             **begun.run.errand.model_dump(),
         )
         stored = self.study.tell(begun.handle, record)

@@ -26,7 +26,7 @@ from storage.records import (
 from storage.study import OpenStudy
 from sweep.running.runner import Progress, Runner
 from sweep.sampling.encoding import Encoding, Frontier, identity
-from sweep.study.confirmation import confirm
+from sweep.study.confirmation import closing_what_never_ran, confirm
 from sweep.study.events import (
     Listener,
     StopReason,
@@ -134,6 +134,8 @@ class _OpenTrial:
     started_at: str
     started_seconds: float
     prediction: PredictionRecord | None = None
+    refused: Outcome | None = None
+    """The verdict that spares the device the trial; None where only running it tells."""
     rivals: tuple[Rival, ...] = ()
     """What it has to beat."""
     device_seconds: float | None = None
@@ -185,32 +187,33 @@ class _Driver:
 
     def search(self) -> StopReason:
         """Run trial after trial, and return why that stopped."""
-        while True:
-            try:
-                with self.interruptible():
-                    reason = self.reason_to_stop()
-                    if reason is not None:
-                        return reason
-                    trial = self.ask()
-                    refused = self.check(trial)
-                    if refused is None and self.should_stop():
-                        # Asked while it was chosen: nothing runs yet that is to be waited for.
-                        raise KeyboardInterrupt
-            except KeyboardInterrupt:
-                self.study.abandon()
-                return StopReason.INTERRUPTED
-            try:
-                outcome = refused or self.run(trial)
-            except CardLost as lost:
-                # The database matters less now, and the spool has it.
-                with suppress(EnvironmentFault):
-                    self.tell(trial, lost_with_the_card(lost))
-                raise
-            try:
+        try:
+            while True:
+                with closing_what_never_ran(self.study):
+                    with self.interruptible():
+                        begun = self.begin_next()
+                    if isinstance(begun, StopReason):
+                        return begun
+                    outcome = begun.refused or self.run(begun)
                 with self.settling():
-                    self.tell(trial, outcome)
-            except KeyboardInterrupt:
-                return StopReason.INTERRUPTED
+                    self.tell(begun, outcome)
+        except KeyboardInterrupt:
+            return StopReason.INTERRUPTED
+
+    def begin_next(self) -> _OpenTrial | StopReason:
+        """Choose, begin and check the next trial; or return why there is none.
+
+        Raises:
+            KeyboardInterrupt: somebody asked to stop meanwhile: nothing runs yet to be waited for.
+        """
+        reason = self.reason_to_stop()
+        if reason is not None:
+            return reason
+        trial = self.ask()
+        self.check(trial)
+        if trial.refused is None and self.should_stop():
+            raise KeyboardInterrupt
+        return trial
 
     def reason_to_stop(self) -> StopReason | None:
         """Return why no further trial should start; None where one should."""
@@ -257,14 +260,13 @@ class _Driver:
         owed, self._owed = self._owed, None
         return self._begin(owed)
 
-    def check(self, trial: _OpenTrial) -> Outcome | None:
-        """Return the verdict that spares the device the trial; None where only running it tells."""
+    def check(self, trial: _OpenTrial) -> None:
+        """Say what is expected of a trial: that it is refused, or what it has to beat."""
         # Now, while it may take long, and before the trial teaches anything.
         trial.prediction = trial.expected.record
-        refusal = trial.expected.refusal
-        if refusal is None and not trial.is_baseline:
+        trial.refused = trial.expected.refusal
+        if trial.refused is None and not trial.is_baseline:
             trial.rivals = self._rivals.of(trial.config)
-        return refusal
 
     def run(self, trial: _OpenTrial) -> Outcome:
         """Run a trial on the device, and stop it early where it cannot matter any more."""
@@ -279,20 +281,26 @@ class _Driver:
             )
 
         started = self.clock()
-        outcome = run_undisturbed(
-            lambda: held_to_budget(
-                self.runner.run(
-                    trial.config,
-                    steps=self._space.steps,
-                    observe=observe,
-                    attempt=trial.attempt_id,
+        try:
+            return run_undisturbed(
+                lambda: held_to_budget(
+                    self.runner.run(
+                        trial.config,
+                        steps=self._space.steps,
+                        observe=observe,
+                        attempt=trial.attempt_id,
+                    ),
+                    budget_bytes=self.study.definition.target.budget_bytes,
                 ),
-                budget_bytes=self.study.definition.target.budget_bytes,
-            ),
-            should_stop=self.should_stop,
-        )
-        trial.device_seconds = self.clock() - started
-        return outcome
+                should_stop=self.should_stop,
+            )
+        except CardLost as lost:
+            # The database matters less now, and the spool has it.
+            with suppress(EnvironmentFault):
+                self.tell(trial, lost_with_the_card(lost))
+            raise
+        finally:
+            trial.device_seconds = self.clock() - started
 
     def tell(self, trial: _OpenTrial, outcome: Outcome) -> None:
         """Store how a trial ended, and learn from it.

@@ -6,11 +6,12 @@ Knows nothing of how a study is stored.
 from __future__ import annotations
 
 import json
+import threading
 import warnings
 import webbrowser
 from collections.abc import Callable, Iterable
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from optuna.storages import BaseStorage
@@ -47,19 +48,27 @@ def dashboard(study: str, *, storage: str | None, port: int, is_opened: bool) ->
             note("Ctrl-C ends it. It shows the study as it goes on, and changes nothing.")
             if is_opened:
                 webbrowser.open(address)
-            _serve(server.serve_forever)
+            _serve(server)
     return DONE
 
 
-def _serve(serve: Callable[[], None]) -> None:
+def _serve(server: WSGIServer) -> None:
+    """Serve until somebody asks to stop.
+
+    In a thread, as a signal is heard in the main one alone: it never ends up in a request, whose
+    errors the server takes for the request's.
+    """
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     try:
         with warnings.catch_warnings():
             # Of few trials, how little they say: it is drawn as well.
             warnings.simplefilter("ignore")
-            serve()
+            thread.start()
+            thread.join()
     except KeyboardInterrupt:
         # How a person ends what has no other end.
         note("")
+        server.shutdown()
 
 
 def _dashboard_of() -> Callable[[BaseStorage], WSGIApplication]:

@@ -7,11 +7,9 @@ put into words. Knows nothing of how a sampler chooses.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +20,7 @@ from search_spaces.gpus import GIB, find_gpu
 from storage.surfaces import Surface, read_surface
 from sweep.paths import cache_directory
 from sweep.planning.forecast import TRACED, Progress, silent
+from sweep.pools import process_pool, unheard_by_new_processes
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.sampling.encoding import identity
 from sweep.study.surface_replay import SAMPLERS, Recorded, SamplerName, Search, search
@@ -142,11 +141,10 @@ def run_searches(
         results: Iterable[Search] = (search(recorded, name, seed=seed) for name, seed in tasks)
         _collect(tasks, results, found, progress)
         return found
-    # A fork of a process that has threads may never come back.
-    context = multiprocessing.get_context("spawn")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        futures = [pool.submit(search, recorded, name, seed=seed) for name, seed in tasks]
+    with process_pool(workers) as pool:
+        with unheard_by_new_processes():
+            futures = [pool.submit(search, recorded, name, seed=seed) for name, seed in tasks]
         _collect(tasks, (future.result() for future in futures), found, progress)
     return found
 

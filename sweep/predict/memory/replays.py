@@ -6,13 +6,12 @@ Knows nothing of what replays are for.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-import signal
 from collections.abc import Hashable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 
+from sweep.pools import process_pool, unheard_by_new_processes
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.replay import Uncapped, replay_uncapped
 from sweep.predict.memory.step import Step
@@ -68,24 +67,12 @@ def _replayed(steps: Sequence[Step]) -> Iterator[tuple[slice, list[Uncapped]]]:
 def _in_processes(
     steps: Sequence[Step], chunks: Sequence[slice], processors: int
 ) -> Iterator[tuple[slice, list[Uncapped]]]:
-    # Not forked: this process may have threads, of which a child would have the locks alone.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processors, context, initializer=_settle_in) as pool:
-        running = {pool.submit(_replay, steps[chunk]): chunk for chunk in chunks}
-        try:
-            for done in as_completed(running):
-                yield running[done], done.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _settle_in() -> None:
-    """Leave Ctrl-C to the process that started this one, and garbage be.
-
-    Replays leave none, and it would be looked for all the time.
-    """
-    gc.disable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Replays leave no garbage, and it would be looked for all the time.
+    with process_pool(processors, settle_in=gc.disable) as pool:
+        with unheard_by_new_processes():
+            running = {pool.submit(_replay, steps[chunk]): chunk for chunk in chunks}
+        for done in as_completed(running):
+            yield running[done], done.result()
 
 
 def _replay(steps: Sequence[Step]) -> list[Uncapped]:

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sweep import stop_signals
+from sweep.processes import STOP_SIGNALS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def defaults() -> Iterator[None]:
+    """Whoever started the suite may have them ignored."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def raised_in_heard(number: signal.Signals) -> None:
+    with stop_signals.heard():
+        signal.raise_signal(number)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_each_signal_interrupts_and_is_given_back(number: signal.Signals) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        raised_in_heard(number)
+    assert stop_signals.asked() == 1
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_what_is_ignored_stays_so(number: signal.Signals) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raised_in_heard(number)
+    assert stop_signals.asked() == 0
+
+
+def test_what_comes_while_an_object_is_freed_is_heard_a_moment_later(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Freed:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def work() -> None:
+        with stop_signals.heard():
+            freed = Freed()
+            del freed
+            time.sleep(5)
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert time.monotonic() - began < 2
+    assert capsys.readouterr().err == ""
+
+
+def test_the_third_ends_the_process_whatever_it_is_at() -> None:
+    program = (
+        "import signal\n"
+        "from sweep.stop_signals import heard\n"
+        "for n in (1, 2, 15): signal.signal(n, signal.SIG_DFL)\n"
+        "with heard():\n"
+        " while True:\n"
+        "  try: signal.raise_signal(signal.SIGTERM)\n"
+        "  except KeyboardInterrupt: print('swallowed', flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == stop_signals.INTERRUPTED
+    assert done.stdout.split() == [b"swallowed"] * 2
+    assert done.stderr == b""
