@@ -111,6 +111,7 @@ def _seen(character: str) -> str:
 _SECRET_VARIABLE = re.compile(
     r"PASSWORD|PASSWD|PASSPHRASE|SECRET|(?:^|_)(?:TOKEN|KEY|PAT|PASS|PW|CREDENTIALS?|APIKEY)$"
 )
+_NAMES_A_PLACE = ("FILE", "PATH", "DIR", "SOCK", "PROMPT", "COMMAND", "ASKPASS")
 _URL_PASSWORD = re.compile(r"[A-Za-z][\w+.-]{1,39}://[^:/@\s]{0,256}:(.+)@", re.DOTALL)
 _MEANS_NOTHING = frozenset({"password", "postgres", "secret", "token", "example"})
 """Passwords that are words of our own messages: hidden where they stand as one, left elsewhere."""
@@ -118,7 +119,8 @@ _MEANS_NOTHING = frozenset({"password", "postgres", "secret", "token", "example"
 
 @cache
 def _is_secret_variable(name: str) -> bool:
-    return _SECRET_VARIABLE.search(name.upper()) is not None
+    upper = name.upper()
+    return _SECRET_VARIABLE.search(upper) is not None and not upper.endswith(_NAMES_A_PLACE)
 
 
 def _environment_secrets() -> Iterator[str]:
@@ -436,11 +438,13 @@ _SCHEMED = re.compile(
     r"|(?i:(?<![A-Za-z])(basic)[ \t]{1,4})(?=[A-Za-z+/][a-z]{0,7}[A-Z0-9+/=])"
     r"[A-Za-z0-9+/]{8,}+={0,2}"
 )
+_NETRC = re.compile(r"((?<!\w)login\s{1,4}\S{1,100}\s{1,4}password\s{1,4})\S++")
 _WEBHOOK = re.compile(r"(hooks\.slack\.com/services/|/api/webhooks/\d{1,25}/)[\w/-]{8,}+")
 
 
 def _without_shapes(text: str) -> str:
     text = _SCHEMED.sub(lambda found: f"{found[1] or found[2]} {STARS}", text)
+    text = _NETRC.sub(rf"\1{STARS}", text)
     return _WEBHOOK.sub(rf"\1{STARS}", _SHAPES.sub(STARS, text))
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 from typing import IO
 
 PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
+_TEMPORARY = ".sweep.tmp"
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _KINDS = (
     (stat.S_ISLNK, "is a symbolic link, which is not followed: remove it"),
@@ -158,6 +160,11 @@ def write_chosen(path: Path, data: bytes) -> None:
     _swap_in(target, data, mode=None if there is None else stat.S_IMODE(there.st_mode))
 
 
+def is_temporary(path: Path) -> bool:
+    """Whether a file has the name that one has until it is whole."""
+    return re.fullmatch(rf"\.[0-9a-f]{{16}}{re.escape(_TEMPORARY)}", path.name) is not None
+
+
 def _swap_in(path: Path, data: bytes, *, mode: int | None, is_durable: bool = True) -> None:
     """Write a file of a random name beside ``path`` and give it that name.
 
@@ -167,7 +174,7 @@ def _swap_in(path: Path, data: bytes, *, mode: int | None, is_durable: bool = Tr
         mode: its rights; None for what the umask leaves of 0666.
         is_durable: waits until the disk has it.
     """
-    temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
+    temporary = path.with_name(f".{os.urandom(8).hex()}{_TEMPORARY}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY
     descriptor = os.open(temporary, flags, 0o666 if mode is None else PRIVATE_FILE)
     try:

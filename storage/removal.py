@@ -9,6 +9,7 @@ from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, words_of
 from storage.database import close, faults, open_for_writing
+from storage.files import is_temporary
 from storage.identity import NAME as IDENTITY
 from storage.identity import REPORT, look_beside
 from storage.keys import IDENTITY as IDENTITY_KEY
@@ -71,6 +72,10 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
 def _remove_files(directory: Path, names: Sequence[str]) -> Removed:
     files = [directory / name for name in names if os.path.lexists(directory / name)]
     try:
+        if names and directory.is_dir():
+            # What a process that was killed had not yet given its name.
+            for path in filter(is_temporary, directory.iterdir()):
+                path.unlink()
         for path in files:
             path.unlink()
         left = tuple(sorted(directory.iterdir())) if directory.is_dir() else ()

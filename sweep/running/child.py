@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 from search_spaces.errors import EnvironmentFault, words_of
+from storage import files
 from sweep.child_environment import child_environment
 from sweep.paths import cache_directory
 from sweep.processes import KILL_SECONDS, Child, End
@@ -325,5 +326,9 @@ def _environment(settings: WorkerSettings) -> dict[str, str]:
     """Return the variables that a worker starts with."""
     inherited = child_environment(with_hub_token=settings.weights == "pretrained")
     # By default the compiler's files are in /tmp, and gone with the next start of the machine.
-    kept = {"TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "compiled")}
+    compiled = cache_directory() / "compiled"
+    # Made here, as the compiler would leave its rights to the umask. What cannot be made, it says.
+    with contextlib.suppress(OSError):
+        files.make_directory(compiled)
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     return kept | inherited | _QUIET | (_CPU_ENVIRONMENT if settings.device == "cpu" else {})

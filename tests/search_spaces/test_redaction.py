@@ -156,6 +156,23 @@ def test_a_secret_of_the_environment_survives_nowhere(
     assert redact(text) == text
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PASSWORD_FILE", "/run/secrets/db"),
+        ("SSL_KEY", "/etc/ssl/key.pem"),
+        ("TOKENIZERS_PARALLELISM", "false-or-true"),
+        ("HTTPS_PROXY", "http://localhost:3128"),
+    ],
+)
+def test_a_variable_that_holds_no_secret_hides_nothing(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    learn_environment()
+    assert redact(f"it is {value} here") == f"it is {value} here"
+
+
 PIECES = (
     *("postgresql://u:", "a@b", "@h/db", "password=", "'", '"', "\\", " ", "\n", "://", "token: "),
     *("***", "Bearer ", "secret", "key", "=", ":", "hf_abcdefGH12", "x", "12", "&", "?token=", "-"),

@@ -45,3 +45,13 @@ def test_a_study_that_somebody_drives_is_not_removed(tmp_path: Path) -> None:
         with pytest.raises(EnvironmentFault, match=r"driven by .*nothing was removed"):
             remove_study("mine", url=url, home=tmp_path)
     assert len(read_study("mine", url=url, home=tmp_path).records) == 1
+
+
+def test_what_a_killed_process_had_not_finished_goes_too(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/sweep.db"
+    with open_it(url, tmp_path) as study:
+        run_one(study)
+    for name in (".0123456789abcdef.sweep.tmp", ".mine.tmp"):
+        (tmp_path / "study" / name).write_text("half")
+    removed = remove_study("study", url=url, home=tmp_path)
+    assert removed.left == (tmp_path / "study" / ".mine.tmp",)
