@@ -157,15 +157,20 @@ def _page_data(document: Mapping[str, Any], figures: Iterable[PageFigure]) -> st
 
 def _visible(value: Any) -> Any:
     """Return plain values in whose texts nothing works unseen."""
-    match value:
-        case str():
-            return units.visible(value)
-        case Mapping():
-            return {_visible(key): _visible(part) for key, part in value.items()}
-        case list() | tuple():
-            return [_visible(part) for part in value]
-        case _:
-            return value
+    if isinstance(value, str):
+        return value if value.isascii() and value.isprintable() else units.visible(value)
+    if isinstance(value, Mapping):
+        return {
+            _visible(key): part if type(part) in _PLAIN else _visible(part)
+            for key, part in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [part if type(part) in _PLAIN else _visible(part) for part in value]
+    return value
+
+
+_PLAIN = frozenset({int, float, bool, type(None)})
+"""What holds no text: nearly all that a page of thousands of trials has."""
 
 
 def _finalized(value: Any) -> Any:

@@ -35,6 +35,7 @@ from storage.lease import lease_for
 from storage.reading import DEFINITION, IDENTITY, RUNS, understood
 from storage.spool import NAME as SPOOL
 from storage.spool import Spool
+from storage.stored import refuse_unreadable
 from storage.study import OpenStudy
 from storage.urls import DatabaseUrl, parse_url
 
@@ -88,6 +89,7 @@ def open_study(
         undo.callback(lease.release)
         with faults(database), understood(name):
             lease.acquire()
+            patiently(partial(refuse_unreadable, storage.engine, name), patience=patience)
             create = partial(
                 optuna.create_study,
                 study_name=name,
