@@ -187,7 +187,7 @@ class _Rows:
         result = mapping.to_optuna(
             record, objectives=self.definition.space.objectives, budget_bytes=BUDGET
         )
-        trial_id, started = record.number + 1, datetime(2026, 11, 21)
+        trial_id, started = 10**6 * self.study_id + record.number, datetime(2026, 11, 21)
         self.of["trials"].append(
             {
                 "trial_id": trial_id,
