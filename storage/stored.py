@@ -26,7 +26,7 @@ from sqlalchemy import case, column, func, select, table
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, quote
-from search_spaces.models import checked_config
+from search_spaces.models import SIZE_MAX, SIZES
 from search_spaces.validation import explain
 from storage import keys
 from storage.definition import (
@@ -572,6 +572,17 @@ class _Model(BaseModel):
     config: dict[str, Any]
     path: str | None = None
 
+    @field_validator("config")
+    @classmethod
+    def _sizes_are_counts(cls, config: dict[str, Any]) -> dict[str, Any]:
+        for key in SIZES:
+            value = config.get(key)
+            if value is not None and (type(value) is not int or not 1 <= value <= SIZE_MAX):
+                raise ValueError(f"has {quote(value)} as its {key}")
+        if not isinstance(config.get("model_type", ""), str):
+            raise ValueError(f"has {quote(config['model_type'])} as its model_type")
+        return config
+
 
 def _unchanged(check: type[BaseModel]) -> WrapValidator:
     """Return what refuses values that ``check`` does not take, and leaves them else as they are."""
@@ -616,8 +627,6 @@ def _definition(texts: _Texts) -> tuple[StudyDefinition, bool]:
         raise _UnreadableError(f"its definition is of another version: {explain(error)}") from None
     try:
         definition.space.baseline_config()
-        if definition.model["config"]:
-            checked_config(definition.model["config"], label="its model")
     except InputError as error:
         raise _UnreadableError(str(error)) from None
     budget = definition.target.budget_bytes

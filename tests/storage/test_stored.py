@@ -272,8 +272,8 @@ DEFINITIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a model without a name": (lambda d: d | {"model": {}}, "name"),
     "a model of words": (lambda d: d | {"model": d["model"] | {"config": "x"}}, "config"),
     "a model of no size": (
-        lambda d: d | {"model": d["model"] | {"config": {"model_type": "llama"}}},
-        "num_hidden_layers",
+        lambda d: d | {"model": d["model"] | {"config": {"hidden_size": "wide"}}},
+        "hidden_size",
     ),
 }
 
