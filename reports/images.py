@@ -14,9 +14,10 @@ import plotly.graph_objects as go
 from reports.document import document_of
 from reports.figures.figure import PageFigure, resolved
 from reports.figures.style import themes
-from reports.page import figures_of, write_whole
+from reports.page import figures_of
 from search_spaces.errors import EnvironmentFault, InputError, install_extra, listed
 from storage.definition import StudySnapshot
+from storage.files import write_chosen
 
 SUFFIXES = (".png", ".svg")
 OTHER_SUFFIXES = (".pdf", ".jpg", ".jpeg", ".webp", ".gif", ".eps")
@@ -62,7 +63,7 @@ def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = Non
     except (RuntimeError, ValueError, OSError) as error:
         raise EnvironmentFault(f"plotly's image engine failed: {error}") from error
     try:
-        write_whole(path, data)
+        write_chosen(path, data)
     except OSError as error:
         raise EnvironmentFault(f"cannot write the picture {path}: {error.strerror}") from error
 

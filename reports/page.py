@@ -6,16 +6,16 @@ with a ``figures`` attribute brings those figures with it. Every trial is in the
 `document` has it; the scripts in `templates/scripts` draw, sort and explain from there.
 
 Everything from a study is escaped: in markup by the template, in scripts by the JSON encoder, and
-what works unseen (`units.visible`) in both. A content security policy allows the page's own scripts
-by their hashes and no connection at all.
+in both it is without secrets and what works unseen (`units.visible`). A content security policy
+allows the page's own scripts by their hashes and no connection at all.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -40,7 +40,9 @@ from reports.next_steps import next_steps_of
 from reports.trials import trials_of
 from reports.wall import wall_of
 from search_spaces.errors import EnvironmentFault
+from search_spaces.redaction import redacted
 from storage.definition import StudySnapshot
+from storage.files import replace, write_chosen
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,28 @@ def write_report(snapshot: StudySnapshot, path: Path) -> None:
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write a page to ``path``, whole or not at all; missing directories are made.
+    """Write a page where sweep keeps it: for its owner alone, in the place of a link.
 
     Raises:
         EnvironmentFault: it cannot be written there; what was there before is untouched.
     """
+    with _writing(path):
+        replace(path, page.encode("utf-8", errors="replace"))
+
+
+def write_chosen_page(page: str, path: Path) -> None:
+    """Write a page where the user wants it, as `storage.files.write_chosen` does.
+
+    Raises what `write_page` raises.
+    """
+    with _writing(path):
+        write_chosen(path, page.encode("utf-8", errors="replace"))
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        write_whole(path, page.encode("utf-8", errors="replace"))
+        yield
     except OSError as error:
         raise EnvironmentFault(f"cannot write the report {path}: {error.strerror}") from error
 
@@ -152,25 +169,8 @@ def _page_data(document: Mapping[str, Any], figures: Iterable[PageFigure]) -> st
     """Return trials, figures and themes as JSON that is safe inside a script element."""
     drawings = {figure.id: {**figure.plain, "controls": figure.controls} for figure in figures}
     data = {"document": document, "figures": drawings, "themes": themes()}
-    return str(to_json_plotly(_visible(data)))
-
-
-def _visible(value: Any) -> Any:
-    """Return plain values in whose texts nothing works unseen."""
-    if isinstance(value, str):
-        return value if value.isascii() and value.isprintable() else units.visible(value)
-    if isinstance(value, Mapping):
-        return {
-            _visible(key): part if type(part) in _PLAIN else _visible(part)
-            for key, part in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [part if type(part) in _PLAIN else _visible(part) for part in value]
-    return value
-
-
-_PLAIN = frozenset({int, float, bool, type(None)})
-"""What holds no text: nearly all that a page of thousands of trials has."""
+    # The same words come again and again in the trials of a study.
+    return str(to_json_plotly(redacted(data, clean=cache(units.visible))))
 
 
 def _finalized(value: Any) -> Any:
@@ -208,25 +208,3 @@ def _csp_hash(script: str) -> str:
     """Return what a content security policy calls a script by."""
     digest = hashlib.sha256(script.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all; missing directories are made.
-
-    A link stays one, and a device or a pipe, ``/dev/null`` say, is written to: putting a file in
-    its place, as is done otherwise, would take it from everybody else.
-
-    Raises:
-        OSError: it cannot be written there; what was there before is untouched.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
-        return
-    target = path.resolve()
-    temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -6,40 +6,21 @@ Knows nothing of studies or of where the words go; what is unknown or not finite
 from __future__ import annotations
 
 import math
-import re
-import unicodedata
 from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.knobs import CAPACITY_KEYS, KNOBS, SIZE_KEYS
+from search_spaces.redaction import shown
 
 DASH = "–"
 MIB = 2**20
 
 
-_BEYOND_ASCII = re.compile("[^\\n\\t -~]")
-_UNSEEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-_UNSEEN_LETTERS = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0")
-
-
 def visible(text: str) -> str:
-    """Return text in which nothing works unseen: ``\\u202e`` is written out for that character.
-
-    So are control and format characters: what reverses the order of reading, what has no width,
-    separators of lines and paragraphs, and halves of surrogate pairs. Line feeds and tabs stay.
-    """
-    return _BEYOND_ASCII.sub(lambda found: _seen(found[0]), text)
-
-
-def _seen(character: str) -> str:
-    is_unseen = unicodedata.category(character) in _UNSEEN_CATEGORIES
-    if not is_unseen and character not in _UNSEEN_LETTERS:
-        return character
-    code = ord(character)
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    """Return a text of the user's or of a library without secrets, and without what works unseen:
+    ``\\u202e`` is written out for that character. Line feeds and tabs stay."""
+    return shown(text)
 
 
 def is_known(value: float | None) -> bool:

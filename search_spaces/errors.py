@@ -4,6 +4,8 @@ SweepError                  what the terminal translates into one message and an
 +-- NothingFits             exit 1: everything was right, and no configuration fits
 +-- InputError              exit 2: a file, key, value, preset, GPU or model that is not right
 +-- EnvironmentFault        exit 3: GPU, driver, disk, database, network
+    +-- CardLost            a process that nothing ends holds the card
+    +-- Interrupted         exit 130: somebody asked to stop while that was waited for
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+
+from search_spaces.redaction import redact
 
 QUOTE_MAX = 120
 """Characters of a value that a message quotes."""
@@ -40,6 +44,16 @@ class EnvironmentFault(SweepError):  # noqa: N818 - nothing in what was typed is
     exit_code = 3
 
 
+class Interrupted(EnvironmentFault):
+    """Somebody asked to stop while something outside was waited for, which may be resumed."""
+
+    exit_code = 130
+
+
+class CardLost(EnvironmentFault):
+    """The process that has the device is held in the kernel, where not even SIGKILL ends it."""
+
+
 def install_extra(name: str) -> str:
     """Return the command that installs what one of the extras in pyproject.toml brings."""
     return f"pip install 'qlora-sweep[{name}]'"
@@ -48,7 +62,8 @@ def install_extra(name: str) -> str:
 def quote(value: object) -> str:
     """Return a value as a message quotes it: as it was typed in YAML or JSON, cut where long."""
     try:
-        text = _written(value)
+        # Before it is cut: of half a URL nobody could tell what was a password.
+        text = redact(_written(value))
     except ValueError:
         # Python refuses to write out whole numbers of thousands of digits.
         return "a number too long to show"
@@ -80,13 +95,13 @@ def _plain(key: object) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """Return what an exception says, in words: its text, never the name of its class."""
+    """Return what an exception says, in words: its text without secrets, never its class's name."""
     match error:
         case OSError(strerror=str(reason)):
-            return reason if error.filename is None else f"{error.filename}: {reason}"
+            return redact(reason if error.filename is None else f"{error.filename}: {reason}")
         case KeyError(args=(str(key),)):
             return f"'{key}' is missing"
-    lines = str(error).strip().splitlines()
+    lines = redact(str(error)).strip().splitlines()
     return lines[0] if lines else _spelled(type(error).__name__)
 
 

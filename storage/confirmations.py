@@ -92,7 +92,8 @@ class Confirmations:
         return sum(record.device_seconds for record in self.records if record.series == series)
 
     def repeat_seconds(self, *, series: int, besides: Collection[TrialConfig] = ()) -> float:
-        """Return what the runs of a series took so far; not its soaks, nor the worker's start.
+        """Return what the runs of a series took so far; not its soaks, nor the worker's start, nor
+        what somebody interrupted.
 
         Args:
             series: that is asked about.
@@ -103,6 +104,7 @@ class Confirmations:
             for record in self.records
             if record.series == series
             and record.purpose == "confirm"
+            and not record.is_interrupted
             and canonical(record.config) not in besides
         )
 

@@ -1,4 +1,4 @@
-"""Owns the way to a database: open it, translate its errors, outlast the short ones.
+"""Owns the way to a database: open it, outlast the faults that pass, translate the others.
 
 The one module that opens Optuna's storages and SQLAlchemy's engines. Knows nothing of trials.
 """
@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import sqlite3
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import sqlalchemy
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from search_spaces.errors import EnvironmentFault, install_extra, words_of
+from search_spaces.errors import EnvironmentFault, install_extra
+from storage import files
+from storage.failures import causes, failures, is_not_ready, is_passing, reason, scrubbed, state
+from storage.patience import PATIENCE, READER, Patience
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 if TYPE_CHECKING:
@@ -37,48 +38,80 @@ _READER_SECONDS = 10.0
 """The same for a reader, which does not try again."""
 SCHEMA = "v3.2.0.a"
 """The newest version of Optuna's tables that is known here."""
-_CONNECT_SECONDS = 10
 _CREATION_ATTEMPTS = 8
-_KEEPALIVES = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long to go on trying while a database is locked or away."""
-
-    seconds: float = 60.0
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-
-PATIENCE = Patience()
+_PAUSE_MOST_SECONDS = 3.0
 
 
 def patiently(
-    action: Callable[[], T], *, patience: Patience, before_retry: Callable[[], None] = lambda: None
+    action: Callable[[], T],
+    *,
+    patience: Patience,
+    before_retry: Callable[[], None] = lambda: None,
+    storage: RDBStorage | None = None,
+    passes: Callable[[BaseException], bool] = is_passing,
 ) -> T:
     """Return ``action()``, tried again with growing pauses while it fails for a reason that passes.
 
     Args:
-        action: must be safe to repeat.
+        action: must be safe to repeat, also where it did all that it should and nobody was told.
         patience: how long to go on.
         before_retry: tidies up what a failed attempt may have left.
+        storage: what it goes through; each further attempt has a session and connections of its
+            own, as an earlier one's may be of no use any more.
+        passes: whether a failure may pass.
+
+    Raises:
+        Interrupted: somebody asked to stop meanwhile.
     """
-    deadline, pause, attempt = patience.clock() + patience.seconds, 0.1, 0
+    try:
+        return _persist(action, patience, before_retry, storage, passes)
+    finally:
+        patience.end()
+
+
+def _persist(
+    action: Callable[[], T],
+    patience: Patience,
+    before_retry: Callable[[], None],
+    storage: RDBStorage | None,
+    passes: Callable[[BaseException], bool],
+) -> T:
+    pause, attempt = 0.1, 0
     while True:
         try:
             if attempt:
+                _renew(storage)
                 before_retry()
             return action()
         except failures() as error:
-            if not _is_transient(error) or patience.clock() + pause > deadline:
+            if not passes(error):
                 raise
-        patience.sleep(pause)
-        pause, attempt = min(2 * pause, 8.0), attempt + 1
+            patience.begin(state(error))
+            if patience.waited_seconds() + pause > patience.seconds:
+                raise
+        patience.pause(pause)
+        pause, attempt = min(2 * pause, _PAUSE_MOST_SECONDS), attempt + 1
 
 
-def open_for_writing(url: DatabaseUrl) -> SearchStorage:
+def _renew(storage: RDBStorage | None) -> None:
+    """Let go of a session and of connections that a failure may have left in any state."""
+    if storage is None:
+        return
+    try:
+        storage.remove_session()
+    except failures():
+        # It rolls back over a connection that is gone; the next session has another.
+        storage.scoped_session.registry.clear()
+    storage.engine.dispose()
+
+
+def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> SearchStorage:
     """Open the database, created where it is missing.
+
+    Args:
+        url: of the database.
+        patience: how long each answer of a server is waited for. One that says that it is not
+            ready yet is waited for; what is wrong in any other way is said at once.
 
     Raises:
         EnvironmentFault: the directory, the file or the server is not to be had.
@@ -86,6 +119,7 @@ def open_for_writing(url: DatabaseUrl) -> SearchStorage:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    patience = patience or replace(PATIENCE)
     with _opening(url):
         match url:
             case SqliteUrl():
@@ -95,17 +129,24 @@ def open_for_writing(url: DatabaseUrl) -> SearchStorage:
                 # for the write lock without risking a deadlock, so each takes it at its start.
                 _begin_with(storage.engine, "BEGIN IMMEDIATE")
             case PostgresUrl():
-                storage = _create(url, {"pool_pre_ping": True, "connect_args": _arguments()})
+                options = {"pool_pre_ping": True, "creator": _connector(url, patience)}
+                storage = patiently(
+                    lambda: _create(url, options), patience=patience, passes=is_not_ready
+                )
     return storage
 
 
-def open_for_reading(url: DatabaseUrl) -> RDBStorage | None:
+def open_for_reading(url: DatabaseUrl, *, patience: Patience | None = None) -> RDBStorage | None:
     """Open the database without ever writing to it; None where it holds no studies yet.
+
+    Args:
+        url: of the database.
+        patience: how long each answer of a server is waited for.
 
     Raises:
         EnvironmentFault: the file or the server is not to be had.
     """
-    options = _reader(url)
+    options = _reader(url, patience or replace(READER))
     if options is None:
         return None
     with _opening(url):
@@ -142,7 +183,7 @@ def reader_of(url: DatabaseUrl) -> Iterator[sqlalchemy.Engine | None]:
 
 
 def _engine_for_reading(url: DatabaseUrl) -> sqlalchemy.Engine | None:
-    options = _reader(url)
+    options = _reader(url, replace(READER))
     schema = None if options is None else _schema(url, options)
     if options is None or schema is None:
         return None
@@ -154,14 +195,15 @@ def _engine_for_reading(url: DatabaseUrl) -> sqlalchemy.Engine | None:
     return engine
 
 
-def _reader(url: DatabaseUrl) -> dict[str, Any] | None:
+def _reader(url: DatabaseUrl, patience: Patience) -> dict[str, Any] | None:
     """Return how an engine is made that never writes; None where there is no file."""
     match url:
         case SqliteUrl():
             return {"creator": lambda: _connect(url, is_reader=True)} if _is_file(url) else None
         case PostgresUrl():
             execution = {"postgresql_readonly": True, "isolation_level": "REPEATABLE READ"}
-            return {"execution_options": execution, "connect_args": _arguments()}
+            connect = _connector(url, patience, is_reader=True)
+            return {"execution_options": execution, "creator": connect}
 
 
 def _read_at_once(engine: sqlalchemy.Engine) -> None:
@@ -172,19 +214,27 @@ def _read_at_once(engine: sqlalchemy.Engine) -> None:
 
 def close(storage: RDBStorage) -> None:
     """Close every connection of a storage."""
-    storage.remove_session()
-    storage.engine.dispose()
+    _renew(storage)
 
 
-def connect_apart(url: PostgresUrl, *, application_name: str) -> sqlalchemy.Connection:
+def connect_apart(
+    url: PostgresUrl, *, application_name: str, patience: Patience
+) -> sqlalchemy.Connection:
     """Return a connection of its own, in autocommit, under a name that other sessions can read."""
     engine = sqlalchemy.create_engine(
         url.text,
         poolclass=NullPool,
         isolation_level="AUTOCOMMIT",
-        connect_args={**_arguments(), "application_name": application_name},
+        creator=_connector(url, patience, application_name=application_name),
     )
     return engine.connect()
+
+
+def _connector(url: PostgresUrl, patience: Patience, **options: Any) -> Callable[[], Any]:
+    # Imported here: the driver is an extra.
+    from storage.postgres import connector
+
+    return connector(url, patience, **options)
 
 
 @contextmanager
@@ -196,7 +246,7 @@ def faults(url: DatabaseUrl) -> Iterator[None]:
     try:
         yield
     except failures() as error:
-        raise EnvironmentFault(f"database {url}: {_reason(error, url)}") from None
+        raise EnvironmentFault(f"database {url}: {reason(error, url)}") from None
 
 
 @contextmanager
@@ -210,7 +260,7 @@ def _opening(url: DatabaseUrl) -> Iterator[None]:
             f"database {url}: the PostgreSQL driver is not installed: {install_extra('postgresql')}"
         ) from None
     except RuntimeError as error:
-        raise EnvironmentFault(f"database {url}: {_scrubbed(str(error), url)}") from None
+        raise EnvironmentFault(f"database {url}: {scrubbed(str(error), url)}") from None
 
 
 def _create(url: DatabaseUrl, options: dict[str, Any]) -> SearchStorage:
@@ -249,10 +299,6 @@ def _begin_with(engine: sqlalchemy.Engine, statement: str) -> None:
     )
 
 
-def _arguments() -> dict[str, Any]:
-    return {"connect_timeout": _CONNECT_SECONDS, **_KEEPALIVES}
-
-
 def _optuna_text(url: DatabaseUrl) -> str:
     """Return the URL as Optuna takes it: it formats the text, so braces are doubled."""
     text = url.text if isinstance(url, PostgresUrl) else str(url)
@@ -264,8 +310,10 @@ def _prepare_file(url: SqliteUrl) -> None:
     if _is_file(url):
         return
     try:
-        url.path.parent.mkdir(parents=True, exist_ok=True)
-        url.path.touch()
+        files.make_directory(url.path.parent)
+        # Another driver may have made it in the meantime. Its journals take on its rights.
+        with suppress(FileExistsError):
+            files.create(url.path)
     except OSError as error:
         raise EnvironmentFault(f"cannot create database {url}: {error.strerror}") from error
 
@@ -297,45 +345,6 @@ def _plain_text(url: DatabaseUrl) -> str:
     return url.text if isinstance(url, PostgresUrl) else "sqlite://"
 
 
-def failures() -> tuple[type[Exception], ...]:
-    """Return what a database raises; what Optuna makes of it only where Optuna is in use."""
-    module = sys.modules.get("optuna.exceptions")
-    return (SQLAlchemyError,) if module is None else (SQLAlchemyError, module.StorageInternalError)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
-
-
-def _is_transient(error: BaseException) -> bool:
-    """Whether waiting may help: a lock that another process holds, a connection that dropped."""
-    for cause in _causes(error):
-        if isinstance(cause, DBAPIError) and isinstance(cause.orig, sqlite3.Error):
-            return "locked" in str(cause.orig) or "busy" in str(cause.orig)
-        if isinstance(cause, OperationalError | InterfaceError):
-            return True
-        if isinstance(cause, DBAPIError):
-            return cause.connection_invalidated
-    return False
-
-
 def _is_creation_race(error: BaseException) -> bool:
     words = ("already exists", "UNIQUE constraint", "duplicate key", "locked")
-    return any(word in str(cause) for cause in _causes(error) for word in words)
-
-
-def _reason(error: BaseException, url: DatabaseUrl) -> str:
-    """Return the driver's own first line, which names the fault without SQL and parameters."""
-    originals = [
-        cause.orig for cause in _causes(error) if isinstance(cause, DBAPIError) and cause.orig
-    ]
-    return _scrubbed(words_of(originals[0] if originals else error), url)
-
-
-def _scrubbed(text: str, url: DatabaseUrl) -> str:
-    for secret in url.secrets if isinstance(url, PostgresUrl) else ():
-        text = text.replace(secret, "***").replace(quote(secret, safe=""), "***")
-    return text
+    return any(word in str(cause) for cause in causes(error) for word in words)

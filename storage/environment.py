@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from search_spaces.redaction import redacted
+
 PACKAGES = (
     "qlora-sweep",
     "torch",
@@ -44,7 +46,7 @@ def fingerprint(
         driver: version of its driver.
         cuda_driver: newest CUDA version that the driver supports.
     """
-    return {
+    found = {
         "device": device,
         "gpu": gpu,
         "driver": driver,
@@ -56,6 +58,8 @@ def fingerprint(
         "commit": _commit(Path(__file__).resolve().parent.parent),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+    # What drivers and systems call themselves is anybody's text.
+    return {key: redacted(value) for key, value in found.items()}
 
 
 def _cpu() -> str | None:

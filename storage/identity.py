@@ -11,14 +11,14 @@ import contextlib
 import json
 import os
 import re
-import secrets
-import stat
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from storage.definition import StudyDefinition
+from storage.files import create, make_directory, open_reading, replace
 from storage.spool import NAME as SPOOL
 from storage.spool import newest_study
 
@@ -104,6 +104,17 @@ def stranger_words(beside: Beside, *, study: str, identity: str, database: str) 
     return (f"{_what(beside, names, study, identity, database)}: {_advice(beside)}",)
 
 
+def lost_words(directory: Path) -> str:
+    """Return what to add where a database has no study of a directory's name; "" without one."""
+    file = read_identity(directory)
+    if file is None:
+        return ""
+    return (
+        f"; the files of one are in {directory}, driven in {file.database}: put that database back "
+        "or name it with --storage"
+    )
+
+
 def _what(
     beside: Beside, names: tuple[str, ...], study: str, identity: str | None, database: str
 ) -> str:
@@ -120,9 +131,12 @@ def _are(names: tuple[str, ...]) -> str:
 
 
 def _advice(beside: Beside) -> str:
+    over = ""
+    if beside.spooled is not None:
+        over = f" (--from {shlex.quote(str(beside.directory / SPOOL))} takes its results over)"
     return (
-        "put that database back or name it with --storage, take another name with --study, or "
-        f"move or remove {beside.directory}"
+        "put that database back or name it with --storage, take another name with --study"
+        f"{over}, or move or remove {beside.directory}"
     )
 
 
@@ -153,9 +167,12 @@ def note_identity(
     try:
         data = json.dumps(values).encode()
         if is_unreadable or (there is not None and _is_outdated(there, json.loads(data))):
-            _replace(path, data)
+            replace(path, data)
         elif there is None:
-            _create(path, data)
+            make_directory(directory)
+            # Of two drivers at once one is first, and the other reads whose it is.
+            with contextlib.suppress(FileExistsError):
+                create(path, data)
     except OSError as error:
         reason = error.strerror or words_of(error)
         raise EnvironmentFault(f"cannot write {path}: {reason}") from error
@@ -210,40 +227,5 @@ def _read_report(path: Path) -> tuple[str | None, bool]:
 
 def _head(path: Path, limit: int) -> bytes:
     """Return the beginning of a file, and of nothing else that may stand there."""
-    with open(path, "rb", opener=_open_plainly) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(None, "it is no file")
+    with open_reading(path) as file:
         return file.read(limit)
-
-
-def _open_plainly(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _create(path: Path, data: bytes) -> None:
-    """Create the file unless one is there: of two drivers at once one is first."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        _write_new(path, data)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    _write_new(beside, data)
-    try:
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise

@@ -110,7 +110,8 @@ def unsettled(
         is_driven: whether somebody else may have begun and spooled a trial between the two reads.
     """
     known = tuple(records)
-    contents = spool.look(known=_settled_attempts(known))
+    unnamed = {(r.number, r.started_at): r for r in known if r.attempt_id is None}
+    contents = spool.look(known=_settled_attempts(known), unnamed=unnamed)
     open_trials = {trial.number: trial for trial in begun}
     waiting = tuple(
         r for r in contents.records if (t := open_trials.get(r.number)) is not None and is_of(r, t)
@@ -133,10 +134,10 @@ def kept_among(
         known: every record that the database has of it.
         study_id: its identity.
     """
-    candidates = tuple(spooled)
+    attempts = _settled_attempts(known)
+    candidates = [r for r in spooled if r.verdict in WORTH_KEEPING and r.attempt_id not in attempts]
     if not candidates:
         return ()
-    attempts = _settled_attempts(known)
     settled = {_legacy_key(r, study_id) for r in known if r.verdict is not Verdict.LOST}
     concluded = {
         canonical(r.config) for r in known if r.purpose == "search" and r.verdict in WORTH_KEEPING
@@ -144,9 +145,7 @@ def kept_among(
     return tuple(
         r
         for r in candidates
-        if r.verdict in WORTH_KEEPING
-        and r.attempt_id not in attempts
-        and (r.attempt_id is not None or _legacy_key(r, study_id) not in settled)
+        if (r.attempt_id is not None or _legacy_key(r, study_id) not in settled)
         and (r.purpose != "search" or canonical(r.config) not in concluded)
     )
 

@@ -9,18 +9,22 @@ import errno
 import fcntl
 import hashlib
 import os
+import secrets
 import socket
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import sqlalchemy
 from filelock import FileLock, Timeout
 from sqlalchemy.exc import SQLAlchemyError
 
 from search_spaces.errors import EnvironmentFault
+from storage import files
 from storage.database import connect_apart
+from storage.patience import READER, Patience
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 _GRACE_SECONDS = 1.0
@@ -66,13 +70,19 @@ class Lease(Protocol):
         ...
 
 
-def lease_for(url: DatabaseUrl, study: str) -> Lease:
-    """Return the lease of ``study``, not yet taken."""
+def lease_for(url: DatabaseUrl, study: str, *, patience: Patience | None = None) -> Lease:
+    """Return the lease of ``study``, not yet taken.
+
+    Args:
+        url: of the database.
+        study: its name.
+        patience: how long a server's answers are waited for; a reader's where nobody drives.
+    """
     match url:
         case SqliteUrl():
             return FileLease(url.path, study)
         case PostgresUrl():
-            return AdvisoryLease(url, study)
+            return AdvisoryLease(url, study, patience or replace(READER))
 
 
 def this_driver() -> str:
@@ -104,6 +114,7 @@ class FileLease:
         self._lock = FileLock(
             self.path,
             timeout=_GRACE_SECONDS,
+            mode=files.PRIVATE_FILE,
             # The lease is the process's: whichever thread asks, and whichever gives it up.
             thread_local=False,
             # On a file system without locks a file's mere existence would have to do, and outlive a
@@ -123,6 +134,7 @@ class FileLease:
         """Take the lease."""
         self.release()
         try:
+            files.refuse_others(self.path)
             self._lock.acquire()
         except Timeout:
             raise _taken(self.study, self._written()) from None
@@ -158,7 +170,7 @@ class FileLease:
     def holder(self) -> Holder | None:
         """Return who has it now."""
         try:
-            with self.path.open(encoding="utf-8") as file:
+            with files.open_reading(self.path) as file:
                 # filelock has exclusive locks alone, by which two readers would take each other for
                 # the driver, and which need a file that they may write to. Its lock on Linux and
                 # macOS is a flock, and a shared one waits for nobody but the driver.
@@ -170,7 +182,7 @@ class FileLease:
         return None
 
     def _written(self) -> Holder:
-        words = self.path.read_text(encoding="utf-8").split()
+        words = files.read_bytes(self.path).decode(errors="replace").split()
         return Holder(*words) if len(words) == 2 else Holder("another process")
 
 
@@ -187,12 +199,15 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 _HOLDER = sqlalchemy.text(
-    "SELECT a.application_name, a.backend_start "
+    "SELECT a.application_name, a.backend_start, a.pid "
     "FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
     "WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 "
     "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
     "AND l.classid = CAST(:high AS oid) AND l.objid = CAST(:low AS oid)"
 )
+_TRY = sqlalchemy.text("SELECT pg_try_advisory_lock(:key)")
+_PROCESS = sqlalchemy.text("SELECT pg_backend_pid()")
+_TERMINATE = sqlalchemy.text("SELECT pg_terminate_backend(:process)")
 
 
 @dataclass(eq=False)
@@ -201,21 +216,25 @@ class AdvisoryLease:
 
     url: PostgresUrl
     study: str
+    patience: Patience
     _connection: sqlalchemy.Connection | None = field(default=None, init=False)
+    _process: int | None = field(default=None, init=False)
+    """The server's process that has the lock."""
+    _name: str = field(init=False)
+    """Of this driver alone: two containers may well have a host's name and a process in common."""
+
+    def __post_init__(self) -> None:
+        self._name = f"sweep {this_driver()[-_NAME_LIMIT + 15 :]} {secrets.token_hex(4)}"
 
     def acquire(self) -> None:
         """Take the lease."""
         self.release()
-        connection = connect_apart(
-            self.url, application_name=f"sweep {this_driver()}"[-_NAME_LIMIT:]
-        )
+        connection = connect_apart(self.url, application_name=self._name, patience=self.patience)
         try:
-            # The server would otherwise keep the lock of a vanished host for hours.
-            for name, value in (("idle", 60), ("interval", 10), ("count", 3)):
-                connection.exec_driver_sql(f"SET tcp_keepalives_{name} = {value}")
-            query = sqlalchemy.text("SELECT pg_try_advisory_lock(:key)")
-            if not connection.execute(query, {"key": self._key}).scalar_one():
+            self._refuse_pooler(connection)
+            if not self._try(connection) and not self._try_after_ourselves(connection):
                 raise _taken(self.study, _advisory_holder(connection, self._key))
+            self._process = _process(connection)
         except BaseException:
             connection.close()
             raise
@@ -226,32 +245,76 @@ class AdvisoryLease:
         digest = hashlib.sha256(f"qlora-sweep:{self.study}".encode()).digest()
         return int.from_bytes(digest[:8], signed=True)
 
+    def _try(self, connection: sqlalchemy.Connection) -> bool:
+        return bool(connection.execute(_TRY, {"key": self._key}).scalar_one())
+
+    def _try_after_ourselves(self, connection: sqlalchemy.Connection) -> bool:
+        """Take the lock from a connection of our own that broke, if the server has not noticed."""
+        row = _lock_row(connection, self._key)
+        if row is None or row[0] != self._name:
+            return False
+        connection.execute(_TERMINATE, {"process": row[2]})
+        deadline = self.patience.clock() + _GRACE_SECONDS
+        while not (is_ours := self._try(connection)) and self.patience.clock() < deadline:
+            self.patience.sleep(0.05)
+        return is_ours
+
+    def _refuse_pooler(self, connection: sqlalchemy.Connection) -> None:
+        """Refuse a pooler that hands a session of the server to one client after another.
+
+        A pooler names a process that is none of the server's. Where a second connection comes to
+        the same process as the first, the lock would be everybody's.
+        """
+        driver: Any = connection.connection.dbapi_connection
+        if (process := _process(connection)) == driver.info.backend_pid:
+            return
+        with connect_apart(self.url, application_name="sweep", patience=self.patience) as second:
+            if _process(second) == process:
+                raise EnvironmentFault(
+                    f"database {self.url}: a connection pooler in transaction mode, which cannot "
+                    "hold a study's lock; name the server itself, or the pooler's session mode"
+                )
+
     def is_held(self) -> bool:
-        """Whether the connection that holds the lock is alive."""
+        """Whether the connection that holds the lock is alive, and still the same session."""
         if self._connection is None:
             return False
         try:
-            self._connection.exec_driver_sql("SELECT 1")
+            return _process(self._connection) == self._process
         except SQLAlchemyError:
             return False
-        return True
 
     def release(self) -> None:
         """Give it up; the server drops the lock with the connection."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(SQLAlchemyError):
+                connection.close()
 
     def holder(self) -> Holder | None:
         """Return who has it now."""
-        with connect_apart(self.url, application_name="sweep status") as connection:
+        with connect_apart(
+            self.url, application_name="sweep status", patience=self.patience
+        ) as connection:
             return _advisory_holder(connection, self._key)
 
 
-def _advisory_holder(connection: sqlalchemy.Connection, key: int) -> Holder | None:
+def _process(connection: sqlalchemy.Connection) -> int:
+    return int(connection.execute(_PROCESS).scalar_one())
+
+
+def _lock_row(connection: sqlalchemy.Connection, key: int) -> tuple[str, Any, int] | None:
+    """Return the name, the start and the process of the session that has a lock."""
     high, low = (key >> 32) & 0xFFFFFFFF, key & 0xFFFFFFFF
     row = connection.execute(_HOLDER, {"high": high, "low": low}).first()
+    return None if row is None else (str(row.application_name), row.backend_start, int(row.pid))
+
+
+def _advisory_holder(connection: sqlalchemy.Connection, key: int) -> Holder | None:
+    row = _lock_row(connection, key)
     if row is None:
         return None
-    since = None if row[1] is None else row[1].astimezone(UTC).isoformat(timespec="seconds")
-    return Holder(row[0].removeprefix("sweep "), since)
+    name, start, _ = row
+    since = None if start is None else start.astimezone(UTC).isoformat(timespec="seconds")
+    words = name.removeprefix("sweep ").split()
+    return Holder(words[0] if words else "another process", since)

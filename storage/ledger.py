@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from search_spaces.config import TrialConfig
 from storage.records import RETRYABLE, Errand, TrialRecord
-from storage.recovery import MAX_ATTEMPTS, attempts
+from storage.recovery import MAX_ATTEMPTS, attempts, is_kept
 
 
 class Tries:
@@ -26,7 +26,7 @@ class Tries:
 
     def add(self, record: TrialRecord) -> None:
         """Take in a trial, later than every one before."""
-        if record.verdict in RETRYABLE:
+        if record.verdict in RETRYABLE and not is_kept(record):
             self._failed.setdefault(record.config, []).append(record)
             if record.config not in self._concluded:
                 self._open[record.config] = None

@@ -10,6 +10,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,18 +21,11 @@ from optuna.exceptions import ExperimentalWarning
 
 from search_spaces.errors import EnvironmentFault, InputError, quote
 from storage import mapping
-from storage.database import (
-    PATIENCE,
-    Patience,
-    close,
-    faults,
-    open_for_reading,
-    open_for_writing,
-    patiently,
-)
+from storage.database import close, faults, open_for_reading, open_for_writing, patiently
 from storage.definition import StudyDefinition, differences, names_cost
 from storage.identity import look_beside, note_identity, refuse_strangers
 from storage.lease import lease_for
+from storage.patience import PATIENCE, Patience
 from storage.reading import DEFINITION, IDENTITY, RUNS, understood
 from storage.spool import NAME as SPOOL
 from storage.spool import Spool
@@ -80,15 +74,15 @@ def open_study(
             f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
             f"got {quote(name)}"
         )
-    database = parse_url(url)
+    database, patience = parse_url(url), replace(patience)
     _refuse_strangers(name, database, home)
     with ExitStack() as undo:
-        storage = open_for_writing(database)
+        storage = open_for_writing(database, patience=patience)
         undo.callback(close, storage)
-        lease = lease_for(database, name)
+        lease = lease_for(database, name, patience=patience)
         undo.callback(lease.release)
         with faults(database), understood(name):
-            lease.acquire()
+            patiently(lease.acquire, patience=patience)
             patiently(partial(refuse_unreadable, storage.engine, name), patience=patience)
             create = partial(
                 optuna.create_study,
@@ -100,10 +94,10 @@ def open_study(
                 load_if_exists=True,
             )
             # Other drivers may be writing into the same file: their locks pass.
-            study = patiently(create, patience=patience)
+            study = patiently(create, patience=patience, storage=storage)
             was_resumed = _check_agreement(study, definition, database)
-            note = partial(_note_run, study, definition, environment)
-            identity = patiently(note, patience=patience)
+            note = partial(_note_run, study, definition, _this_run(environment))
+            identity = patiently(note, patience=patience, storage=storage)
             try:
                 note_identity(
                     home / name,
@@ -183,23 +177,24 @@ def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: Data
     return True
 
 
-def _note_run(
-    study: optuna.Study, definition: StudyDefinition, environment: Mapping[str, Any]
-) -> str:
+def _this_run(environment: Mapping[str, Any]) -> dict[str, Any]:
+    started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return {"started_at": started_at, "environment": dict(environment)}
+
+
+def _note_run(study: optuna.Study, definition: StudyDefinition, run: Mapping[str, Any]) -> str:
     """Store what this run is about and on what it runs; return the study's identity.
 
-    Safe to repeat after a failure: the run itself is noted last.
+    Safe to repeat after a failure: the run itself is noted last, and once.
     """
     stored = study.user_attrs
     identity = str(stored.get(IDENTITY) or uuid.uuid4().hex)
-    run = {
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": dict(environment),
-    }
     study.set_user_attr(IDENTITY, identity)
     study.set_user_attr(DEFINITION, definition.model_dump(mode="json"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         study.set_metric_names(list(definition.space.objectives))
-    study.set_user_attr(RUNS, [*stored.get(RUNS, ()), run])
+    runs = list(stored.get(RUNS, ()))
+    if run not in runs:
+        study.set_user_attr(RUNS, [*runs, run])
     return identity

@@ -8,8 +8,6 @@ none. Knows nothing of processes or databases.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from pydantic import TypeAdapter
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, words_of
+from storage.files import open_reading, replace
 from storage.records import Outcome
 
 NAME = "outcome.json"
@@ -48,7 +47,7 @@ class OutcomeFile:
             "outcome": _OUTCOME.dump_python(outcome, mode="json"),
         }
         try:
-            _replace(self.path, json.dumps(entry).encode())
+            replace(self.path, json.dumps(entry).encode())
         except OSError as error:
             reason = error.strerror or words_of(error)
             raise EnvironmentFault(f"cannot write the outcome to {self.path}: {reason}") from error
@@ -60,7 +59,7 @@ class OutcomeFile:
         is until the next one: whoever took it may die before it is told.
         """
         try:
-            with open(self.path, "rb", opener=_open_plainly) as file:
+            with open_reading(self.path) as file:
                 data = file.read(BYTES_MAX + 1)
             if len(data) > BYTES_MAX:
                 return None
@@ -71,23 +70,3 @@ class OutcomeFile:
             return _OUTCOME.validate_python(entry["outcome"]) if is_its else None
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-
-
-def _open_plainly(path: str, flags: int) -> int:
-    """Open a file without following a link, and without waiting where it is a pipe."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise

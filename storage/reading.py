@@ -24,7 +24,7 @@ from storage.definition import (
     StudySummary,
     UnreadableStudy,
 )
-from storage.identity import look_beside, stranger_words
+from storage.identity import look_beside, lost_words, stranger_words
 from storage.kept import unsettled, unsettled_words
 from storage.keys import DEFINITION as DEFINITION
 from storage.keys import ENDED as ENDED
@@ -60,10 +60,11 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
         EnvironmentFault: the database is not to be had.
     """
     database = parse_url(url)
-    with _reading(database) as engine:
+    lost = lost_words(home / name) if is_file_name(name) else ""
+    with _reading(database, lost) as engine:
         found = read_stored(engine, name)
         if found is None:
-            raise _unknown(name, engine, database)
+            raise _unknown(name, engine, database, lost)
     if isinstance(found, UnreadableStudy):
         raise InputError(unreadable_words(found))
     return _snapshot(found, database, home)
@@ -79,8 +80,10 @@ def count_trials(name: str, *, url: str) -> int:
     return count
 
 
-def _unknown(name: str, engine: sqlalchemy.Engine, database: DatabaseUrl) -> InputError:
-    known = did_you_mean(name, stored_names(engine))
+def _unknown(
+    name: str, engine: sqlalchemy.Engine, database: DatabaseUrl, lost: str = ""
+) -> InputError:
+    known = lost or did_you_mean(name, stored_names(engine))
     return InputError(f"no study {quote(name)} in {database}{known}")
 
 
@@ -107,10 +110,10 @@ def list_studies(
 
 
 @contextmanager
-def _reading(url: DatabaseUrl) -> Iterator[sqlalchemy.Engine]:
+def _reading(url: DatabaseUrl, lost: str = "") -> Iterator[sqlalchemy.Engine]:
     with reader_of(url) as engine:
         if engine is None:
-            raise InputError(f"no studies yet at {url}: run `sweep run` first")
+            raise InputError(f"no studies yet at {url}{lost or ': run `sweep run` first'}")
         yield engine
 
 

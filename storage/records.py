@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from search_spaces.config import TrialConfig, canonical
+from search_spaces.redaction import redact
+
+Detail = Annotated[str, AfterValidator(redact)]
+"""What happened, in the words of whatever it happened to: no secret of theirs is ever stored."""
 
 
 class Verdict(StrEnum):
@@ -32,6 +36,8 @@ class Verdict(StrEnum):
     LOST = "lost"
 
 
+_INTERRUPTED_WORDING = "interrupted"
+"""What earlier versions said of a trial that somebody ended."""
 RETRYABLE = frozenset({Verdict.TIMED_OUT, Verdict.CRASHED, Verdict.LOST})
 OUT_OF_MEMORY = frozenset({Verdict.OOM, Verdict.PREDICTED_OOM, Verdict.DOMINATED_OOM})
 
@@ -40,6 +46,13 @@ Stage = Literal["load", "forward", "backward", "optimizer"]
 
 Phase = Literal["start", "build", "attach", "warmup", "measure", "detach"]
 """Where a worker is; each phase has its own deadline."""
+
+CrashCause = Literal[
+    "exception", "exit", "signal", "protocol", "host_out_of_memory", "too_few_descriptors"
+]
+"""How a worker came to a bad end: the training raised something, the process ended by itself or by
+a signal, it said what it was not asked, or what nobody can read; the memory of the host, and not of
+the card, was used up; it could open no further file."""
 
 Purpose = Literal["search", "confirm", "soak"]
 """Why a configuration is run: to find the best, to measure it again, or to keep it running."""
@@ -168,7 +181,7 @@ class OutOfMemory(_Frozen):
     requested_bytes: int | None = None
     peak_allocated_bytes: int | None = None
     """Most that had been allocated when it failed: a lower bound of the need."""
-    detail: str = ""
+    detail: Detail = ""
     flags: tuple[str, ...] = ()
     """``neighbour`` where another process had taken what the trial was to have."""
 
@@ -179,7 +192,7 @@ class PredictedOutOfMemory(_Frozen):
     verdict: Literal[Verdict.PREDICTED_OOM] = Verdict.PREDICTED_OOM
     predicted_bytes: int
     """The least budget that it would run under; above the peak where memory is cut up."""
-    detail: str = ""
+    detail: Detail = ""
 
 
 class DominatedOutOfMemory(_Frozen):
@@ -195,7 +208,7 @@ class Diverged(_Frozen):
 
     verdict: Literal[Verdict.DIVERGED] = Verdict.DIVERGED
     step: int
-    detail: str = ""
+    detail: Detail = ""
 
 
 class Invalid(_Frozen):
@@ -203,7 +216,7 @@ class Invalid(_Frozen):
 
     verdict: Literal[Verdict.INVALID] = Verdict.INVALID
     rule: str
-    detail: str = ""
+    detail: Detail = ""
 
 
 class Ineffective(_Frozen):
@@ -211,7 +224,7 @@ class Ineffective(_Frozen):
 
     verdict: Literal[Verdict.INEFFECTIVE] = Verdict.INEFFECTIVE
     knob: str
-    detail: str = ""
+    detail: Detail = ""
 
 
 class TimedOut(_Frozen):
@@ -219,24 +232,37 @@ class TimedOut(_Frozen):
 
     verdict: Literal[Verdict.TIMED_OUT] = Verdict.TIMED_OUT
     phase: Phase
-    detail: str = ""
+    detail: Detail = ""
 
 
 class Crashed(_Frozen):
-    """The worker ended or raised something that is neither memory nor a rule."""
+    """The worker ended or raised something that is neither the device's memory nor a rule."""
 
     verdict: Literal[Verdict.CRASHED] = Verdict.CRASHED
     phase: Phase
-    detail: str = ""
+    cause: CrashCause | None = None
+    """None where an earlier version stored it, or where nobody knows."""
+    detail: Detail = ""
 
 
 class Lost(_Frozen):
-    """The driver ended while the trial ran; nothing is known of it."""
+    """The driver ended while the trial ran, or somebody ended the trial; nothing is known of it."""
 
     verdict: Literal[Verdict.LOST] = Verdict.LOST
-    detail: str = ""
+    detail: Detail = ""
     is_kept: bool = False
     """Whether it ended well and its result is in the spool alone: to run it again is in vain."""
+    is_interrupted: bool = False
+    """Whether it was ended from outside, by a driver that lived to say so: that was no attempt of
+    its configuration, which is tried again however often it happens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _marked(cls, values: Any) -> Any:
+        """Mark what earlier versions told by its wording alone."""
+        if isinstance(values, dict) and values.get("detail") == _INTERRUPTED_WORDING:
+            return {"is_interrupted": True, **values}
+        return values
 
 
 Outcome = Annotated[
@@ -315,6 +341,11 @@ class TrialRecord(Errand):
     def verdict(self) -> Verdict:
         """The outcome's verdict."""
         return self.outcome.verdict
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it was ended from outside, so that it counts as no attempt."""
+        return isinstance(self.outcome, Lost) and self.outcome.is_interrupted
 
     @property
     def measurement(self) -> Measurement | None:

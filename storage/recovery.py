@@ -59,6 +59,8 @@ def ended_unseen(
 def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int = 0) -> int:
     """Return how often ``config`` was tried and came to nothing that says something about it.
 
+    What somebody interrupted is no attempt, however often that happens.
+
     Args:
         records: of one study.
         config: what was tried.
@@ -68,6 +70,7 @@ def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int 
     """
     return sum(
         record.verdict in RETRYABLE
+        and not record.is_interrupted
         and record.config == config
         and (record.number >= since or _took_its_driver_along(record))
         for record in records
@@ -75,11 +78,11 @@ def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int 
 
 
 def _took_its_driver_along(record: TrialRecord) -> bool:
-    """Whether nobody was left to say how long a trial had run; an interrupted one's driver was."""
+    """Whether nobody was left to say how long a trial had run."""
     return record.verdict is Verdict.LOST and record.device_seconds == 0.0
 
 
-def _is_kept(record: TrialRecord) -> bool:
+def is_kept(record: TrialRecord) -> bool:
     """Whether its result is known and on disk, so that running it again would be in vain."""
     return isinstance(record.outcome, Lost) and record.outcome.is_kept
 
@@ -97,7 +100,7 @@ def to_retry(records: Iterable[TrialRecord], *, since: int = 0) -> tuple[TrialCo
     concluded = {
         record.config.key()
         for record in known
-        if record.verdict not in RETRYABLE or _is_kept(record)
+        if record.verdict not in RETRYABLE or is_kept(record)
     }
     open_configs = {
         record.config.key(): record.config

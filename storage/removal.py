@@ -21,7 +21,7 @@ from storage.spool import NAME as SPOOL
 from storage.stored import stored_identity
 from storage.urls import parse_url
 
-FILES = (SPOOL, OUTCOME, REPORT, "worker.log", IDENTITY)
+FILES = (SPOOL, OUTCOME, REPORT, "worker.log", "worker.log.1", IDENTITY)
 """What a study leaves in its directory; whatever else is there is somebody else's.
 
 The last one is what says whose they are: where that fails half-way it is still known.

@@ -10,8 +10,7 @@ import contextlib
 import json
 import os
 import re
-import stat
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +18,7 @@ from typing import IO, Any
 from pydantic import ValidationError
 
 from search_spaces.errors import EnvironmentFault, words_of
+from storage.files import open_append, open_reading, read_end
 from storage.records import TrialRecord
 
 NAME = "spool.jsonl"
@@ -30,6 +30,11 @@ BYTES_READ_MAX = 256 * 1024 * 1024
 
 _HEAD = re.compile(rb'\{"study": "[^"\\]*", "attempt": "([^"\\]+)", ')
 """How a line begins, so that one whose result is known elsewhere need not be read to its end."""
+
+
+Start = tuple[int, str | None]
+"""Number and start of a trial: what tells the attempts of earlier versions apart."""
+_NONE: Mapping[Start, TrialRecord] = {}
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,8 @@ class Spool:
         named = {"study": self.study_id, "attempt": record.attempt_id, "number": record.number}
         line = json.dumps({**named, "record": record.to_json()}).encode() + b"\n"
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(self.path, "r+b", buffering=0, opener=_open_for_appending) as file:
-                is_new = os.fstat(file.fileno()).st_size == 0
+            with open_append(self.path) as file:
                 _append_whole(file, line)
-            if is_new:
-                _sync_directory(self.path.parent)
         except OSError as error:
             raise EnvironmentFault(
                 f"cannot write the result to {self.path}: {error.strerror or words_of(error)}"
@@ -77,11 +78,14 @@ class Spool:
         """Return this study's results in the order they were spooled; a torn line is none."""
         return self.look().records
 
-    def look(self, *, known: Container[str] = frozenset()) -> Contents:
+    def look(
+        self, *, known: Container[str] = frozenset(), unnamed: Mapping[Start, TrialRecord] = _NONE
+    ) -> Contents:
         """Return what stands in it. Never raises.
 
         Args:
             known: identities of attempts whose results are known elsewhere: they are left out.
+            unnamed: what is known of attempts that an earlier version began, which named none.
         """
         records: dict[tuple[object, ...], TrialRecord] = {}
         unreadable, first_reason, problems = 0, "", list[str]()
@@ -91,7 +95,7 @@ class Spool:
                 if head is not None and head[1].decode(errors="replace") in known:
                     continue
                 try:
-                    _, record = _parse(line, self.study_id)
+                    _, record = _parse(line, self.study_id, unnamed)
                 except _UnreadableError as reason:
                     unreadable, first_reason = unreadable + 1, first_reason or str(reason)
                     continue
@@ -112,11 +116,7 @@ class Spool:
 def newest_study(path: Path) -> str | None:
     """Return the identity of the study that a spool's last readable line is of. Never raises."""
     try:
-        with open(path, "rb", opener=_open_plainly) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                return None
-            tail = _pread(file, max(0, status.st_size - LINE_BYTES_MAX), status.st_size)
+        tail = read_end(path, count=LINE_BYTES_MAX)
     except OSError:
         return None
     for line in reversed(tail.splitlines()):
@@ -136,8 +136,10 @@ class _UnreadableError(Exception):
     """A line that is no result, with the reason in a few words."""
 
 
-def _parse(line: bytes, study_id: str) -> tuple[str, TrialRecord | None]:
-    """Return which study a line is of, and its result where that is ours.
+def _parse(
+    line: bytes, study_id: str, unnamed: Mapping[Start, TrialRecord] = _NONE
+) -> tuple[str, TrialRecord | None]:
+    """Return which study a line is of, and its result where that is ours and not known.
 
     Raises:
         _UnreadableError: it is none.
@@ -149,11 +151,29 @@ def _parse(line: bytes, study_id: str) -> tuple[str, TrialRecord | None]:
         study = entry["study"]
         if not isinstance(study, str):
             raise TypeError
-        return study, TrialRecord.from_json(entry["record"]) if study == study_id else None
+        if study != study_id or _is_known(entry, unnamed):
+            return study, None
+        return study, TrialRecord.from_json(entry["record"])
     except ValidationError:
         raise _UnreadableError("perhaps of a later version of sweep") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _UnreadableError("no result") from None
+
+
+def _is_known(entry: Any, unnamed: Mapping[Start, TrialRecord]) -> bool:
+    """Whether a line is of an attempt that an earlier version began, and whose result is known.
+
+    As plain values, which takes a tenth of the time: a study may have had thousands.
+    """
+    values = entry["record"]
+    if not unnamed or values.get("attempt_id") is not None:
+        return False
+    record = unnamed.get((values["number"], values.get("started_at")))
+    return (
+        record is not None
+        and values["outcome"]["verdict"] == record.verdict
+        and values["config"] == record.config.model_dump(mode="json")
+    )
 
 
 def _lines(path: Path, problems: list[str]) -> Iterator[bytes]:
@@ -161,15 +181,13 @@ def _lines(path: Path, problems: list[str]) -> Iterator[bytes]:
 
     The last one is left out where it has no end: somebody is writing it, or died while he did.
     """
-    with open(path, "rb", opener=_open_plainly) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(None, "it is no file")
-        if status.st_size > BYTES_READ_MAX:
+    with open_reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > BYTES_READ_MAX:
             problems.append(
                 f"the spool {path} is longer than {BYTES_READ_MAX:,} bytes: only its end is read"
             )
-            file.seek(status.st_size - BYTES_READ_MAX)
+            file.seek(size - BYTES_READ_MAX)
             file.readline()
         while line := file.readline(LINE_BYTES_MAX + 1):
             if line.endswith(b"\n"):
@@ -193,31 +211,6 @@ def _is_whole(line: bytes) -> bool:
 
 def _reason(error: OSError) -> str:
     return error.strerror or words_of(error)
-
-
-_PLAINLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Without following a link, and without waiting where it is a pipe."""
-
-
-def _open_plainly(path: str, flags: int) -> int:
-    return os.open(path, flags | _PLAINLY)
-
-
-def _open_for_appending(path: str, _: int) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _PLAINLY, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(None, "it is no file")
-    return descriptor
-
-
-def _sync_directory(path: Path) -> None:
-    """Wait until the disk knows a new file's name as well."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _append_whole(file: IO[bytes], line: bytes) -> None:

@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from storage import mapping
-from storage.database import Patience, close, faults, patiently
+from storage.database import close, faults, patiently
 from storage.definition import RunningTrial, StudyDefinition
 from storage.kept import (
     Unsettled,
@@ -38,6 +38,7 @@ from storage.lease import Lease
 from storage.ledger import Ledger
 from storage.outcome_file import NAME as OUTCOME
 from storage.outcome_file import OutcomeFile
+from storage.patience import Patience
 from storage.reading import ENDED, IDENTITY, WALL_SECONDS
 from storage.records import (
     SEARCH,
@@ -210,7 +211,7 @@ class OpenStudy:
             distributions: of those.
         """
         self._hold()
-        number = len(self._patiently(lambda: self.study.get_trials(deepcopy=False)))
+        number = self._patiently(self._free_number)
         numbered = record.model_copy(update={"number": number})
         result = mapping.to_optuna(
             numbered,
@@ -229,9 +230,14 @@ class OpenStudy:
             },
             constraints={mapping.CONSTRAINT: result.violation},
         )
-        # Not tried again where the database is away: a transaction may have gone through unheard.
-        with faults(self._url):
-            self.study.add_trial(frozen)
+
+        def attempt() -> None:
+            # Nobody else adds trials: one more than there were is this one, which went through
+            # although nobody was told.
+            if len(self.study.get_trials(deepcopy=False)) == number:
+                self.study.add_trial(frozen)
+
+        self._patiently(attempt)
         self.ledger.add(numbered)
 
     def begin(
@@ -307,8 +313,8 @@ class OpenStudy:
         """Return the fault of a result that did not reach the database, with where it is."""
         result = f"the result of trial {record.number} ({record.verdict})"
         if unspooled is not None:
-            return EnvironmentFault(f"{fault}; {unspooled}; {result} is nowhere: it runs again")
-        return EnvironmentFault(
+            return type(fault)(f"{fault}; {unspooled}; {result} is nowhere: it runs again")
+        return type(fault)(
             f"{fault}; {result} is safe in {self._spool.path}: a resume tells it where the trial "
             "is still open, and else says how to take it over"
         )
@@ -372,6 +378,15 @@ class OpenStudy:
         if is_told:
             self.ledger.add(record)
         return is_told
+
+    def _free_number(self) -> int:
+        """Return the number of the next trial, which Optuna derives from how many there are."""
+        while True:
+            number = len(self.study.get_trials(deepcopy=False))
+            if self.ledger.record(number) is None:
+                return number
+            # One was deleted: without another in its place a number would come twice.
+            self.study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))
 
     def _stored(self, trial: Trial, record: TrialRecord) -> bool:
         with self._storage.together():
@@ -529,10 +544,10 @@ class OpenStudy:
         )
         with faults(self._url):
             try:
-                is_ours = patiently(identity, patience=self._patience) == self.identity
+                stored = patiently(identity, patience=self._patience, storage=self._storage)
             except KeyError:
                 raise gone from None
-        if not is_ours:
+        if stored != self.identity:
             raise gone
 
     def _patiently(
@@ -540,7 +555,12 @@ class OpenStudy:
     ) -> T:
         with faults(self._url):
             try:
-                return patiently(action, patience=self._patience, before_retry=before_retry)
+                return patiently(
+                    action,
+                    patience=self._patience,
+                    before_retry=before_retry,
+                    storage=self._storage,
+                )
             except KeyError:
                 # Optuna's word for what is not there: the study as a whole, or one of its trials.
                 self._require_study()

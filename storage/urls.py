@@ -14,15 +14,13 @@ from sqlalchemy.exc import ArgumentError
 
 from search_spaces.documents import home_expanded
 from search_spaces.errors import InputError
+from search_spaces.redaction import redact, remember
 
 _EXAMPLE = "postgresql://user:password@host:port/database"
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 _SCHEMES = ("sqlite", "sqlite+pysqlite", *_POSTGRESQL)
-# A password may hold '@', '/' or ':' unescaped, so everything up to the last '@' counts as one.
-_USERINFO = re.compile(r"(://[^:/@\s]*):\S*@")
-_PARAMETER = re.compile(r"(password=)[^&\s]*", re.IGNORECASE)
 # In a URL that is none, whatever is between the first ':' and the last '@' may be a password.
-_SUSPECT = re.compile(r":\S*@")
+_SUSPECT = re.compile(r":.*@", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,6 @@ class PostgresUrl:
 DatabaseUrl = SqliteUrl | PostgresUrl
 
 
-def redact(url: str) -> str:
-    """Return ``url`` with `***` for the password; safe on text that is no URL at all."""
-    return _PARAMETER.sub(r"\1***", _USERINFO.sub(r"\1:***@", url))
-
-
 def parse_url(url: str) -> DatabaseUrl:
     """Read a storage URL.
 
@@ -68,6 +61,8 @@ def parse_url(url: str) -> DatabaseUrl:
         InputError: it is neither; the message never shows a password.
     """
     scheme, separator, rest = url.partition("://")
+    if scheme not in _SCHEMES[:2]:
+        remember(*_written_passwords(url))
     if not separator:
         meant = _EXAMPLE if "@" in url else f"sqlite:///{redact(url) or 'runs/sweep.db'}"
         raise InputError(f"storage '{_guarded(url)}' is no database URL; did you mean '{meant}'?")
@@ -113,9 +108,16 @@ def _parse_postgresql(url: str) -> PostgresUrl:
     if not parsed.database:
         raise InputError(f"storage '{redact(url)}' names no database: {_EXAMPLE}")
     text = parsed.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
-    values = (
-        parsed.password,
-        *(value for key, value in parsed.query.items() if key.endswith("password")),
-    )
-    written = re.findall(r"://[^:/@\s]*:(\S*)@", url)
-    return PostgresUrl(text, tuple(str(value) for value in (*values, *written) if value))
+    values = [parsed.password or ""]
+    for key, value in parsed.query.items():
+        if key.endswith("password"):
+            values += [value] if isinstance(value, str) else value
+    secrets = tuple(value for value in (*values, *_written_passwords(url)) if value)
+    # From here on no text has it, whoever writes it: libraries quote what they were given.
+    remember(*secrets)
+    return PostgresUrl(text, secrets)
+
+
+def _written_passwords(url: str) -> list[str]:
+    """Return the password as it was typed, whether or not that is a URL."""
+    return re.findall(r"://[^:/@\s]*:(.*)@", url, re.DOTALL)

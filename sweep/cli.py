@@ -6,9 +6,7 @@ run.
 
 from __future__ import annotations
 
-import atexit
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +16,18 @@ import typer
 import typer.core
 
 from search_spaces.errors import InputError
+from storage.patience import waits_told_to
+from sweep import stop_signals
 from sweep.paths import runs_directory, storage_url
+from sweep.stop_signals import INTERRUPTED
 from sweep.terminal import options as opt
 from sweep.terminal.console import (
     STDOUT,
     announce_if_slow,
     prepare_streams,
+    wait_lines,
 )
-from sweep.terminal.edge import INTERRUPTED, guarded
+from sweep.terminal.edge import guarded
 from sweep.terminal.knob_options import add_knobs, takes_knobs
 
 if TYPE_CHECKING:
@@ -419,6 +421,17 @@ def doctor() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that was typed and return the exit code."""
+    try:
+        with stop_signals.heard():
+            return _run(arguments)
+    except KeyboardInterrupt:
+        # Before the edge, or while it says that the command was interrupted.
+        return INTERRUPTED
+    finally:
+        stop_signals.ignore_at_exit()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
     for command in (run, plan):
@@ -430,11 +443,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_told = typed[:1] in (["run"], ["confirm"]) or sys.stderr.isatty()
     if typed and typed[0] in SLOW_TO_LOAD and is_told:
         announce_if_slow("Loading libraries ...")
-    code = guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
-    if code == INTERRUPTED:
-        # One more Ctrl-C while the interpreter ends would make a death by signal of the exit code.
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    return code
+    with waits_told_to(wait_lines()):
+        return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
 
 
 def _being_completed() -> list[str]:

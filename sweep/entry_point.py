@@ -8,18 +8,40 @@ tells of it, is loaded by its place and not by its name.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
+_INTERRUPTED = 130
 _NAMESAKES = os.path.join("sweep", "namesakes.py")
 
 
 def main() -> int:
     """Run the command that was typed and return the exit code."""
-    _refuse_namesakes()
-    from sweep.cli import main as run
+    _hear_signals()
+    code = _INTERRUPTED
+    try:
+        _refuse_namesakes()
+        from sweep.cli import main as run
 
-    return run()
+        code = run()
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted.\n")
+    finally:
+        # All is said and stored: whatever the interpreter still does is not worth a wait.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: os._exit(code))
+    return code
+
+
+def _hear_signals() -> None:
+    """Take what asks this process to stop as Ctrl-C, as `sweep.stop_signals` does, which is not
+    there yet. One that is ignored, as nohup has SIGHUP, stays so.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
 
 def _refuse_namesakes() -> None:

@@ -1,7 +1,7 @@
 """Owns where things are kept: the directory of studies, the default database, a study's files.
 
-Knows nothing of what is in them. Reads the environment variables ``SWEEP_HOME`` and
-``XDG_CACHE_HOME``; creates nothing.
+Knows nothing of what is in them. Reads the environment variables ``SWEEP_HOME``, ``SWEEP_STORAGE``
+and ``XDG_CACHE_HOME``; creates nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from search_spaces.documents import home_expanded
+from search_spaces.errors import InputError
+
+STORAGE = "SWEEP_STORAGE"
+"""Stands in for ``--storage``: of it the list of processes shows nothing."""
 
 RESERVED = frozenset({"crashes", "prices.yaml", "sweep.db"})
 """What stands in the directory of studies' files and is no study."""
@@ -22,8 +26,28 @@ def runs_directory() -> Path:
 
 
 def storage_url(typed: str | None) -> str:
-    """Return the database that was named; an empty name is one, and no reason for the default."""
-    return default_storage() if typed is None else typed
+    """Return the database that was typed, else that of ``SWEEP_STORAGE``, else the default.
+
+    What is typed empty is a name, and a wrong one; a variable that is empty is not set.
+
+    Raises:
+        InputError: the variable holds no database's URL.
+    """
+    if typed is not None:
+        return typed
+    named = os.environ.get(STORAGE)
+    return _checked(named) if named else default_storage()
+
+
+def _checked(url: str) -> str:
+    # Imported here: it takes longer than all of the help that this module is loaded for.
+    from storage.urls import parse_url
+
+    try:
+        parse_url(url)
+    except InputError as error:
+        raise InputError(f"{STORAGE}: {error}") from error
+    return url
 
 
 def default_storage() -> str:

@@ -52,6 +52,8 @@ def nobodys_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         run = run.parent
     os.environ["XDG_CACHE_HOME"] = str(run / "cache")
+    # Nor in anybody's database.
+    os.environ.pop("SWEEP_STORAGE", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

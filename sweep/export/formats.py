@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from reports.page import write_whole
 from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
+from storage.files import write_chosen
 from storage.surfaces import surface_text
 from sweep.export.recipe import Recipe, recipe_of
 from sweep.export.script import script
@@ -80,6 +80,6 @@ def save(text: str, path: Path) -> None:
         EnvironmentFault: it cannot be written there; what was there before is untouched.
     """
     try:
-        write_whole(path, text.encode("utf-8"))
+        write_chosen(path, text.encode("utf-8"))
     except OSError as error:
         raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error

@@ -18,8 +18,8 @@ from search_spaces.models import ModelSpec
 from storage.definition import MemoryForecast, StudySnapshot
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
-from sweep.predict.memory.profile_store import Traced
 from sweep.predict.memory.profiles import Structure, Untraceable
+from sweep.predict.memory.tracing_children import Traced
 
 _FITS: Mapping[Fit, Any] = {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "uncertain"}
 

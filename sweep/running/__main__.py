@@ -1,34 +1,33 @@
 """Owns the worker's first seconds: bound to its parent's life, then importing what it needs alone.
 
-Run as ``python -P -m sweep.running FD``, where FD is the pipe for the worker's messages. Knows
-nothing of what it does then.
+Run as ``python -P -m sweep.running FD PARENT``, where FD is the pipe for the worker's messages and
+PARENT the number of the process that started it. Knows nothing of what it does then.
 """
 
 from __future__ import annotations
 
-import ctypes
-import signal
+import resource
+import sys
 
-from sweep.training.lean_imports import OPTIONAL, compiling_later, lean_imports
-
-_PR_SET_PDEATHSIG = 1
+from sweep.processes import bind_to_parent, leave_a_guard
+from sweep.running.printing import print_without_fail
 
 
 def main() -> None:
     """Import what a training takes and serve trials."""
-    _die_with_parent()
-    # Ctrl-C in the terminal is the tuner's to handle.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Before anything that takes time: whoever starts this may be killed at any moment.
+    bind_to_parent(int(sys.argv[2]))
+    leave_a_guard(int(sys.argv[1]))
+    print_without_fail()
+    # A dump of so much memory fills a disk, and keeps the process from ending meanwhile.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    from sweep.training.lean_imports import OPTIONAL, compiling_later, lean_imports
+
     with lean_imports(*OPTIONAL):
         with compiling_later():
             import bitsandbytes  # noqa: F401
         from sweep.running import worker
     worker.main()
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when the tuner's dies, however it dies (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,38 @@
-"""Owns the worker as a child process: how it is started, its two pipes, how it is ended.
+"""Owns the worker as a child process: how it is started, what is said to it and heard from it, how
+it is ended.
 
-Knows nothing of trials, or of what the messages mean.
+Whatever the worker does, nothing here waits for it without an end: its pipes are never waited for
+alone, but with the clock and the process beside them. Knows nothing of trials, or of what the
+messages mean.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
-import selectors
-import signal
+import select
 import subprocess
 import sys
-import time
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 
-from pydantic import ValidationError
-
+from search_spaces.errors import EnvironmentFault, words_of
+from sweep.child_environment import child_environment
 from sweep.paths import cache_directory
-from sweep.running.wire import WorkerMessage, WorkerSettings, worker_message_adapter
+from sweep.processes import KILL_SECONDS, Child, End
+from sweep.running.patience import AttentiveClock
+from sweep.running.wire import (
+    LINE_BYTES_MAX,
+    UnreadableError,
+    WorkerMessage,
+    WorkerSettings,
+    read_message,
+)
+from sweep.running.worker_log import WorkerLog
 
 _CPU_ENVIRONMENT = {
     # A study for the CPU never sees a card, whatever library looks for one.
@@ -34,118 +50,279 @@ _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONUNBUFFERED": "1",
 }
-_MEANT_FOR_OTHERS = (
-    "ACCELERATE_",
-    "LOCAL_RANK",
-    "RANK",
-    "WORLD_SIZE",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
-"""Starts of variables that tell accelerate how another training is to run, on which device too, and
-torch's allocator how to cut memory: that is part of the configuration.
+_TURN_SECONDS = 0.2
+"""Between two looks at the clock, the process and the log; what comes in the pipe is seen at once.
 """
+_CHUNK_BYTES = 65536
+_START_SECONDS = 120.0
+"""Until the system has started a process: it may wait for a disk that is gone."""
 
 
 class WorkerEnded(Exception):  # noqa: N818 - an end is not always an error
-    """The worker's pipe closed."""
+    """The worker's process ended, and all that it had said was heard."""
 
 
 class WorkerSilent(Exception):  # noqa: N818 - nor is silence
-    """The worker gave no sign of life within its phase's deadline."""
+    """The worker said nothing in time."""
+
+
+class WorkerMisbehaved(Exception):  # noqa: N818 - what it did is the exception's text
+    """The worker did what no worker does, and is to be ended; says what that was."""
 
 
 class WorkerProcess:
-    """One worker: a process group of its own, and two pipes."""
+    """One worker: a process group of its own, and two pipes that never make anybody wait.
 
-    def __init__(self, settings: WorkerSettings, *, log_path: Path, module: str) -> None:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        read_end, write_end = os.pipe()
-        environment = _environment(settings.device)
-        with log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                # -P: a module of the user's directory must not shadow ours.
-                [sys.executable, "-P", "-m", module, str(write_end)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                # Not stdout, which C libraries print to as they like.
-                pass_fds=[write_end],
-                # A group of its own: Ctrl-C in the terminal reaches the tuner alone, and one signal
-                # ends the worker with everything that it started, compilers for one.
-                start_new_session=True,
-                env=environment,
-            )
-        # The child's copy is then the only one, so that its death closes the pipe.
-        os.close(write_end)
-        self._messages = read_end
-        self._buffer = b""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(read_end, selectors.EVENT_READ)
-        self.send(settings.model_dump_json())
+    Args:
+        settings: the first thing that it is told.
+        log: where it prints.
+        module: what it runs.
+        clock: what deadlines are told by.
+        patience: seconds that it gets to end by itself once it closed one of its pipes.
 
-    def send(self, line: str) -> None:
-        """Write one line to the worker.
+    Raises:
+        EnvironmentFault: the machine has no room for another process.
+    """
 
-        Raises:
-            WorkerEnded: it does not read any more.
-        """
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
-        except OSError as error:
-            raise WorkerEnded from error
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        log: WorkerLog,
+        module: str,
+        clock: AttentiveClock,
+        patience: float,
+    ) -> None:
+        self._log = log
+        self._patience = patience
+        self._clock = clock
+        self._child, self._messages = _start(settings, log, module)
+        self._lines: deque[bytes] = deque()
+        self._torn = b""
+        self._to_send = b""
+        self._closed_at: float | None = None
+        """When one of its pipes was seen closed, or broken."""
+        self._has_messages = True
+        self.send(settings.model_dump_json().encode() + b"\n")
 
-    def next_message(self, *, timeout: float) -> WorkerMessage:
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process itself."""
+        return self._child.process
+
+    def send(self, line: bytes) -> None:
+        """Write a line to the worker as soon as it takes it; that is seen to with each look."""
+        self._to_send += line
+        self._write()
+
+    def next_message(self, *, until: float) -> WorkerMessage:
         """Return its next message.
 
+        Args:
+            until: by the clock, when it is to be there.
+
         Raises:
-            WorkerSilent: none came in time.
-            WorkerEnded: the pipe closed, or what came is no message.
+            WorkerSilent: it was not. What came in the meantime is read first.
+            WorkerEnded: its process ended without one.
+            WorkerMisbehaved: what came is no message, or nothing can come any more.
         """
-        deadline = time.monotonic() + timeout
-        while b"\n" not in self._buffer:
-            if not self._selector.select(max(0.0, deadline - time.monotonic())):
+        while not self._lines:
+            now = self._clock.look()
+            if self._closed_at is not None and now >= self._closed_at + self._patience:
+                raise WorkerMisbehaved("it closed its pipe, and lived on")
+            if now >= until:
                 raise WorkerSilent
-            chunk = os.read(self._messages, 65536)
-            if not chunk:
-                raise WorkerEnded
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
+            self._turn(_TURN_SECONDS)
         try:
-            return worker_message_adapter.validate_json(line)
-        except ValidationError as error:
-            raise WorkerEnded from error
+            return read_message(self._lines.popleft())
+        except UnreadableError as error:
+            raise WorkerMisbehaved(f"it said {error}") from None
+
+    def fault(self) -> str | None:
+        """Return why it cannot be given anything to do; None where it waits for that in silence."""
+        try:
+            self._turn(0)
+        except WorkerEnded:
+            return "it ended while it had nothing to do"
+        except WorkerMisbehaved as error:
+            return str(error)
+        if self._closed_at is not None:
+            return "it closed its pipe"
+        return "it spoke without being asked" if self._lines or self._torn else None
 
     def kill(self) -> None:
-        """End the worker's whole process group and wait for it."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            self.process.kill()
+        """Kill its whole process group; from a signal handler, too."""
+        self._child.kill()
 
-    def close(self, *, patience: float = 0.0) -> int:
-        """Free the pipes and return the exit status; after ``patience`` seconds, by force."""
-        try:
-            status = self.process.wait(timeout=patience)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            status = self.process.wait()
-        self._selector.close()
-        os.close(self._messages)
+    def close(self, *, patience: float = 0.0, kill_seconds: float = KILL_SECONDS) -> End:
+        """Free the pipes and return how it ended; after ``patience`` seconds, by force.
+
+        Everything that it started ends too, however it ended itself.
+        """
+        end = self._child.end(patience=patience, kill_seconds=kill_seconds)
+        if self._messages >= 0:
+            os.close(self._messages)
+            self._messages = -1
         if self.process.stdin is not None:
-            try:
+            # What was still to be written was for a process that is gone.
+            with contextlib.suppress(OSError):
                 self.process.stdin.close()
-            except OSError:
-                # What was still to be flushed was for a process that is gone.
-                self.process.stdin = None
-        return status
+        return end
+
+    def _turn(self, seconds: float) -> None:
+        """Look once at everything: the pipes, for so long, the process and the log."""
+        # Before the pipe is read: all that an ended process wrote is in it by then.
+        has_ended = self._child.has_ended()
+        if has_ended:
+            self._read_last_words()
+        else:
+            self._exchange(seconds)
+        self._log.keep_small()
+        if has_ended and not self._lines:
+            raise WorkerEnded
+
+    def _exchange(self, seconds: float) -> None:
+        """Wait until it speaks or listens, at most so long, and read and write what goes."""
+        poll = select.poll()
+        if self._has_messages:
+            poll.register(self._messages, select.POLLIN)
+        if self._to_send:
+            poll.register(self._stdin, select.POLLOUT)
+        for descriptor, _ in poll.poll(1000 * seconds):
+            if descriptor == self._messages:
+                self._read()
+            else:
+                self._write()
+
+    def _read_last_words(self) -> None:
+        """Read what an ended worker left in the pipe: no more than goes into one. Whatever it
+        started may still hold the pipe, and write on.
+        """
+        if self._has_messages:
+            left = fcntl.fcntl(self._messages, fcntl.F_GETPIPE_SZ)
+            for _ in range(-(-left // _CHUNK_BYTES)):
+                if not self._read():
+                    break
+            self._has_messages = False
+
+    def _read(self) -> bool:
+        """Read what is there, and return whether anything was."""
+        try:
+            chunk = os.read(self._messages, _CHUNK_BYTES) if self._has_messages else b""
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self._has_messages = False
+            self._note_closed()
+            return False
+        *whole, self._torn = (self._torn + chunk).split(b"\n")
+        self._lines.extend(whole)
+        if any(len(line) > LINE_BYTES_MAX for line in (*whole, self._torn)):
+            raise WorkerMisbehaved(f"it said more than {LINE_BYTES_MAX:,} bytes without a line end")
+        return True
+
+    def _write(self) -> None:
+        """Write as much as it takes now, if anything is left to be written."""
+        try:
+            while self._to_send:
+                self._to_send = self._to_send[os.write(self._stdin, self._to_send) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            # It reads no more. How it ends is still to be heard.
+            self._to_send = b""
+            self._note_closed()
+
+    def _note_closed(self) -> None:
+        if self._closed_at is None:
+            self._closed_at = self._clock.look()
+
+    @property
+    def _stdin(self) -> int:
+        assert self.process.stdin is not None
+        return self.process.stdin.fileno()
 
 
-def _environment(device: str) -> dict[str, str]:
+def _start(settings: WorkerSettings, log: WorkerLog, module: str) -> tuple[Child, int]:
+    """Return the started process, and the end of the pipe that its messages come out of."""
+    try:
+        read_end, write_end = os.pipe()
+    except OSError as error:
+        raise _no_room(error) from error
+    environment = _environment(settings)
+    try:
+        # -P: a module of the user's directory must not shadow ours.
+        command = [sys.executable, "-P", "-m", module, str(write_end), str(os.getpid())]
+        child = _in_lasting_thread(
+            lambda: Child(
+                command,
+                stdout=log.fileno(),
+                stderr=log.fileno(),
+                # Not stdout, which C libraries print to as they like.
+                pass_fds=[write_end],
+                environment=environment,
+            )
+        )
+    except (OSError, RuntimeError) as error:
+        os.close(read_end)
+        raise _no_room(error) from error
+    except BaseException:
+        os.close(read_end)
+        raise
+    finally:
+        # The child's copy is then the only one, so that its death closes the pipe.
+        os.close(write_end)
+    assert child.process.stdin is not None
+    for descriptor in (read_end, child.process.stdin.fileno()):
+        os.set_blocking(descriptor, False)
+    return child, read_end
+
+
+def _in_lasting_thread(start: Callable[[], Child]) -> Child:
+    """Start a child from a thread that lives as long as this process.
+
+    The kernel ends a child that is bound to its parent with the thread that started it. A child
+    that is there when whoever waits for it is interrupted has nobody, and is ended.
+    """
+    starting = _lasting_thread(os.getpid()).submit(start)
+    try:
+        return starting.result(timeout=_START_SECONDS)
+    except TimeoutError as error:
+        starting.add_done_callback(_abandon)
+        raise OSError(f"no process could be started for {_START_SECONDS:g} s") from error
+    except KeyboardInterrupt:
+        starting.add_done_callback(_abandon)
+        raise
+
+
+def _abandon(starting: Future[Child]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().end()
+
+
+@cache
+def _lasting_thread(_process: int) -> ThreadPoolExecutor:
+    """Return this process's own; one that was forked off another has none of that one's threads."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="sweep-start")
+
+
+def _no_room(error: OSError | RuntimeError) -> EnvironmentFault:
+    """Return why no worker can be started, with what to do."""
+    match error:
+        case OSError(errno=errno.EMFILE | errno.ENFILE):
+            why = "too few file descriptors; raise the limit, with `ulimit -n 4096` say"
+        case OSError(errno=errno.EAGAIN):
+            why = "too few processes are allowed; raise the limit, with `ulimit -u 4096` say"
+        case OSError(errno=errno.ENOMEM):
+            why = "the host's memory is used up; end what else runs here"
+        case _:
+            why = words_of(error)
+    return EnvironmentFault(f"the worker cannot be started: {why}")
+
+
+def _environment(settings: WorkerSettings) -> dict[str, str]:
     """Return the variables that a worker starts with."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_MEANT_FOR_OTHERS)}
+    inherited = child_environment(with_hub_token=settings.weights == "pretrained")
     # By default the compiler's files are in /tmp, and gone with the next start of the machine.
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(cache_directory() / "compiled")}
-    return kept | inherited | _QUIET | (_CPU_ENVIRONMENT if device == "cpu" else {})
+    return kept | inherited | _QUIET | (_CPU_ENVIRONMENT if settings.device == "cpu" else {})

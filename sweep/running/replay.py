@@ -23,7 +23,7 @@ from storage.records import (
 )
 from sweep.running.runner import Observer, Progress, keep_going
 
-_LOST = Lost(detail="cancelled")
+_LOST = Lost(detail="interrupted", is_interrupted=True)
 
 
 def not_recorded(config: TrialConfig) -> Outcome:
@@ -83,7 +83,7 @@ class ReplayRunner:
     ) -> Outcome:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
         one."""
-        if self._is_lost():
+        if self._is_cancelled:
             return _LOST
         self.ran.append(config)
         self.attempts.append(attempt)
@@ -94,7 +94,7 @@ class ReplayRunner:
         outcome = self._within_budget(answer(config))
         for beat in _beats(outcome, tokens_per_step=config.tokens_per_step, steps=steps):
             self._pause()
-            if self._is_lost():
+            if self._is_cancelled:
                 return _LOST
             if observe(beat) and isinstance(outcome, Measured) and beat.phase == "measure":
                 return PrunedSlow(
@@ -106,7 +106,7 @@ class ReplayRunner:
         """Do nothing: answers are there at once."""
 
     def cancel(self) -> None:
-        """Make the running trial `Lost` at its next beat, or the next one before its first."""
+        """Make the running trial `Lost` at its next beat, and every later one before its first."""
         self._is_cancelled = True
 
     def renew(self) -> None:
@@ -121,11 +121,6 @@ class ReplayRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _is_lost(self) -> bool:
-        """Whether the trial was cancelled; each cancel is one trial's."""
-        was_cancelled, self._is_cancelled = self._is_cancelled, False
-        return was_cancelled
 
     def _within_budget(self, outcome: Outcome) -> Outcome:
         """Return out of memory for a peak above the budget; its stage was not recorded."""

@@ -82,10 +82,11 @@ class Runner(Protocol):
         ...
 
     def cancel(self) -> None:
-        """End the running trial at once, from a signal handler or another thread.
+        """End the running trial at once, from a signal handler or another thread, and all others.
 
-        Its `run` returns `Lost`. Where none is running the next one ends so, before it begins: a
-        request that comes between two trials is not forgotten.
+        A latch: every present and later `run` returns `Lost` that is marked as interrupted, at
+        once and without launching anything, whatever else is called in between. A request that
+        comes between two trials, or while one is being started, is not forgotten.
         """
         ...
 

@@ -7,20 +7,30 @@ Satisfies `runner.Runner`. Knows nothing of torch, studies or samplers.
 from __future__ import annotations
 
 import contextlib
-import signal
-from dataclasses import dataclass
+import uuid
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault
+from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.gpus import match_product
 from search_spaces.knobs import ComputeDtype
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget, Weights
+from storage import outcome_file
 from storage.definition import Target
-from storage.records import Crashed, Lost, Outcome, Phase, TimedOut
-from sweep.running.child import WorkerEnded, WorkerProcess, WorkerSilent
+from storage.outcome_file import OutcomeFile
+from storage.records import Outcome, Phase
+from sweep.processes import End, oom_kills
+from sweep.running import ends
+from sweep.running.child import (
+    WorkerEnded,
+    WorkerMisbehaved,
+    WorkerProcess,
+    WorkerSilent,
+)
+from sweep.running.patience import AttentiveClock, Deadlines, Patience
 from sweep.running.runner import Observer, Progress, keep_going
 from sweep.running.wire import (
     Alive,
@@ -29,33 +39,11 @@ from sweep.running.wire import (
     RunCommand,
     StopCommand,
     Unusable,
+    WorkerMessage,
     WorkerSettings,
+    to_line,
 )
-
-_PATIENCE = 5.0
-"""Seconds that a worker whose pipe closed gets to end by itself, so that its own exit status is
-seen."""
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    """Longest silence allowed in each phase, in seconds.
-
-    A hang shows as silence alone: a kernel that never ends keeps the worker from answering, and
-    only a kill frees the card.
-    """
-
-    start: float = 300.0
-    build: float = 1800.0
-    attach: float = 120.0
-    warmup: float = 300.0
-    """The first step compiles kernels, or whole layers."""
-    measure: float = 120.0
-    detach: float = 120.0
-
-    def of(self, phase: Phase) -> float:
-        """Return the deadline of a phase."""
-        return float(getattr(self, phase))
+from sweep.running.worker_log import WorkerLog
 
 
 class SupervisedRunner:
@@ -66,10 +54,12 @@ class SupervisedRunner:
         model: what is trained.
         target: device and memory budget.
         weights: random, or loaded with transformers.
-        log_path: where everything the worker's libraries print goes.
+        log_path: where everything the worker's libraries print goes. Beside it the worker leaves
+            the outcome of an attempt before it tells it.
         seed: of weights, adapters and tokens.
-        deadlines: longest silence in each phase.
+        deadlines: what may take how long.
         module: the worker's module; tests put a misbehaving one here.
+        process: what the worker is started as; tests put one here that nothing ends.
     """
 
     def __init__(
@@ -82,10 +72,13 @@ class SupervisedRunner:
         seed: int = 0,
         deadlines: Deadlines | None = None,
         module: str = "sweep.running",
+        process: type[WorkerProcess] = WorkerProcess,
     ) -> None:
+        self._outcomes = OutcomeFile(log_path.absolute().with_name(outcome_file.NAME))
         self._settings = WorkerSettings(
             device=target.device,
             budget_bytes=target.budget_bytes,
+            outcome_path=str(self._outcomes.path),
             model=model.to_json(),
             weights=weights,
             seed=seed,
@@ -95,11 +88,15 @@ class SupervisedRunner:
         self._log_path = log_path
         self._deadlines = deadlines or Deadlines()
         self._module = module
+        self._process = process
+        self._clock = AttentiveClock()
         self._has_run = False
         self._worker: WorkerProcess | None = None
+        self._log: WorkerLog | None = None
         self._is_ready = False
         self._phase: Phase = "start"
         self._is_cancelled = False
+        self._lost: CardLost | None = None
 
     def run(
         self,
@@ -110,49 +107,78 @@ class SupervisedRunner:
         is_soak: bool = False,
         attempt: str | None = None,
     ) -> Outcome:
-        """See `runner.Runner.run`."""
+        """See `runner.Runner.run`.
+
+        Raises:
+            CardLost: a worker could not be ended, so that the device is not to be had any more.
+            EnvironmentFault: no worker can be started, or none can use the device.
+        """
+        if self._is_cancelled:
+            return ends.INTERRUPTED
+        if self._lost is not None:
+            raise self._lost
+        command = RunCommand(
+            config=config, steps=steps, is_soak=is_soak, run_id=uuid.uuid4().hex, attempt=attempt
+        )
+        # One attempt may take several runs, where another process disturbed the first.
+        before = self._left_behind(command)
+        patience = Patience(self._deadlines, self._clock, steps)
         self._phase = "start"
         try:
             worker = self._ready_worker()
-            command = RunCommand(config=config, steps=steps, is_soak=is_soak)
-            worker.send(command.model_dump_json())
+            worker.send(to_line(command))
             self._has_run = True
-            self._phase = "attach"
-            return self._follow(worker, observe)
+            outcome = self._follow(worker, command, patience, observe)
         except WorkerSilent:
-            self._discard()
-            silence = self._deadlines.of(self._phase)
-            return TimedOut(phase=self._phase, detail=f"no sign of life for {silence:g} s")
+            outcome = self._conclude(command, before, self._timed_out(patience))
+        except WorkerMisbehaved as error:
+            outcome = self._conclude(command, before, partial(ends.nonsense, did=str(error)))
         except WorkerEnded:
             # An end that was asked for looks like any other from here.
-            status = self._discard(patience=_PATIENCE)
-            if self._is_cancelled:
-                self._is_cancelled = False
-                return Lost(detail="interrupted")
-            return Crashed(phase=self._phase, detail=self._describe_end(status))
+            outcome = self._conclude(command, before, ends.crash, patience=self._deadlines.closed)
+        except BaseException:
+            # Whoever watches failed, or was interrupted: nobody hears the rest of this trial.
+            self._discard()
+            raise
+        return ends.storable(outcome)
 
-    def _follow(self, worker: WorkerProcess, observe: Observer) -> Outcome:
+    def _follow(
+        self, worker: WorkerProcess, command: RunCommand, patience: Patience, observe: Observer
+    ) -> Outcome:
         """Watch the running trial to its end."""
+        patience.begin()
+        self._phase = patience.phase
         is_stopping = False
+        kills = oom_kills()
         while True:
-            match worker.next_message(timeout=self._deadlines.of(self._phase)):
+            try:
+                message = worker.next_message(until=patience.until())
+            except WorkerSilent:
+                if patience.exceeded() is None:
+                    # The time was this process's own: it was away, and has listened since.
+                    continue
+                raise
+            match message:
                 case Alive() as alive:
+                    patience.hear(alive)
                     self._phase = alive.phase
                     if observe(_progress(alive)) and not is_stopping:
                         is_stopping = True
-                        worker.send(StopCommand().model_dump_json())
-                case Finished() as finished:
+                        worker.send(to_line(StopCommand()))
+                case Finished(run_id=command.run_id, config=command.config) as finished:
                     if finished.retire is not None:
                         self._discard()
-                    return finished.outcome
-                case Ready() | Unusable():
-                    raise WorkerEnded
+                    has_killed = kills is not None and (oom_kills() or 0) > kills
+                    return ends.reconsidered(finished.outcome, self._phase, has_killed=has_killed)
+                case _:
+                    raise WorkerMisbehaved(_unasked(message))
 
     def start(self) -> None:
         """See `runner.Runner.start`: the worker imports its libraries and takes the device."""
         # What keeps it from being started does so at the first `run` too, which says it.
-        with contextlib.suppress(OSError, WorkerEnded):
-            self._started_worker()
+        with contextlib.suppress(EnvironmentFault):
+            if not self._is_cancelled and self._lost is None:
+                self._started_worker()
 
     def cancel(self) -> None:
         """See `runner.Runner.cancel`."""
@@ -167,7 +193,7 @@ class SupervisedRunner:
             self._discard()
 
     def close(self) -> None:
-        """See `runner.Runner.close`."""
+        """See `runner.Runner.close`. A worker that nothing ends is not waited for twice."""
         self._discard()
 
     def __enter__(self) -> Self:
@@ -182,49 +208,114 @@ class SupervisedRunner:
         Raises:
             EnvironmentFault: the device is not to be had.
         """
-        worker = self._worker if self._is_cancelled else self._started_worker()
+        self._replace_unfit()
+        worker = self._started_worker()
         if self._is_cancelled:
             # Perhaps while it was being started, when there was no worker yet to kill.
-            if worker is not None:
-                worker.kill()
-            raise WorkerEnded
-        assert worker is not None
+            worker.kill()
         if self._is_ready:
             return worker
-        match worker.next_message(timeout=self._deadlines.start):
+        match worker.next_message(until=self._clock.look() + self._deadlines.start):
             case Ready():
                 self._is_ready = True
                 return worker
             case Unusable(reason=reason):
                 self._discard()
-                raise EnvironmentFault(f"the worker cannot use the device: {reason}")
-            case _:
-                raise WorkerEnded
+                raise EnvironmentFault(f"the worker cannot use the device: {ends.shown(reason)}")
+            case message:
+                raise WorkerMisbehaved(_unasked(message))
+
+    def _replace_unfit(self) -> None:
+        """End a resident worker that something befell since its last trial: nothing of that is the
+        next configuration's doing.
+        """
+        if self._worker is None or not self._is_ready or self._log is None:
+            return
+        fault = self._worker.fault()
+        if fault is not None:
+            self._log.note(f"the worker is replaced: {fault}")
+            self._discard(patience=self._deadlines.closed)
 
     def _started_worker(self) -> WorkerProcess:
         """Return the worker, which may not own the device yet."""
         if self._worker is None:
-            self._worker = WorkerProcess(
-                self._settings, log_path=self._log_path, module=self._module
-            )
+            log = WorkerLog(self._log_path)
+            try:
+                self._worker = self._process(
+                    self._settings,
+                    log=log,
+                    module=self._module,
+                    clock=self._clock,
+                    patience=self._deadlines.closed,
+                )
+            except BaseException:
+                log.close()
+                raise
+            self._log = log
         return self._worker
 
-    def _discard(self, *, patience: float = 0.0) -> int:
+    def _conclude(
+        self,
+        command: RunCommand,
+        before: Outcome | None,
+        failure: ends.Failure,
+        *,
+        patience: float = 0.0,
+    ) -> Outcome:
+        """End the worker that did not answer, and return what its trial came to.
+
+        That is what it left on disk, where it came so far before whatever befell it.
+
+        Raises:
+            CardLost: nothing ends it, and it left nothing.
+        """
+        end, words = self._discard(patience=patience)
+        if self._is_cancelled:
+            return ends.INTERRUPTED
+        left = self._left_behind(command)
+        if left is not None and left != before:
+            return left
+        if self._lost is not None:
+            raise self._lost
+        return failure(self._phase, end, words=words)
+
+    def _left_behind(self, command: RunCommand) -> Outcome | None:
+        if command.attempt is None:
+            return None
+        return self._outcomes.take(command.attempt, command.config)
+
+    def _timed_out(self, patience: Patience) -> ends.Failure:
+        silence = f"no sign of life for {self._deadlines.start:g} s"
+        why = silence if self._phase == "start" else patience.exceeded() or silence
+        return partial(ends.timed_out, why=why)
+
+    def _discard(self, *, patience: float = 0.0) -> tuple[End, str]:
+        """End the worker and return how that was, with the last that it printed."""
         self._has_run = False
         self._is_ready = False
         worker, self._worker = self._worker, None
-        return 0 if worker is None else worker.close(patience=patience)
+        log, self._log = self._log, None
+        if worker is None or log is None:
+            return End(0), ""
+        end = worker.close(patience=patience, kill_seconds=self._deadlines.end)
+        if end.status is None:
+            self._lost = ends.card_lost(
+                worker.process.pid, self._settings.device, seconds=self._deadlines.end
+            )
+        words = log.tail()
+        log.close()
+        return end, words
 
-    def _describe_end(self, status: int) -> str:
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return f"the worker ended with {how}; the end of {self._log_path.name}: {self._log_tail()}"
 
-    def _log_tail(self) -> str:
-        try:
-            lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return "(unreadable)"
-        return " | ".join(line.strip() for line in lines[-3:])[-600:]
+def _unasked(message: WorkerMessage) -> str:
+    """Return what a worker did that said this now."""
+    match message:
+        case Finished():
+            return "it answered what it was not asked"
+        case Unusable(reason=reason):
+            return f"it gave up the device in the middle of a trial: {reason}"
+        case Ready() | Alive():
+            return f"it said '{message.kind}' when nobody expected that"
 
 
 def _progress(alive: Alive) -> Progress:

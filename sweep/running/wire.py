@@ -1,16 +1,21 @@
 """Owns what the tuner's process and the worker say to each other, each thing a line of JSON.
 
-Commands go to the worker, messages come from it.
+Commands go to the worker, messages come from it. A message is read as what any process may have
+written there: by a library that found the descriptor, or with memory that was overwritten.
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import ComputeDtype
+from search_spaces.redaction import visible
 from search_spaces.space import StepBudget, Weights
 from storage.records import Outcome, Phase
 
@@ -25,6 +30,8 @@ class WorkerSettings(_Message):
     device: Literal["cuda", "cpu"]
     budget_bytes: int
     """Enforced on this process for real."""
+    outcome_path: str | None = None
+    """Where an attempt's outcome is left before it is told; None for nowhere."""
     model: dict[str, Any]
     """`ModelSpec.to_json`."""
     weights: Weights
@@ -42,6 +49,10 @@ class RunCommand(_Message):
     steps: StepBudget
     is_soak: bool = False
     """Train until the budget is spent, with an evaluation pass and a checkpoint on the way."""
+    run_id: str = ""
+    """Of this command, for the answer to name."""
+    attempt: str | None = None
+    """Identity of the attempt, under which its outcome is left on disk."""
 
 
 class StopCommand(_Message):
@@ -75,6 +86,10 @@ class Finished(_Message):
     """A trial ended; the next may come unless the worker wants to retire."""
 
     kind: Literal["finished"] = "finished"
+    run_id: str
+    """Of the command that this answers."""
+    config: TrialConfig
+    """That was run."""
     outcome: Outcome
     retire: str | None = None
     """Why a fresh process should run the next trial; None where this one can."""
@@ -88,6 +103,79 @@ class Unusable(_Message):
 
 
 WorkerMessage = Annotated[Ready | Alive | Finished | Unusable, Field(discriminator="kind")]
+
+LINE_BYTES_MAX = 256 * 1024
+"""Of a message: a hundred times what the longest takes."""
+_WORDS_MAX = 2000
+"""Characters of what a message says in words."""
+_WHOLE_MAX = 2**63 - 1
+"""Bytes and steps are counted far below, and a database counts no further."""
+
+
+class UnreadableError(ValueError):
+    """What came is no message; says why."""
+
+
+def to_line(message: BaseModel) -> bytes:
+    """Return a message as it is written; a number that is not finite stays one, to be refused."""
+    return json.dumps(message.model_dump(mode="json")).encode() + b"\n"
+
+
+def read_message(line: bytes) -> WorkerMessage:
+    """Return the message that a line holds; its words with nothing in them that works unseen.
+
+    Raises:
+        UnreadableError: it holds none.
+    """
+    try:
+        values = json.loads(line.decode("utf-8"))
+        message = worker_message_adapter.validate_python(_shown(values))
+    except UnicodeDecodeError:
+        raise UnreadableError(f"{_quoted(line)}, which is not UTF-8") from None
+    except RecursionError:
+        raise UnreadableError("JSON that is nested too deeply") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "a message"
+        raise UnreadableError(f"{_quoted(line)}: {where}: {first['msg']}") from None
+    except ValueError:
+        raise UnreadableError(f"{_quoted(line)}, which is no JSON") from None
+    for where, value in _unsound(message.model_dump(), "message"):
+        raise UnreadableError(f"{value} as {where}")
+    return message
+
+
+def _shown(values: Any) -> Any:
+    match values:
+        case str():
+            return visible(values)[:_WORDS_MAX]
+        case dict():
+            return {key: _shown(value) for key, value in values.items()}
+        case list():
+            return [_shown(value) for value in values]
+        case _:
+            return values
+
+
+def _unsound(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the numbers that nothing measures, with where they stand."""
+    match value:
+        case float() if not math.isfinite(value):
+            yield where, f"a number that is not finite ({value})"
+        case int() if abs(value) > _WHOLE_MAX:
+            yield where, "a number out of all bounds"
+        case dict():
+            for key, inner in value.items():
+                yield from _unsound(inner, f"{where}.{key}".removeprefix("message."))
+        case list() | tuple():
+            for inner in value:
+                yield from _unsound(inner, where)
+
+
+def _quoted(line: bytes) -> str:
+    text = visible(line[:80].decode("utf-8", errors="replace"))
+    return f"'{text}{'...' if len(line) > 80 else ''}'"
+
 
 command_adapter: TypeAdapter[Command] = TypeAdapter(Command)
 worker_message_adapter: TypeAdapter[WorkerMessage] = TypeAdapter(WorkerMessage)

@@ -7,6 +7,7 @@ storage.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import queue
@@ -15,16 +16,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, words_of
+from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
-from storage.records import Crashed, Ineffective, Invalid, Outcome, OutOfMemory, Phase
+from storage.outcome_file import OutcomeFile
+from storage.records import CrashCause, Crashed, Ineffective, Invalid, Outcome, OutOfMemory, Phase
 from sweep.nvml import card_at
+from sweep.running.ends import with_cure
 from sweep.running.wire import (
     Alive,
     Finished,
@@ -35,10 +39,15 @@ from sweep.running.wire import (
     WorkerMessage,
     WorkerSettings,
     command_adapter,
+    to_line,
 )
 from sweep.training.compiling import forget_compiled, start_compiler_processes
 from sweep.training.device import Device, open_device
-from sweep.training.exceptions import requested_bytes
+from sweep.training.exceptions import (
+    is_card_out_of_memory,
+    is_host_out_of_memory,
+    requested_bytes,
+)
 from sweep.training.meter import NEIGHBOUR, CardReader, NeighbourWatch
 from sweep.training.model import BaseModel, Unavailable, build_base
 from sweep.training.trial import Beat, Trial
@@ -103,7 +112,7 @@ class Worker:
         config = command.config
         failed = self._ensure_base(config)
         if failed is not None:
-            return Finished(outcome=failed)
+            return _finished(command, failed)
         assert self._base is not None
         self.phase = "attach"
         before = self._device.allocated_bytes()
@@ -117,7 +126,7 @@ class Worker:
             report=lambda beat: self._report(beat, config),
         )
         outcome = trial.run()
-        return Finished(outcome=outcome, retire=self._reason_to_retire(config, before))
+        return _finished(command, outcome, retire=self._reason_to_retire(config, before))
 
     def _trial(
         self, base: BaseModel, config: TrialConfig, steps: StepBudget, **changes: Any
@@ -235,6 +244,23 @@ class Worker:
         base.close()
 
 
+def _finished(command: RunCommand, outcome: Outcome, *, retire: str | None = None) -> Finished:
+    return Finished(run_id=command.run_id, config=command.config, outcome=outcome, retire=retire)
+
+
+def _crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
+    """Return the outcome of a training that raised what is no verdict of its own."""
+    if isinstance(error, SystemExit):
+        return Crashed(phase=phase, cause="exit", detail=f"a library called exit({error.code})")
+    cause: CrashCause = "exception"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        cause = "too_few_descriptors"
+    elif is_host_out_of_memory(error) and not is_card_out_of_memory(error):
+        cause = "host_out_of_memory"
+    detail = with_cure(words_of(error)[:_DETAIL_LENGTH], cause)
+    return Crashed(phase=phase, cause=cause, detail=detail)
+
+
 def _rate(tokens: int, seconds: float | None) -> float | None:
     return None if not seconds else tokens / seconds
 
@@ -248,39 +274,71 @@ def _pci_bus_id() -> str:
     return f"{card.pci_domain_id:08x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
 
 
+def _leave() -> None:
+    # Shutdown with a CUDA context and daemon threads can hang or abort; nothing is left to save.
+    os._exit(0)
+
+
 def _read_commands(
-    lines: IO[bytes], *, runs: queue.SimpleQueue[RunCommand | None], stop: Callable[[], None]
+    lines: IO[bytes],
+    *,
+    runs: queue.SimpleQueue[RunCommand],
+    stop: Callable[[], None],
+    leave: Callable[[], None],
 ) -> None:
     """Sort commands until the pipe closes; the pipe closes when the tuner is gone."""
-    for line in lines:
-        match command_adapter.validate_json(line):
-            case RunCommand() as command:
-                runs.put(command)
-            case StopCommand():
-                stop()
-    runs.put(None)
+    try:
+        for line in lines:
+            match command_adapter.validate_json(line):
+                case RunCommand() as command:
+                    runs.put(command)
+                case StopCommand():
+                    stop()
+    finally:
+        # Whatever is still trained is for nobody, and somebody else wants the device.
+        leave()
 
 
-def _serve(worker: Worker, commands: IO[bytes], send: Callable[[WorkerMessage], None]) -> None:
-    runs: queue.SimpleQueue[RunCommand | None] = queue.SimpleQueue()
+def _serve(
+    worker: Worker,
+    commands: IO[bytes],
+    send: Callable[[WorkerMessage], None],
+    outcomes: OutcomeFile | None,
+    *,
+    leave: Callable[[], None] = _leave,
+) -> None:
+    runs: queue.SimpleQueue[RunCommand] = queue.SimpleQueue()
     # A thread, since a stop must get through while this one trains.
     reader = threading.Thread(
-        target=_read_commands, args=(commands,), kwargs={"runs": runs, "stop": worker.stop_trial}
+        target=_read_commands,
+        args=(commands,),
+        kwargs={"runs": runs, "stop": worker.stop_trial, "leave": leave},
     )
     reader.daemon = True
     reader.start()
-    while (command := runs.get()) is not None:
+    finished = None
+    while finished is None or finished.retire is None:
+        command = runs.get()
         try:
             finished = worker.run(command)
-        except Exception as error:  # noqa: BLE001 - it is this trial's verdict
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is this trial's verdict
             traceback.print_exc()
-            detail = words_of(error)[:_DETAIL_LENGTH]
+            crashed = _crashed(worker.phase, error)
             # After an unknown failure the device's state is unknown too.
-            send(Finished(outcome=Crashed(phase=worker.phase, detail=detail), retire=detail))
-            return
+            finished = _finished(command, crashed, retire=crashed.detail)
+        _keep(command, finished.outcome, outcomes)
         send(finished)
-        if finished.retire is not None:
-            return
+
+
+def _keep(command: RunCommand, outcome: Outcome, outcomes: OutcomeFile | None) -> None:
+    """Leave an outcome on disk, where it outlives this process and the tuner's."""
+    if command.attempt is None or outcomes is None:
+        return
+    try:
+        outcomes.write(command.attempt, command.config, outcome)
+    except EnvironmentFault as fault:
+        # It is about to be told, which is what counts.
+        print(fault, file=sys.stderr)  # noqa: T201 - into the worker's log
 
 
 def main() -> None:
@@ -289,9 +347,11 @@ def main() -> None:
     lock = threading.Lock()
 
     def send(message: WorkerMessage) -> None:
+        line = to_line(message)
         # Beats come from the training's thread, and nothing may cut a line in two.
         with lock:
-            pipe.write(message.model_dump_json().encode() + b"\n")
+            while line:
+                line = line[pipe.write(line) :]
 
     settings = WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
     try:
@@ -309,7 +369,7 @@ def main() -> None:
         send(Unusable(reason=words_of(error)[:_DETAIL_LENGTH]))
         return
     send(Ready(device_name=name))
-    _serve(worker, sys.stdin.buffer, send)
-    # Shutdown with a CUDA context and daemon threads can hang or abort; nothing is left to save.
+    path = settings.outcome_path
+    _serve(worker, sys.stdin.buffer, send, None if path is None else OutcomeFile(Path(path)))
     sys.stderr.flush()
-    os._exit(0)
+    _leave()

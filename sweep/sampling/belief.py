@@ -194,6 +194,16 @@ def gain_over(mean: Array, deviation: Array, log_speed: float) -> Array:
     return np.asarray(np.maximum(faster - ndtr(edge), 0.0))
 
 
+@dataclass(frozen=True)
+class _Alike:
+    """How much configurations have in common with others, a row and a column each."""
+
+    together: Array
+    """In all properties at once."""
+    single: Array
+    """In each, added up."""
+
+
 class SpeedBelief:
     """What is believed of the configurations' speeds.
 
@@ -221,7 +231,8 @@ class SpeedBelief:
         views = [view for view in VIEWS if self._physics is not None or not view.is_physical]
         if not self._columns:
             views = views[:1]
-        found = [self._under(view, observed) for view in views]
+        alike = self._alike(observed.rows)
+        found = [self._under(view, observed, alike) for view in views]
         logs = np.array([math.log(v.weight) + f[2] for v, f in zip(views, found, strict=True)])
         weights = np.exp(logs - logs.max())
         return Mixture(
@@ -238,21 +249,23 @@ class SpeedBelief:
                 count += column.is_kind * ~np.isin(column.codes, column.codes[rows])
         return np.asarray(UNTRIED * np.sqrt(count))
 
-    def _under(self, view: View, observed: Observed) -> tuple[Array, Array, float]:
+    def _under(self, view: View, observed: Observed, alike: _Alike) -> tuple[Array, Array, float]:
         """Return mean and deviation of every log speed, and the log likelihood of the measured."""
         if view.is_physical and view.trend is None:
-            return self._physical(view, observed)
+            return self._physical(view, observed, alike)
         basis, spread = self._hints(view)
         level = float(np.mean(observed.log_speed)) if len(observed) else self._forecast_level()
         prior = np.full(len(self._log_tokens), level)
-        return self._solve(view, observed, prior, basis, spread)
+        return self._solve(view, observed, alike, prior, basis, spread)
 
-    def _physical(self, view: View, observed: Observed) -> tuple[Array, Array, float]:
+    def _physical(
+        self, view: View, observed: Observed, alike: _Alike
+    ) -> tuple[Array, Array, float]:
         physics = self._physics
         assert physics is not None, "a physical view needs a physical model"
         rows, spread = observed.rows, physics.spread
         factors = np.zeros(len(spread))
-        residuals = self._residuals(view, rows, rows) + np.diag(observed.noise**2)
+        residuals = self._residuals(view, rows, alike, rows) + np.diag(observed.noise**2)
         for _ in range(LINEARIZATIONS if len(observed) else 0):
             slopes = -physics.slopes(factors, rows)
             seconds = physics.log_seconds(factors, rows)
@@ -263,7 +276,7 @@ class SpeedBelief:
         basis = -physics.slopes(factors, slice(None))
         seconds = physics.log_seconds(factors, slice(None))
         prior = self._log_tokens - seconds - basis @ factors
-        return self._solve(view, observed, prior, basis, spread)
+        return self._solve(view, observed, alike, prior, basis, spread)
 
     def _forecast_level(self) -> float:
         """Return the mean forecast of all log speeds; 0 where nothing is forecast."""
@@ -284,7 +297,13 @@ class SpeedBelief:
         return np.stack(columns, axis=1), np.diag(variances)
 
     def _solve(
-        self, view: View, observed: Observed, prior: Array, basis: Array, spread: Array
+        self,
+        view: View,
+        observed: Observed,
+        alike: _Alike,
+        prior: Array,
+        basis: Array,
+        spread: Array,
     ) -> tuple[Array, Array, float]:
         """Return the posterior where log speed is ``prior`` + ``basis`` x weights + residuals."""
         rows = observed.rows
@@ -293,7 +312,7 @@ class SpeedBelief:
         before = np.einsum("ij,ij->i", wide, basis) + unexplained
         if not len(observed):
             return prior, np.sqrt(before), 0.0
-        across = wide @ basis[rows].T + self._residuals(view, slice(None), rows)
+        across = wide @ basis[rows].T + self._residuals(view, slice(None), alike, rows)
         covariance = across[rows] + np.diag(observed.noise**2 + JITTER)
         factor = cho_factor(covariance, lower=True)
         errors = observed.log_speed - prior[rows]
@@ -303,14 +322,26 @@ class SpeedBelief:
         likelihood = -0.5 * errors @ pulled - np.log(np.diag(factor[0])).sum()
         return mean, np.sqrt(np.maximum(before - known, 1e-10)), float(likelihood)
 
-    def _residuals(self, view: View, rows: Codes | slice, others: Codes) -> Array:
-        """Return the covariance of what the model does not explain."""
-        count = len(self._log_tokens) if isinstance(rows, slice) else len(rows)
-        together, single = np.ones((count, len(others))), np.zeros((count, len(others)))
+    def _alike(self, others: Codes) -> _Alike:
+        """Return what every configuration has in common with some, whatever is made of it."""
+        shape = len(self._log_tokens), len(others)
+        together, single = np.ones(shape), np.zeros(shape)
         for column in self._columns:
-            alike = column.between(rows, others)
+            alike = column.between(slice(None), others)
             together *= alike
             single += alike
+        return _Alike(together, single)
+
+    def _residuals(self, view: View, rows: Codes | slice, alike: _Alike, others: Codes) -> Array:
+        """Return the covariance of what the model does not explain.
+
+        Args:
+            view: how far the model is trusted.
+            rows: some configurations.
+            alike: what all have in common with ``others``.
+            others: other configurations.
+        """
+        together, single = alike.together[rows], alike.single[rows]
         share = view.offset**2 / max(1, len(self._columns))
         doubt = self._doubt(view)
         scale = doubt[rows][:, None] * doubt[others][None, :]

@@ -22,7 +22,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.knobs import KNOBS
 from search_spaces.space import Objective, StepBudget
 from storage import mapping
-from storage.objectives import measured_of, objective_value
+from storage.objectives import measured_of, merits_of, objective_value
 from storage.records import Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.sampling.belief import (
     Array,
@@ -39,6 +39,7 @@ from sweep.sampling.candidates import Candidate, Candidates
 from sweep.sampling.encoding import Params, identity
 from sweep.sampling.expecting import Expecting, Foreseen
 from sweep.sampling.gains import Goal, expected_gains
+from sweep.sampling.telling import telling
 
 ATTACH_SECONDS = 1.5
 """Of a trial beside its steps: attach, first step, detach."""
@@ -71,6 +72,11 @@ the best forecast alone needed 1.8. What ends a search is the whole uncertainty.
 WORTH_BOLDNESS = 0.01
 """Expected gain, its uncertainty taken whole, below which the boldest choice is none: the next is
 then the one that most is to be gained of, however little is known of it."""
+LEARNED_MAX = 200
+"""Trials with a speed that one choice is worked out from: five times what a study has. Of a space
+of 20,000 configurations each hundred takes a quarter of a second."""
+REMEMBERED_MAX = 512
+"""Newest trials from which memory is known."""
 OPEN_CHANCE = 0.05
 """Probability of being faster than the best so far from which a configuration is not ruled out."""
 
@@ -111,19 +117,47 @@ class _Trials:
     records: tuple[TrialRecord, ...]
     running: tuple[TrialConfig, ...]
     tried: frozenset[str]
+    compiled: frozenset[Any]
+    """Shapes that were compiled."""
+    objectives: tuple[Objective, ...]
+
+    @cached_property
+    def learned(self) -> tuple[TrialRecord, ...]:
+        """The trials with a speed that what is believed is worked out from."""
+        measured = [record for record in self.records if record.measurement is not None]
+        return tuple(telling(measured, merits=self._merits, most=LEARNED_MAX))
+
+    @cached_property
+    def remembered(self) -> tuple[TrialRecord, ...]:
+        """The newest trials, from which memory is known: it repeats to the byte."""
+        return self.records[-REMEMBERED_MAX:]
+
+    def _merits(self, record: TrialRecord) -> tuple[float, ...]:
+        return merits_of(record, self.objectives) if isinstance(record.outcome, Measured) else ()
 
     @cached_property
     def measured(self) -> tuple[tuple[TrialRecord, float], ...]:
         """The trials with a speed, and how far each speed may be off."""
-        return tuple((r, _noise(r)) for r in self.records if r.measurement is not None)
+        return tuple((r, _noise(r)) for r in self.learned)
 
     @property
     def configs(self) -> tuple[TrialConfig, ...]:
-        """Every configuration that something is known of."""
-        return (*(record.config for record in self.records), *self.running)
+        """Every configuration that something is made of."""
+        known = (*self.learned, *self.remembered)
+        return (*(record.config for record in known), *self.running)
 
 
-_NOTHING_YET = _Trials((), (), frozenset())
+@dataclass(frozen=True)
+class _Told:
+    """What one trial says."""
+
+    record: TrialRecord | None
+    """None while it runs, and where it ended without one."""
+    config: TrialConfig
+    key: str
+    """Equal for configurations that train the same way."""
+    shape: Any
+    """What its layers are compiled for; None where they are not."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +207,8 @@ class GuidedSampler(BaseSampler):
         self._steps_seconds_max = steps.seconds_max
         self._seed = seed
         self._independent = RandomSampler(seed=seed)
-        self._records: dict[int, TrialRecord | None] = {}
+        self._known: dict[int, _Told | None] = {}
+        """What the trials that ended say, by number."""
         self._world: _World | None = None
         self._best: tuple[Params, ...] = ()
 
@@ -203,7 +238,8 @@ class GuidedSampler(BaseSampler):
     def prepare(self) -> None:
         """Do once, before anything is asked, what every choice takes first."""
         if self._candidates.is_listed:
-            self._weigh(self._seen(_NOTHING_YET), _NOTHING_YET)
+            nothing = _Trials((), (), frozenset(), frozenset(), self._objectives)
+            self._weigh(self._seen(nothing), nothing)
 
     def outlook(self, study: optuna.Study, *, besides: int | None = None) -> Outlook:
         """Return what is still to be gained, by what the study's trials say, one of them apart."""
@@ -237,29 +273,33 @@ class GuidedSampler(BaseSampler):
         return None if row is None else world.candidates[row].config
 
     def _read(self, study: optuna.Study, *, besides: int | None) -> _Trials:
-        records, running, tried = [], [], set()
+        records, running, tried, compiled = [], [], set(), set()
         for trial in study.get_trials(deepcopy=False):
-            if trial.number == besides:
+            told = None if trial.number == besides else self._told_by(trial)
+            if told is None:
                 continue
-            record = self._record(trial)
-            if record is not None and not _tells_the_search(record):
-                continue
-            config = self._config(trial) if record is None else record.config
-            if config is None:
-                continue
-            tried.add(identity(config))
-            if record is not None:
-                records.append(record)
+            tried.add(told.key)
+            if told.record is not None:
+                records.append(told.record)
+                compiled.add(told.shape)
             elif trial.state is TrialState.RUNNING:
-                running.append(config)
-        return _Trials(tuple(records), tuple(running), frozenset(tried))
+                running.append(told.config)
+        known = tuple(records), tuple(running), frozenset(tried), frozenset(compiled)
+        return _Trials(*known, self._objectives)
 
-    def _record(self, trial: FrozenTrial) -> TrialRecord | None:
+    def _told_by(self, trial: FrozenTrial) -> _Told | None:
+        """Return what a trial says, worked out once where it has ended; None for nothing."""
         if not trial.state.is_finished():
+            return self._told(trial, None)
+        if trial.number not in self._known:
+            self._known[trial.number] = self._told(trial, mapping.record_of(trial))
+        return self._known[trial.number]
+
+    def _told(self, trial: FrozenTrial, record: TrialRecord | None) -> _Told | None:
+        if record is not None and not _tells_the_search(record):
             return None
-        if trial.number not in self._records:
-            self._records[trial.number] = mapping.record_of(trial)
-        return self._records[trial.number]
+        config = self._config(trial) if record is None else record.config
+        return None if config is None else _Told(record, config, identity(config), _shape(config))
 
     def _config(self, trial: FrozenTrial) -> TrialConfig | None:
         config = mapping.config_of(trial)
@@ -400,7 +440,7 @@ class GuidedSampler(BaseSampler):
         budget = world.foreseen.budget_bytes
         if world.peaks is None or budget is None:
             return np.ones(len(world.configs))
-        seen = [s for record in trials.records if (s := _seen_memory(record, world, budget))]
+        seen = [s for r in trials.remembered if (s := _seen_memory(r, world, budget))]
         rows, numbers, bounds = zip(*seen, strict=True) if seen else ((), (), ())
         known = Seen(
             np.array(rows, dtype=np.intp), np.log(np.array(numbers)), np.array(bounds, dtype=bool)
@@ -411,9 +451,8 @@ class GuidedSampler(BaseSampler):
         """Return the device seconds that each candidate's trial is expected to take."""
         steps = world.tokens_per_step / np.exp(speed.mean) * self._steps
         seconds = ATTACH_SECONDS + np.minimum(steps, 2 * self._steps_seconds_max)
-        compiled = {_shape(record.config) for record in trials.records}
         for row, shape in world.shapes.items():
-            if shape not in compiled:
+            if shape not in trials.compiled:
                 seconds[row] += COMPILE_SECONDS
         if trials.records:
             there = world.bases[world.rows[identity(trials.records[-1].config)]]

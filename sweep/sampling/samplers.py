@@ -14,6 +14,7 @@ from typing import Any, Literal, assert_never, cast
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.errors import InputError
@@ -23,6 +24,7 @@ from sweep.sampling.candidates import SpaceCandidates
 from sweep.sampling.encoding import Encoding, Params, identity
 from sweep.sampling.expecting import NOTHING_EXPECTED, Expecting
 from sweep.sampling.guided import GuidedSampler
+from sweep.sampling.telling import telling
 from sweep.sampling.tried import Tried
 
 REFUSALS_MAX = 1024
@@ -31,6 +33,12 @@ UNTRIED_MAX = 50_000
 """Combinations that are gone through for one that was not tried."""
 STARTUP_TRIALS = 10
 """Random trials before a model is fitted: a quarter of a study of 40."""
+PARZEN_MAX = 256
+"""Trials that TPE is fitted to, which tells apart the best 25 and the rest."""
+PROCESS_MAX = 128
+"""Trials that a Gaussian process is fitted to."""
+ATTEMPTS_LONG = 6
+"""Draws of one choice once there are more trials than a model is fitted to: most repeat one."""
 GRID_MAX = 1_000_000
 """Combinations that a grid may have; more than anybody waits for."""
 
@@ -86,7 +94,7 @@ def optunas_own(name: Literal["tpe", "gp", "random"], *, seed: int) -> BaseSampl
         case "tpe":
             # Trials run one at a time, so there is no running trial whose result would have to be
             # lied about.
-            return TPESampler(
+            return ParzenSampler(
                 seed=seed, n_startup_trials=STARTUP_TRIALS, constant_liar=False, multivariate=True
             )
         case "gp":
@@ -182,7 +190,8 @@ class WithoutRepeats(BaseSampler):
     def _candidates(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> Iterator[Params]:
-        for _ in range(self._attempts):
+        is_long = trial.number > PARZEN_MAX
+        for _ in range(min(self._attempts, ATTEMPTS_LONG) if is_long else self._attempts):
             params = self._inner.sample_relative(study, trial, search_space)
             missing = {name: d for name, d in search_space.items() if name not in params}
             params = params | {
@@ -255,8 +264,41 @@ class EveryCombination(BaseSampler):
         )
 
 
+class ParzenSampler(TPESampler):
+    """Optuna's sampler, fitted to a bounded number of trials.
+
+    Of each draw it takes all of them anew, and a choice takes up to dozens of draws.
+    """
+
+    _seen: _TrialsToLearnFrom | None = None
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> Params:
+        """Return a value for each dimension; nothing while there are too few trials."""
+        return super().sample_relative(self._view(study, trial), trial, search_space)
+
+    def sample_independent(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        """Return a value for one dimension."""
+        view = self._view(study, trial)
+        return super().sample_independent(view, trial, param_name, param_distribution)
+
+    def _view(self, study: optuna.Study, trial: FrozenTrial) -> optuna.Study:
+        """Return the same for every draw of one choice, between which nothing changes."""
+        if self._seen is None or not self._seen.is_of(study, trial):
+            self._seen = _TrialsToLearnFrom(study, most=PARZEN_MAX, chosen_for=trial)
+        return cast(optuna.Study, self._seen)
+
+
 class GaussianProcessSampler(GPSampler):
-    """Optuna's sampler, blind to trials that lack a parameter of the space.
+    """Optuna's sampler, fitted to a bounded number of trials and blind to those that lack a
+    parameter of the space.
 
     Such a trial is a baseline outside the space, and Optuna's own would look for its parameters.
     """
@@ -265,21 +307,48 @@ class GaussianProcessSampler(GPSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> Params:
         """Return a value for each dimension; nothing while there are too few trials."""
-        view = cast(optuna.Study, _TrialsOfSpace(study, names=frozenset(search_space)))
-        return super().sample_relative(view, trial, search_space)
+        names = frozenset(search_space)
+        view = _TrialsToLearnFrom(study, most=PROCESS_MAX, chosen_for=trial, names=names)
+        return super().sample_relative(cast(optuna.Study, view), trial, search_space)
 
 
-class _TrialsOfSpace:
-    """A study without the trials that lack a parameter of the space."""
+class _TrialsToLearnFrom:
+    """A study with the trials that say most, and without those that lack a parameter."""
 
-    def __init__(self, study: optuna.Study, *, names: frozenset[str]) -> None:
+    def __init__(
+        self,
+        study: optuna.Study,
+        *,
+        most: int,
+        chosen_for: FrozenTrial,
+        names: frozenset[str] = frozenset(),
+    ) -> None:
         self._study = study
+        self._chosen_for = chosen_for
+        self._known: dict[str, list[FrozenTrial]] = {}
+        self._most = most
         self._names = names
+        self._signs = [1.0 if d is StudyDirection.MAXIMIZE else -1.0 for d in study.directions]
 
     def _get_trials(self, *args: Any, **kwargs: Any) -> list[FrozenTrial]:
         """Stand in for the method that Optuna's samplers read trials with."""
-        trials = self._study._get_trials(*args, **kwargs)
-        return [trial for trial in trials if self._names <= trial.params.keys()]
+        asked = repr((args, kwargs))
+        if asked not in self._known:
+            trials = self._study._get_trials(*args, **kwargs)
+            whole = [trial for trial in trials if self._names <= trial.params.keys()]
+            self._known[asked] = telling(whole, merits=self._merits, most=self._most)
+        return self._known[asked]
+
+    def is_of(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        """Whether a choice for a trial sees the same."""
+        return self._study is study and self._chosen_for is trial
+
+    def _merits(self, trial: FrozenTrial) -> tuple[float, ...]:
+        """Return what a trial reached: what does not fit has the worst values there are."""
+        if trial.state is not TrialState.COMPLETE:
+            return ()
+        values = trial.values or ()
+        return tuple(sign * value for sign, value in zip(self._signs, values, strict=True))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._study, name)

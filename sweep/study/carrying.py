@@ -69,6 +69,8 @@ def carry_over(
 ) -> Taken:
     """Store every trial of another study that holds in this one and is not there yet.
 
+    Of the study's own spool those are the results that it has not; see `storage.kept`.
+
     Args:
         study: open, under its lease.
         source: checked by `refuse_incomparable`.
@@ -76,32 +78,77 @@ def carry_over(
     """
     encoding = Encoding(study.definition.space)
     baseline = study.definition.space.baseline_config()
+    is_own = source.identity == study.identity
+    known = _Known(study)
     new = 0
-    for record in holding(source, study.definition.space):
-        known = study.records()
-        marks = {r.carried for r in known}
-        tried = {canonical(r.config) for r in known if r.verdict not in RETRYABLE}
+    for record in _own(study, source) if is_own else holding(source, study.definition.space):
         mark = record.carried or Carried(
             study=source.name, identity=source.identity, number=record.number
         )
-        if mark in marks or canonical(record.config) in tried or not is_valid(record.config):
+        if known.has(record, mark) or not is_valid(record.config):
             continue
-        params = encoding.params_of(record.config)
+        is_searched = record.purpose == "search"
+        params = encoding.params_of(record.config) if is_searched else None
+        taken = record.model_copy(
+            update={
+                "carried": mark,
+                "is_baseline": record.config == baseline,
+                "attempt": 1,
+                "wall_seconds": 0.0,
+                "device_seconds": 0.0,
+            }
+        )
         study.carry(
-            record.model_copy(
-                update={
-                    "carried": mark,
-                    "is_baseline": record.config == baseline,
-                    "attempt": 1,
-                    "wall_seconds": 0.0,
-                    "device_seconds": 0.0,
-                }
-            ),
+            taken,
             params=params or {},
             distributions={} if params is None else encoding.distributions,
         )
+        known.add(taken)
         new += 1
-    return Taken(new, sum(r.carried is not None for r in study.records()))
+    kept = (*study.records(), *study.confirmations()) if is_own else study.records()
+    return Taken(new, sum(r.carried is not None for r in kept))
+
+
+class _Known:
+    """What a study needs not take over, as it has it."""
+
+    def __init__(self, study: OpenStudy) -> None:
+        self._marks: set[Carried | None] = set()
+        self._attempts: set[str | None] = set()
+        self._tried: set[TrialConfig] = set()
+        for record in (*study.records(), *study.confirmations()):
+            self.add(record)
+
+    def add(self, record: TrialRecord) -> None:
+        if record.verdict in RETRYABLE:
+            return
+        self._marks.add(record.carried)
+        self._attempts.add(record.attempt_id)
+        if record.purpose == "search":
+            self._tried.add(canonical(record.config))
+
+    def has(self, record: TrialRecord, mark: Carried) -> bool:
+        """Whether a result is there, under its own identity or as where it was measured."""
+        if record.attempt_id is not None and record.attempt_id in self._attempts:
+            return True
+        # A number may stand for two attempts, in a database that was restored from a copy.
+        if record.attempt_id is None and mark in self._marks:
+            return True
+        return record.purpose == "search" and canonical(record.config) in self._tried
+
+
+def _own(study: OpenStudy, source: StudySnapshot) -> Iterator[TrialRecord]:
+    """Yield what a study's own spool has and the study has not: of a configuration the last."""
+    lacking = study.lacking((*source.records, *source.confirmations))
+    last = {canonical(r.config): r for r in lacking if r.purpose == "search"}
+    known = {r.number: canonical(r.config) for r in study.records()}
+    for record in lacking:
+        config = canonical(record.config)
+        if record.purpose == "search":
+            if last[config] is record:
+                yield record
+        elif record.confirms is None or known.get(record.confirms) == config:
+            yield record
 
 
 def holding(source: StudySnapshot, space: SearchSpace) -> Iterator[TrialRecord]:

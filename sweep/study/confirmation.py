@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from optuna.trial import Trial
+
 from search_spaces.config import TrialConfig, canonical
+from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.space import ConfirmBudget, StepBudget
 from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_enough
 from storage.objectives import is_sound
@@ -37,7 +41,7 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
-from sweep.study.machine_faults import run_undisturbed
+from sweep.study.machine_faults import lost_with_the_card, run_undisturbed
 from sweep.study.preflight import Preflight
 
 CONTENDERS_MAX = 4
@@ -98,8 +102,9 @@ class Plan:
         """
         ranking = self.ranking
         begun = {canonical(r.config) for r in self._of("confirm")}
-        alike = [r for r in ranking.ranked if r is ranking.winner or r.number in ranking.tied]
-        kept = [r for r in ranking.ranked if canonical(r.config) in begun]
+        tied = {*ranking.tied}
+        alike = [r for r in ranking.ranked if r is ranking.winner or r.number in tied]
+        kept = [r for r in ranking.ranked if begun and canonical(r.config) in begun]
         is_full = len(begun) >= BEGUN_MAX
         rivals = {canonical(r.config): _contender(r) for r in (*alike[:CONTENDERS_MAX], *kept)}
         named = {key: c for key, c in rivals.items() if key in begun or not is_full}
@@ -185,7 +190,8 @@ class Plan:
             or soaked_long_enough(known, seconds=budget.soak_seconds, steps=budget.soak_steps)
         ):
             return False
-        concluded = {canonical(r.config) for r in soaks if r.config != winner.config}
+        others = (r for r in soaks if r.config != winner.config and not r.is_interrupted)
+        concluded = {canonical(r.config) for r in others}
         return len(concluded) < SOAKS_MAX and self._may_try(winner.config, "soak")
 
     def _fewest(self, contenders: Iterable[Contender]) -> Contender | None:
@@ -230,6 +236,8 @@ def confirm(
     clock: Callable[[], float] = time.monotonic,
     on_event: Listener = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
+    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+    settling: Callable[[], AbstractContextManager[None]] = nullcontext,
     is_anew: bool = False,
 ) -> bool:
     """Measure a study's winner again and soak it; return False where somebody asked to stop.
@@ -243,6 +251,8 @@ def confirm(
         clock: seconds; only differences count.
         on_event: hears of every run.
         should_stop: asked before each run.
+        interruptible: entered while a run is chosen and begun, as in `tune`.
+        settling: entered while a run is told, as in `tune`.
         is_anew: whether all of it is done once more, whatever the space says.
 
     Raises:
@@ -253,7 +263,22 @@ def confirm(
         budget = ConfirmBudget()
     if budget is None:
         return True
-    return _Confirming(study, runner, preflight, clock, on_event, should_stop, budget).all(is_anew)
+    stops = should_stop, interruptible, settling
+    return _Confirming(study, runner, preflight, clock, on_event, *stops, budget).all(is_anew)
+
+
+@dataclass
+class _Begun:
+    """A run between ask and tell."""
+
+    run: NextRun
+    handle: Trial
+    is_baseline: bool
+    attempt: int
+    attempt_id: str
+    started_at: str
+    began: float
+    """By the driver's clock."""
 
 
 @dataclass
@@ -266,21 +291,48 @@ class _Confirming:
     clock: Callable[[], float]
     on_event: Listener
     should_stop: Callable[[], bool]
+    interruptible: Callable[[], AbstractContextManager[None]]
+    settling: Callable[[], AbstractContextManager[None]]
     budget: ConfirmBudget
 
     def all(self, is_anew: bool) -> bool:
-        """Run everything that is still to be run."""
+        """Run everything that is still to be run; return False where somebody asked to stop."""
         since = next_number((*self.study.records(), *self.study.confirmations()))
         series = self._series(since, is_anew)
         is_first = True
-        while (run := self._plan(series, since).next_run()) is not None:
-            if self.should_stop():
+        while True:
+            try:
+                with self.interruptible():
+                    begun = self._next(self._plan(series, since), is_first=is_first)
+            except KeyboardInterrupt:
+                self.study.abandon()
                 return False
-            if is_first:
-                self._begin(self._plan(series, since))
-            self._perform(run)
+            if begun is None:
+                return True
+            try:
+                self._perform(begun)
+            except KeyboardInterrupt:
+                # Its result is in the spool.
+                return False
             is_first = False
-        return True
+
+    def _next(self, plan: Plan, *, is_first: bool) -> _Begun | None:
+        """Begin the next run; None where all of it is done.
+
+        Raises:
+            KeyboardInterrupt: somebody asked to stop, and nothing runs that is to be waited for.
+        """
+        run = plan.next_run()
+        if run is None:
+            return None
+        if self.should_stop():
+            raise KeyboardInterrupt
+        if is_first:
+            self._begin(plan)
+        begun = self._ask(run)
+        if self.should_stop():
+            raise KeyboardInterrupt
+        return begun
 
     def _plan(self, series: int, since: int) -> Plan:
         study = self.study
@@ -309,47 +361,65 @@ class _Confirming:
         recipe = next((c.config for c in known if c.number is None), None)
         self.on_event(ConfirmationStarted(series=plan.series, numbers=numbers, recipe=recipe))
 
-    def _perform(self, run: NextRun) -> None:
-        """Run one configuration and store how that ended, before anything else happens."""
-        begun, started_at = self.clock(), datetime.now(UTC).isoformat(timespec="milliseconds")
+    def _ask(self, run: NextRun) -> _Begun:
+        """Ask storage for a run and mark it begun."""
+        began, started_at = self.clock(), datetime.now(UTC).isoformat(timespec="milliseconds")
         handle = self.study.ask_again()
         attempt_id = self.study.begin(handle, run.config, started_at, errand=run.errand)
         attempt = attempts(self.study.on_errand(run.errand), run.config) + 1
         is_baseline = run.config == self.study.definition.space.baseline_config()
         self.on_event(TrialStarted(handle.number, run.config, is_baseline, attempt, run.errand))
+        return _Begun(run, handle, is_baseline, attempt, attempt_id, started_at, began)
+
+    def _perform(self, begun: _Begun) -> None:
+        """Run one configuration and store how that ended, before anything else happens."""
         launched = self.clock()
-        outcome = _sound(self._measure(run, handle.number, attempt_id))
+        try:
+            outcome = _sound(self._measure(begun))
+        except CardLost as lost:
+            # The database matters less now, and the spool has it.
+            with suppress(EnvironmentFault):
+                self._tell(begun, lost_with_the_card(lost), launched)
+            raise
+        with self.settling():
+            self._tell(begun, outcome, launched)
+
+    def _tell(self, begun: _Begun, outcome: Outcome, launched: float) -> None:
         record = TrialRecord(
-            number=handle.number,
-            config=run.config,
+            number=begun.handle.number,
+            config=begun.run.config,
             outcome=outcome,
-            is_baseline=is_baseline,
-            attempt=attempt,
-            attempt_id=attempt_id,
-            started_at=started_at,
-            wall_seconds=self.clock() - begun,
+            is_baseline=begun.is_baseline,
+            attempt=begun.attempt,
+            attempt_id=begun.attempt_id,
+            started_at=begun.started_at,
+            wall_seconds=self.clock() - begun.began,
             device_seconds=self.clock() - launched,
-            **run.errand.model_dump(),
+            **begun.run.errand.model_dump(),
         )
-        stored = self.study.tell(handle, record)
-        self.study.add_wall_seconds(self.clock() - begun)
+        stored = self.study.tell(begun.handle, record)
+        self.study.add_wall_seconds(self.clock() - begun.began)
         if isinstance(outcome, OutOfMemory):
             self.preflight.learn(record)
         self.on_event(TrialFinished(record=stored))
 
-    def _measure(self, run: NextRun, number: int, attempt_id: str) -> Outcome:
-        space = self.study.definition.space
+    def _measure(self, begun: _Begun) -> Outcome:
+        space, run = self.study.definition.space, begun.run
         is_soak = run.errand.purpose == "soak"
         steps = (soak_steps if is_soak else run_steps)(space.steps, self.budget)
 
         def observe(progress: Progress) -> bool:
-            self.on_event(TrialProgress(number=number, progress=progress))
+            self.on_event(TrialProgress(number=begun.handle.number, progress=progress))
             return False
 
         return run_undisturbed(
             lambda: held_to_budget(
                 self.runner.run(
-                    run.config, steps=steps, observe=observe, is_soak=is_soak, attempt=attempt_id
+                    run.config,
+                    steps=steps,
+                    observe=observe,
+                    is_soak=is_soak,
+                    attempt=begun.attempt_id,
                 ),
                 budget_bytes=self.study.definition.target.budget_bytes,
             ),

@@ -1,31 +1,50 @@
-"""Owns what Ctrl-C means: once, stop after the running trial; twice, stop now.
+"""Owns what asking a study to stop means: once, stop after the running trial; twice, stop now; more
+often, wait for nothing any more.
 
-Knows nothing of studies or runners: what to stop is handed in.
+Whichever of the signals asks. What is stored is never at stake: it is cut short only what a resume
+does again, or finds in the spool. Knows nothing of studies or runners: what to stop is handed in.
 """
 
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""From the keyboard; from a scheduler or a spot market that wants the machine back; from a terminal
-that is gone."""
+from sweep.processes import STOP_SIGNALS
+
+_CUT_AT = 3
+"""Requests from which on anything is cut short, a wait for a runner that was cancelled too."""
+SETTLING_SECONDS = 1.0
+"""In which a result reaches the disk. What takes longer waits for a database."""
+TELLING_SECONDS = 5.0
+"""In which what came of a study is read, drawn and printed, unless something hangs."""
 
 
 class Interruption:
     """Counts requests to stop.
 
     Args:
-        cancel: ends the running trial at once; called from a signal handler at the second request.
+        cancel: ends the running trial at once and launches no other; called from a signal handler
+            at the second request, and at each further one.
+        requests: those that were made before.
+        clock: seconds; only differences count.
     """
 
-    def __init__(self, *, cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        cancel: Callable[[], None],
+        requests: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._cancel = cancel
-        self._requests = 0
-        self._is_interruptible = False
+        self._requests = requests
+        self._clock = clock
+        self._cut_at = _CUT_AT
+        self._cut_after = clock()
 
     def is_requested(self) -> bool:
         """Return whether anybody asked to stop."""
@@ -35,52 +54,81 @@ class Interruption:
         """Ask to stop: after the running trial, and at once when asked again.
 
         Raises:
-            KeyboardInterrupt: asked again inside an `interruptible`.
+            KeyboardInterrupt: asked so often that what is under way is not waited for.
         """
         self._requests += 1
-        if self._requests < 2:
-            return
-        if self._is_interruptible:
+        if self._requests >= 2:
+            self._cancel()
+        if self._requests >= self._cut_at and self._clock() >= self._cut_after:
             raise KeyboardInterrupt
-        self._cancel()
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Let the first request cut short what is inside the ``with``: nothing has begun yet."""
+        with self._cutting(at=1):
+            yield
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Let the second request cut short what is inside the ``with``: no result is lost there."""
-        self._is_interruptible = True
+        with self._cutting(at=2):
+            yield
+
+    @contextmanager
+    def settling(self) -> Iterator[None]:
+        """Let the second request cut short what is inside the ``with`` once it takes longer than a
+        result takes to the disk; the database hears of it when the study goes on.
+        """
+        with self._cutting(at=2, after=SETTLING_SECONDS):
+            yield
+
+    @contextmanager
+    def _cutting(self, *, at: int, after: float = 0.0) -> Iterator[None]:
+        before = self._cut_at, self._cut_after
+        self._cut_at, self._cut_after = at, self._clock() + after
         try:
             yield
         finally:
-            self._is_interruptible = False
+            self._cut_at, self._cut_after = before
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Take `SIGNALS` as requests inside the ``with``; a third one falls back to the default."""
-        previous = {number: signal.getsignal(number) for number in SIGNALS}
-        # Whoever started this under nohup wants it to outlive the terminal.
-        if previous[signal.SIGHUP] == signal.SIG_IGN:
-            del previous[signal.SIGHUP]
-
-        def handle(_number: int, _frame: FrameType | None) -> None:
-            if self._requests:
-                _install(previous)
-            self.request()
-
-        _install(dict.fromkeys(previous, handle))
-        try:
+        """Take the signals as requests inside the ``with``."""
+        with _handled(self.request):
             yield
-        finally:
-            _install(previous)
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ignore Ctrl-C inside the ``with``: who asked twice is being told what came of it."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def undisturbed(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Ignore signals inside the ``with``: who asked twice is being told what came of it.
+
+    Not for ever: where that hangs, one more cuts it short.
+    """
+    until = clock() + TELLING_SECONDS
+
+    def hear() -> None:
+        if clock() >= until:
+            raise KeyboardInterrupt
+
+    with _handled(hear):
+        yield
+
+
+@contextmanager
+def _handled(hear: Callable[[], None]) -> Iterator[None]:
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    # Whoever started this under nohup wants it to outlive the terminal.
+    if previous[signal.SIGHUP] == signal.SIG_IGN:
+        del previous[signal.SIGHUP]
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        hear()
+
+    _install(dict.fromkeys(previous, handle))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        _install(previous)
 
 
 def _install(handlers: dict[signal.Signals, signal._HANDLER]) -> None:

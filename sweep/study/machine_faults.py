@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from search_spaces.errors import EnvironmentFault
+from search_spaces.errors import CardLost, EnvironmentFault
 from storage.records import (
     RETRYABLE,
     Crashed,
+    Lost,
     Measured,
     Measurement,
     Outcome,
@@ -31,6 +32,16 @@ NEIGHBOUR = "neighbour"
 REMEASURED = "remeasured"
 
 
+_INTERRUPTED = Lost(detail="interrupted", is_interrupted=True)
+
+
+def lost_with_the_card(error: CardLost) -> Lost:
+    """Return the outcome of the trial that ran when the card was lost: none of its own doing, as
+    far as anybody knows, so it is tried again.
+    """
+    return Lost(detail=f"the card was lost: {error}", is_interrupted=True)
+
+
 def run_undisturbed(run: Callable[[], Outcome], *, should_stop: Callable[[], bool]) -> Outcome:
     """Run a trial, again where another process disturbed it, and return the outcome to keep.
 
@@ -38,19 +49,30 @@ def run_undisturbed(run: Callable[[], Outcome], *, should_stop: Callable[[], boo
         run: runs the trial once.
         should_stop: whether it is not to be run again.
 
+    Returns:
+        An interrupted trial where somebody asked to stop so often that the runner, which had been
+        told to cancel it, was not waited for either.
+
     Raises:
         EnvironmentFault: the device is not to be had, and nothing was measured on it before.
     """
-    outcomes = [run()]
+    outcomes = [_run_or_interrupted(run)]
     while is_disturbed(outcomes[-1]) and len(outcomes) <= REMEASURED_AT_MOST and not should_stop():
         try:
-            outcomes.append(run())
+            outcomes.append(_run_or_interrupted(run))
         except EnvironmentFault:
             # A neighbour that took the whole card: what was measured beside it is not lost.
             if not any(isinstance(outcome, Measured | PrunedSlow) for outcome in outcomes):
                 raise
             break
     return outcome_to_keep(outcomes)
+
+
+def _run_or_interrupted(run: Callable[[], Outcome]) -> Outcome:
+    try:
+        return run()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def is_disturbed(outcome: Outcome) -> bool:
@@ -109,11 +131,13 @@ class ConsecutiveFailures:
         return bool(self._failures)
 
     def count(self, outcome: Outcome) -> None:
-        """Count a trial that ran.
+        """Count a trial that ran; one that somebody interrupted says nothing either way.
 
         Raises:
             EnvironmentFault: this was one failure of a kind too many; names the first cause.
         """
+        if isinstance(outcome, Lost) and outcome.is_interrupted:
+            return
         if not isinstance(outcome, Crashed | TimedOut):
             self._failures.clear()
             return
@@ -125,7 +149,14 @@ class ConsecutiveFailures:
 
 
 def _kind(failure: Crashed | TimedOut) -> tuple[str, str]:
-    return failure.verdict, failure.phase
+    """Return what failures have in common that are the machine's doing; what the host lacks it
+    lacks in whichever phase.
+    """
+    match failure:
+        case Crashed(cause="host_out_of_memory" | "too_few_descriptors" as cause):
+            return failure.verdict, cause
+        case _:
+            return failure.verdict, failure.phase
 
 
 def nothing_concluded(records: Iterable[TrialRecord]) -> EnvironmentFault | None:
@@ -140,7 +171,8 @@ def nothing_concluded(records: Iterable[TrialRecord]) -> EnvironmentFault | None
     count = "the only trial that ran" if len(failures) == 1 else f"all {len(failures)} trials"
     return EnvironmentFault(
         f"nothing is known of what fits: {count} failed, and {_suspect(failures[0])}. "
-        f"{_first_words(failures[0])} See `sweep doctor`; the same command tries them again"
+        f"{_first_words(failures[0])} To go on, {_cure(failures[0])}; the same command tries them "
+        "again"
     )
 
 
@@ -152,16 +184,36 @@ _CONCLUDED = frozenset(
 def _fault(first: Crashed | TimedOut) -> EnvironmentFault:
     return EnvironmentFault(
         f"{FAILURES_IN_A_ROW} trials in a row {_how(first)}: {_suspect(first)}. "
-        f"{_first_words(first)} What was measured is stored; see `sweep doctor`, then run the "
+        f"{_first_words(first)} What was measured is stored; {_cure(first)}, then run the "
         "same command again"
     )
 
 
+def _cure(failure: Crashed | TimedOut) -> str:
+    match failure:
+        case Crashed(cause="host_out_of_memory"):
+            return (
+                "end what else uses this machine's memory, `free -h` shows how much is left, or "
+                "raise the limit of its container"
+            )
+        case Crashed(cause="too_few_descriptors"):
+            return "raise the limit of open files, with `ulimit -n 4096` say"
+        case _:
+            return "see `sweep doctor`"
+
+
 def _how(failure: Crashed | TimedOut) -> str:
+    match failure:
+        case Crashed(cause="host_out_of_memory"):
+            return "ran out of this machine's own memory, not the card's"
+        case Crashed(cause="too_few_descriptors"):
+            return "could open no further file"
     return f"{failure.verdict.replace('_', ' ')} in phase '{failure.phase}'"
 
 
 def _suspect(first: Crashed | TimedOut) -> str:
+    if isinstance(first, Crashed) and first.cause == "host_out_of_memory":
+        return "no configuration is at fault, which are measured by the card's memory"
     if first.phase == "build":
         return "either the model cannot be built from its config here, or the machine is at fault"
     return "the machine is at fault rather than a configuration"

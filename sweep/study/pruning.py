@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from search_spaces.config import TrialConfig, canonical
+from search_spaces.config import TrialConfig
 from search_spaces.space import Objective
 from storage.definition import StudyDefinition
 from storage.objectives import CONCLUSIVE
 from storage.ranking import rank
 from storage.records import TrialRecord, Verdict
 from sweep.running.runner import Progress
+from sweep.sampling.encoding import identity
 
 SPEED_MARGIN = 0.02
 """A trial whose best case is this close to a rival goes on: that is a tie, and ties are shown."""
@@ -55,7 +56,7 @@ class Rivals:
         self._definition = definition
         self._confirmations = tuple(confirmations)
         self._space = rank((), definition)
-        self._last: dict[TrialConfig, TrialRecord] = {}
+        self._last: dict[str, TrialRecord] = {}
         self._kept: dict[Hashable, list[Rival]] | None = None
         for record in rank(records, definition, self._confirmations).records:
             self._take(record)
@@ -85,7 +86,7 @@ class Rivals:
     def _take(self, record: TrialRecord) -> None:
         if record.verdict not in CONCLUSIVE or not self._space.holds(record.config):
             return
-        key = canonical(record.config)
+        key = identity(record.config)
         earlier = self._last.pop(key, None)
         self._last[key] = record
         if earlier is not None and earlier.verdict is Verdict.FITS:

@@ -30,8 +30,10 @@ from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
 from storage.opening import NAME_BYTES_MAX, NAME_MAX, open_study
+from storage.patience import waits_end_when
 from storage.reading import changed_versions
 from storage.study import OpenStudy
+from sweep import stop_signals
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
@@ -65,6 +67,7 @@ class Work(Protocol):
         on_event: Listener,
         should_stop: Callable[[], bool],
         interruptible: Callable[[], AbstractContextManager[None]],
+        settling: Callable[[], AbstractContextManager[None]],
     ) -> StopReason:
         """Work on an open study and say why that stopped."""
         ...
@@ -267,41 +270,45 @@ def drive(
         InputError: the storage's study of that name is about something else, or another study's
             trials cannot be compared with this one's.
         EnvironmentFault: database, device or disk is not to be had.
+        KeyboardInterrupt: somebody asked to stop before the study was open.
     """
     quiet_optuna()
     preflight = _preflight(prepared, warn=warn)
     space, sampler = prepared.space, _sampler(prepared.space, preflight)
-    study = _opened(prepared, storage, sampler, carried, warn)
-    if carried is not None:
-        _take_over(study, carried, is_valid=preflight.is_valid, warn=warn)
     runner = new_runner(prepared)
-    interruption = Interruption(cancel=runner.cancel)
-    try:
-        # Signals are requests until all is closed: one more while that lasts costs nothing.
-        with interruption.handling_signals(), study, runner, watch(study, interruption) as listener:
-            if work is tune and _has_trials_left(study):
-                # Its imports take longer than all that is done here until the first trial.
-                runner.start()
-                _look_ahead(space, sampler, preflight, interruption, listener)
-            return work(
-                study,
-                runner=runner,
-                preflight=preflight,
-                stopping=Stopping(
-                    space,
-                    usd_per_hour=price_of(space, gpu=prepared.target.gpu),
-                    outlook=partial(_outlook, sampler, study, listener),
-                    fastest_of=partial(_fastest_of, sampler, study),
-                ),
-                on_event=listener,
-                should_stop=interruption.is_requested,
-                interruptible=interruption.interruptible,
-            )
-    except KeyboardInterrupt:
-        # Asked twice while nothing ran; whatever the loop was at, storage can go on from there.
-        if not interruption.is_requested():
-            raise
-        return StopReason.INTERRUPTED
+    interruption = Interruption(cancel=runner.cancel, requests=stop_signals.asked())
+    # Signals are requests until all is closed: one more while that lasts costs nothing.
+    with interruption.handling_signals(), waits_end_when(interruption.is_requested):
+        with interruption.opening():
+            study = _opened(prepared, storage, sampler, carried, warn)
+            if carried is not None:
+                _take_over(study, carried, is_valid=preflight.is_valid, warn=warn)
+        try:
+            with study, runner, watch(study, interruption) as listener:
+                if work is tune and _has_trials_left(study):
+                    # Its imports take longer than all that is done here until the first trial.
+                    runner.start()
+                    _look_ahead(space, sampler, preflight, interruption, listener)
+                return work(
+                    study,
+                    runner=runner,
+                    preflight=preflight,
+                    stopping=Stopping(
+                        space,
+                        usd_per_hour=price_of(space, gpu=prepared.target.gpu),
+                        outlook=partial(_outlook, sampler, study, listener),
+                        fastest_of=partial(_fastest_of, sampler, study),
+                    ),
+                    on_event=listener,
+                    should_stop=interruption.is_requested,
+                    interruptible=interruption.interruptible,
+                    settling=interruption.settling,
+                )
+        except KeyboardInterrupt:
+            # Whatever it was at, storage can go on from there.
+            if not interruption.is_requested():
+                raise
+            return StopReason.INTERRUPTED
 
 
 def _has_trials_left(study: OpenStudy) -> bool:
@@ -371,7 +378,12 @@ def _take_over(
     except BaseException:
         study.close()
         raise
-    if not taken.all:
+    for problem in carried.warnings if carried.identity == study.identity else ():
+        warn(problem)
+    if carried.identity == study.identity:
+        if not taken.new:
+            warn(f"the spool of '{carried.name}' has no result that the study has not")
+    elif not taken.all:
         warn(f"no trial of study '{carried.name}' holds in this space: none is carried over")
     changed = changed_versions(carried.environment, study.environment)
     if taken.new and changed:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import CardLost, EnvironmentFault
 from storage.ranking import Ranking, rank
 from storage.records import (
     Outcome,
@@ -34,9 +35,14 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
-from sweep.study.machine_faults import ConsecutiveFailures, nothing_concluded, run_undisturbed
+from sweep.study.machine_faults import (
+    ConsecutiveFailures,
+    lost_with_the_card,
+    nothing_concluded,
+    run_undisturbed,
+)
 from sweep.study.preflight import Expected, Preflight
-from sweep.study.pruning import Rivals, is_hopeless
+from sweep.study.pruning import Rival, Rivals, is_hopeless
 from sweep.study.stopping import Spent, Stopping, outlook_document
 
 
@@ -50,6 +56,7 @@ def tune(
     on_event: Listener = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+    settling: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StopReason:
     """Run a study until its trials, time or money are spent, nothing is left, or somebody asks.
 
@@ -65,17 +72,20 @@ def tune(
         on_event: hears of everything that happens.
         should_stop: asked before each trial.
         interruptible: entered while a trial is chosen and checked, which may take long and be cut
-            short by an exception: no result is lost, and what was begun is closed by a resume.
+            short by a `KeyboardInterrupt`: no result is lost, and what was begun is closed.
+        settling: entered while a result is told, which may be cut short where the database takes
+            long: it is in the spool by then.
 
     Raises:
         EnvironmentFault: the device or the database is not to be had, trial after trial fails in
             the same way, or no trial that ran came to anything else. What was measured is stored.
     """
     stopping = stopping or Stopping(study.definition.space)
-    driver = _Driver(study, runner, preflight, stopping, clock, on_event, should_stop)
+    stops = should_stop, interruptible, settling
+    driver = _Driver(study, runner, preflight, stopping, clock, on_event, *stops)
     with interruptible():
         driver.recover()
-    reason = driver.search(interruptible)
+    reason = driver.search()
     driver.end(reason)
     if reason is not StopReason.INTERRUPTED and not driver.confirm():
         reason = StopReason.INTERRUPTED
@@ -96,13 +106,15 @@ def confirm_anew(
     on_event: Listener = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+    settling: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StopReason:
     """Measure a study's winner again, whatever was measured of it before, and search no further.
 
     What was begun of that and not finished goes on. Arguments and errors are those of `tune`.
     """
     stopping = stopping or Stopping(study.definition.space)
-    driver = _Driver(study, runner, preflight, stopping, clock, on_event, should_stop)
+    stops = should_stop, interruptible, settling
+    driver = _Driver(study, runner, preflight, stopping, clock, on_event, *stops)
     with interruptible():
         driver.recover()
     reason = StopReason.CONFIRMED if driver.confirm(is_anew=True) else StopReason.INTERRUPTED
@@ -122,6 +134,8 @@ class _OpenTrial:
     started_at: str
     started_seconds: float
     prediction: PredictionRecord | None = None
+    rivals: tuple[Rival, ...] = ()
+    """What it has to beat."""
     device_seconds: float | None = None
     """None for a trial that was never launched."""
 
@@ -142,6 +156,8 @@ class _Driver:
     clock: Callable[[], float]
     on_event: Listener
     should_stop: Callable[[], bool]
+    interruptible: Callable[[], AbstractContextManager[None]]
+    settling: Callable[[], AbstractContextManager[None]]
     _since: int = 0
     """Number of this run's first trial."""
     _failures: ConsecutiveFailures = field(default_factory=ConsecutiveFailures)
@@ -167,11 +183,14 @@ class _Driver:
         self.preflight.learn_all(records)
         self.preflight.learn_all(r for r in confirmed if isinstance(r.outcome, OutOfMemory))
 
-    def search(self, interruptible: Callable[[], AbstractContextManager[None]]) -> StopReason:
+    def search(self) -> StopReason:
         """Run trial after trial, and return why that stopped."""
-        while (reason := self.reason_to_stop()) is None:
+        while True:
             try:
-                with interruptible():
+                with self.interruptible():
+                    reason = self.reason_to_stop()
+                    if reason is not None:
+                        return reason
                     trial = self.ask()
                     refused = self.check(trial)
                     if refused is None and self.should_stop():
@@ -180,8 +199,18 @@ class _Driver:
             except KeyboardInterrupt:
                 self.study.abandon()
                 return StopReason.INTERRUPTED
-            self.tell(trial, refused or self.run(trial))
-        return reason
+            try:
+                outcome = refused or self.run(trial)
+            except CardLost as lost:
+                # The database matters less now, and the spool has it.
+                with suppress(EnvironmentFault):
+                    self.tell(trial, lost_with_the_card(lost))
+                raise
+            try:
+                with self.settling():
+                    self.tell(trial, outcome)
+            except KeyboardInterrupt:
+                return StopReason.INTERRUPTED
 
     def reason_to_stop(self) -> StopReason | None:
         """Return why no further trial should start; None where one should."""
@@ -232,18 +261,20 @@ class _Driver:
         """Return the verdict that spares the device the trial; None where only running it tells."""
         # Now, while it may take long, and before the trial teaches anything.
         trial.prediction = trial.expected.record
-        return trial.expected.refusal
+        refusal = trial.expected.refusal
+        if refusal is None and not trial.is_baseline:
+            trial.rivals = self._rivals.of(trial.config)
+        return refusal
 
     def run(self, trial: _OpenTrial) -> Outcome:
         """Run a trial on the device, and stop it early where it cannot matter any more."""
-        rivals = () if trial.is_baseline else self._rivals.of(trial.config)
 
         def observe(progress: Progress) -> bool:
             self.on_event(TrialProgress(number=trial.handle.number, progress=progress))
             return is_hopeless(
                 progress,
                 config=trial.config,
-                rivals=rivals,
+                rivals=trial.rivals,
                 objectives=self._space.objectives,
             )
 
@@ -299,6 +330,8 @@ class _Driver:
             clock=self.clock,
             on_event=self.on_event,
             should_stop=self.should_stop,
+            interruptible=self.interruptible,
+            settling=self.settling,
             is_anew=is_anew,
         )
 

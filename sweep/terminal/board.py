@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from reports import uncertainty, units
 from search_spaces.config import TrialConfig
@@ -91,7 +92,7 @@ def fixed_words(space: SearchSpace) -> str:
 class Board:
     """A study as it stands, kept up to date by `take`.
 
-    It is looked at every second, and ranked once a trial.
+    It is looked at every second, and ranked when it is first looked at after a trial.
     """
 
     name: str
@@ -122,16 +123,14 @@ class Board:
     _finished_here: int = field(default=0, init=False)
     _ledger: Ledger = field(init=False)
     _since: int = field(init=False)
-    _ranking: Ranking = field(init=False)
-    _owed: int = field(default=0, init=False)
-    """Runs that a confirmation still takes, whatever its budget is."""
+    _ranked: Ranking | None = field(default=None, init=False)
+    """None until somebody looks: between two trials nobody waits for it."""
+    _counted: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._ledger = Ledger(self.records)
         self._since = self._ledger.next_number
         self._started_seconds = self._doing_seconds = self.clock()
-        self._ranking = rank(self.records, self.definition, self.confirmations)
-        self._count_owed()
 
     def take(self, event: Event) -> None:
         """Take in one event."""
@@ -150,7 +149,7 @@ class Board:
                 self._finish(record)
             case ConfirmationStarted():
                 self.confirming = event
-                self._count_owed()
+                self._counted = None
             case StudyFinished():
                 self.current = self.progress = None
         if self.doing != before or isinstance(event, TrialStarted):
@@ -164,16 +163,24 @@ class Board:
         is_searched = record.purpose == "search"
         (self.records if is_searched else self.confirmations).append(record)
         self._ledger.add(record)
-        self._ranking = rank(self.records, self.definition, self.confirmations)
-        self._count_owed()
+        self._ranked = self._counted = None
         self._finished_here += is_searched
         self.current = self.progress = None
 
-    def _count_owed(self) -> None:
-        """Count, once a trial, the runs that a confirmation takes whatever its budget is."""
-        budget = self.definition.space.confirm
-        series = 0 if self.confirming is None else self.confirming.series
-        self._owed = 0 if budget is None else Plan(self._ranking, budget, series).owed()
+    @property
+    def _ranking(self) -> Ranking:
+        if self._ranked is None:
+            self._ranked = rank(self.records, self.definition, self.confirmations)
+        return self._ranked
+
+    @property
+    def _owed(self) -> int:
+        """Runs that a confirmation still takes, whatever its budget is."""
+        if self._counted is None:
+            budget = self.definition.space.confirm
+            series = 0 if self.confirming is None else self.confirming.series
+            self._counted = 0 if budget is None else Plan(self._ranking, budget, series).owed()
+        return self._counted
 
     def _note_building(self, progress: Progress) -> None:
         is_first = self.is_first and not self._building_seconds
@@ -242,7 +249,8 @@ class Board:
     def _search_seconds(self) -> float | None:
         limit = self.definition.space.time_budget_seconds if self.is_driven_here else None
         left = None if limit is None else max(0.0, limit - self.elapsed_seconds)
-        newest = [r.wall_seconds for r in self.records if r.carried is None][-_PACE_OF:]
+        own = (r.wall_seconds for r in reversed(self.records) if r.carried is None)
+        newest = list(islice(own, _PACE_OF))
         if not newest:
             return left
         trials_left = max(0, self.definition.space.trials - self.trials_done)

@@ -5,7 +5,6 @@ Knows nothing of how options are spelled or how errors become exit codes.
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
@@ -19,20 +18,28 @@ from reports import images, units
 from reports.cards import card_of_study, cards_of_plan
 from reports.comparison import Comparison, compare_cards
 from reports.decision import Job
-from reports.page import render, render_comparison, write_page, write_report
+from reports.page import (
+    render,
+    render_comparison,
+    write_chosen_page,
+    write_page,
+    write_report,
+)
 from reports.summary import emulation_note
-from search_spaces.documents import parse_object, read_text
+from search_spaces.documents import home_expanded, parse_object, read_text
 from search_spaces.errors import EnvironmentFault, InputError, quote
 from search_spaces.models import ModelSpec
+from search_spaces.redaction import redact
 from storage.best import best_document
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.reading import count_trials, is_file_name, read_study
 from storage.records import TrialRecord
 from storage.removal import remove_study
+from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
-from storage.urls import redact
 from sweep.export import formats
 from sweep.paths import (
+    STORAGE,
     cache_directory,
     comparison_path,
     report_path,
@@ -41,14 +48,24 @@ from sweep.paths import (
 )
 from sweep.planning.kept_memory import with_memory_forecasts
 from sweep.running.device_info import read_card
+from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption, undisturbed
 from sweep.study.session import Prepared, drive, prepare, prepare_again
 from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
-from sweep.terminal.console import STDOUT, announce_if_slow, confirmed, folded, note, say, width_of
+from sweep.terminal.console import (
+    STDOUT,
+    announce_if_slow,
+    confirmed,
+    folded,
+    note,
+    say,
+    say_as_is,
+    say_json,
+    width_of,
+)
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.edge import INTERRUPTED
 from sweep.terminal.listings import read, warn_of_unreadable
 from sweep.terminal.live import watching
 from sweep.terminal.summary import (
@@ -81,7 +98,7 @@ def run(
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
     prepared = prepare(space, overrides=overrides, held=held, study=study, card=read_card)
-    url = storage_url(storage)
+    url = _driven_url(storage)
     reason = drive(
         prepared,
         storage=url,
@@ -92,8 +109,21 @@ def run(
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
 
 
+def _driven_url(typed: str | None) -> str:
+    """Return the database to drive a study in, and say who may read a password that was typed."""
+    if typed is not None and redact(typed) != typed:
+        note(
+            "note: the list of processes shows the password in --storage to every user of this "
+            f"machine; {STORAGE} stands in for the option and is not shown"
+        )
+    return storage_url(typed)
+
+
 def _source(carried: str, *, of: str, url: str) -> StudySnapshot:
-    """Return the study that trials are taken over from."""
+    """Return the study that trials are taken over from: one of the database's, or a spool's."""
+    path = home_expanded(carried)
+    if "/" in carried or path.suffix == ".jsonl":
+        return read_spooled_study(path, url=url)
     if carried == of:
         raise InputError(
             f"--from {carried}: that is the study itself; name the new one with --study"
@@ -103,7 +133,7 @@ def _source(carried: str, *, of: str, url: str) -> StudySnapshot:
 
 def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_json: bool) -> int:
     """Measure a study's winner again; then end as a run does."""
-    url = storage_url(storage)
+    url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
     prepared = prepare_again(study, stored, confirm=typed, card=read_card)
     reason = drive(
@@ -133,7 +163,7 @@ def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_jso
     announce_if_slow("Writing the report ...")
     report, fault = _write_report(snapshot, report_path(prepared.name))
     if as_json:
-        say(json.dumps(best_document(snapshot)))
+        say_json(best_document(snapshot))
     else:
         option = f" --storage {shlex.quote(redact(storage))}" if storage else ""
         width = width_of(sys.stdout)
@@ -260,11 +290,12 @@ def report(
     if len(studies) == 1 and not plans:
         if output is not None and is_picture:
             return _draw(snapshots[0], output, figure=figure)
-        return _put(render(job.priced(snapshots[0])), output or report_path(studies[0]))
+        page = render(job.priced(snapshots[0]))
+        return _put(page, output, unless=report_path(studies[0]))
     if is_picture:
         raise InputError("a picture is of one study: several have a page alone")
     page = render_comparison(compared(snapshots, plans, job=job))
-    return _put(page, output or comparison_path(studies))
+    return _put(page, output, unless=comparison_path(studies))
 
 
 def _draw(snapshot: StudySnapshot, path: Path, *, figure: str | None) -> int:
@@ -274,13 +305,16 @@ def _draw(snapshot: StudySnapshot, path: Path, *, figure: str | None) -> int:
     return DONE
 
 
-def _put(page: str, path: Path) -> int:
-    """Print a page, or write it and print where it is."""
-    if str(path) == STDOUT:
-        say(page)
+def _put(page: str, output: Path | None, *, unless: Path) -> int:
+    """Print a page, or write it and print where it is: where nothing was typed, ``unless``."""
+    if output is None:
+        write_page(page, unless)
+    elif str(output) == STDOUT:
+        say_as_is(page)
         return DONE
-    write_page(page, path)
-    say(str(path))
+    else:
+        write_chosen_page(page, output)
+    say(str(output or unless))
     return DONE
 
 
@@ -314,7 +348,7 @@ def export(
     warn_of_unreadable(snapshot)
     text = formats.export(snapshot, format=format, number=trial)
     if output is None or str(output) == STDOUT:
-        say(text.removesuffix("\n"))
+        say_as_is(text.removesuffix("\n"))
     else:
         formats.save(text, output)
         say(str(output))

@@ -6,12 +6,16 @@ cannot be read completes to nothing. Each imports what it needs when it is asked
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
+from pathlib import Path
 
-from sweep.paths import runs_directory
+from search_spaces.documents import home_expanded
+from sweep.paths import STORAGE, runs_directory
 
+_NAMES = "SELECT study_name FROM studies ORDER BY study_id"
 _CARD = re.compile(r"^  - name: (\S+)$", re.MULTILINE)
 
 
@@ -41,7 +45,7 @@ def presets_and_gpus(incomplete: str) -> list[str]:
 
 
 def studies(incomplete: str) -> list[str]:
-    """Return the studies of the default database that begin so."""
+    """Return the studies of ``SWEEP_STORAGE`` or the default database that begin so."""
     return _beginning(_studies(), incomplete)
 
 
@@ -65,10 +69,32 @@ def _cards() -> Iterator[str]:
 
 
 def _studies() -> list[str]:
+    named = os.environ.get(STORAGE)
+    if not named:
+        return _studies_in(runs_directory() / "sweep.db")
+    scheme, _, rest = named.partition("://")
+    if scheme.startswith("sqlite"):
+        return _studies_in(home_expanded(rest.removeprefix("/")))
+    return _studies_on_server(f"postgresql://{rest}")
+
+
+def _studies_on_server(url: str) -> list[str]:
+    with suppress(ImportError):
+        import psycopg
+
+        with (
+            suppress(psycopg.Error),
+            psycopg.connect(url, connect_timeout=2, options="-c statement_timeout=1s") as database,
+        ):
+            rows = database.execute(_NAMES).fetchall()
+            return [str(name) for (name,) in rows]
+    return []
+
+
+def _studies_in(path: Path) -> list[str]:
     import sqlite3
     from urllib.parse import quote
 
-    path = runs_directory() / "sweep.db"
     if not path.is_file():
         return []
     with (
@@ -77,6 +103,5 @@ def _studies() -> list[str]:
             sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=0.5)
         ) as database,
     ):
-        rows = database.execute("SELECT study_name FROM studies ORDER BY study_id").fetchall()
-        return [str(name) for (name,) in rows]
+        return [str(name) for (name,) in database.execute(_NAMES).fetchall()]
     return []

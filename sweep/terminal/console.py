@@ -1,22 +1,26 @@
 """Owns the two streams: results to stdout, everything else to stderr, neither able to fail a study.
 
-Knows nothing of what is printed.
+What is printed has no password or token in it and nothing that works unseen in a terminal, also
+where a library prints it. Documents that programs read are printed as they are: `say_json` takes
+secrets out of their texts, and pages and exports are made without any.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Iterable, Sequence
-from typing import TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TextIO
 
 from search_spaces.errors import EnvironmentFault
+from search_spaces.redaction import redact, redacted, shown
 
 STDOUT = "-"
 """Name of standard output, where a file is named."""
@@ -43,10 +47,22 @@ def prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
         elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    if not isinstance(sys.stderr, Guarded):
+        sys.stderr = Guarded(sys.stderr)
 
 
 def say(text: str) -> None:
-    """Print a result on stdout.
+    """Print a result on stdout for a person to read. Raises what `say_as_is` raises."""
+    say_as_is(shown(text))
+
+
+def say_json(document: Mapping[str, Any]) -> None:
+    """Print a result on stdout for a program to read. Raises what `say_as_is` raises."""
+    say_as_is(json.dumps(redacted(document)))
+
+
+def say_as_is(text: str) -> None:
+    """Print a document on stdout: nothing in it is changed.
 
     Raises:
         ReaderGoneError: the pipe is closed. Nothing printed later will complain again.
@@ -89,7 +105,7 @@ def cancel_announced() -> None:
 def confirmed(question: str) -> bool:
     """Ask a person on the terminal; anything but yes is no."""
     cancel_announced()
-    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.write(f"{shown(question)} [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -102,8 +118,27 @@ def note(text: str) -> None:
 
 def _note_now(text: str) -> None:
     with contextlib.suppress(OSError):
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(shown(text) + "\n")
         sys.stderr.flush()
+
+
+def wait_lines() -> Callable[[str, float, float], None]:
+    """Return what says on stderr that the database is waited for, ever more seldom."""
+    heard_seconds = next_seconds = 0.0
+
+    def tell(state: str, waited_seconds: float, limit_seconds: float) -> None:
+        nonlocal heard_seconds, next_seconds
+        if waited_seconds < heard_seconds:
+            next_seconds = 0.0
+        heard_seconds = waited_seconds
+        if waited_seconds >= next_seconds:
+            next_seconds = 2 * waited_seconds
+            note(
+                f"The database {state} ({waited_seconds:.0f} s); "
+                f"waiting for up to {limit_seconds:.0f} s."
+            )
+
+    return tell
 
 
 class Unfailing(io.TextIOBase):
@@ -137,15 +172,40 @@ class Unfailing(io.TextIOBase):
         return self._stream.fileno()
 
 
+class Guarded(Unfailing):
+    """What stands for stderr: whatever is written, by libraries too, is as it may be shown.
+
+    Their logs, warnings and tracebacks quote URLs and paths. Carriage returns stay: progress bars
+    are made of them.
+    """
+
+    def write(self, text: str) -> int:
+        """Write it without secrets, and without what works unseen."""
+        super().write("\r".join(map(shown, text.split("\r"))))
+        return len(text)
+
+    @property
+    def drawn_on(self) -> TextIO:
+        """The stream itself, for what draws with escapes of its own."""
+        return self._stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Synchronized(Unfailing):
     """An unfailing stream whose every write reaches a terminal as one picture.
 
     Synchronized output (DEC mode 2026) keeps a terminal from showing half of a redraw; those that
-    do not know it ignore it.
+    do not know it ignore it. What is drawn has its own escapes, which stay; secrets do not.
     """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(getattr(stream, "drawn_on", stream))
 
     def write(self, text: str) -> int:
         """Write what is shown at once."""
+        text = redact(text)
         if "\x1b" in text and self.isatty():
             super().write(f"\x1b[?2026h{text}\x1b[?2026l")
         else:
@@ -162,12 +222,10 @@ def folded(text: str, width: int | None, *, indent: int = 0) -> str:
     """Return text whose lines end within ``width`` columns, between words; None leaves it alone.
 
     What goes on in a further line is indented by ``indent`` more than its first. Commands are left
-    as they are, to be copied. What works unseen in a terminal is written out.
+    as they are, to be copied. Secrets are left out, and what works unseen is written out.
     """
-    # Imported here: it takes longer than all of the help that this module is loaded for.
-    from reports.units import visible
-
-    text = visible(text)
+    # Before it is folded: a secret that goes on in the next line would not be known any more.
+    text = shown(text)
     if width is None:
         return text
     return "\n".join(_folded_line(line, width, indent) for line in text.splitlines())
@@ -196,9 +254,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | 
     Where they do not go into ``width`` columns the last one is folded, and where that would leave
     it too narrow, each row is a paragraph of its own. None for no limit.
     """
-    from reports.units import visible
-
-    lines = [tuple(header), *(tuple(map(visible, row)) for row in rows)]
+    lines = [tuple(header), *(tuple(map(shown, row)) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     room = sum(widths[:-1]) + 2 * (len(widths) - 1)
     if width is None or room + widths[-1] <= width:

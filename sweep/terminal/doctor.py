@@ -21,6 +21,7 @@ from search_spaces.errors import install_extra
 from search_spaces.gpus import GIB, match_product
 from storage.environment import PACKAGES, fingerprint
 from sweep import namesakes
+from sweep.child_environment import child_environment
 from sweep.paths import runs_directory
 from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import folded
@@ -96,7 +97,13 @@ def probe_libraries(command: tuple[str, ...] = PROBE) -> Mapping[str, Any]:
     """Return what the child says of torch and bitsandbytes; its death is an answer too."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+            # A worker's, so that what is found here is what a study finds.
+            env=child_environment(),
         )
     except subprocess.TimeoutExpired:
         return _broken(f"importing it took more than {_PROBE_SECONDS:g} s")

@@ -19,19 +19,22 @@ from typing import Any
 import typer
 
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
+from search_spaces.redaction import learn_environment, shown
+from storage import files
+from sweep import stop_signals
 from sweep.paths import crash_log_directory
+from sweep.stop_signals import INTERRUPTED
 from sweep.terminal.console import ReaderGoneError, folded, note, width_of
 
 _NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
 """What pydantic, which reads the options, calls the wrong sort of text, and what it is to be."""
 
-INTERRUPTED = 130
-
 
 def guarded(command: Callable[[], int | None]) -> int:
     """Run a command; return its exit code, or that of its error once that has been printed."""
+    learn_environment()
     try:
-        return command() or 0
+        return _unless_asked(command) or 0
     except SweepError as error:
         _refuse(str(error))
         return error.exit_code
@@ -52,6 +55,18 @@ def guarded(command: Callable[[], int | None]) -> int:
     except Exception as error:  # noqa: BLE001 - the edge: what is left is a mistake of ours
         note(_report_crash(error))
         return EnvironmentFault.exit_code
+
+
+def _unless_asked(command: Callable[[], int | None]) -> int | None:
+    """Run a command whose errors are of no interest once it was asked to stop: a library may have
+    made one of what was to interrupt it.
+    """
+    try:
+        return command()
+    except Exception as error:
+        if stop_signals.asked():
+            raise KeyboardInterrupt from error
+        raise
 
 
 def _refuse(text: str) -> None:
@@ -81,16 +96,14 @@ def _cure(error: OSError) -> str:
 
 
 def _report_crash(error: Exception) -> str:
-    """Keep the traceback in a file and return one line about it; no password is in either."""
-    from storage.urls import redact
-
-    text = redact("".join(traceback.format_exception(error)))
-    name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
-    message = redact(f"error: {words_of(error)}")
+    """Keep the traceback in a private file of a new name, and return one line about it."""
+    text = shown("".join(traceback.format_exception(error)))
+    name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}-{os.urandom(4).hex()}.log"
+    message = f"error: {words_of(error)}"
     for directory in (crash_log_directory(), Path(tempfile.gettempdir())):
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / name).write_text(text, encoding="utf-8")
+            files.make_directory(directory)
+            files.create(directory / name, text.encode())
         except OSError:
             continue
         return f"{message}\nThis is a mistake in sweep; the traceback is in {directory / name}"

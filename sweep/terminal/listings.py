@@ -5,7 +5,6 @@ Knows nothing of how options are spelled or how errors become exit codes.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from storage.best import best_document
 from storage.definition import StudySnapshot, StudySummary, TargetSpeed, UnreadableStudy
 from storage.reading import list_studies, read_study, unreadable_in_words
 from sweep.paths import own_price_file, runs_directory, storage_url
-from sweep.terminal.console import note, say, table, width_of
+from sweep.terminal.console import note, say, say_json, table, width_of
 from sweep.terminal.summary import best_text, has_fit, status_text, studies_text
 
 DONE, NOTHING_FITS = 0, 1
@@ -57,7 +56,7 @@ def best(study: str, *, storage: str | None, as_json: bool) -> int:
     snapshot = read(study, url=storage_url(storage))
     if as_json:
         warn_of_unreadable(snapshot)
-        say(json.dumps(best_document(snapshot)))
+        say_json(best_document(snapshot))
     else:
         say(best_text(snapshot, width=width_of(sys.stdout)))
     return DONE if has_fit(snapshot) else NOTHING_FITS
@@ -94,7 +93,7 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
 
 
 def _as_json(document: Mapping[str, Any]) -> int:
-    say(json.dumps(document))
+    say_json(document)
     return DONE
 
 

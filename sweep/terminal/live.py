@@ -34,6 +34,7 @@ from sweep.study.events import (
 )
 from sweep.terminal.board import Board
 from sweep.terminal.console import Synchronized, cancel_announced, folded, note, width_of
+from sweep.terminal.drawing import Shown
 from sweep.terminal.working import progress_words
 
 _BAR_WIDTH = 30
@@ -188,7 +189,7 @@ def _panel(
 ) -> Iterator[Listener]:
     def render() -> RenderableType:
         board.is_stopping = is_stopping()
-        return panel(board, width=console.width)
+        return Shown(panel(board, width=console.width))
 
     def keep(line: str) -> None:
         console.print(Text(folded(line, console.width - 1, indent=2)))
@@ -229,8 +230,8 @@ def _headline(board: Board) -> str:
 
 
 def _rows(board: Board, *, width: int) -> Iterator[tuple[str, RenderableType]]:
-    yield "best", Text(units.visible(_best(board)))
-    yield "now", Text(units.visible(now_line(board)))
+    yield "best", Text(_best(board))
+    yield "now", Text(now_line(board))
     if board.is_driven_here:
         yield "memory", _memory(board, width=width)
     yield "trials", Text(_trials(board))

@@ -71,7 +71,9 @@ VersionOption = Annotated[
 ]
 StorageOption = Annotated[
     str | None,
-    typer.Option("--storage", help="Database URL; sqlite:///runs/sweep.db by default."),
+    typer.Option(
+        "--storage", help="Database URL; $SWEEP_STORAGE, else sqlite:///runs/sweep.db by default."
+    ),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
@@ -120,8 +122,8 @@ CarriedOption = Annotated[
     str | None,
     typer.Option(
         "--from",
-        metavar="STUDY",
-        help="Carry this study's trials over where they hold: they are not run again.",
+        metavar="STUDY|SPOOL",
+        help="Carry over what holds of a study's trials, or of a spool's: it is not run again.",
         autocompletion=completion.studies,
         callback=_named("--from"),
     ),

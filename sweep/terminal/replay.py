@@ -6,7 +6,6 @@ put into words. Knows nothing of how a sampler chooses.
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import os
@@ -26,7 +25,7 @@ from sweep.planning.forecast import TRACED, Progress, silent
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.sampling.encoding import identity
 from sweep.study.surface_replay import SAMPLERS, Recorded, SamplerName, Search, search
-from sweep.terminal.console import note, say, table
+from sweep.terminal.console import note, say, say_json, table
 from sweep.terminal.working import working
 
 SEEDS_MAX = 1000
@@ -65,7 +64,10 @@ def replay(
         predicted = Recorded(recorded, budget_bytes, predicted_peaks(recorded, progress=progress))
         searches = run_searches(predicted, names, seeds=seeds, progress=progress)
     document = document_of(predicted, searches)
-    say(json.dumps(document) if as_json else _text(document, predicted))
+    if as_json:
+        say_json(document)
+    else:
+        say(_text(document, predicted))
     return 0
 
 

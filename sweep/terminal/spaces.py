@@ -11,14 +11,14 @@ from search_spaces.gpus import match_product
 from search_spaces.schema import schema_text
 from search_spaces.starting import starting_text
 from sweep.running.device_info import read_card
-from sweep.terminal.console import STDOUT, note, say
+from sweep.terminal.console import STDOUT, note, say, say_as_is
 
 DONE = 0
 
 
 def schema() -> int:
     """Print the JSON Schema of a space file."""
-    say(schema_text().removesuffix("\n"))
+    say_as_is(schema_text().removesuffix("\n"))
     return DONE
 
 
@@ -27,12 +27,16 @@ def init(*, gpu: str | None, model: str | None, output: Path | None) -> int:
     card = gpu or _card_here()
     text = starting_text(card, model)
     if output is None or str(output) == STDOUT:
-        say(text.removesuffix("\n"))
+        say_as_is(text.removesuffix("\n"))
         return DONE
     if exists(output, label=str(output)):
         raise InputError(f"--output: {output} is there already: name another file")
     try:
-        output.write_text(text, encoding="utf-8")
+        # Never over something that has come to be there since.
+        with output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise InputError(f"--output: {output} is there already: name another file") from error
     except OSError as error:
         raise EnvironmentFault(f"cannot write {output}: {error.strerror}") from error
     typed = shlex.quote(str(output))

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TextIO, cast
 
 from rich.console import Console
 
 from sweep.planning.forecast import TRACED
-from sweep.terminal.console import note
+from sweep.terminal.console import Synchronized, note
 
 SILENCE_SECONDS = 1.25
 """After which something is said; nobody waits two seconds wondering."""
@@ -35,7 +36,7 @@ def working(
     Yields what returns, for the name of a part of it, what hears how much of that is done, of how
     much. A terminal shows it as long as it takes; elsewhere it is said in lines.
     """
-    console = Console(stderr=True)
+    console = Console(file=cast(TextIO, Synchronized(sys.stderr)))
     if not sys.stderr.isatty() or console.is_dumb_terminal:
         lines = _Lines(doing, clock)
         with lines.kept_up():

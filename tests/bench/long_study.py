@@ -58,6 +58,8 @@ ENVIRONMENT = {
     "python": "3.12.3",
     "versions": dict.fromkeys(("torch", "transformers", "peft", "bitsandbytes"), "1.2.3"),
 }
+_KINDS = dict.fromkeys(("datetime_start", "datetime_complete"), sqlalchemy.DateTime())
+_TRIALS = sqlalchemy.table("trials")
 _PARTS = 12
 """Functions of a profile that are named."""
 
@@ -147,14 +149,23 @@ def store(
         home=home,
     ).close()
     storage = open_for_writing(parse_url(url))
-    rows = _Rows(storage.get_study_id_from_name(name), definition)
+    trial_id = sqlalchemy.func.max(sqlalchemy.column("trial_id"))
+    with storage.engine.connect() as connection:
+        last = connection.execute(sqlalchemy.select(trial_id).select_from(_TRIALS)).scalar() or 0
+    rows = _Rows(storage.get_study_id_from_name(name), definition, last)
     for record in known:
         rows.add(record)
     with storage.engine.begin() as connection:
         for table, values in rows.of.items():
             if values:
-                columns = [sqlalchemy.column(key) for key in values[0]]
+                columns = [sqlalchemy.column(key, _KINDS.get(key)) for key in values[0]]
                 connection.execute(sqlalchemy.table(table, *columns).insert(), values)
+        if connection.dialect.name == "postgresql" and known:
+            # The rows brought their own numbers along, of which the sequence knows nothing.
+            connection.exec_driver_sql(
+                "SELECT setval(pg_get_serial_sequence('trials', 'trial_id'), max(trial_id)) "
+                "FROM trials"
+            )
     close(storage)
 
 
@@ -164,6 +175,8 @@ class _Rows:
 
     study_id: int
     definition: StudyDefinition
+    last: int
+    """The highest number that the database has given a trial, of whatever study."""
     of: dict[str, list[dict[str, Any]]] = field(
         default_factory=lambda: {
             "trials": [],
@@ -187,15 +200,15 @@ class _Rows:
         result = mapping.to_optuna(
             record, objectives=self.definition.space.objectives, budget_bytes=BUDGET
         )
-        trial_id, started = 10**6 * self.study_id + record.number, datetime(2026, 11, 21)
+        trial_id, started = self.last + record.number + 1, datetime(2026, 11, 21)
         self.of["trials"].append(
             {
                 "trial_id": trial_id,
                 "number": record.number,
                 "study_id": self.study_id,
                 "state": result.state.name,
-                "datetime_start": started.isoformat(" "),
-                "datetime_complete": started.isoformat(" "),
+                "datetime_start": started,
+                "datetime_complete": started,
             }
         )
         self._add_params(trial_id, record)

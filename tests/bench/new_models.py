@@ -28,8 +28,8 @@ from storage.definition import Target
 from storage.records import Measured, Outcome, OutOfMemory
 from sweep.paths import cache_directory
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import TracingChild
 from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.memory.tracing_children import TracingChild
 from sweep.predict.speed.predictor import predict_step
 from sweep.running.device_info import read_card
 from sweep.running.supervisor import SupervisedRunner

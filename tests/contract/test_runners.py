@@ -5,6 +5,7 @@ A new runner is one more entry of `CASES`.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -171,8 +172,8 @@ def test_an_observer_can_stop_a_trial_and_keeps_what_was_measured(
     assert outcome.measurement.tokens_per_second > 0
 
 
-def test_a_cancel_ends_the_trial_under_way_or_else_the_next_one_and_no_other(
-    case: Case, runner: Runner
+def test_a_cancel_ends_the_trial_under_way_and_every_later_one_before_it_begins(
+    case: Case, tmp_path: Path
 ) -> None:
     seen: list[Progress] = []
 
@@ -184,11 +185,20 @@ def test_a_cancel_ends_the_trial_under_way_or_else_the_next_one_and_no_other(
         seen.append(progress)
         return False
 
-    assert isinstance(runner.run(case.fits, steps=STEPS, observe=cancel), Lost)
-    runner.cancel()
-    assert isinstance(runner.run(case.fits, steps=STEPS, observe=watch), Lost)
+    with case.start(tmp_path, case.budget_bytes) as runner:
+        assert is_interrupted(runner.run(case.fits, steps=STEPS, observe=cancel))
+        began = time.monotonic()
+        for undo in (runner.start, runner.renew, runner.cancel, runner.close, lambda: None):
+            undo()
+            assert is_interrupted(runner.run(case.fits, steps=STEPS, observe=watch))
+            soak = runner.run(case.too_large, steps=STEPS, observe=watch, is_soak=True)
+            assert is_interrupted(soak)
+        assert time.monotonic() - began < 0.5
     assert seen == []
-    measured(runner.run(case.fits, steps=STEPS))
+
+
+def is_interrupted(outcome: Outcome) -> bool:
+    return isinstance(outcome, Lost) and outcome.is_interrupted
 
 
 def test_a_start_ahead_returns_at_once_and_the_first_trial_is_as_any(
@@ -212,14 +222,36 @@ def test_a_runner_that_was_started_and_never_run_closes_at_once(case: Case, tmp_
     assert time.monotonic() - began < 0.5
 
 
-def test_a_cancel_before_the_first_trial_ends_that_one_and_no_other(
-    case: Case, tmp_path: Path
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_cancel_before_the_first_trial_ends_that_one_and_every_later_one(
+    case: Case, tmp_path: Path, is_started: bool
 ) -> None:
     with case.start(tmp_path, case.budget_bytes) as runner:
-        runner.start()
+        if is_started:
+            runner.start()
         runner.cancel()
-        assert isinstance(runner.run(case.fits, steps=STEPS), Lost)
-        measured(runner.run(case.fits, steps=STEPS))
+        began = time.monotonic()
+        assert is_interrupted(runner.run(case.fits, steps=STEPS))
+        assert is_interrupted(runner.run(case.fits, steps=STEPS))
+        assert time.monotonic() - began < 0.5
+
+
+def test_a_cancel_from_another_thread_ends_the_trial_under_way(case: Case, tmp_path: Path) -> None:
+    with case.start(tmp_path, case.budget_bytes) as runner:
+        begun = threading.Event()
+
+        def cancel() -> None:
+            begun.wait(60)
+            runner.cancel()
+
+        def watch(progress: Progress) -> bool:
+            begun.set()
+            thread.join()
+            return False
+
+        thread = threading.Thread(target=cancel)
+        thread.start()
+        assert is_interrupted(runner.run(case.fits, steps=STEPS, observe=watch))
 
 
 def test_a_soak_evaluates_and_saves_and_says_so_and_a_run_does_not(

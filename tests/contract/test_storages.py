@@ -14,12 +14,16 @@ from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy
 from optuna.trial import TrialState
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB
-from storage.database import Patience, close, faults, open_for_reading
+from search_spaces.models import load_model_spec
+from search_spaces.space import SearchSpace
+from storage.database import close, faults, open_for_reading, open_for_writing
+from storage.patience import Patience
 from storage.reading import list_studies, read_study
 from storage.records import (
     Crashed,
@@ -37,12 +41,20 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
+from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from storage.urls import parse_url
+from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
+from sweep.study.carrying import Taken, carry_over
+from sweep.study.events import Event, TrialFinished
+from sweep.study.preflight import Preflight
+from sweep.study.tuner import tune
+from tests.bench import long_study
 from tests.storage import driver, postgres
 from tests.storage.builders import (
     BATCHES,
+    BUDGET,
     DISTRIBUTIONS,
     ENVIRONMENT,
     a_definition,
@@ -457,6 +469,73 @@ def test_drivers_killed_over_and_over_lose_nothing_that_they_told(url: str, home
     assert open_trials == []
 
 
+def close_from_outside(url: str, number: int) -> None:
+    """Fail a trial as somebody does who looks into the database with Optuna."""
+    storage = open_for_writing(parse_url(url))
+    optuna.load_study(study_name="study", storage=storage).tell(number, state=TrialState.FAIL)
+    close(storage)
+
+
+def test_a_result_whose_trial_somebody_closed_is_kept_said_and_taken_over_once(
+    url: str, home: Path
+) -> None:
+    said: list[str] = []
+    with open_it(url, home, warn=said.append) as study:
+        trial = study.ask(DISTRIBUTIONS, params={"micro_batch_size": 8})
+        record = begun(study, trial, a_record(trial.number, batch=8))
+        close_from_outside(url, trial.number)
+        assert study.tell(trial, record).verdict is Verdict.LOST
+        assert study.ledger.to_retry() == ()
+    assert "trial 0 (fits)" in said[0]
+    assert said == list(read_study("study", url=url, home=home).warnings)
+    source = read_spooled_study(home / "study" / "spool.jsonl", url=url)
+    for taken in (Taken(new=1, all=1), Taken(new=0, all=1)):
+        with open_it(url, home) as study:
+            assert carry_over(study, source, is_valid=lambda _: True) == taken
+            assert study.recover() == ()
+            (stored,) = study.records()
+    assert (stored.number, stored.outcome, stored.config) == (1, record.outcome, record.config)
+    assert (stored.attempt_id, stored.device_seconds) == (record.attempt_id, 0.0)
+    assert stored.carried is not None
+    assert read_study("study", url=url, home=home).warnings == ()
+
+
+def test_a_study_that_was_deleted_while_driven_is_a_fault_and_its_result_is_safe(
+    url: str, home: Path
+) -> None:
+    with open_it(url, home) as study:
+        trial = study.ask(DISTRIBUTIONS)
+        record = begun(study, trial, a_record(trial.number))
+        storage = open_for_writing(parse_url(url))
+        optuna.delete_study(study_name="study", storage=storage)
+        close(storage)
+        with pytest.raises(EnvironmentFault, match=r"was deleted from .* safe in .*spool\.jsonl"):
+            study.tell(trial, record)
+        assert study._spool.read() == (record,)
+    with pytest.raises(InputError, match=r"not there any more.*--from .*spool\.jsonl"):
+        open_it(url, home)
+    assert list_studies(url, home) == []
+    source = read_spooled_study(home / "study" / "spool.jsonl", url=url)
+    with open_it(url, home, name="another") as study:
+        assert carry_over(study, source, is_valid=lambda _: True) == Taken(new=1, all=1)
+        assert study.records()[0].outcome == record.outcome
+
+
+def test_another_database_does_not_get_a_study_whose_directory_is_taken(
+    url: str, home: Path, tmp_path: Path
+) -> None:
+    with open_it(url, home) as study:
+        run_one(study)
+    other = f"sqlite:///{tmp_path}/other.db"
+    for taken, free in ((url, other), (other, url)):
+        shutil.rmtree(home / "study")
+        open_it(taken, home).close()
+        before = [s.name for s in list_studies(url, home)]
+        with pytest.raises(InputError, match="move or remove"):
+            open_it(free, home)
+        assert [s.name for s in list_studies(url, home)] == before
+
+
 def test_a_configuration_is_retried_twice_and_then_left(url: str, home: Path) -> None:
     offered = []
     for _ in range(4):
@@ -597,3 +676,65 @@ def test_a_password_is_not_stored(postgres_url: str, home: Path) -> None:
         stored = repr(study.study.user_attrs) + repr(study.study.trials)
     files = "".join(path.read_text() for path in home.rglob("*") if path.is_file())
     assert postgres.PASSWORD not in stored + files
+
+
+def test_a_trial_takes_the_same_statements_and_rows_after_500_trials_as_after_50(
+    url: str, home: Path
+) -> None:
+    space = long_study.a_space("random")
+    known = list(long_study.records(space, 500))
+    taken = []
+    for count in (50, 500):
+        name = f"of-{count}"
+        long_study.store(url, home, space, known[:count], name=name)
+        taken.append(statements_of_a_trial(url, home, space, name))
+    assert taken[0] == taken[1]
+    statements, rows, commits = taken[0]
+    assert 0 < commits <= 8
+    assert statements < 200
+    assert rows < 200
+
+
+def statements_of_a_trial(
+    url: str, home: Path, space: SearchSpace, name: str
+) -> tuple[int, int, int]:
+    """Return the statements, rows read and transactions of one more trial, ask to ask."""
+    # Every trial ends alike, so that all of them have the same to be written.
+    model = load_model_spec(space.model)
+    preflight = Preflight(model=model, budget_bytes=BUDGET, violation=lambda _: None)
+    sampler = make_sampler(space.sampler, space, seed=0)
+    definition = long_study.a_definition(space)
+    ended: list[tuple[int, int, int]] = []
+    count = {"statements": 0, "rows": 0, "commits": 0}
+    with open_it(url, home, name=name, definition=definition, sampler=sampler) as study:
+        engine = study._storage.engine
+
+        def executed(
+            _connection: object, cursor: Any, statement: str, values: Any, *_: object
+        ) -> None:
+            count["statements"] += 1
+            if statement.startswith("SELECT"):
+                counted = cursor.connection.execute(
+                    f"SELECT count(*) FROM ({statement}) AS t", values
+                )
+                count["rows"] += counted.fetchone()[0]
+
+        def committed(_connection: object) -> None:
+            count["commits"] += 1
+
+        def listen(event: Event) -> None:
+            if isinstance(event, TrialFinished):
+                ended.append((count["statements"], count["rows"], count["commits"]))
+
+        sqlalchemy.event.listen(engine, "before_cursor_execute", executed)
+        sqlalchemy.event.listen(engine, "commit", committed)
+        tune(
+            study,
+            runner=ReplayRunner(otherwise=lambda _: fits(1e6)),
+            preflight=preflight,
+            on_event=listen,
+            should_stop=lambda: len(ended) == 4,
+        )
+    # The first teaches the sampler all there is, and the baseline is asked for by name.
+    before, after = ended[-2:]
+    return after[0] - before[0], after[1] - before[1], after[2] - before[2]

@@ -17,10 +17,11 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
+from storage.outcome_file import OutcomeFile
 from storage.spool import Spool
 from tests.storage.builders import DISTRIBUTIONS, a_record, begun, fits, open_it
 
-MOMENTS = ("queued", "asked", "begun", "spooled", "telling", "told")
+MOMENTS = ("queued", "asked", "begun", "left", "spooled", "telling", "told")
 ROOT = Path(__file__).parents[2]
 
 
@@ -80,6 +81,10 @@ def drive(url: str, home: Path, name: str, moment: str, trials: int) -> None:
             record = begun(study, trial, record)
             say("begun", trial.number)
             if moment == "begun":
+                die()
+            if moment == "left":
+                left = OutcomeFile(home / name / "outcome.json")
+                left.write(record.attempt_id or "", record.config, record.outcome)
                 die()
             if moment == "spooled":
                 Spool(home / name / "spool.jsonl", study.identity).append(record)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -51,6 +54,30 @@ class Cluster:
 
     def stop(self) -> None:
         _run("pg_ctl", "stop", "-m", "immediate", "-D", str(self.directory))
+
+    def restart(self) -> None:
+        """Stop it as a crash would, and start it again."""
+        self.stop()
+        self.start()
+
+    @contextmanager
+    def stopped_in_its_tracks(self) -> Iterator[None]:
+        """SIGSTOP the server and its backends inside the ``with``: the kernel goes on for them.
+
+        Connections are taken and what is sent is acknowledged, but nobody answers.
+        """
+        self._signal_all(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        server = int((self.directory / "postmaster.pid").read_text().split()[0])
+        children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        for process in (server, *map(int, children)):
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
 
 
 def new_cluster() -> Cluster:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import sqlite3
+from itertools import pairwise
 
 import pytest
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import OperationalError
 
-from storage.database import Patience, patiently
+from storage.database import patiently
+from storage.patience import Patience
 
 
 class Database:
@@ -15,14 +17,19 @@ class Database:
     def __init__(self, message: str, *, back_at: float) -> None:
         self.message, self.back_at = message, back_at
         self.now, self.attempts, self.tidied = 0.0, 0, 0
-        self.pauses: list[float] = []
+        self.tried_at: list[float] = []
+
+    @property
+    def pauses(self) -> list[float]:
+        """Between the attempts."""
+        return [round(after - before, 6) for before, after in pairwise(self.tried_at)]
 
     def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
         self.now += seconds
 
     def write(self) -> str:
         self.attempts += 1
+        self.tried_at.append(self.now)
         if self.now < self.back_at:
             cause = OperationalError("UPDATE", {}, sqlite3.OperationalError(self.message))
             raise StorageInternalError("commit") from cause

@@ -6,7 +6,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
-from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut
+from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut, TrialRecord
 from storage.recovery import attempts, next_number, to_retry
 from storage.spool import Spool
 from tests.storage.builders import a_record, fits
@@ -53,6 +53,7 @@ def test_a_spool_that_cannot_be_written_is_a_fault_that_names_the_file(tmp_path:
 
 
 CRASH: Outcome = Crashed(phase="build")
+INTERRUPTED: Outcome = Lost(detail="somebody asked", is_interrupted=True)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,9 @@ CRASH: Outcome = Crashed(phase="build")
         ([CRASH, CRASH, CRASH], False),
         ([CRASH, fits()], False),
         ([OutOfMemory(stage="load"), CRASH], False),
+        ([INTERRUPTED] * 20, True),
+        ([CRASH, INTERRUPTED, INTERRUPTED, CRASH], True),
+        ([CRASH, INTERRUPTED, CRASH, INTERRUPTED, CRASH], False),
     ],
 )
 def test_what_came_to_nothing_is_tried_three_times_at_most(
@@ -82,7 +86,7 @@ def test_configurations_are_retried_in_the_order_in_which_they_were_first_tried(
 @pytest.mark.parametrize(
     ("outcome", "seconds", "is_retried"),
     [(CRASH, 1.0, True), (Lost(), 1.0, True), (Lost(), 0.0, False), (fits(), 1.0, False)],
-    ids=["crashed", "interrupted", "took its driver along", "settled"],
+    ids=["crashed", "lost", "took its driver along", "settled"],
 )
 def test_a_new_run_tries_anew_what_failed_in_the_last(
     outcome: Outcome, seconds: float, is_retried: bool
@@ -90,6 +94,21 @@ def test_a_new_run_tries_anew_what_failed_in_the_last(
     records = [a_record(number, outcome, device_seconds=seconds) for number in range(3)]
     assert bool(to_retry(records, since=next_number(records))) is is_retried
     assert not to_retry(records)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_what_was_interrupted_is_no_attempt_however_often_and_however_early(seconds: float) -> None:
+    records = [a_record(number, INTERRUPTED, device_seconds=seconds) for number in range(9)]
+    assert attempts(records, records[0].config) == 0
+    assert to_retry(records, since=next_number(records)) == (records[0].config,)
+
+
+def test_what_an_earlier_version_said_was_interrupted_is() -> None:
+    stored = {"verdict": "lost", "detail": "interrupted"}
+    assert Lost.model_validate(stored).is_interrupted
+    assert not Lost.model_validate({"verdict": "lost", "detail": "the driver ended"}).is_interrupted
+    again = a_record(0, Lost(detail="the card", is_interrupted=True))
+    assert TrialRecord.from_json(again.to_json()) == again
 
 
 def test_numbers_go_on_where_the_records_end() -> None:

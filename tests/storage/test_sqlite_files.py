@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
-from storage.database import Patience, close, open_for_writing
+from storage.database import close, open_for_writing
 from storage.lease import FileLease, this_driver
+from storage.patience import Patience
 from storage.reading import list_studies, read_study
 from storage.spool import Spool
 from storage.urls import parse_url
@@ -125,6 +126,9 @@ def test_a_study_in_a_read_only_directory_can_be_read_and_not_driven(public: Pat
     url = f"sqlite:///{public}/sweep.db"
     with open_it(url, public) as study:
         run_one(study)
+    for path in public.rglob("*"):
+        # Its owner lets others read what was made for the owner alone.
+        path.chmod(0o755 if path.is_dir() else 0o644)
     with unwritable(public):
         assert len(read_study("study", url=url, home=public).records) == 1
         with pytest.raises(EnvironmentFault, match=str(public)):

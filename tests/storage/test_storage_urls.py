@@ -7,8 +7,9 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.redaction import redact
 from storage.database import faults
-from storage.urls import PostgresUrl, SqliteUrl, parse_url, redact
+from storage.urls import PostgresUrl, SqliteUrl, parse_url
 
 
 def test_a_relative_path_is_taken_from_the_working_directory(

@@ -29,7 +29,16 @@ BUDGET = int(21.5 * GIB)
 MODEL = ModelSpec(
     name="seven-billion",
     source="shipped",
-    config={"model_type": "mistral", "num_hidden_layers": 32, "max_position_embeddings": 32768},
+    config={
+        "model_type": "mistral",
+        "vocab_size": 32768,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+    },
 )
 _KIB = 1024
 _TARGETS = {"qv": 0.4, "attention": 1.0, "all-linear": 3.0}

@@ -265,6 +265,7 @@ BAD_INPUT: list[Any] = [
     (["status", "--watch"], "--watch follows one study"),
     (["run", "cpu-demo", "--from", "nope"], "no studies yet"),
     (["run", "cpu-demo", "--from", "cpu-demo"], "that is the study itself"),
+    (["run", "cpu-demo", "--from", "runs/nope/spool.jsonl"], "spool.jsonl: no such file"),
     (["stauts"], "stauts"),
 ]
 

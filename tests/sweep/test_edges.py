@@ -17,12 +17,13 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from storage.records import Invalid
 from sweep.cli import guarded, main
-from sweep.predict.memory.profile_store import TracingChild
+from sweep.predict.memory.profiles import Structure
+from sweep.predict.memory.tracing_children import TracingChild
 from sweep.study.session import default_study_name
 from sweep.terminal.commands import _progress
 from sweep.terminal.summary import why_invalid
 from tests.reports.synthetic import fits, record, snapshot
-from tests.sweep.simulated_device import a_space
+from tests.sweep.simulated_device import MODEL, a_space
 
 ROOT = Path(__file__).parents[2]
 SWEEP = f"{sys.executable} -c 'from sweep.cli import main; raise SystemExit(main())'"
@@ -294,14 +295,13 @@ def test_a_study_is_invalid_where_nothing_of_its_space_was_valid() -> None:
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_tracing_child() -> None:
-    program = "import sys; sys.stdin.readline(); import os; print(os.getsid(0), flush=True)"
-    child = TracingChild((sys.executable, "-c", f"{program}; sys.stdin.read()"))
-    process = child._start()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(b"\n")
-    process.stdin.flush()
-    assert int(process.stdout.readline()) == process.pid != os.getsid(0)
+    program = (
+        "import json, os, sys; sys.stdin.readline()\n"
+        "print(json.dumps({'profile': {'session': os.getsid(0), 'pid': os.getpid()}}), flush=True)"
+    )
+    child = TracingChild((sys.executable, "-c", program))
+    answer = child.trace(MODEL, Structure.of(TrialConfig(), is_checkpointed=True))
+    assert answer["session"] == answer["pid"] != os.getsid(0)
     child.close()
 
 

@@ -25,15 +25,10 @@ from sweep.predict.memory.allocator import MIB
 from sweep.predict.memory.arrays import PeakMemory, WholeMemory
 from sweep.predict.memory.polynomials import Values
 from sweep.predict.memory.prediction import Fit, MemoryPrediction
-from sweep.predict.memory.profile_store import (
-    OnProgress,
-    ProfileStore,
-    Tracer,
-    TracingChildren,
-    tell_nobody,
-)
+from sweep.predict.memory.profile_store import OnProgress, ProfileStore, tell_nobody
 from sweep.predict.memory.profiles import Profile, Structure
 from sweep.predict.memory.step import Step
+from sweep.predict.memory.tracing_children import Tracer, TracingChildren
 
 __all__ = ["Fit", "MemoryPrediction", "MemoryPredictor", "Residuals", "TracingPredictor"]
 

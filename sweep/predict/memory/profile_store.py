@@ -1,8 +1,7 @@
-"""Owns where the profiles of a model's structures come from: a cache on disk, or tracing children.
+"""Owns where the profiles of a model's structures come from: a cache on disk, or whoever traces.
 
-A child is started at its first question, asked in JSON lines, and gone with its owner. It is where
-torch and transformers are imported; this process never does. A whole space's structures are traced
-by several at once. Knows nothing of predictions.
+What cannot be traced is remembered, and what a dying process said of the machine. Knows nothing of
+predictions, or of how tracing processes are spoken to.
 """
 
 from __future__ import annotations
@@ -10,23 +9,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import selectors
-import subprocess
-import sys
-import tempfile
-import time
-import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
+from storage import files
 from sweep.predict.memory.mixing import mixed
 from sweep.predict.memory.profiles import Profile, Structure, Untraceable
+from sweep.predict.memory.tracing_children import Tracer
 
 _ROOT = Path(__file__).parents[3]
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
@@ -36,17 +30,6 @@ _ATTEMPTS = 2
 """Times that a structure is traced whose tracing process dies; each time in a new process."""
 _DEAD_STRUCTURES_MAX = 3
 """Structures in a row that no process survived, after which no other one is tried."""
-_COMMAND = (sys.executable, "-P", "-m", "sweep.predict.memory.tracing")
-_DEADLINE_SECONDS = 120.0
-"""For one structure, the imports included; a slow disk makes those take most of a minute."""
-_CHILDREN_MAX = 4
-"""Each takes half a GiB of the host's memory."""
-_STRUCTURES_WORTH_A_CHILD = 12
-"""Importing torch takes a child as long as tracing some forty structures; the processors are there
-anyway, so a further child is started where it spares most of a second."""
-
-Traced = dict[str, Any] | InputError | EnvironmentFault
-"""A profile as JSON values, or why there is none."""
 OnProgress = Callable[[int, int], None]
 """Told how many structures are done, of how many."""
 
@@ -57,26 +40,6 @@ def _counted_from(done: int, of: int, on_progress: OnProgress) -> Callable[[int]
 
 def tell_nobody(_done: int, _of: int) -> None:
     """Hear of no progress."""
-
-
-class Tracer(Protocol):
-    """Traces structures of a model. Real: `TracingChildren`, and `TracingChild` alone."""
-
-    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
-        """Return the structure's profile as JSON values.
-
-        Raises:
-            Untraceable: the model's code cannot be walked.
-            InputError: the model's config cannot be built.
-            EnvironmentFault: the child does not answer.
-        """
-        ...
-
-    def trace_all(
-        self, model: ModelSpec, structures: Iterable[Structure]
-    ) -> Generator[tuple[Structure, Traced]]:
-        """Yield each structure as it is done, with what `trace` would return or raise of it."""
-        ...
 
 
 class ProfileStore:
@@ -255,14 +218,8 @@ def _put_together(structure: Structure, packed: Profile, wide: Profile) -> Profi
 
 def write_cache(path: Path, values: dict[str, Any]) -> None:
     """Write into a cache, whole or not at all; one that cannot be written costs time only."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(values), encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+    with contextlib.suppress(OSError):
+        files.replace(path, json.dumps(values).encode(), is_durable=False)
 
 
 @cache
@@ -290,189 +247,3 @@ def _version(library: str) -> str:
         return f"{library} {version(library)};"
     except PackageNotFoundError:
         return f"{library};"
-
-
-class TracingChild:
-    """A `Tracer` in a process of its own, in which torch and transformers are imported."""
-
-    def __init__(self, command: tuple[str, ...] = _COMMAND) -> None:
-        self._command = command
-        self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._deadline = 0.0
-
-    @property
-    def answers(self) -> IO[bytes]:
-        """Where the answer arrives that was asked for."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    @property
-    def seconds_left(self) -> float:
-        """How long the answer that was asked for may still take."""
-        return max(0.0, self._deadline - time.monotonic())
-
-    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
-        """See `Tracer.trace`."""
-        self.ask(model, structure)
-        return self.answer(model)
-
-    def trace_all(
-        self, model: ModelSpec, structures: Iterable[Structure]
-    ) -> Generator[tuple[Structure, Traced]]:
-        """See `Tracer.trace_all`; one after another."""
-        return _all_traced([self], model, structures)
-
-    def ask(self, model: ModelSpec, structure: Structure) -> None:
-        """Have a structure traced; one that has no process to do it is answered by that."""
-        process = self._start()
-        question = {"model": model.to_json(), "structure": structure.to_json()}
-        self._deadline = time.monotonic() + _DEADLINE_SECONDS
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-
-    def answer(self, model: ModelSpec) -> dict[str, Any]:
-        """Wait for what was asked for. Raises what `Tracer.trace` does."""
-        line = _read_line(self.answers, timeout=self.seconds_left)
-        if not line:
-            reason = self._last_words()
-            self.close()
-            raise EnvironmentFault(f"the tracing process gave no answer{reason}")
-        match answer := json.loads(line):
-            case {"profile": dict(profile)}:
-                return profile
-            case {"untraceable": str(reason)}:
-                raise Untraceable(f"model '{model.name}': memory is not predicted: {reason}")
-            case {"input": str(reason)}:
-                raise InputError(f"model '{model.name}': {reason}")
-        raise EnvironmentFault(f"the tracing process answered {str(answer)[:200]}")
-
-    def close(self) -> None:
-        """End the child. Idempotent; a later question starts a new one."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._process = self._errors = self._finalizer = None
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                # Ctrl-C in the terminal is this process's to handle.
-                start_new_session=True,
-            )
-            self._finalizer = weakref.finalize(self, _end, self._process, self._errors)
-        return self._process
-
-    def _last_words(self) -> str:
-        """Return the last line that the child wrote to its standard error."""
-        assert self._errors is not None
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return f": {lines[-1]}" if lines else ""
-
-
-class TracingChildren:
-    """A `Tracer` of several children: one traces a structure, all of them a space.
-
-    Args:
-        count: of children at most; by default as many as there are processors, up to four.
-        command: what each of them runs.
-        outlive: whether they stay for further questions, until they are closed. Else they end with
-            a space: what was asked of it is all.
-    """
-
-    def __init__(
-        self,
-        count: int | None = None,
-        *,
-        command: tuple[str, ...] = _COMMAND,
-        outlive: bool = False,
-    ) -> None:
-        self._outlive = outlive
-        count = count or min(len(os.sched_getaffinity(0)), _CHILDREN_MAX)
-        self._children = [TracingChild(command) for _ in range(count)]
-
-    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
-        """See `Tracer.trace`."""
-        return self._children[0].trace(model, structure)
-
-    def trace_all(
-        self, model: ModelSpec, structures: Iterable[Structure]
-    ) -> Generator[tuple[Structure, Traced]]:
-        """See `Tracer.trace_all`."""
-        known = tuple(structures)
-        count = -(-len(known) // _STRUCTURES_WORTH_A_CHILD)
-        try:
-            yield from _all_traced(self._children[:count], model, known)
-        finally:
-            if not self._outlive:
-                self.close()
-
-    def close(self) -> None:
-        """End the children. Idempotent; a later question starts new ones."""
-        for child in self._children:
-            child.close()
-
-
-def _all_traced(
-    children: Iterable[TracingChild], model: ModelSpec, structures: Iterable[Structure]
-) -> Generator[tuple[Structure, Traced]]:
-    """Give each child the next structure whenever it has answered, and yield the answers."""
-    idle, waiting = list(children), iter(structures)
-    busy: dict[TracingChild, Structure] = {}
-    try:
-        while True:
-            for child, structure in zip(tuple(idle), waiting, strict=False):
-                child.ask(model, structure)
-                busy[child] = structure
-                idle.remove(child)
-            if not busy:
-                return
-            for child in _first_to_answer(busy):
-                structure = busy.pop(child)
-                idle.append(child)
-                yield structure, _traced(child, model)
-    finally:
-        for child in busy:
-            child.close()
-
-
-def _first_to_answer(children: Iterable[TracingChild]) -> list[TracingChild]:
-    """Wait for an answer, and return who has one; or nobody's in time, whose time was up first."""
-    slowest = min(children, key=lambda child: child.seconds_left)
-    with selectors.DefaultSelector() as selector:
-        for child in children:
-            selector.register(child.answers, selectors.EVENT_READ, child)
-        ready = [key.data for key, _ in selector.select(slowest.seconds_left)]
-    return ready or [slowest]
-
-
-def _traced(child: TracingChild, model: ModelSpec) -> Traced:
-    try:
-        return child.answer(model)
-    except (InputError, EnvironmentFault) as error:
-        return error
-
-
-def _read_line(stream: IO[bytes], *, timeout: float) -> bytes:
-    """Return the next line; nothing where it does not come in time or the child has ended."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        return stream.readline() if selector.select(timeout) else b""
-
-
-def _end(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout, errors):
-        with contextlib.suppress(OSError):
-            if stream is not None:
-                stream.close()

@@ -17,6 +17,7 @@ from search_spaces.errors import InputError
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
+from search_spaces.redaction import redacted
 from search_spaces.space import SearchSpace
 from sweep.paths import cache_directory
 from sweep.planning.cache import cached_survey
@@ -42,9 +43,9 @@ from sweep.planning.question import (
 )
 from sweep.planning.survey import Survey
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
-from sweep.predict.memory.profile_store import Tracer, TracingChildren
+from sweep.predict.memory.tracing_children import Tracer, TracingChildren
 from sweep.running.device_info import Card, read_card
-from sweep.terminal.console import say
+from sweep.terminal.console import say_as_is
 from sweep.terminal.plan.backwards import cheapest_view, longest_views
 from sweep.terminal.plan.forecast import configurations_view
 from sweep.terminal.plan.layout import rendered
@@ -93,7 +94,7 @@ def plan(
             request, predictor=predictor or tracing(children), card=card, read_study=read_study
         )
         text, fits = _answered(question, progress)
-    say(text)
+    say_as_is(text)
     return DONE if fits else NOTHING_FITS
 
 
@@ -253,7 +254,7 @@ def _forecast_line(where: str, config: TrialConfig, forecaster: Forecaster) -> F
 
 
 def _json(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, allow_nan=False)
+    return json.dumps(redacted(document), allow_nan=False)
 
 
 def _text(view: Any) -> str:

@@ -10,6 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from sweep.terminal.drawing import Shown
+
 PLAIN_WIDTH = 100
 """Columns where the width is nobody's: a pipe or a file."""
 
@@ -23,7 +25,7 @@ def rendered(content: RenderableType, *, is_terminal: bool, width: int | None = 
         highlight=False,
     )
     with console.capture() as captured:
-        console.print(content)
+        console.print(Shown(content))
     return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
 
 

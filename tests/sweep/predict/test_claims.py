@@ -17,7 +17,7 @@ from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor
-from sweep.predict.memory.profile_store import TracingChild
+from sweep.predict.memory.tracing_children import TracingChild
 from sweep.predict.speed.predictor import predict_step
 
 MEASURED = Path(__file__).parents[2] / "data" / "measurements_h200.jsonl"

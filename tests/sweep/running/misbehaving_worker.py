@@ -1,4 +1,7 @@
-"""A worker that goes wrong in the way that the configuration's rank asks for."""
+"""A worker that goes wrong in the way that the configuration's rank asks for.
+
+It imports nothing that takes time, and writes what it says by hand: that need be no message.
+"""
 
 from __future__ import annotations
 
@@ -9,64 +12,397 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
-from sweep.running.wire import (
-    Alive,
-    Ready,
-    RunCommand,
-    Unusable,
-    WorkerMessage,
-    WorkerSettings,
-    command_adapter,
-)
+UNUSABLE_SEED, STOPPED_SEED, CHATTY_SEED, DEAF_SEED = range(13, 17)
+"""Of workers that never become ready."""
+ANSWER = {"verdict": "diverged", "step": 7, "detail": "as asked"}
+"""What a trial comes to that is answered."""
+CHATTER = {"kind": "alive", "phase": "measure"}
 
-HANG, EXIT, SEGFAULT, GARBAGE, SILENT_AFTER_BEATS, SLOW_BEATS, GRANDCHILD, TELLTALE = range(1, 9)
-UNUSABLE_SEED = 13
-"""Of a worker that never becomes ready."""
+
+class Worker:
+    """What a misbehaviour has to work with."""
+
+    def __init__(self, pipe: int, settings: dict[str, Any]) -> None:
+        self.pipe = pipe
+        self.settings = settings
+        self.command: dict[str, Any] = {}
+
+    def write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self.pipe, data) :]
+
+    def say(self, **message: Any) -> None:
+        self.write(json.dumps(message).encode() + b"\n")
+
+    def beat(self, step: int = 0, phase: str = "measure", **more: Any) -> None:
+        self.say(kind="alive", phase=phase, step=step, **more)
+
+    def answer(self, **changes: Any) -> None:
+        told = {"run_id": self.command["run_id"], "config": self.command["config"]}
+        self.say(**{"kind": "finished", **told, "outcome": ANSWER, **changes})
+
+    def read_command(self) -> None:
+        line = sys.stdin.buffer.readline()
+        if not line:
+            os._exit(0)
+        self.command = json.loads(line)
+
+    def leave_outcome(self, **changes: Any) -> None:
+        entry = {key: self.command[key] for key in ("attempt", "config")}
+        with open(self.settings["outcome_path"], "w") as file:
+            json.dump({**entry, "outcome": ANSWER, **changes}, file)
+
+
+Behaviour = Callable[[Worker], None]
+BEHAVIOURS: list[Behaviour] = []
+
+
+def behaviour(function: Behaviour) -> int:
+    """Register a misbehaviour and return the rank that asks for it."""
+    BEHAVIOURS.append(function)
+    return len(BEHAVIOURS)
+
+
+def fork(run: Callable[[], None]) -> int:
+    number = os.fork()
+    if number == 0:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    return number
+
+
+def die(number: int = signal.SIGKILL) -> None:
+    os.kill(os.getpid(), number)
+
+
+@behaviour
+def HANG(worker: Worker) -> None:
+    """Say nothing, and go on."""
+
+
+@behaviour
+def EXIT(worker: Worker) -> None:
+    print("Error invalid device function at line 74", flush=True)
+    os._exit(1)
+
+
+@behaviour
+def SEGFAULT(worker: Worker) -> None:
+    die(signal.SIGSEGV)
+
+
+@behaviour
+def GARBAGE(worker: Worker) -> None:
+    worker.write(b"this is not an event\n")
+
+
+@behaviour
+def SILENT_AFTER_BEATS(worker: Worker) -> None:
+    worker.beat(phase="warmup")
+    worker.beat(1)
+
+
+@behaviour
+def SLOW_BEATS(worker: Worker) -> None:
+    for step in range(50):
+        worker.beat(step)
+        time.sleep(0.05)
+
+
+@behaviour
+def GRANDCHILD(worker: Worker) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    print(f"grandchild {child.pid}", flush=True)
+
+
+@behaviour
+def TELLTALE(worker: Worker) -> None:
+    print(f"environment {json.dumps(dict(os.environ))}", flush=True)
+    os._exit(0)
+
+
+@behaviour
+def FINE(worker: Worker) -> None:
+    worker.answer()
+
+
+@behaviour
+def BEAT_AND_ANSWER(worker: Worker) -> None:
+    for step in range(12):
+        worker.beat(step)
+        time.sleep(0.1)
+    worker.answer()
+
+
+@behaviour
+def PAUSE_AND_ANSWER(worker: Worker) -> None:
+    worker.beat()
+    time.sleep(1.3)
+    worker.answer()
+
+
+@behaviour
+def NO_COMPILER(worker: Worker) -> None:
+    worker.beat()
+    worker.answer(outcome={"verdict": "ineffective", "knob": "compile", "detail": "pool broke"})
+
+
+@behaviour
+def STOPPED(worker: Worker) -> None:
+    die(signal.SIGSTOP)
+
+
+@behaviour
+def FLOOD_WITHOUT_LINES(worker: Worker) -> None:
+    while True:
+        worker.write(b"x" * 65536)
+
+
+@behaviour
+def TRICKLE_WITHOUT_LINES(worker: Worker) -> None:
+    while True:
+        worker.write(b"x")
+        time.sleep(0.005)
+
+
+@behaviour
+def FLOOD_OF_BEATS(worker: Worker) -> None:
+    while True:
+        worker.beat(3)
+
+
+@behaviour
+def BACK_AND_FORTH(worker: Worker) -> None:
+    while True:
+        worker.beat(2, "warmup")
+        worker.beat(1, "measure")
+        time.sleep(0.01)
+
+
+@behaviour
+def ENDLESS_STEPS(worker: Worker) -> None:
+    for step in range(10**9):
+        worker.beat(step)
+        time.sleep(0.01)
+
+
+@behaviour
+def CRASH_WITH_THE_PIPE_HELD(worker: Worker) -> None:
+    fork(lambda: time.sleep(600))
+    die(signal.SIGSEGV)
+
+
+@behaviour
+def CRASH_WITH_THE_PIPE_FLOODED(worker: Worker) -> None:
+    def flood() -> None:
+        while True:
+            worker.beat(1)
+
+    fork(flood)
+    time.sleep(0.2)
+    die(signal.SIGSEGV)
+
+
+@behaviour
+def ANSWER_AND_DIE(worker: Worker) -> None:
+    fork(lambda: time.sleep(600))
+    for step in range(200):
+        worker.beat(step)
+    worker.answer()
+    die()
+
+
+@behaviour
+def HALF_AN_ANSWER(worker: Worker) -> None:
+    worker.write(b'{"kind":"finished","outcome"')
+    die(signal.SIGSEGV)
+
+
+@behaviour
+def CLOSED_PIPE(worker: Worker) -> None:
+    os.close(worker.pipe)
+
+
+@behaviour
+def CLOSED_EARS(worker: Worker) -> None:
+    os.close(0)
+    for step in range(10**9):
+        worker.beat(step)
+        time.sleep(0.05)
+
+
+@behaviour
+def ANSWER_TWICE(worker: Worker) -> None:
+    worker.answer()
+    worker.answer()
+
+
+@behaviour
+def ANSWER_AGAIN_LATER(worker: Worker) -> None:
+    worker.answer()
+    old = worker.command
+    worker.read_command()
+    worker.answer(run_id=old["run_id"], config=old["config"])
+
+
+@behaviour
+def DIE_IDLE(worker: Worker) -> None:
+    worker.answer()
+    die()
+
+
+@behaviour
+def ANOTHER_CONFIGURATION(worker: Worker) -> None:
+    worker.answer(config={**worker.command["config"], "seq_len": 64})
+
+
+@behaviour
+def READY_AGAIN(worker: Worker) -> None:
+    worker.say(kind="ready", device_name="none")
+
+
+@behaviour
+def UNUSABLE_LATE(worker: Worker) -> None:
+    worker.say(kind="unusable", reason="it fell off the bus")
+
+
+@behaviour
+def NAN(worker: Worker) -> None:
+    worker.beat(tokens_per_second=float("nan"))
+
+
+@behaviour
+def NAN_IN_WORDS(worker: Worker) -> None:
+    worker.beat(tokens_per_second="NaN")
+
+
+@behaviour
+def INFINITY(worker: Worker) -> None:
+    worker.write(b'{"kind":"alive","phase":"measure","tokens_per_second":1e999}\n')
+
+
+@behaviour
+def HUGE_NUMBER(worker: Worker) -> None:
+    worker.write(b'{"kind":"alive","phase":"measure","step":1' + b"0" * 300 + b"}\n")
+
+
+@behaviour
+def ENDLESS_NUMBER(worker: Worker) -> None:
+    worker.write(b'{"kind":"alive","phase":"measure","step":' + b"9" * 100_000 + b"}\n")
+
+
+@behaviour
+def NESTED(worker: Worker) -> None:
+    worker.write(b"[" * 100_000 + b"]" * 100_000 + b"\n")
+
+
+@behaviour
+def NESTED_IN_A_MESSAGE(worker: Worker) -> None:
+    deep = b'{"a":' * 5_000 + b"1" + b"}" * 5_000
+    worker.write(b'{"kind":"alive","phase":"measure","step":' + deep + b"}\n")
+
+
+@behaviour
+def NOT_UTF8(worker: Worker) -> None:
+    worker.write(b'{"kind":"alive","phase":"\xff\xfe"}\n')
+
+
+@behaviour
+def NULS(worker: Worker) -> None:
+    worker.write(b"\0" * 1000 + b"\n")
+
+
+@behaviour
+def NUL_IN_WORDS(worker: Worker) -> None:
+    words = "a\0b \x1b[2J \ud800 postgresql://me:hunter2@host/db " + "x" * 5000
+    worker.answer(outcome={**ANSWER, "detail": words})
+
+
+@behaviour
+def UNNAMED_SIGNAL(worker: Worker) -> None:
+    die(42)
+
+
+@behaviour
+def KILLED(worker: Worker) -> None:
+    die()
+
+
+@behaviour
+def NO_HOST_MEMORY(worker: Worker) -> None:
+    print("terminate called after throwing an instance of 'std::bad_alloc'", flush=True)
+    die(signal.SIGABRT)
+
+
+@behaviour
+def FIFTY_GRANDCHILDREN(worker: Worker) -> None:
+    for _ in range(50):
+        child = subprocess.Popen(["sleep", "600"])
+        print(f"grandchild {child.pid}", flush=True)
+    die(signal.SIGSEGV)
+
+
+@behaviour
+def LEAVE_AND_DIE(worker: Worker) -> None:
+    worker.leave_outcome()
+    die(signal.SIGSEGV)
+
+
+@behaviour
+def LEAVE_AND_HANG(worker: Worker) -> None:
+    worker.leave_outcome()
+
+
+@behaviour
+def LEAVE_ANOTHER_AND_DIE(worker: Worker) -> None:
+    worker.leave_outcome(config={**worker.command["config"], "seq_len": 64})
+    die(signal.SIGSEGV)
+
+
+@behaviour
+def ANSWER_LEAVE_AND_DIE_NEXT(worker: Worker) -> None:
+    worker.leave_outcome()
+    worker.answer()
+    worker.read_command()
+    die(signal.SIGSEGV)
+
+
+@behaviour
+def PRINT_WITHOUT_END(worker: Worker) -> None:
+    for step in range(200):
+        os.write(1, b"all work and no play\n" * 10_000)
+        worker.beat(step)
+    print("\x1b[31mthe last words", flush=True)
+    os._exit(3)
 
 
 def main() -> None:
-    events = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
-
-    def send(event: WorkerMessage) -> None:
-        events.write(event.model_dump_json().encode() + b"\n")
-
-    settings = WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
-    if settings.seed == UNUSABLE_SEED:
-        send(Unusable(reason="no such device"))
-        return
+    settings = json.loads(sys.stdin.buffer.readline())
+    worker = Worker(int(sys.argv[1]), settings)
+    match settings["seed"]:
+        case 13:
+            worker.say(kind="unusable", reason="no such device")
+            return
+        case 14:
+            die(signal.SIGSTOP)
+        case 15:
+            while True:
+                worker.beat()
+        case 16:
+            os.close(0)
+            time.sleep(600)
     print("hello from a library", flush=True)
-    send(Ready(device_name="none"))
-    command = command_adapter.validate_json(sys.stdin.buffer.readline())
-    assert isinstance(command, RunCommand)
-    misbehave(command.config.lora_rank, send, events.write)
-
-
-def misbehave(
-    how: int, send: Callable[[WorkerMessage], None], write: Callable[[bytes], int]
-) -> None:
-    match how:
-        case 2:
-            print("Error invalid device function at line 74", flush=True)
-            os._exit(1)
-        case 3:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        case 4:
-            write(b"this is not an event\n")
-        case 5:
-            send(Alive(phase="warmup"))
-            send(Alive(phase="measure", step=1))
-        case 6:
-            for step in range(100):
-                send(Alive(phase="measure", step=step))
-                time.sleep(0.05)
-        case 7:
-            child = subprocess.Popen(["sleep", "600"])
-            print(f"grandchild {child.pid}", flush=True)
-        case 8:
-            print(f"environment {json.dumps(dict(os.environ))}", flush=True)
-            os._exit(0)
-    time.sleep(600)
+    worker.say(kind="ready", device_name="none")
+    while True:
+        worker.read_command()
+        rank = worker.command["config"]["lora_rank"]
+        BEHAVIOURS[rank - 1](worker)
+        if rank != FINE:
+            time.sleep(600)
 
 
 if __name__ == "__main__":

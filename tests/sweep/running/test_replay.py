@@ -14,7 +14,7 @@ from storage.records import (
     PrunedSlow,
 )
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Progress
+from sweep.running.runner import Progress, keep_going
 from tests.sweep.simulated_device import a_record, train
 
 CONFIG = TrialConfig()
@@ -69,12 +69,15 @@ def test_a_trial_that_is_stopped_keeps_what_was_measured_so_far() -> None:
     assert outcome.measurement.tokens_per_second == whole.measurement.tokens_per_second
 
 
-def test_a_cancelled_trial_is_lost() -> None:
+def test_a_cancelled_trial_is_interrupted_and_so_is_every_later_one() -> None:
     runner = ReplayRunner(otherwise=train)
 
     def cancel(_: Progress) -> bool:
         runner.cancel()
         return False
 
-    assert isinstance(runner.run(CONFIG, steps=STEPS, observe=cancel), Lost)
-    assert isinstance(runner.run(CONFIG, steps=STEPS), Measured)
+    for observe in (cancel, keep_going):
+        outcome = runner.run(CONFIG, steps=STEPS, observe=observe)
+        assert isinstance(outcome, Lost)
+        assert outcome.is_interrupted
+    assert runner.ran == [CONFIG]

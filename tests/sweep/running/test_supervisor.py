@@ -29,7 +29,7 @@ from tests.sweep.running import misbehaving_worker as how
 ROOT = Path(__file__).parents[3]
 CPU = Target(gpu="cpu", device="cpu", budget_bytes=GIB // 8)
 STEPS = StepBudget(warmup_min=1, warmup_max=1, measured_min=2, measured_max=2)
-QUICK = Deadlines(start=60, build=1, attach=1, warmup=1, measure=1, detach=1)
+QUICK = Deadlines(start=60, build=1, attach=1, warmup=1, measure=1, detach=1, silences_per_step=1.5)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_worker_that_was_started_ahead_is_the_one_that_runs(runner: Supervis
         seen.append(_process_id(runner))
         return False
 
-    runner.run(TrialConfig(lora_rank=how.SLOW_BEATS), steps=STEPS, observe=watch)
+    runner.run(TrialConfig(lora_rank=how.BEAT_AND_ANSWER), steps=STEPS, observe=watch)
     assert set(seen) == {started}
 
 
@@ -95,7 +95,7 @@ def test_a_worker_that_cannot_be_started_is_said_by_the_first_trial(tmp_path: Pa
         load_model_spec("demo"), target=CPU, log_path=tmp_path / "file" / "worker.log"
     )
     runner.start()
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(EnvironmentFault, match="file"):
         misbehave(runner, how.HANG)
 
 
@@ -126,17 +126,6 @@ def test_an_exit_from_c_code_is_a_crash_with_its_status_and_last_words(
     assert "invalid device function" in outcome.detail
 
 
-def test_a_signal_is_a_crash_that_names_it(runner: SupervisedRunner) -> None:
-    outcome = misbehave(runner, how.SEGFAULT)
-    assert isinstance(outcome, Crashed)
-    assert "SIGSEGV" in outcome.detail
-
-
-def test_a_worker_that_talks_nonsense_is_replaced(runner: SupervisedRunner) -> None:
-    assert isinstance(misbehave(runner, how.GARBAGE), Crashed)
-    assert isinstance(misbehave(runner, how.EXIT), Crashed)
-
-
 def test_beats_keep_a_slow_trial_alive_past_its_deadline(runner: SupervisedRunner) -> None:
     beats: list[float] = []
 
@@ -148,13 +137,12 @@ def test_beats_keep_a_slow_trial_alive_past_its_deadline(runner: SupervisedRunne
     assert beats[-1] - beats[0] > 2 * QUICK.measure
 
 
-def test_cancelling_from_another_thread_loses_the_trial_and_nothing_else(
+def test_cancelling_from_another_thread_interrupts_the_trial_and_every_later_one(
     runner: SupervisedRunner,
 ) -> None:
     timer = threading.Timer(0.1, runner.cancel)
 
     def cancel_soon(_: object) -> bool:
-        # Once: what is cancelled after this trial has ended is the next one.
         if timer.ident is None:
             timer.start()
         return False
@@ -162,8 +150,8 @@ def test_cancelling_from_another_thread_loses_the_trial_and_nothing_else(
     config = TrialConfig(lora_rank=how.SLOW_BEATS)
     outcome = runner.run(config, steps=STEPS, observe=cancel_soon)
     timer.join()
-    assert isinstance(outcome, Lost)
-    assert isinstance(misbehave(runner, how.EXIT), Crashed)
+    assert outcome == Lost(detail="interrupted", is_interrupted=True)
+    assert misbehave(runner, how.EXIT) == outcome
 
 
 def test_a_renewal_replaces_a_worker_that_ran_something_and_no_other(tmp_path: Path) -> None:
@@ -181,13 +169,6 @@ def test_a_renewal_replaces_a_worker_that_ran_something_and_no_other(tmp_path: P
         assert after.pid != before.pid
         runner.renew()
         assert runner._ready_worker().process is after
-
-
-def test_the_whole_process_group_is_killed(runner: SupervisedRunner, tmp_path: Path) -> None:
-    assert isinstance(misbehave(runner, how.GRANDCHILD), TimedOut)
-    log = (tmp_path / "logs" / "worker.log").read_text()
-    pid = int(log.split("grandchild ")[1].split()[0])
-    assert _is_gone(pid)
 
 
 def _is_gone(pid: int) -> bool:

@@ -69,6 +69,7 @@ def main(home: Path, beat_seconds: float, slow: str = "trial") -> int:
                 on_event=listen,
                 should_stop=interruption.is_requested,
                 interruptible=interruption.interruptible,
+                settling=interruption.settling,
             )
     except KeyboardInterrupt:
         if not interruption.is_requested():

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from storage.records import Lost, Verdict
-from sweep.study.interruption import Interruption
+from sweep.processes import STOP_SIGNALS
+from sweep.study.interruption import (
+    SETTLING_SECONDS,
+    TELLING_SECONDS,
+    Interruption,
+    undisturbed,
+)
 from tests.sweep.simulated_device import a_study
 
 ROOT = Path(__file__).parents[3]
@@ -119,27 +125,69 @@ def test_a_driver_that_was_killed_leaves_a_study_that_can_go_on(tmp_path: Path) 
 
 @pytest.fixture
 def listening() -> Iterator[None]:
-    """A shell ignores SIGINT on behalf of what it starts in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell ignores SIGINT on behalf of what it starts in the background, and nohup SIGHUP."""
+    before = {n: signal.signal(n, signal.default_int_handler) for n in STOP_SIGNALS}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("listening")
-def test_a_third_request_is_the_defaults_business() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_third_request_waits_for_nothing_whichever_signal_it_is(number: signal.Signals) -> None:
     cancelled: list[bool] = []
     interruption = Interruption(cancel=lambda: cancelled.append(True))
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     with interruption.handling_signals():
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         assert interruption.is_requested()
         assert not cancelled
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         assert cancelled == [True]
-        assert signal.getsignal(signal.SIGINT) is before
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+def test_the_first_request_cuts_short_what_has_not_begun() -> None:
+    interruption = Interruption(cancel=lambda: None)
+    with pytest.raises(KeyboardInterrupt), interruption.opening():
+        interruption.request()
+    assert interruption.is_requested()
+
+
+def test_a_result_is_given_the_time_to_reach_the_disk_and_no_more() -> None:
+    now = [0.0]
+    interruption = Interruption(cancel=lambda: None, clock=lambda: now[0])
+    interruption.request()
+    with interruption.settling():
+        interruption.request()
+        now[0] = SETTLING_SECONDS / 2
+        interruption.request()
+        now[0] = SETTLING_SECONDS
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+            interruption.request()
+
+
+def test_what_is_entered_after_two_requests_is_cut_short_by_another_one_alone() -> None:
+    interruption = Interruption(cancel=lambda: None, requests=2)
+    with interruption.interruptible(), interruption.settling():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        interruption.request()
+
+
+@pytest.mark.usefixtures("listening")
+def test_who_is_told_what_came_of_it_is_not_disturbed_unless_that_hangs() -> None:
+    now = [0.0]
+    with undisturbed(clock=lambda: now[0]):
+        for number in STOP_SIGNALS:
+            signal.raise_signal(number)
+        now[0] = TELLING_SECONDS
+        for number in STOP_SIGNALS:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
 
 
 def test_the_signals_are_given_back() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from search_spaces.errors import EnvironmentFault
-from storage.records import Crashed, Outcome, OutOfMemory, TimedOut
+from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut
 from sweep.study.machine_faults import FAILURES_IN_A_ROW, ConsecutiveFailures
 
 CRASH = Crashed(phase="build", detail="no kernel image")
@@ -27,6 +27,17 @@ def test_anything_else_in_between_begins_the_count_anew(between: Outcome) -> Non
     for outcome in [CRASH] * 4 + [between] + [CRASH] * 4:
         failures.count(outcome)
     assert failures
+
+
+def test_what_somebody_interrupted_neither_counts_nor_begins_the_count_anew() -> None:
+    failures, interrupted = ConsecutiveFailures(), Lost(is_interrupted=True)
+    for _ in range(FAILURES_IN_A_ROW):
+        failures.count(interrupted)
+    assert not failures
+    for outcome in [CRASH] * 4 + [interrupted]:
+        failures.count(outcome)
+    with pytest.raises(EnvironmentFault):
+        failures.count(CRASH)
 
 
 def test_a_model_that_cannot_be_built_is_suspected_beside_the_machine() -> None:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
 from storage.definition import StudyDefinition, Target
-from storage.records import Measured, OutOfMemory, PrunedSlow
+from storage.ranking import rank
+from storage.records import Crashed, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.running.runner import Progress
 from sweep.study.pruning import Rival, Rivals, is_hopeless
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
@@ -96,3 +100,109 @@ def test_a_baseline_outside_the_space_stops_nothing_and_neither_does_a_speed_uns
     outside = a_record(TrialConfig(lora_rank=4), is_baseline=True)
     unsure = a_record(CONFIG, Measured(measurement=a_measurement(CONFIG, steps_measured=3)))
     assert Rivals(a_definition(), [outside, unsure]).of(TrialConfig()) == ()
+
+
+CONFIGS = [
+    TrialConfig(micro_batch_size=batch, lora_rank=lora_rank, kernels=kernels)
+    for batch in (4, 8)
+    for lora_rank in (16, 4)
+    for kernels in ("hf", "liger")
+]
+
+
+@st.composite
+def trials(draw: st.DrawFn) -> list[TrialRecord]:
+    """Trials by number, of which some try again what was tried, and some lie outside the space."""
+    return [
+        a_record(
+            config := draw(st.sampled_from(CONFIGS)),
+            draw(
+                st.sampled_from(
+                    (
+                        OutOfMemory(stage="forward"),
+                        Crashed(phase="attach"),
+                        PrunedSlow(measurement=a_measurement(config)),
+                        *(_measured(config, speed, peak) for speed in (1, 2, 3) for peak in (1, 2)),
+                    )
+                )
+            ),
+            number=number,
+        )
+        for number in range(draw(st.integers(0, 12)))
+    ]
+
+
+def _measured(config: TrialConfig, speed: int, peak: int) -> Measured:
+    step = config.tokens_per_step / (1000.0 * speed)
+    changes = {"step_seconds": step, "step_seconds_ci95": (0.99 * step, 1.01 * step)}
+    return Measured(
+        measurement=a_measurement(
+            config, tokens_per_second=1000.0 * speed, peak_allocated_bytes=peak * GIB, **changes
+        )
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    told=trials(),
+    known=st.integers(0, 12),
+    again=trials(),
+    config=st.sampled_from(CONFIGS),
+    high=st.sampled_from((500.0, 970.0, 1500.0, 2500.0)),
+    allocated=st.sampled_from((None, GIB, 3 * GIB // 2)),
+    objectives=st.sampled_from(
+        (
+            ("tokens_per_second",),
+            ("tokens_per_second", "peak_memory"),
+            ("tokens_per_second", "trainable_parameters"),
+        )
+    ),
+)
+def test_the_rivals_that_are_kept_stop_what_any_trial_of_the_ranking_stops(
+    told: list[TrialRecord],
+    known: int,
+    again: list[TrialRecord],
+    config: TrialConfig,
+    high: float,
+    allocated: int | None,
+    objectives: tuple[Objective, ...],
+) -> None:
+    space = a_space(objectives=list(objectives), dimensions=SPREAD, fixed={})
+    definition = a_definition().model_copy(update={"space": space})
+    confirmations = [
+        record.model_copy(update={"purpose": "confirm", "series": 1, "number": 100 + record.number})
+        for record in again
+    ]
+    rivals = Rivals(definition, told[:known], confirmations=confirmations)
+    rivals.of(config)
+    for record in told[known:]:
+        rivals.learn(record)
+    ranking = rank(told, definition, confirmations)
+    is_of_class = ranking.is_of_baselines_class
+    everything = [
+        Rival(
+            config=record.config,
+            tokens_per_second=record.measurement.speed_interval[0],
+            peak_allocated_bytes=record.measurement.peak_allocated_bytes,
+        )
+        for record in ranking.ranked
+        if record.measurement is not None and record.measurement.speed_interval is not None
+        if not is_of_class(config) or is_of_class(record.config)
+    ]
+
+    def stopped_by(those: Sequence[Rival]) -> bool:
+        progress = measuring(high, allocated_bytes=allocated)
+        return is_hopeless(progress, config=config, rivals=those, objectives=objectives)
+
+    kept = rivals.of(config)
+    assert stopped_by(kept) == stopped_by(everything)
+    assert set(kept) <= set(everything)
+    if objectives == ("tokens_per_second",):
+        assert len(kept) <= 2
+
+
+SPREAD = {
+    "micro_batch_size": {"choices": [4, 8]},
+    "lora_rank": {"choices": [16, 64]},
+    "kernels": {"choices": ["hf", "liger"]},
+}

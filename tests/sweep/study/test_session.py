@@ -1,21 +1,24 @@
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
-from storage.reading import read_study
-from storage.records import Measured
+from storage.reading import list_studies, read_study
+from storage.records import Measured, Outcome, TrialRecord
+from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from sweep.paths import runs_directory
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
 from sweep.study import session
-from sweep.study.events import Event, Listener, SpaceTraced, StopReason
+from sweep.study.events import Event, Listener, SpaceTraced, StopReason, TrialFinished
 from sweep.study.interruption import Interruption
 from sweep.study.session import Prepared, drive, prepare, prepare_again
 from sweep.study.tuner import confirm_anew
@@ -214,6 +217,85 @@ def test_a_study_is_driven_to_its_end_and_resumed(home: Path) -> None:
     run(prepared(trials=5), url, watch=watch)
     assert seen == [True]
     assert len(read_study("cpu-demo", url=url, home=runs_directory()).records) == 5
+
+
+class Meddled(ReplayRunner):
+    """A runner beside which somebody closes the trials of a batch in the database."""
+
+    def __init__(self, url: str, *, batch: int) -> None:
+        super().__init__(otherwise=train)
+        self._path = url.removeprefix("sqlite:///")
+        self._batch = batch
+
+    def run(self, config: TrialConfig, **asked: Any) -> Outcome:
+        outcome = super().run(config, **asked)
+        if config.micro_batch_size == self._batch:
+            with closing(sqlite3.connect(self._path)) as database, database:
+                database.execute("UPDATE trials SET state = 'FAIL' WHERE state = 'RUNNING'")
+        return outcome
+
+
+def test_results_of_trials_that_somebody_closed_are_kept_and_taken_over_from_the_spool(
+    home: Path,
+) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+    batch = prepared().space.baseline_config().micro_batch_size
+    meddled, said, told = Meddled(url, batch=batch), list[str](), list[TrialRecord]()
+
+    @contextmanager
+    def watch(_study: OpenStudy, _interruption: Interruption) -> Iterator[Listener]:
+        yield lambda e: told.append(e.record) if isinstance(e, TrialFinished) else None
+
+    what = prepared(sampler="random", trials=6, confirm=False)
+    run(what, url, watch=watch, warn=said.append, new_runner=lambda _: meddled)
+    assert len(meddled.ran) == len(set(meddled.ran)) == len(told) == 6
+    closed = [c for c in meddled.ran if c.micro_batch_size == batch]
+    assert closed
+    assert {r.verdict == "lost" for r in told if r.config in closed} == {True}
+    assert all(r.verdict != "lost" for r in told if r.config not in closed)
+    spool = home / "runs" / "cpu-demo" / "spool.jsonl"
+    command = f"sweep run SPACE --study cpu-demo --from {spool}"
+    assert sum(command in line for line in said) == len(closed)
+    snapshot = read_study("cpu-demo", url=url, home=runs_directory())
+    assert [command in line for line in snapshot.warnings] == [True]
+
+    again = ReplayRunner(otherwise=train)
+    source = read_spooled_study(spool, url=url)
+    run(what, url, carried=source, new_runner=lambda _: again)
+    assert not set(again.ran) & set(closed)
+    snapshot = read_study("cpu-demo", url=url, home=runs_directory())
+    taken = [r for r in snapshot.records if r.carried is not None]
+    assert {r.config for r in taken} == set(closed)
+    assert sum(r.device_seconds for r in taken) == 0.0
+    assert snapshot.warnings == ()
+
+
+def test_a_spool_of_a_study_for_another_card_is_refused(home: Path) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+    run(prepared(trials=1, confirm=False), url)
+    source = read_spooled_study(home / "runs" / "cpu-demo" / "spool.jsonl", url=url)
+    with pytest.raises(InputError, match="measured under other conditions"):
+        run(prepared("a10"), url, carried=source)
+    assert [s.name for s in list_studies(url, runs_directory())] == ["cpu-demo"]
+
+
+@pytest.mark.parametrize("content", ["", "garbage\n"])
+def test_a_file_without_results_is_no_spool(home: Path, content: str) -> None:
+    path = home / "spool.jsonl"
+    with pytest.raises(InputError, match="no such file"):
+        read_spooled_study(path, url=f"sqlite:///{home}/sweep.db")
+    path.write_text(content)
+    with pytest.raises(InputError, match="no result"):
+        read_spooled_study(path, url=f"sqlite:///{home}/sweep.db")
+
+
+def test_a_spool_without_what_it_was_measured_on_is_refused(home: Path) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+    run(prepared(trials=1, confirm=False), url)
+    moved = home / "spool.jsonl"
+    (home / "runs" / "cpu-demo" / "spool.jsonl").rename(moved)
+    with pytest.raises(InputError, match=r"study\.json"):
+        read_spooled_study(moved, url=url)
 
 
 def test_a_listener_that_asks_to_stop_is_heard(home: Path) -> None:

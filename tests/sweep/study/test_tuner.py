@@ -197,11 +197,12 @@ def test_a_trial_that_was_cut_off_is_tried_again_on_the_next_run(tmp_path: Path)
         run(study, runner=runner, on_event=on_event, should_stop=lambda: bool(stopping))
         lost = study.records()[-1]
         assert isinstance(lost.outcome, Lost)
+        assert lost.is_interrupted
     with a_study(tmp_path, trials=5) as study:
         run(study)
         again = study.records()[3]
         assert again.config == lost.config
-        assert again.attempt == 2
+        assert again.attempt == 1
         assert study.ledger.trials_spent() == 5
         assert len(study.records()) == 6
 

@@ -15,7 +15,7 @@ import torch
 from search_spaces.models import ModelSpec
 from storage.records import Measured
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import TracingChild
+from sweep.predict.memory.tracing_children import TracingChild
 from sweep.training.model import build_base
 from tests.bench.try_models import config_of, spec_of
 from tests.sweep.training.tiny import BRIEF, trial_on

@@ -18,9 +18,9 @@ from sweep.predict.memory.arrays import FITS, UNKNOWN
 from sweep.predict.memory.peaks import find_peaks
 from sweep.predict.memory.polynomials import evaluate
 from sweep.predict.memory.predictor import Fit, TracingPredictor
-from sweep.predict.memory.profile_store import TracingChild
 from sweep.predict.memory.profiles import Account
 from sweep.predict.memory.step import Step
+from sweep.predict.memory.tracing_children import TracingChild
 from tests.sweep.predict.memory.imagined_profile import KIB, MODEL, UNSPLIT, ImaginedTracer
 from tests.sweep.predict.memory.test_memory import FailingTracer
 from tests.sweep.predict.mixed_space import mixed_configs

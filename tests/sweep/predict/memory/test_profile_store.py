@@ -12,10 +12,10 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, SweepError
 from search_spaces.models import ModelSpec
-from sweep.predict.memory import profile_store
+from sweep.predict.memory import tracing_children
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import Traced, TracingChild, TracingChildren
 from sweep.predict.memory.profiles import Structure, Untraceable
+from sweep.predict.memory.tracing_children import Traced, TracingChild, TracingChildren
 from tests.sweep.predict.memory.imagined_profile import MODEL, WEIGHTS, ImaginedTracer
 
 SPACE = [
@@ -215,7 +215,7 @@ def test_a_child_that_dies_is_replaced_and_the_others_go_on() -> None:
 def test_a_child_that_hangs_is_killed_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(profile_store, "_DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr(tracing_children, "_DEADLINE_SECONDS", 1.0)
     hanging = _structures(1, kernels="liger")
     began = time.monotonic()
     answers = _answers(_children(2, "time.sleep(60)"), [*hanging, *_structures(30)])

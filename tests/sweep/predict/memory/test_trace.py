@@ -16,8 +16,9 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import TRACED_BY, TracingChild, source_files
+from sweep.predict.memory.profile_store import TRACED_BY, source_files
 from sweep.predict.memory.profiles import Structure, Untraceable
+from sweep.predict.memory.tracing_children import TracingChild
 
 SMALL = {
     "hidden_size": 256,
@@ -308,7 +309,7 @@ def test_a_child_that_dies_is_the_environments_fault() -> None:
 
 _MODULES_OF_OURS = """
 import json, sys
-from sweep.predict.memory.tracing.__main__ import answer
+from sweep.predict.memory.tracing.conversation import answer
 
 asked = json.loads(sys.argv[1])
 assert "profile" in answer(asked), answer(asked)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reports.page import write_whole
+from storage.files import write_chosen
 
 
 def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
     reader.start()
-    write_whole(pipe, b"text")
+    write_chosen(pipe, b"text")
     reader.join(timeout=10)
     assert read == [b"text"]
     assert pipe.is_fifo()
@@ -27,7 +27,7 @@ def test_a_link_stays_a_link_to_what_was_written(tmp_path: Path, *, is_there: bo
     link.symlink_to(file)
     if is_there:
         file.write_text("before")
-    write_whole(link, b"after")
+    write_chosen(link, b"after")
     assert link.is_symlink()
     assert file.read_text() == "after"
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]

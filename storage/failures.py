@@ -1,0 +1,197 @@
+"""Owns what a database's errors mean: whether they pass by themselves, and what to do if not.
+
+Knows nothing of connections. An error that carries a code is told by that: PostgreSQL's SQLSTATE,
+SQLite's extended code. A server that refuses a connection sends none that libpq would hand on, so
+there its words decide, and where they are in another language waiting is tried.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import sys
+from collections.abc import Iterator
+from urllib.parse import quote
+
+from sqlalchemy.exc import (
+    DBAPIError,
+    InvalidRequestError,
+    MultipleResultsFound,
+    NoResultFound,
+    NoSuchTableError,
+    OperationalError,
+    ResourceClosedError,
+    SQLAlchemyError,
+)
+from sqlalchemy.exc import InterfaceError as SqlInterfaceError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from search_spaces.errors import words_of
+from storage.patience import SILENT
+from storage.urls import DatabaseUrl, PostgresUrl
+
+_PASSING = (
+    "08",  # connection exceptions, and what poolers say of their own
+    "40",  # serialization, deadlock
+    "55P03",  # lock not available
+    "55006",  # object in use
+    "25P",  # a transaction that failed, or was idle or at work for too long
+    "57014",  # query cancelled: by a timeout, or somebody
+    "57P01",
+    "57P02",
+    "57P03",  # shut down, crashed, not ready yet
+    "57P05",  # idle for too long
+    "53200",  # out of memory
+    "53300",  # too many connections
+    "58000",
+    "58030",  # a system or input/output error of the server's
+    # Read-only: after a failover another connection may lead to the new primary.
+    "25006",
+)
+_PASSING_SQLITE = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL", "SQLITE_IOERR")
+_LASTING_SQLITE = (
+    # What a disk, a quota or a file's limit takes no more of.
+    "SQLITE_IOERR_WRITE",
+    "SQLITE_IOERR_FSYNC",
+    "SQLITE_IOERR_DIR_FSYNC",
+    "SQLITE_IOERR_TRUNCATE",
+    "SQLITE_IOERR_CORRUPTFS",
+)
+_REFUSED = re.compile(
+    r"authentication failed|no password supplied|no pg_hba\.conf entry|role .* does not exist"
+    r"|database .* does not exist|permission denied|is not permitted to log in"
+    r"|not currently accepting connections|pg_hba\.conf rejects|does not support SSL"
+    r"|certificate|SSL error: (?!.*(EOF|closed))|invalid (connection option|sslmode|port)"
+    r"|root\.crt|unsupported startup parameter|requires? (a )?password|no such user",
+    re.IGNORECASE,
+)
+_NOT_READY = re.compile(
+    r"starting up|recovery mode|shutting down|not yet accepting connections"
+    r"|too many (clients|connections)|connection slots are reserved",
+    re.IGNORECASE,
+)
+_STATES = (
+    (r"locked|lock timeout", "is locked by another process"),
+    (r"Connection refused|No route|unreachable|resolve host|closed the", "cannot be reached"),
+    (r"starting up|recovery mode|shutting down|terminating", "is restarting"),
+    (r"too many|connection slots", "has no connection left"),
+    (r"read-only", "only reads"),
+)
+_ADVICE = (
+    (
+        r"authentication failed|no password supplied|requires? (a )?password",
+        "check the user and the password, in SWEEP_STORAGE, ~/.pgpass or PGPASSWORD",
+    ),
+    (
+        r"pg_hba\.conf",
+        "the server does not let this user in from this host: see its pg_hba.conf, or try "
+        "'?sslmode=require' behind the URL",
+    ),
+    (r'database "[^"]*" does not exist', "create it first, with `createdb`"),
+    (r"resolve host|translate host name", "check the host's name, and the network"),
+    (r"Connection refused", "does the server run on that host and port?"),
+    (r"starting up|recovery mode|shutting down", "wait until it is ready, then try again"),
+    (
+        r"too many (clients|connections)|connection slots",
+        "close other sessions, or raise max_connections",
+    ),
+    (r"permission denied", "grant this user the right to it"),
+    (
+        r"read-only transaction|in a read-only",
+        "a standby only reads: name the primary, or all hosts with "
+        "'?target_session_attrs=read-write'",
+    ),
+    (r"No space left|disk (is )?full", "free some space there; the same command then goes on"),
+    (r"certificate|SSL", "see sslmode and sslrootcert of the URL"),
+    (r"readonly database", "make the file and its directory writable"),
+    (
+        r"malformed|not a database",
+        "the file is damaged or something else: put a copy in its place, or choose another "
+        "--storage",
+    ),
+    (r"disk I/O error", "see whether the disk, a quota or a limit on file sizes is used up"),
+    (
+        r"has not answered|timeout expired",
+        "the server is silent; when it answers again, the same command goes on",
+    ),
+)
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Return what a database raises; what Optuna makes of it only where Optuna is in use."""
+    module = sys.modules.get("optuna.exceptions")
+    return (SQLAlchemyError,) if module is None else (SQLAlchemyError, module.StorageInternalError)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from, the last first."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether waiting may help: a lock that another process holds, a server that restarts."""
+    for cause in causes(error):
+        match cause:
+            case DBAPIError(orig=sqlite3.Error() as original):
+                return _is_passing_in_sqlite(original)
+            case DBAPIError():
+                return _is_passing_in_postgresql(cause)
+            case NoSuchTableError() | NoResultFound() | MultipleResultsFound():
+                return False
+            case InvalidRequestError() | ResourceClosedError() | PoolTimeoutError():
+                # What an earlier fault left of a session; the next attempt has a new one.
+                return True
+    return False
+
+
+def state(error: BaseException) -> str:
+    """Return what is the matter with a database, for who waits: a few words, and no secret."""
+    text = str(next((c.orig for c in causes(error) if isinstance(c, DBAPIError)), error))
+    return next((words for pattern, words in _STATES if re.search(pattern, text)), SILENT)
+
+
+def is_not_ready(error: BaseException) -> bool:
+    """Whether a server is there and says that it will be ready later."""
+    for cause in causes(error):
+        if isinstance(cause, DBAPIError):
+            code = getattr(cause.orig, "sqlstate", None)
+            return code in ("57P03", "53300") or _NOT_READY.search(str(cause.orig)) is not None
+    return False
+
+
+def reason(error: BaseException, url: DatabaseUrl) -> str:
+    """Return the driver's own first line, which names the fault, and what to do about it.
+
+    SQL and parameters are not in it, nor any password.
+    """
+    originals = [c.orig for c in causes(error) if isinstance(c, DBAPIError) and c.orig]
+    line = scrubbed(words_of(originals[0] if originals else error), url)
+    whole = str(originals[0]) if originals else line
+    advice = next((words for pattern, words in _ADVICE if re.search(pattern, whole)), None)
+    return line if advice is None else f"{line}: {advice}"
+
+
+def scrubbed(text: str, url: DatabaseUrl) -> str:
+    """Return a text without the URL's password, however it is spelled there."""
+    for secret in url.secrets if isinstance(url, PostgresUrl) else ():
+        text = text.replace(secret, "***").replace(quote(secret, safe=""), "***")
+    return text
+
+
+def _is_passing_in_sqlite(error: sqlite3.Error) -> bool:
+    name = getattr(error, "sqlite_errorname", None)
+    if name is None:
+        return "locked" in str(error) or "busy" in str(error)
+    return name.startswith(_PASSING_SQLITE) and not name.startswith(_LASTING_SQLITE)
+
+
+def _is_passing_in_postgresql(error: DBAPIError) -> bool:
+    code: str | None = getattr(error.orig, "sqlstate", None)
+    if code is not None:
+        return code.startswith(_PASSING)
+    if isinstance(error, OperationalError | SqlInterfaceError):
+        return _REFUSED.search(str(error.orig)) is None
+    return error.connection_invalidated

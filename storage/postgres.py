@@ -1,0 +1,179 @@
+"""Owns connections to PostgreSQL on which no wait is endless, and which Ctrl-C ends at once.
+
+What keeps a link alive in the kernel sees nothing of a server that is stopped: the kernel goes on
+acknowledging for it. So each answer is also waited for here, on this side's clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+from psycopg import waiting
+from sqlalchemy.engine import make_url
+
+from storage.patience import LOOK_SECONDS, Patience, SilentError
+from storage.urls import PostgresUrl
+
+_SILENT_LINK = {
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+"""In seconds, and the last in milliseconds: what was sent must be acknowledged within that time."""
+_WRITER = {
+    "lock_timeout": "5s",
+    "statement_timeout": "40s",
+    # Locks of a transaction whose client is gone must be free before its next attempts give up.
+    "idle_in_transaction_session_timeout": "15s",
+}
+_READER = {
+    "lock_timeout": "10s",
+    "statement_timeout": "60s",
+    "idle_in_transaction_session_timeout": "10min",
+}
+_KEPT = {"idle_session_timeout": "0"}
+"""A study's lease is silent for as long as its trials last."""
+_HELD = {
+    # The server would otherwise keep the lock of a vanished host for hours.
+    "tcp_keepalives_idle": "30",
+    "tcp_keepalives_interval": "10",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "60s",
+}
+# A version that does not know a setting goes without it. Behind a pooler, which names a process
+# of its own, the session is somebody else's a moment later: nothing of it is changed.
+_SET = (
+    "SELECT pg_catalog.set_config(s.name, wanted.value, false) "
+    "FROM unnest(%s::text[], %s::text[]) AS wanted (name, value) "
+    "JOIN pg_catalog.pg_settings s ON s.name = wanted.name WHERE pg_catalog.pg_backend_pid() = %s"
+)
+
+
+class WatchedConnection(psycopg.Connection[Any]):  # type: ignore[misc] # psycopg's is Any here
+    """A connection that waits no longer than its patience."""
+
+    patience: Patience
+
+    def wait(
+        self,
+        gen: Generator[Any, Any, Any],
+        interval: float = LOOK_SECONDS,
+        timeout: float | None = None,
+    ) -> Any:
+        """Wait for the server while its patience lasts.
+
+        psycopg's own asks the server to cancel what it is at when it is interrupted, which takes
+        ten seconds of a server that is silent. Here the connection is given up.
+        """
+        try:
+            return waiting.wait(_watched(gen, self.patience), self.pgconn.socket, interval=interval)
+        except SilentError as silence:
+            self.pgconn.finish()
+            raise psycopg.OperationalError(str(silence)) from None
+        except BaseException as error:
+            if not isinstance(error, psycopg.Error):
+                # An answer that may still come would be taken for that to something else.
+                self.pgconn.finish()
+            raise
+
+
+def _watched(gen: Generator[Any, Any, Any], patience: Patience) -> Generator[Any, Any, Any]:
+    """Pass on what psycopg waits for, and look at the patience whenever nothing came of it."""
+    is_first, asked_seconds = patience.begin(), patience.clock()
+    try:
+        wanted = next(gen)
+        while True:
+            ready = yield wanted
+            if ready:
+                asked_seconds = patience.clock()
+            else:
+                patience.look(asked_seconds=asked_seconds)
+            wanted = gen.send(ready)
+    except StopIteration as answered:
+        if is_first:
+            patience.end()
+        return answered.value
+
+
+def connector(
+    url: PostgresUrl, patience: Patience, *, is_reader: bool = False, application_name: str = ""
+) -> Callable[[], WatchedConnection]:
+    """Return what opens a connection, for SQLAlchemy.
+
+    Args:
+        url: of the database; what it says of timeouts goes before ours.
+        patience: ends each wait, that for the connection too.
+        is_reader: may wait longer between two statements.
+        application_name: what other sessions know it by; a lease's connection has one.
+    """
+    parsed = make_url(url.text)
+    _, typed = parsed.get_dialect()().create_connect_args(parsed)
+    ours: dict[str, Any] = {"connect_timeout": patience.connect_seconds, **_SILENT_LINK}
+    if application_name:
+        ours["application_name"] = application_name
+    # Poolers hand each statement to another server process, which knows of nothing prepared.
+    arguments = {**ours, **typed, "prepare_threshold": None}
+    settings = (_READER if is_reader else _WRITER) | _KEPT | (_HELD if application_name else {})
+
+    def connect() -> WatchedConnection:
+        connection = _beside(lambda: WatchedConnection.connect(**arguments), patience)
+        connection.patience = patience
+        try:
+            _configure(connection, settings)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    return connect
+
+
+def _configure(connection: WatchedConnection, settings: dict[str, str]) -> None:
+    """Bound what the server does for this session, for a client that it loses sight of."""
+    connection.autocommit = True
+    values = list(settings), list(settings.values()), connection.info.backend_pid
+    connection.execute(_SET, values)
+    connection.autocommit = False
+
+
+def _beside(connect: Callable[[], WatchedConnection], patience: Patience) -> WatchedConnection:
+    """Connect in a thread of its own, while this one can be interrupted.
+
+    The system's look-up of a name can be neither bounded nor cut short.
+    """
+    future: Future[WatchedConnection] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(connect())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    is_first = patience.begin()
+    try:
+        while not wait([future], timeout=LOOK_SECONDS).done:
+            # Each address has its own time; all of them have what is left.
+            patience.look(asked_seconds=patience.clock())
+    except SilentError as silence:
+        future.add_done_callback(_close)
+        raise psycopg.OperationalError(str(silence)) from None
+    except BaseException:
+        future.add_done_callback(_close)
+        raise
+    connection = future.result()
+    if is_first:
+        patience.end()
+    return connection
+
+
+def _close(late: Future[WatchedConnection]) -> None:
+    """Close a connection that nobody waits for any more."""
+    with suppress(psycopg.Error):
+        late.result().close()

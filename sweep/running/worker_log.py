@@ -1,0 +1,114 @@
+"""Owns the file into which everything goes that a worker and its libraries print: how large it may
+become, and its end.
+
+The worker writes into the file itself and not into a pipe, so that nothing that the tuner does, or
+fails to do, can make a print wait or fail. Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+from typing import IO
+
+from search_spaces.errors import EnvironmentFault, words_of
+from search_spaces.redaction import shown
+from storage import files
+
+BYTES_MAX = 10 * 2**20
+"""Of the file; what was there before is kept in one of that size beside it."""
+_TAIL_BYTES = 8192
+_TAIL_LINES = 3
+_TAIL_CHARACTERS = 600
+
+
+class WorkerLog:
+    """A log that is appended to by the worker, and kept small by whoever looks after it.
+
+    Args:
+        path: of the log; what is older is kept under the same name with ``.1`` behind it.
+
+    Raises:
+        EnvironmentFault: it cannot be written.
+    """
+
+    def __init__(self, path: Path, *, bytes_max: int = BYTES_MAX) -> None:
+        self.path = path
+        self._bytes_max = bytes_max
+        self._file = _opened(path)
+        self._begins_at = self._size()
+        self._before = b""
+        """The end of what was put aside last."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that the worker prints to."""
+        return self._file.fileno()
+
+    def note(self, words: str) -> None:
+        """Write a line of the tuner's own, on what it did and why."""
+        with contextlib.suppress(OSError):
+            os.write(self._file.fileno(), f"sweep: {words}\n".encode(errors="replace"))
+
+    def keep_small(self) -> None:
+        """Where it is too large, put its end aside and begin anew.
+
+        Whoever prints at this very moment may lose a line; nobody waits.
+        """
+        if self._size() <= self._bytes_max:
+            return
+        # Where there is no room for the copy, room is what is needed most.
+        with contextlib.suppress(OSError):
+            self._put_aside()
+        # Last of all: these may be the worker's last words.
+        self._before = self._end()
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file.fileno(), 0)
+        self._begins_at = 0
+
+    def tail(self) -> str:
+        """Return the last lines that were printed since this was opened, as they may be shown.
+
+        Of a log of any size a few thousand bytes are read.
+        """
+        words = (self._before + self._end()).decode(errors="replace")
+        # Before anything is cut: half a password is found by nobody.
+        lines = [line.strip() for line in shown(words).splitlines() if line.strip()]
+        return " | ".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
+
+    def close(self) -> None:
+        """Free the descriptor. Idempotent."""
+        self._file.close()
+
+    def _end(self) -> bytes:
+        begin = max(self._begins_at, self._size() - _TAIL_BYTES)
+        try:
+            return os.pread(self._file.fileno(), _TAIL_BYTES, begin)
+        except OSError:
+            return b""
+
+    def _size(self) -> int:
+        try:
+            return os.fstat(self._file.fileno()).st_size
+        except OSError:
+            return 0
+
+    def _put_aside(self) -> None:
+        begin = max(0, self._size() - self._bytes_max)
+        kept = os.pread(self._file.fileno(), self._bytes_max, begin)
+        files.replace(self.path.with_name(f"{self.path.name}.1"), kept, is_durable=False)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Return a private file that is appended to; nothing's, where the disk is full."""
+    try:
+        return files.open_append(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return open(os.devnull, "r+b", buffering=0)
+        cure = ""
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            cure = ": too few file descriptors; raise the limit, with `ulimit -n 4096` say"
+        reason = f"the worker's log cannot be written: {words_of(error)}{cure}"
+        raise EnvironmentFault(reason) from error

@@ -1,0 +1,81 @@
+"""Owns the signals that ask a command to stop, from its first line to its last: Ctrl-C, SIGTERM of
+a scheduler and SIGHUP of a terminal that is gone are one and the same.
+
+Each cuts a command short by a `KeyboardInterrupt`; the driver of a study takes them as requests
+instead (`sweep.study.interruption`). Knows no command.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from sweep.processes import STOP_SIGNALS
+
+INTERRUPTED = 130
+"""Exit code of a command that was asked to stop."""
+_PATIENCE = 3
+"""So many signals end the process, whatever it is at."""
+_SHOW_CURSOR = "\x1b[?25h"
+
+_asked = 0
+
+
+def asked() -> int:
+    """Return how often this command was asked to stop.
+
+    What raised a `KeyboardInterrupt` may have been swallowed by a library on the way, or have come
+    out as an error of its own.
+    """
+    return _asked
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` at each signal inside the ``with``; the third ends the process.
+
+    One that is ignored, as nohup has SIGHUP, stays so. Elsewhere than in the main thread, which
+    signals are for, nothing happens.
+    """
+    global _asked
+    _asked = 0
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Where they are ignored, no child's end can be told.
+    previous = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            previous[number] = signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    global _asked
+    _asked += 1
+    if _asked >= _PATIENCE:
+        if sys.stderr.isatty():
+            os.write(sys.stderr.fileno(), _SHOW_CURSOR.encode())
+        os._exit(INTERRUPTED)
+    raise KeyboardInterrupt
+
+
+def ignore_at_exit() -> None:
+    """Ignore the signals while the interpreter ends: the exit code is decided by then."""
+    if threading.current_thread() is threading.main_thread():
+        atexit.register(_ignore)
+
+
+def _ignore() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

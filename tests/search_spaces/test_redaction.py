@@ -1,0 +1,216 @@
+"""What is a secret is nowhere in a text that was redacted; what is none stays as it was."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from search_spaces import redaction
+from search_spaces.redaction import learn_environment, redact, redacted, remember
+
+SECRET = "Zq7-xW9"
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    known = set(redaction._known)
+    yield
+    redaction._known.clear()
+    redaction._known.update(known)
+    learn_environment()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"postgresql://u:{SECRET}@h/db",
+        f"POSTGRESQL+psycopg://:{SECRET}@h/db",
+        f"postgres://u:a {SECRET}@[::1]:5432/db",
+        f"mysql://u:a/{SECRET}:b@h1,h2:3306/db",
+        f"redis://:a@b#{SECRET}?c@h/0",
+        f"amqp://u@corp:{SECRET}@h",
+        f"'postgresql://u:it's \"{SECRET}@h/db' is no database",
+        f"postgresql://u:two\n{SECRET}@h/db",
+        f"url=postgresql%3A%2F%2Fu%3A{SECRET}%40h%2Fdb&x=1",
+        f"postgresql://h:5432/db?user=u&password={SECRET}",
+        f"host=h password='a b\\' {SECRET}' user=u",
+        f"PGPASSWORD={SECRET} psql",
+        f'{{"password": "a \\" {SECRET}"}}',
+        f"{{'sslpassword': 'a {SECRET}'}}",
+        f"    password: two words {SECRET}",
+        f"Authorization: Bearer {SECRET}",
+        f"https://bucket/x?X-Amz-Signature={SECRET}&y=1",
+        f"sweep login --token {SECRET}",
+    ],
+)
+def test_a_secret_does_not_survive(text: str) -> None:
+    assert SECRET not in redact(text)
+    assert redact(redact(text)) == redact(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Qwen/Qwen2.5-7B, commit f3ee866a61c7f4d8a7a0a5c7a7f5e4c3b2a19087, 2026-11-22T01:03:12",
+        "connecting to http://localhost:8080, or write to me@example.org",
+        "https://github.com/owner/name/tree/v1@main",
+        "postgresql://u@corp:5432/db and redis://cache:6379",
+        "sqlite:////home/me/a:b@c/sweep.db",
+        "git@github.com:owner/name.git",
+        'password authentication failed for user "u"',
+        "eos_token='</s>', pad_token=0, max_tokens=512, num_key_value_heads=8",
+        "storage: a:b@c",
+        "hf_transfer and hf_quantizer of hf_hub_download",
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+def doubled(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("'", "\\'")
+
+
+PASSWORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=8, max_size=40)
+FORMS: dict[str, Callable[[str], str]] = {
+    "a URL": lambda p: f"postgresql://user:{p}@host:5432/db",
+    "a URL without a user": lambda p: f"redis://:{p}@host/0",
+    "a URL in a sentence": lambda p: f"the storage mysql://u:{p}@[::1]:3306/db is silent",
+    "a URL that is encoded": lambda p: f"postgresql://u:{quote(p, safe='')}@h1,h2:5432/db",
+    "an option of a URL": lambda p: f"postgresql://h/db?password={quote(p, safe='')}&user=u",
+    "a web address": lambda p: f"https://me:{quote(p)}@example.org/x.git",
+    "libpq's words": lambda p: f"host=h password='{doubled(p)}' user=u",
+    "JSON": lambda p: json.dumps({"user": "u", "password": p, "port": 1}),
+    "JSON in JSON": lambda p: json.dumps(json.dumps({"api_key": p})),
+    "a repr": lambda p: repr({"sslpassword": p, "port": 1}),
+    "a shell": lambda p: f"PGPASSWORD={shlex.quote('x' + p)} psql",
+    "SQL": lambda p: "ALTER USER u PASSWORD '{}'".format(p.replace("'", "''")),
+    "bytes": lambda p: f"secret = {p.encode()!r}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(password=PASSWORDS)
+@settings(max_examples=60, deadline=None)
+def test_no_password_survives_in_any_form(form: str, password: str) -> None:
+    # What reads as a port to whoever does not know that it is none; too few letters are in stars.
+    assume(re.match(r"\d{0,5}([/?#\s,;:'\"`)\]}>|.]|$)", password) is None)
+    assume("\n\n" not in password and len(set(password) - {"*"}) > 2)
+    assume(password not in FORMS[form]("Q" * 8))
+    text = FORMS[form](password)
+    clean = redact(text)
+    spelled = [password, quote(password, safe=""), doubled(password), json.dumps(password)[1:-1]]
+    for one in (*spelled, repr(password)[1:-1], repr(password.encode())[2:-1]):
+        assert one not in clean
+    assert redact(clean) == clean
+
+
+@given(
+    password=st.text(st.characters(exclude_categories=["Cs"]), min_size=6, max_size=30),
+    around=st.text(alphabet=" x\n'\"@:/=,", max_size=5),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_password_that_is_known_survives_nowhere(password: str, around: str) -> None:
+    assume(len(set(password) - {"*"}) > 2 and not password.isalpha())
+    remember(password)
+    for one in (password, quote(password, safe=""), repr(password), json.dumps(password)):
+        assert password not in redact(f"{around}{one}{around}")
+        assert one.strip("'\"") not in redact(f"{around}{one}{around}")
+
+
+def test_a_word_that_is_a_password_is_taken_out_as_a_word_alone() -> None:
+    remember("orchard")
+    assert redact("the orchard of orchards, orchard's") == "the *** of orchards, ***'s"
+    remember("a", "secret")
+    assert redact("a secret") == "a secret"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("HF_TOKEN", "Tuesday-17", "got Tuesday-17 and Tuesday-17"),
+        ("PGPASSWORD", "p@ss w/rd", "no p%40ss%20w%2Frd here"),
+        ("SWEEP_STORAGE", "postgresql://u:b e/e@r@h/db", "it said: b e/e@r"),
+        ("WANDB_API_KEY", "0123456789abcdef", "0123456789abcdef"),
+    ],
+)
+def test_a_secret_of_the_environment_survives_nowhere(
+    name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    learn_environment()
+    assert "***" in redact(text)
+    for secret in ("Tuesday", "p%40ss", "b e/e", "012345"):
+        assert secret not in redact(text)
+    monkeypatch.undo()
+    learn_environment()
+    assert redact(text) == text
+
+
+PIECES = (
+    *("postgresql://u:", "a@b", "@h/db", "password=", "'", '"', "\\", " ", "\n", "://", "token: "),
+    *("***", "Bearer ", "secret", "key", "=", ":", "hf_abcdefGH12", "x", "12", "&", "?token=", "-"),
+    *("Authorization: ", "Basic ", "%3A%2F%2F", "%3a", "%40", "-----BEGIN PRIVATE KEY-----", ","),
+)
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=25).map("".join))
+@settings(max_examples=400, deadline=None)
+def test_what_is_redacted_stays_as_it_is(text: str) -> None:
+    assert redact(redact(text)) == redact(text)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *("a://", "a://b:c ", "://u:x\n", "'a://b:", "password='", "password=\"'", "password=\\'"),
+        *("%3a%2f%2f%3a", "eyJ", "hf_a", "token=", "-----BEGIN PRIVATE KEY-----", "A", " ", "sk-"),
+        *(
+            "https://a.b:1/",
+            "tcp://a.b:1/",
+            "tcp://a.b:1/ ",
+            "SECRET_",
+            "?token=",
+            "Basic ",
+            '"token": "',
+            "@",
+            "a@ b://c:1 ",
+        ),
+    ],
+)
+def test_time_grows_with_the_text_alone(piece: str) -> None:
+    text = (piece * 200_000)[:200_000]
+    began = time.process_time()
+    redact(text)
+    redact(f"{text}@")
+    # Were it the square, it would be hours.
+    assert time.process_time() - began < 5
+
+
+def test_texts_of_ours_are_left_as_they_are() -> None:
+    root = Path(__file__).parents[2]
+    for path in (*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("search_spaces/*.yaml")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if "password" not in line.lower() and "***" not in line:
+                assert redact(line) == line, path
+
+
+def test_plain_values_are_redacted_leaf_by_leaf_and_stay_plain() -> None:
+    values = {"a": ["postgresql://u:pw@h/db", 1, None], "password": "x", "n": {"token": 5}, "p": 1}
+    clean = redacted(values)
+    assert clean == {
+        "a": ["postgresql://u:***@h/db", 1, None],
+        "password": "***",
+        "n": {"token": 5},
+        "p": 1,
+    }
+    assert redacted(clean) == clean

@@ -1,0 +1,156 @@
+"""Files of a study are private from their first moment, and no planted name leads elsewhere."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from storage import files
+
+
+@pytest.fixture(autouse=True, params=[0o000, 0o022])
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def append(path: Path) -> None:
+    with files.open_append(path) as file:
+        file.write(b"new")
+
+
+def replace(path: Path) -> None:
+    files.replace(path, b"new")
+
+
+WRITERS = pytest.mark.parametrize("write", [append, replace])
+
+
+@WRITERS
+def test_what_is_new_is_for_its_owner_alone(write: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "study" / "file"
+    write(path)
+    assert mode(path) == 0o600
+    assert mode(path.parent) == mode(path.parent.parent) == 0o700
+    assert os.listdir(path.parent) == ["file"]
+
+
+@WRITERS
+def test_what_was_there_keeps_its_directory_and_its_readers(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "runs" / "file"
+    path.parent.mkdir(mode=0o755)
+    path.write_bytes(b"old")
+    path.chmod(0o644)
+    parent = mode(path.parent)
+    write(path)
+    assert (mode(path), mode(path.parent)) == (0o644, parent)
+
+
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "file"
+    victim.write_bytes(b"theirs")
+    path.symlink_to(victim)
+    with pytest.raises(OSError, match="is a symbolic link, which is not followed"):
+        append(path)
+    with pytest.raises(OSError, match="is a symbolic link"):
+        files.read_bytes(path)
+    with pytest.raises(FileExistsError):
+        files.create(path)
+    replace(path)
+    assert not path.is_symlink()
+    assert (victim.read_bytes(), path.read_bytes()) == (b"theirs", b"new")
+
+
+def test_a_link_to_nowhere_creates_nothing_there(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="is a symbolic link"):
+        append(path)
+    with pytest.raises(FileExistsError):
+        files.create(path)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_a_second_name_of_a_file_is_not_written_to(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "file"
+    victim.write_bytes(b"theirs ")
+    path.hardlink_to(victim)
+    append(path)
+    assert victim.read_bytes() == b"theirs "
+    assert path.read_bytes() == b"theirs new"
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (os.mkfifo, "is a named pipe where a file belongs"),
+        (os.mkdir, "is a directory where a file belongs"),
+        (lambda path: os.symlink("/dev/zero", path), "is a symbolic link"),
+    ],
+)
+def test_what_is_no_file_is_named_and_nothing_waits(
+    plant: Callable[[Path], None], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    plant(path)
+    for use in (append, files.read_bytes):
+        with pytest.raises(OSError, match=words):
+            use(path)
+    if not path.is_symlink():
+        with pytest.raises(OSError, match=words):
+            replace(path)
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    replace(path)
+    with pytest.raises(TypeError):
+        files.replace(path, 5)  # type: ignore[arg-type]
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_the_end_of_a_file_is_read_without_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    files.create(path, b"0123456789")
+    assert files.read_end(path, count=3) == b"789"
+    assert files.read_end(path, count=30) == b"0123456789"
+    assert mode(path) == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_strangers_file_in_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "shared" / "file"
+    path.parent.mkdir(mode=0o755)
+    path.write_bytes(b"theirs")
+    os.chown(path, 12345, -1)
+    append(path)
+    path.parent.chmod(0o1777)
+    with pytest.raises(OSError, match="belongs to another user"):
+        append(path)
+
+
+def test_the_users_own_output_follows_links_and_the_umask(
+    tmp_path: Path, umask: None, request: pytest.FixtureRequest
+) -> None:
+    target, path = tmp_path / "target", tmp_path / "link"
+    path.symlink_to(target)
+    files.write_chosen(path, b"first")
+    assert path.is_symlink()
+    assert mode(target) == 0o666 & ~request.node.callspec.params["umask"]
+    target.chmod(0o640)
+    files.write_chosen(path, b"second")
+    assert (mode(target), target.read_bytes()) == (0o640, b"second")
+    assert sorted(os.listdir(tmp_path)) == ["link", "target"]

@@ -1,0 +1,220 @@
+"""A study's directory knows whose it is, and no other study is started in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from reports.page import write_report
+from search_spaces.errors import InputError
+from storage.identity import NAME, look_beside, note_identity, read_identity
+from storage.reading import list_studies, read_study
+from storage.removal import remove_study
+from tests.storage.builders import a_definition, open_it, run_one
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def url(home: Path) -> str:
+    return f"sqlite:///{home}/sweep.db"
+
+
+def drive_once(url: str, home: Path) -> None:
+    with open_it(url, home) as study:
+        run_one(study)
+    write_report(read_study("study", url=url, home=home), home / "study" / "report.html")
+
+
+def tree(directory: Path) -> dict[Path, bytes | None]:
+    return {p: p.read_bytes() if p.is_file() else None for p in sorted(directory.rglob("*"))}
+
+
+def delete(database: Path) -> None:
+    database.unlink()
+
+
+def empty(database: Path) -> None:
+    database.write_bytes(b"")
+
+
+def delete_the_study(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection, connection:
+        for table in ("study_user_attributes", "study_directions", "trials", "studies"):
+            connection.execute(f"DELETE FROM {table}")
+
+
+def put_another_in_its_place(database: Path) -> None:
+    database.unlink()
+    open_it(f"sqlite:///{database}", database.parent / "elsewhere").close()
+    shutil.rmtree(database.parent / "elsewhere")
+
+
+LOSSES = (delete, empty, delete_the_study, put_another_in_its_place)
+FILES = ("study.json", "spool.jsonl", "report.html")
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+@pytest.mark.parametrize("left", [*((name,) for name in FILES), FILES])
+def test_what_a_database_no_longer_knows_is_not_started_anew_beside_it(
+    home: Path, url: str, lose: Callable[[Path], None], left: tuple[str, ...]
+) -> None:
+    drive_once(url, home)
+    for name in set(FILES) - set(left):
+        (home / "study" / name).unlink()
+    lose(home / "sweep.db")
+    before = tree(home)
+    with pytest.raises(InputError, match=r"--storage.*--study.*move or remove") as caught:
+        open_it(url, home)
+    assert all(name in str(caught.value) for name in left)
+    assert str(home / "study") in str(caught.value)
+    assert tree(home) == before
+    open_it(url, home, name="another").close()
+    shutil.move(home / "study", home / "away")
+    open_it(url, home).close()
+
+
+def test_two_databases_do_not_share_a_directory(home: Path, url: str, tmp_path: Path) -> None:
+    drive_once(url, home)
+    other = f"sqlite:///{tmp_path}/other.db"
+    with pytest.raises(InputError, match=r"runs/sweep\.db"):
+        open_it(other, home)
+    assert not (tmp_path / "other.db").exists()
+    with open_it(url, home) as study:
+        assert study.was_resumed
+
+
+def test_whoever_reads_is_told_whose_the_directory_is(home: Path, url: str, tmp_path: Path) -> None:
+    other = f"sqlite:///{tmp_path}/other.db"
+    open_it(other, tmp_path / "elsewhere").close()
+    drive_once(url, home)
+    assert read_study("study", url=url, home=home).warnings == ()
+    (warning,) = read_study("study", url=other, home=home).warnings
+    assert "study.json, spool.jsonl and report.html" in warning
+    assert "another study" in warning
+
+
+@pytest.mark.parametrize("lose", [delete, delete_the_study])
+def test_whoever_asks_for_a_study_that_is_gone_is_told_of_its_files(
+    home: Path, url: str, lose: Callable[[Path], None]
+) -> None:
+    drive_once(url, home)
+    lose(home / "sweep.db")
+    with pytest.raises(InputError, match=rf"files of one are in {home}/study, driven in {url}"):
+        read_study("study", url=url, home=home)
+
+
+def test_a_study_of_an_earlier_version_is_taken_in(home: Path, url: str) -> None:
+    drive_once(url, home)
+    report = home / "study" / "report.html"
+    text = report.read_text()
+    assert "study-identity" in text
+    report.write_text(text.replace("study-identity", "nothing"))
+    (home / "study" / NAME).unlink()
+    with open_it(url, home) as study:
+        assert study.was_resumed
+        file = read_identity(home / "study")
+        assert file is not None
+        assert (file.identity, file.name, file.database) == (study.identity, "study", url)
+
+
+def test_a_directory_with_nothing_of_a_study_is_no_hindrance(home: Path, url: str) -> None:
+    (home / "study").mkdir(parents=True)
+    (home / "study" / "notes.txt").write_text("mine")
+    (home / "study" / "worker.log").write_text("of whatever")
+    (home / "study" / "spool.jsonl").write_text("")
+    open_it(url, home).close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0\0", b"{}", b"[" * 100_000, b'{"study": 1}', b"\xff"], ids=repr
+)
+def test_an_identity_that_cannot_be_read_stops_its_own_study_least_of_all(
+    home: Path, url: str, content: bytes
+) -> None:
+    drive_once(url, home)
+    (home / "study" / NAME).write_bytes(content)
+    with open_it(url, home) as study:
+        assert study.was_resumed
+        file = read_identity(home / "study")
+        assert file is not None
+        assert file.identity == study.identity
+    (home / "study" / NAME).write_bytes(content)
+    (home / "sweep.db").unlink()
+    with pytest.raises(InputError, match=NAME):
+        open_it(url, home)
+
+
+def test_of_two_databases_that_start_at_once_one_is_refused_and_left_without_a_study(
+    home: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = f"sqlite:///{tmp_path}/other.db"
+    open_it(other, tmp_path / "elsewhere", name="first").close()
+    # The other driver looks before this one has written, and writes after.
+    monkeypatch.setattr("storage.opening._refuse_strangers", lambda *_: None)
+    open_it(url, home).close()
+    with pytest.raises(InputError, match=NAME):
+        open_it(other, home)
+    assert [s.name for s in list_studies(other, home)] == ["first"]
+
+
+def test_it_is_the_users_alone_small_and_says_what_a_spool_is_taken_over_by(
+    home: Path, url: str
+) -> None:
+    with open_it(url, home) as study:
+        path = home / "study" / NAME
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.stat().st_size < 20_000
+        entry = json.loads(path.read_text())
+        assert entry["study"] == study.identity
+        assert entry["definition"] == a_definition().model_dump(mode="json")
+
+
+def test_a_planted_link_is_replaced_and_not_followed(home: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (home / "study").mkdir(parents=True)
+    (home / "study" / NAME).symlink_to(victim)
+    assert look_beside(home / "study").is_file_unreadable
+    note_identity(
+        home / "study",
+        identity="one",
+        name="study",
+        database="sqlite:///x.db",
+        definition=a_definition(),
+        environment={},
+    )
+    assert victim.read_text() == "mine"
+    assert not os.path.islink(home / "study" / NAME)
+
+
+def test_after_a_study_was_removed_its_name_starts_anew(home: Path, url: str) -> None:
+    drive_once(url, home)
+    remove_study("study", url=url, home=home)
+    assert not (home / "study").exists()
+    with open_it(url, home) as study:
+        assert not study.was_resumed
+
+
+def test_removing_a_study_leaves_the_files_of_another_one(
+    home: Path, url: str, tmp_path: Path
+) -> None:
+    other = f"sqlite:///{tmp_path}/other.db"
+    open_it(other, tmp_path / "elsewhere").close()
+    drive_once(url, home)
+    before = tree(home / "study")
+    removed = remove_study("study", url=other, home=home)
+    assert removed.files == ()
+    assert len(removed.left) == len(before)
+    assert tree(home / "study") == before
+    assert list_studies(other, home) == []

@@ -1,0 +1,473 @@
+"""Results whose trial in the database is no longer what they are results of."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.trial import Trial
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault
+from search_spaces.gpus import GIB
+from storage.outcome_file import OutcomeFile
+from storage.reading import read_study
+from storage.records import (
+    Crashed,
+    Errand,
+    Lost,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    TrialRecord,
+    Verdict,
+)
+from storage.spool import Spool
+from storage.study import OpenStudy
+from tests.storage.builders import (
+    BUDGET,
+    DISTRIBUTIONS,
+    STARTED_AT,
+    a_record,
+    begun,
+    fits,
+    open_it,
+    run_one,
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def url(home: Path) -> str:
+    return f"sqlite:///{home}/sweep.db"
+
+
+def begin(
+    study: OpenStudy, outcome: Outcome | None = None, *, batch: int = 8
+) -> tuple[Trial, TrialRecord]:
+    trial = study.ask(DISTRIBUTIONS, params={"micro_batch_size": batch})
+    return trial, begun(study, trial, a_record(trial.number, outcome, batch=batch))
+
+
+def execute(url: str, *statements: str) -> None:
+    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database, database:
+        for statement in statements:
+            database.execute(statement)
+
+
+def fail_from_outside(url: str, number: int) -> None:
+    execute(url, f"UPDATE trials SET state = 'FAIL' WHERE number = {number}")
+
+
+def complete_from_outside(url: str, number: int) -> None:
+    execute(
+        url,
+        f"UPDATE trials SET state = 'COMPLETE' WHERE number = {number}",
+        "INSERT INTO trial_values (trial_id, objective, value, value_type) "
+        f"SELECT trial_id, 0, 5.0, 'FINITE' FROM trials WHERE number = {number}",
+    )
+
+
+def delete_trial(url: str, number: int) -> None:
+    which = f"(SELECT trial_id FROM trials WHERE number = {number})"
+    tables = ("user_attributes", "system_attributes", "params", "values")
+    execute(
+        url,
+        *(f"DELETE FROM trial_{table} WHERE trial_id IN {which}" for table in tables),
+        f"DELETE FROM trials WHERE number = {number}",
+    )
+
+
+FROM_OUTSIDE = (fail_from_outside, complete_from_outside, delete_trial)
+
+
+@pytest.mark.parametrize("meddle", FROM_OUTSIDE)
+def test_a_result_whose_trial_was_closed_from_outside_is_kept_and_said_and_the_loop_goes_on(
+    home: Path, url: str, meddle: Callable[[str, int], None]
+) -> None:
+    said: list[str] = []
+    with open_it(url, home, warn=said.append) as study:
+        run_one(study, batch=1)
+        trial, record = begin(study)
+        meddle(url, trial.number)
+        stored = study.tell(trial, record)
+        assert isinstance(stored.outcome, Lost)
+        assert "ended as fits" in stored.outcome.detail
+        assert study._spool.read()[-1] == record
+        command = f"sweep run SPACE --study study --from {home}/study/spool.jsonl"
+        assert [command in line and "trial 1 (fits)" in line for line in said] == [True]
+        assert study.ledger.to_retry() == ()
+        assert study.ledger.trials_spent() == 2
+        assert study.tell(*begin(study, batch=2)).verdict is Verdict.FITS
+    snapshot = read_study("study", url=url, home=home)
+    assert [w for w in snapshot.warnings if command in w]
+    assert sorted(r.config.micro_batch_size for r in snapshot.records) == [1, 2]
+    said.clear()
+    with open_it(url, home, warn=said.append) as study:
+        study.recover()
+    assert any(command in line for line in said)
+
+
+def test_a_result_that_another_driver_took_for_lost_is_kept_and_said(home: Path, url: str) -> None:
+    with open_it(url, home) as study:
+        trial, record = begin(study)
+        study._lease.release()
+        with open_it(url, home) as other:
+            other.recover()
+            assert [r.verdict for r in other.records()] == [Verdict.LOST]
+        assert study.tell(trial, record).verdict is Verdict.LOST
+    assert "is kept in" in read_study("study", url=url, home=home).warnings[0]
+
+
+def test_a_study_that_is_deleted_while_driven_leaves_its_results_in_the_spool(
+    home: Path, url: str
+) -> None:
+    with open_it(url, home) as study:
+        trial, record = begin(study)
+        execute(url, "DELETE FROM studies")
+        with pytest.raises(
+            EnvironmentFault, match=r"was deleted from .* is safe in .*spool\.jsonl"
+        ):
+            study.tell(trial, record)
+        with pytest.raises(EnvironmentFault, match="was deleted from"):
+            study.ask(DISTRIBUTIONS)
+        assert study._spool.read() == (record,)
+
+
+def test_a_database_restored_from_a_copy_gets_no_result_of_the_trial_that_had_the_number(
+    home: Path, url: str
+) -> None:
+    with open_it(url, home) as study:
+        run_one(study, batch=1)
+    shutil.copy(home / "sweep.db", home / "copy.db")
+    with open_it(url, home) as study:
+        run_one(study, fits(7777.0), batch=2)
+    shutil.copy(home / "copy.db", home / "sweep.db")
+    with open_it(url, home) as study:
+        begin(study, batch=8)
+    (warning,) = read_study("study", url=url, home=home).warnings
+    assert "the result of trial 1 (fits) is kept in" in warning
+    with open_it(url, home) as study:
+        study.recover()
+        (_, lost) = study.records()
+        assert (lost.verdict, lost.config.micro_batch_size) == (Verdict.LOST, 8)
+
+
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["moved there", "written over it"])
+def test_a_copy_put_back_in_the_middle_of_a_run_loses_nothing_and_mixes_nothing_up(
+    home: Path, url: str, is_in_place: bool
+) -> None:
+    said: list[str] = []
+    with open_it(url, home, warn=said.append) as study:
+        run_one(study, batch=1)
+        shutil.copy(home / "sweep.db", home / "copy.db")
+        newer = run_one(study, fits(7777.0), batch=2)
+        trial, record = begin(study, fits(8888.0))
+        if is_in_place:
+            shutil.copy(home / "copy.db", home / "sweep.db")
+        else:
+            (home / "copy.db").replace(home / "sweep.db")
+        assert study.tell(trial, record).verdict is Verdict.LOST
+        later = run_one(study, fits(1.0), batch=4)
+    assert any("trial 2 (fits)" in line for line in said)
+    snapshot = read_study("study", url=url, home=home)
+    assert [r.config.micro_batch_size for r in snapshot.records] == [1, 4]
+    assert snapshot.records[-1].attempt_id == later.attempt_id
+    (warning,) = snapshot.warnings
+    assert "trials 1 (fits), 2 (fits) are kept" in warning
+    with open_it(url, home) as study:
+        study.recover()
+        kept = study.lacking(study._spool.read())
+        assert [r.attempt_id for r in kept] == [newer.attempt_id, record.attempt_id]
+
+
+def test_the_same_configuration_under_the_same_number_is_still_another_attempt(
+    home: Path, url: str
+) -> None:
+    with open_it(url, home) as study:
+        _, record = begin(study)
+        other = record.model_copy(update={"attempt_id": "another"})
+        study._spool.append(other)
+    with open_it(url, home) as study:
+        study.recover()
+        assert [r.verdict for r in study.records()] == [Verdict.LOST]
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, Verdict.FITS),
+        ({"started_at": "2024-12-31T00:00:00+00:00"}, Verdict.LOST),
+        ({"config": TrialConfig(micro_batch_size=2)}, Verdict.LOST),
+        ({"number": 1}, Verdict.LOST),
+        ({"attempt_id": "of a later version"}, Verdict.LOST),
+    ],
+)
+def test_without_identities_number_start_and_configuration_must_agree(
+    home: Path, url: str, changes: dict[str, Any], verdict: Verdict
+) -> None:
+    with open_it(url, home) as study:
+        _, record = begin(study)
+        study._spool.append(record.model_copy(update={"attempt_id": None, **changes}))
+        spool = study._spool.path
+    execute(url, "DELETE FROM trial_user_attributes WHERE key = 'attempt'")
+    # As an earlier version wrote it.
+    entry = json.loads(spool.read_text())
+    entry["record"] = {k: v for k, v in entry["record"].items() if v or k != "attempt_id"}
+    kept = ("study", "record") if "attempt_id" not in entry["record"] else tuple(entry)
+    spool.write_text(json.dumps({key: entry[key] for key in kept}) + "\n")
+    with open_it(url, home) as study:
+        study.recover()
+        assert [r.verdict for r in study.records()] == [verdict]
+
+
+def test_what_was_told_is_never_said_to_be_kept(home: Path, url: str) -> None:
+    with open_it(url, home) as study:
+        for outcome in (fits(), OutOfMemory(stage="forward"), Crashed(phase="build")):
+            run_one(study, outcome)
+        spool = study._spool.path
+    assert read_study("study", url=url, home=home).warnings == ()
+    # As an earlier version wrote them: without identities, in the database and in the spool.
+    execute(
+        url,
+        "UPDATE trial_user_attributes SET value_json = "
+        "json_remove(value_json, '$.attempt_id') WHERE key = 'record'",
+    )
+    entries = [json.loads(line) for line in spool.read_text().splitlines()]
+    for entry in entries:
+        entry["record"].pop("attempt_id")
+    lines = [json.dumps({key: entry[key] for key in ("study", "record")}) for entry in entries]
+    spool.write_text("\n".join(lines) + "\n")
+    assert read_study("study", url=url, home=home).warnings == ()
+
+
+def test_once_the_configuration_was_measured_again_nothing_is_left_to_say(
+    home: Path, url: str
+) -> None:
+    with open_it(url, home) as study:
+        trial, record = begin(study)
+        fail_from_outside(url, trial.number)
+        study.tell(trial, record)
+    with open_it(url, home) as study:
+        run_one(study, batch=8)
+        assert len(study._spool.read()) == 2
+    assert read_study("study", url=url, home=home).warnings == ()
+
+
+def test_a_disk_that_takes_no_spool_does_not_keep_a_result_from_a_healthy_database(
+    tmp_path: Path,
+) -> None:
+    home, url, said = tmp_path / "runs", f"sqlite:///{tmp_path}/elsewhere.db", list[str]()
+    with open_it(url, home, warn=said.append) as study:
+        shutil.rmtree(home)
+        home.write_text("not a directory any more")
+        record = run_one(study)
+        assert study.records() == (record,)
+        (line,) = said
+        assert str(home) in line
+        assert "trial 0 is in the database alone" in line
+        trial, record = begin(study)
+        (tmp_path / "elsewhere.db").unlink()
+        with pytest.raises(EnvironmentFault, match=rf"{url}.*{home}.*nowhere"):
+            study.tell(trial, record)
+
+
+def test_a_study_goes_on_where_its_directory_takes_no_files_at_all(tmp_path: Path) -> None:
+    home, url, said = tmp_path / "runs", f"sqlite:///{tmp_path}/elsewhere.db", list[str]()
+    home.write_text("a file")
+    with open_it(url, home, warn=said.append) as study:
+        study.recover()
+        record = run_one(study)
+    assert read_study("study", url=url, home=home).records == (record,)
+    assert any("study.json" in line for line in said)
+
+
+def test_a_number_that_comes_twice_after_a_deletion_is_passed_over(home: Path, url: str) -> None:
+    with open_it(url, home) as study:
+        for batch in (1, 2, 4):
+            run_one(study, batch=batch)
+        delete_trial(url, 1)
+        told = run_one(study, batch=8)
+        assert told.number == 3
+        assert [r.number for r in study.records()] == [0, 1, 2, 3]
+
+
+# What a worker left whose driver died.
+
+
+def left_behind(study: OpenStudy) -> OutcomeFile:
+    return OutcomeFile(study._spool.path.with_name("outcome.json"))
+
+
+def test_what_a_worker_left_is_the_result_of_a_trial_whose_driver_died(
+    home: Path, url: str
+) -> None:
+    with open_it(url, home) as study:
+        _, record = begin(study)
+        left_behind(study).write(record.attempt_id or "", record.config, fits(1234.0))
+    with open_it(url, home) as study:
+        assert study.recover() == ()
+        (told,) = study.records()
+        assert told.outcome == fits(1234.0)
+        assert (told.attempt_id, told.started_at) == (record.attempt_id, STARTED_AT)
+        assert told.device_seconds == 4.0
+    assert read_study("study", url=url, home=home).warnings == ()
+
+
+def test_what_a_worker_left_of_a_confirmation_is_told_as_one(home: Path, url: str) -> None:
+    errand = Errand(purpose="soak", series=1, confirms=0)
+    with open_it(url, home) as study:
+        first = run_one(study)
+        trial = study.ask_again()
+        attempt = study.begin(trial, first.config, STARTED_AT, errand=errand)
+        left_behind(study).write(attempt, first.config, fits(900.0))
+    with open_it(url, home) as study:
+        study.recover()
+        (told,) = study.confirmations()
+        assert (told.purpose, told.series, told.confirms) == ("soak", 1, 0)
+        assert told.outcome == fits(900.0)
+
+
+@pytest.mark.parametrize(
+    ("left", "verdict"),
+    [
+        (fits(peak=BUDGET + 1), Verdict.OOM),
+        (OutOfMemory(stage="forward"), Verdict.OOM),
+        (OutOfMemory(stage="forward", flags=("neighbour",)), Verdict.LOST),
+        (Crashed(phase="measure"), Verdict.CRASHED),
+    ],
+    ids=["over the budget", "out of memory", "a neighbour's doing", "crashed"],
+)
+def test_what_a_worker_left_is_judged_as_if_its_driver_had_lived(
+    home: Path, url: str, left: Outcome, verdict: Verdict
+) -> None:
+    with open_it(url, home) as study:
+        _, record = begin(study)
+        left_behind(study).write(record.attempt_id or "", record.config, left)
+    with open_it(url, home) as study:
+        study.recover()
+        assert [r.verdict for r in study.records()] == [verdict]
+
+
+def test_what_a_worker_left_of_another_attempt_or_configuration_is_none(
+    home: Path, url: str
+) -> None:
+    for changes in ({"attempt": "other"}, {"config": TrialConfig(micro_batch_size=1)}):
+        with open_it(url, home) as study:
+            _, record = begin(study)
+            values: dict[str, Any] = {"attempt": record.attempt_id, "config": record.config}
+            left_behind(study).write(**(values | changes), outcome=fits())
+        with open_it(url, home) as study:
+            study.recover()
+            assert study.records()[-1].verdict is Verdict.LOST
+
+
+def test_a_spooled_result_goes_before_what_the_worker_left(home: Path, url: str) -> None:
+    with open_it(url, home) as study:
+        _, record = begin(study, fits(1000.0))
+        study._spool.append(record)
+        left_behind(study).write(record.attempt_id or "", record.config, fits(2.0))
+    with open_it(url, home) as study:
+        study.recover()
+        assert study.records() == (record,)
+
+
+# What may stand in a spool.
+
+
+GARBAGE = {
+    "binary": bytes(range(256)) * 50 + b"\n",
+    "nuls": b"\0" * 4096 + b"\n",
+    "nested": b"[" * 100_000 + b"\n",
+    "invalid UTF-8": b'{"study": "\xff\xfe"}\n',
+    "a number of many digits": b"9" * 10_000 + b"\n",
+    "another type": b'{"study": 1, "record": 2}\n[]\nnull\n',
+    "long": b"x" * (5 * 1024 * 1024) + b"\n",
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_in_a_spool_stops_nothing_and_is_said(home: Path, url: str, garbage: bytes) -> None:
+    said: list[str] = []
+    with open_it(url, home) as study:
+        _, record = begin(study)
+        study._spool.append(record)
+    spool = home / "study" / "spool.jsonl"
+    spool.write_bytes(garbage + spool.read_bytes() + garbage)
+    warnings = read_study("study", url=url, home=home).warnings
+    assert any("cannot be read" in line and str(spool) in line for line in warnings)
+    with open_it(url, home, warn=said.append) as study:
+        study.recover()
+        assert study.records() == (record,)
+        run_one(study, batch=1)
+    assert any("cannot be read" in line for line in said)
+    assert spool.read_bytes().startswith(garbage)
+
+
+def test_a_line_of_a_later_version_stops_nothing_is_said_and_stays(home: Path, url: str) -> None:
+    with open_it(url, home) as study:
+        _, record = begin(study)
+        study._spool.append(record)
+    spool = home / "study" / "spool.jsonl"
+    entry = json.loads(spool.read_text())
+    entry["record"]["outcome"]["verdict"] = "melted"
+    later = json.dumps(entry) + "\n"
+    spool.write_text(later)
+    assert "later version" in read_study("study", url=url, home=home).warnings[0]
+    with open_it(url, home) as study:
+        study.recover()
+        assert [r.verdict for r in study.records()] == [Verdict.LOST]
+        run_one(study)
+    assert spool.read_text().startswith(later)
+
+
+def test_a_directory_in_place_of_the_spool_stops_nothing_and_is_said(home: Path, url: str) -> None:
+    said: list[str] = []
+    with open_it(url, home, warn=said.append) as study:
+        (home / "study" / "spool.jsonl").mkdir()
+        record = run_one(study)
+    snapshot = read_study("study", url=url, home=home)
+    assert snapshot.records == (record,)
+    assert "cannot be read" in snapshot.warnings[0]
+    with open_it(url, home, warn=said.append) as study:
+        study.recover()
+    assert any("cannot be read" in line for line in said)
+
+
+def test_to_spool_one_more_result_reads_nothing_of_a_long_file(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.jsonl", "one")
+    spool.append(a_record(0))
+    with spool.path.open("ab") as file:
+        file.truncate(2**40)
+        file.seek(0, 2)
+        file.write(b"\n")
+    # A file of a terabyte, and nothing in it.
+    spool.append(a_record(1))
+    assert spool.read()[-1] == a_record(1)
+
+
+def test_a_spooled_line_is_read_once_however_many_there_are(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.jsonl", "one")
+    spool.append(a_record(0).model_copy(update={"attempt_id": "a0"}))
+    line = spool.path.read_bytes()
+    spool.path.write_bytes(b"".join(line.replace(b'"a0"', b'"a%d"' % n) for n in range(20_000)))
+    known = {f"a{n}" for n in range(20_000)}
+    assert spool.look(known=known).records == ()
+    assert len(spool.look(known=known - {"a7", "a19999"}).records) == 2
+
+
+def test_measured_outcomes_survive_as_they_are(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.jsonl", "one")
+    odd = Measured(measurement=fits(peak=GIB).measurement.model_copy(update={"flags": ("ü\n",)}))
+    spool.append(a_record(0, odd))
+    assert spool.read() == (a_record(0, odd),)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search_spaces.config import TrialConfig
+from storage.ledger import Ledger
+from storage.records import (
+    RETRYABLE,
+    Carried,
+    Crashed,
+    Errand,
+    Lost,
+    OutOfMemory,
+    TimedOut,
+    TrialRecord,
+)
+from storage.recovery import MAX_ATTEMPTS, attempts, next_number, to_retry
+from tests.storage.builders import a_record, fits
+
+OUTCOMES = (
+    fits(),
+    OutOfMemory(stage="forward"),
+    Crashed(phase="build"),
+    TimedOut(phase="warmup"),
+    Lost(detail="the driver ended"),
+)
+HERE = Carried(study="other", identity="f00d", number=3)
+
+
+@st.composite
+def trials(draw: st.DrawFn) -> list[TrialRecord]:
+    """Trials in the order in which they are told: late ones have a lower number."""
+    numbers = draw(st.lists(st.integers(0, 30), max_size=25))
+    return [
+        a_record(
+            number,
+            draw(st.sampled_from(OUTCOMES)),
+            batch=draw(st.sampled_from((1, 2, 3))),
+            purpose=(purpose := draw(st.sampled_from(("search", "search", "search", "confirm")))),
+            series=int(purpose != "search"),
+            carried=draw(st.sampled_from((None, None, HERE))),
+            device_seconds=draw(st.sampled_from((0.0, 1.5))),
+        )
+        for number in numbers
+    ]
+
+
+def spent_of(records: Sequence[TrialRecord], *, since: int) -> int:
+    """All trials but those that are tried again; what failed to the last counts once."""
+    known = [record for record in records if record.carried is None]
+    concluded = {record.config for record in known if record.verdict not in RETRYABLE}
+    failed = {record.config for record in known} - concluded
+    final = sum(record.verdict not in RETRYABLE for record in known)
+    return final + len(failed) - len(to_retry(known, since=since))
+
+
+@settings(max_examples=200, deadline=None)
+@given(told=trials(), since=st.integers(0, 20), loaded=st.integers(0, 25))
+def test_a_ledger_says_of_any_sequence_of_trials_what_the_functions_of_all_records_say(
+    told: list[TrialRecord], since: int, loaded: int
+) -> None:
+    ledger = Ledger(told[:loaded])
+    for record in told[loaded:]:
+        ledger.add(record)
+    last = {record.number: record for record in told}
+    known = [last[number] for number in sorted(last)]
+    searched = tuple(record for record in known if record.purpose == "search")
+    assert ledger.all == tuple(known)
+    assert ledger.records == searched
+    assert ledger.confirmations == tuple(r for r in known if r.purpose != "search")
+    assert ledger.on_errand(Errand(purpose="confirm", series=1)) == ledger.confirmations
+    assert ledger.next_number == next_number(searched)
+    assert ledger.to_retry(since=since) == to_retry(searched, since=since)
+    assert ledger.trials_spent(since=since) == spent_of(searched, since=since)
+    for batch in (1, 2, 3, 4):
+        config = TrialConfig(micro_batch_size=batch)
+        assert (config in ledger) == any(record.config == config for record in searched)
+        assert ledger.attempts(config, since=since) == attempts(searched, config, since=since)
+    assert all(ledger.record(number) == last.get(number) for number in range(31))
+
+
+def test_a_configuration_is_tried_three_times_however_many_trials_there_are() -> None:
+    crash, ledger = Crashed(phase="attach"), Ledger()
+    for number in range(MAX_ATTEMPTS):
+        assert ledger.to_retry() == (() if not number else (TrialConfig(micro_batch_size=4),))
+        ledger.add(a_record(number, crash))
+    assert ledger.to_retry() == ()
+    assert ledger.to_retry(since=MAX_ATTEMPTS) == (TrialConfig(micro_batch_size=4),)
+    assert ledger.trials_spent() == 1
