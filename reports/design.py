@@ -47,26 +47,31 @@ class Seen:
     record: TrialRecord
     settings: Settings
 
-    @property
+    @cached_property
     def log_speed(self) -> float:
         """Logarithm of the tokens/s."""
         measured = self.record.measurement
         assert measured is not None, "what did not fit has no speed"
         return math.log(measured.tokens_per_second)
 
-    @property
+    @cached_property
     def log_half(self) -> float:
         """Half of the speed's own 95 % interval, in logarithms."""
         measured = self.record.measurement
         ends = None if measured is None else measured.speed_interval
         return 0.0 if ends is None else math.log(ends[1] / ends[0]) / 2
 
-    @property
+    @cached_property
     def peak_bytes(self) -> float:
         """Peak allocated bytes."""
         measured = self.record.measurement
         assert measured is not None, "what did not fit has no peak"
         return float(measured.peak_allocated_bytes)
+
+    @cached_property
+    def values(self) -> tuple[Any, ...]:
+        """Its settings without their keys, which are in one order for all."""
+        return tuple(self.settings.values())
 
     def value(self, quantity: Quantity) -> float:
         """Return what was measured of a quantity, where differences of it are told."""
@@ -121,6 +126,12 @@ def _are_numbers(values: Iterable[Any]) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
+Part = Literal["timed", "measured", "unfit"]
+"""Of a sample."""
+Groups = Mapping[tuple[Any, ...], Mapping[Any, Seen]]
+"""Trials by the settings that they share, then by the value of the knob in which they differ."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """The trials of a study that say something of its knobs, each configuration once."""
@@ -147,7 +158,7 @@ class Sample:
             tuple(one for one in last.values() if one.record.measurement is None),
         )
 
-    @property
+    @cached_property
     def measured(self) -> tuple[Seen, ...]:
         """Every configuration that ran to a measurement."""
         return (*self.timed, *self.untimed)
@@ -155,6 +166,18 @@ class Sample:
     def seen(self, quantity: Quantity) -> tuple[Seen, ...]:
         """Return the trials that say something of a quantity."""
         return self.timed if quantity == "speed" else self.measured
+
+    def groups(self, part: Part, knob: Knob) -> Groups:
+        """Return the trials of a part that differ in a knob alone, by its value."""
+        if (part, knob.key) not in self._groups:
+            trials: tuple[Seen, ...] = getattr(self, part)
+            self._groups[part, knob.key] = _groups_of(trials, knob)
+        return self._groups[part, knob.key]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[Part, str], Groups]:
+        """Those that were asked for."""
+        return {}
 
     @cached_property
     def knobs(self) -> tuple[Knob, ...]:
@@ -196,10 +219,10 @@ def _ordered(key: str, levels: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(sorted(known) if _are_numbers(known) else sorted(known, key=place))
 
 
-def groups_of(seen: Sequence[Seen], knob: Knob) -> Mapping[tuple[Any, ...], dict[Any, Seen]]:
-    """Return the trials that differ in a knob alone, by its value."""
+def _groups_of(seen: Sequence[Seen], knob: Knob) -> Groups:
     known: dict[tuple[Any, ...], dict[Any, Seen]] = defaultdict(dict)
+    place = next((list(one.settings).index(knob.key) for one in seen), 0)
     for one in seen:
-        rest = tuple(value for key, value in one.settings.items() if key != knob.key)
-        known[rest][one.settings[knob.key]] = one
+        values = one.values
+        known[values[:place] + values[place + 1 :]][values[place]] = one
     return known

@@ -10,9 +10,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from reports import uncertainty, units
 from reports.outcomes import VERDICT_LABELS, reason
+from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB, gpu_catalogue
 from storage.definition import StudySnapshot
 from storage.objectives import is_sound
@@ -50,13 +52,28 @@ def columns_of(snapshot: StudySnapshot) -> dict[str, Column]:
     }
 
 
+_DOCUMENTS: WeakKeyDictionary[StudySnapshot, dict[str, Any]] = WeakKeyDictionary()
+"""Of each snapshot for as long as that is in use: the page and its figures ask for the same."""
+
+
 def document_of(snapshot: StudySnapshot) -> dict[str, Any]:
-    """Return what the page knows of a study: its trials by number, and what their columns mean."""
+    """Return what the page knows of a study: its trials by number, and what their columns mean.
+
+    It is the same value each time, and nobody's to change.
+    """
+    if snapshot not in _DOCUMENTS:
+        _DOCUMENTS[snapshot] = _document(snapshot)
+    return _DOCUMENTS[snapshot]
+
+
+def _document(snapshot: StudySnapshot) -> dict[str, Any]:
     ranking = rank_study(snapshot)
     names = class_names(snapshot, ranking)
     space, target = snapshot.definition.space, snapshot.definition.target
+    baseline = space.baseline_config()
     trials = [
-        _trial(record, snapshot, ranking, names) for record in effective_records(ranking, snapshot)
+        _trial(record, snapshot, ranking, names, baseline)
+        for record in effective_records(ranking, snapshot)
     ]
     columns = {
         key: asdict(column)
@@ -67,7 +84,7 @@ def document_of(snapshot: StudySnapshot) -> dict[str, Any]:
         "study": snapshot.name,
         "gpu": target.gpu,
         "budget_gib": _rounded(target.budget_bytes / GIB),
-        "recipe": space.baseline_config().model_dump(mode="json"),
+        "recipe": baseline.model_dump(mode="json"),
         "space": {
             "gpu": target.gpu if target.gpu in {"cpu", *gpu_catalogue()} else space.gpu,
             "model": space.model,
@@ -131,10 +148,13 @@ def class_names(snapshot: StudySnapshot, ranking: Ranking) -> dict[int, str]:
 
 
 def _trial(
-    record: TrialRecord, snapshot: StudySnapshot, ranking: Ranking, names: Mapping[int, str]
+    record: TrialRecord,
+    snapshot: StudySnapshot,
+    ranking: Ranking,
+    names: Mapping[int, str],
+    baseline: TrialConfig,
 ) -> dict[str, Any]:
-    space, budget_bytes = snapshot.definition.space, snapshot.definition.target.budget_bytes
-    baseline = space.baseline_config()
+    budget_bytes = snapshot.definition.target.budget_bytes
     why = reason(record, budget_bytes=budget_bytes)
     error = getattr(record.outcome, "detail", "")
     known = {
@@ -219,7 +239,13 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in rounded if value is not None}
 
 
+_AS_THEY_ARE = frozenset({bool, int, str, type(None)})
+"""Looked at first: of thousands of trials nearly every value is of one of these."""
+
+
 def _rounded(value: Any) -> Any:
+    if type(value) in _AS_THEY_ARE:
+        return value
     match value:
         case bool() | int() | str() | None:
             return value

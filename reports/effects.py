@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from reports import units
-from reports.design import Knob, Quantity, Sample, Seen, groups_of
+from reports.design import Knob, Quantity, Sample, Seen
 from reports.regression import Estimate, LinearFit, Vector, mean_estimate
 from search_spaces.config import canonical
 from search_spaces.knobs import KNOBS
@@ -188,7 +188,7 @@ def _change(
     """Return a change by what tells it best; None where nothing does."""
     if len(knob.levels) < 2:
         return None
-    pairs = _pairs(study.sample.seen(quantity), knob, contrast, quantity)
+    pairs = _pairs(study.sample, knob, contrast, quantity)
     fitted = study.fits[quantity]
     weights = fitted.contrast(knob, contrast)
     is_ratio = quantity == "speed"
@@ -216,13 +216,13 @@ class _Pair:
 
 
 def _pairs(
-    seen: Sequence[Seen], knob: Knob, contrast: tuple[Any, Any], quantity: Quantity
+    sample: Sample, knob: Knob, contrast: tuple[Any, Any], quantity: Quantity
 ) -> tuple[_Pair, ...]:
     """Return the matched pairs of a contrast; no trial is in two of them.
 
     Of a slope each group of trials that differ in the knob alone counts as one, by its own slope.
     """
-    groups = groups_of(seen, knob).values()
+    groups = sample.groups("timed" if quantity == "speed" else "measured", knob).values()
     if knob.is_slope:
         return tuple(_slope(group, knob, quantity) for group in groups if len(group) > 1)
     before, after = contrast
@@ -282,7 +282,7 @@ def _one_sided(sample: Sample, knob: Knob, contrast: tuple[Any, Any]) -> int:
     if len(knob.levels) < 2 or knob.is_slope:
         return 0
     before, after = contrast
-    measured, unfit = groups_of(sample.measured, knob), groups_of(sample.unfit, knob)
+    measured, unfit = sample.groups("measured", knob), sample.groups("unfit", knob)
     return sum(before in group and after in unfit.get(rest, {}) for rest, group in measured.items())
 
 

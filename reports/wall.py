@@ -215,7 +215,8 @@ def _mixed(records: Sequence[TrialRecord], keys: Sequence[str]) -> int:
     seen: dict[Hashable, set[bool]] = defaultdict(set)
     for record in records:
         if record.verdict in OUT_OF_MEMORY or record.measurement is not None:
-            place = tuple(_value(record, key) for key in (*SIZE_KEYS, *keys))
+            config = canonical(record.config)
+            place = tuple(getattr(config, key) for key in (*SIZE_KEYS, *keys))
             seen[place].add(record.measurement is not None)
     return sum(len(ends) > 1 for ends in seen.values())
 
@@ -230,7 +231,8 @@ def _by_values(
     """Return the trials by the values of some knobs, in order."""
     groups: dict[Values, list[TrialRecord]] = defaultdict(list)
     for record in records:
-        groups[tuple((key, _value(record, key)) for key in keys)].append(record)
+        config = canonical(record.config)
+        groups[tuple((key, getattr(config, key)) for key in keys)].append(record)
     return sorted(groups.items(), key=lambda item: [_place(*pair) for pair in item[0]])
 
 

@@ -64,8 +64,8 @@ class TrialConfig(Knobs):
 
     def changes_from(self, other: TrialConfig) -> dict[str, Any]:
         """Return the keys whose values differ from ``other``, with this configuration's values."""
-        mine, theirs = self.model_dump(mode="json"), other.model_dump(mode="json")
-        return {key: value for key, value in mine.items() if theirs[key] != value}
+        changed = {key for key in CONFIG_KEYS if getattr(self, key) != getattr(other, key)}
+        return self.model_dump(mode="json", include=changed) if changed else {}
 
 
 CONFIGS_KEPT = 2**15

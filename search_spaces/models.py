@@ -28,6 +28,8 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+SIZES = (*_REQUIRED, *_OPTIONAL)
+"""Keys of a config whose values are counts."""
 _OTHER_WORDS = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "hidden_size": ("n_embd", "d_model"),
@@ -227,7 +229,7 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
     for key in _REQUIRED:
         if key not in config:
             raise InputError(f"{label}: {key} is missing; model_type '{config['model_type']}'")
-    for key in (*_REQUIRED, *_OPTIONAL):
+    for key in SIZES:
         value = config.get(key)
         if value is None and key in _OPTIONAL:
             continue

@@ -58,6 +58,10 @@ def learn_environment() -> None:
     _removals.cache_clear()
 
 
+_NO_TEXT = frozenset({int, float, bool, type(None)})
+"""Most of what a page of thousands of trials holds."""
+
+
 def redacted(value: Any, *, clean: Callable[[str], str] = redact) -> Any:
     """Return plain JSON values whose every text went through ``clean``, and whose secrets by name
     are stars."""
@@ -68,11 +72,15 @@ def redacted(value: Any, *, clean: Callable[[str], str] = redact) -> Any:
             return {
                 redacted(key, clean=clean): STARS
                 if isinstance(part, str) and _is_secret_key(key)
+                else part
+                if type(part) in _NO_TEXT
                 else redacted(part, clean=clean)
                 for key, part in value.items()
             }
         case list() | tuple():
-            return [redacted(part, clean=clean) for part in value]
+            return [
+                part if type(part) in _NO_TEXT else redacted(part, clean=clean) for part in value
+            ]
         case _:
             return value
 

@@ -29,6 +29,7 @@ from storage.patience import PATIENCE, Patience
 from storage.reading import DEFINITION, IDENTITY, RUNS, understood
 from storage.spool import NAME as SPOOL
 from storage.spool import Spool
+from storage.stored import refuse_unreadable
 from storage.study import OpenStudy
 from storage.urls import DatabaseUrl, parse_url
 
@@ -82,6 +83,7 @@ def open_study(
         undo.callback(lease.release)
         with faults(database), understood(name):
             patiently(lease.acquire, patience=patience)
+            patiently(partial(refuse_unreadable, storage.engine, name), patience=patience)
             create = partial(
                 optuna.create_study,
                 study_name=name,

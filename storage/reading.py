@@ -22,7 +22,6 @@ from storage.database import reader_of
 from storage.definition import (
     StudySnapshot,
     StudySummary,
-    Unreadable,
     UnreadableStudy,
 )
 from storage.identity import look_beside, lost_words, stranger_words
@@ -42,11 +41,10 @@ from storage.stored import (
     read_all_stored,
     read_stored,
     stored_names,
+    unreadable_words,
 )
+from storage.stored import unreadable_in_words as unreadable_in_words
 from storage.urls import DatabaseUrl, parse_url
-
-NAMED_MAX = 5
-"""Trials that cannot be read of which each has a warning of its own."""
 
 
 def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
@@ -68,10 +66,7 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
         if found is None:
             raise _unknown(name, engine, database, lost)
     if isinstance(found, UnreadableStudy):
-        raise InputError(
-            f"study {quote(name)} cannot be read: {found.reason}; it may be of another version of "
-            "sweep: read it with that one, or choose another --study"
-        )
+        raise InputError(unreadable_words(found))
     return _snapshot(found, database, home)
 
 
@@ -163,13 +158,6 @@ def _snapshot(study: StoredStudy, database: DatabaseUrl, home: Path) -> StudySna
             *unreadable_in_words(trials.unreadable),
         ),
     )
-
-
-def unreadable_in_words(trials: Sequence[Unreadable]) -> tuple[str, ...]:
-    """Return what is said of trials that cannot be read: of a few each by itself."""
-    named = tuple(map(str, trials[:NAMED_MAX]))
-    further = len(trials) - len(named)
-    return named if not further else (*named, f"{further:,} further trials cannot be read either")
 
 
 def _summary(snapshot: StudySnapshot) -> StudySummary:

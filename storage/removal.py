@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import sqlalchemy
+from optuna.storages._rdb import models
+from sqlalchemy import select
+
 from search_spaces.errors import EnvironmentFault, words_of
 from storage.database import close, faults, open_for_writing
 from storage.files import is_temporary
 from storage.identity import NAME as IDENTITY
 from storage.identity import REPORT, look_beside
-from storage.keys import IDENTITY as IDENTITY_KEY
 from storage.lease import lease_for
 from storage.outcome_file import NAME as OUTCOME
 from storage.spool import NAME as SPOOL
+from storage.stored import stored_identity
 from storage.urls import parse_url
 
 FILES = (SPOOL, OUTCOME, REPORT, "worker.log", "worker.log.1", IDENTITY)
@@ -59,14 +63,30 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
         with faults(database):
             lease.acquire()
             number = storage.get_study_id_from_name(name)
-            identity = str(storage.get_study_user_attrs(number).get(IDENTITY_KEY) or "")
+            identity = stored_identity(storage.engine, name)
             is_its_own = not look_beside(home / name).strangers(identity)
-            storage.delete_study(number)
+            _delete(storage.engine, number)
             removed = _remove_files(home / name, FILES if is_its_own else ())
     finally:
         lease.release()
         close(storage)
     return removed
+
+
+def _delete(engine: sqlalchemy.Engine, number: int) -> None:
+    """Delete a study's rows from every table, be there in them what may: Optuna would read first
+    what it deletes.
+    """
+    tables = models.BaseModel.metadata.sorted_tables
+    trials = models.TrialModel.__table__
+    its_trials = select(trials.c.trial_id).where(trials.c.study_id == number)
+    with engine.begin() as connection:
+        # Those that refer to another come first.
+        for table in reversed(tables):
+            if "study_id" in table.c:
+                connection.execute(table.delete().where(table.c.study_id == number))
+            elif "trial_id" in table.c:
+                connection.execute(table.delete().where(table.c.trial_id.in_(its_trials)))
 
 
 def _remove_files(directory: Path, names: Sequence[str]) -> Removed:

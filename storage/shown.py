@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Never
 
 from optuna.distributions import BaseDistribution
@@ -15,6 +15,8 @@ from optuna.storages import BaseStorage, RDBStorage
 from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
+from pydantic import ValidationError
+from sqlalchemy import Integer, column, select, table
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage import mapping
@@ -23,6 +25,9 @@ from storage.urls import parse_url
 
 _CONSTRAINTS = "constraints"
 """The system attribute in which tools look for a list; Optuna 5 keeps each under its own name."""
+
+_UNREADABLE = (LookupError, ValueError, TypeError, RecursionError)
+"""What Optuna raises over a state that it does not know, or an attribute that is no JSON."""
 
 
 @contextmanager
@@ -54,10 +59,22 @@ class ShownStorage(BaseStorage):
         self._name = name
 
     def get_all_studies(self) -> list[FrozenStudy]:
-        """Return the one study."""
-        found = self._storage.get_all_studies()
-        self._storage.remove_session()
-        return [_shown_study(study) for study in found if study.study_name == self._name]
+        """Return the one study, without how it was defined and on what it ran: a page of JSON."""
+        try:
+            number = self._storage.get_study_id_from_name(self._name)
+            shown = FrozenStudy(
+                study_name=self._name,
+                direction=None,
+                directions=self._storage.get_study_directions(number),
+                user_attrs={},
+                system_attrs=self._storage.get_study_system_attrs(number),
+                study_id=number,
+            )
+        except KeyError:
+            return []
+        finally:
+            self._storage.remove_session()
+        return [shown]
 
     def get_study_id_from_name(self, study_name: str) -> int:
         """Return the database's number of a study."""
@@ -90,10 +107,24 @@ class ShownStorage(BaseStorage):
         states: Container[TrialState] | None = None,
     ) -> list[FrozenTrial]:
         """Return the trials that a search began; what measured its winners again is none."""
-        trials = self._storage.get_all_trials(study_id, deepcopy=False, states=states)
+        try:
+            trials = self._storage.get_all_trials(study_id, deepcopy=False, states=states)
+        except _UNREADABLE:
+            trials = [t for t in self._readable(study_id) if states is None or t.state in states]
         # The next look has a transaction of its own, or it would see the same for ever.
         self._storage.remove_session()
         return [_shown_trial(trial) for trial in trials if _is_of_search(trial)]
+
+    def _readable(self, study_id: int) -> Iterator[FrozenTrial]:
+        """Yield the trials that Optuna can read, one by one: it reads all of them or none."""
+        self._storage.remove_session()
+        trials = table("trials", column("trial_id", Integer), column("study_id", Integer))
+        query = select(trials.c.trial_id).where(trials.c.study_id == study_id)
+        with self._storage.engine.connect() as connection:
+            numbers = connection.execute(query.order_by(trials.c.trial_id)).scalars().all()
+        for trial_id in numbers:
+            with suppress(*_UNREADABLE):
+                yield self._storage.get_trial(trial_id)
 
     # What would write
 
@@ -155,15 +186,11 @@ def _refuse() -> Never:
 
 
 def _is_of_search(trial: FrozenTrial) -> bool:
-    is_begun = mapping.CONFIG in trial.user_attrs
-    return is_begun and mapping.errand_of(trial).purpose == "search"
-
-
-def _shown_study(study: FrozenStudy) -> FrozenStudy:
-    shown = copy.copy(study)
-    # How it was defined and on what it ran is a page of JSON.
-    shown.user_attrs = {}
-    return shown
+    try:
+        is_begun = mapping.CONFIG in trial.user_attrs
+        return is_begun and mapping.errand_of(trial).purpose == "search"
+    except ValidationError:
+        return False
 
 
 def _shown_trial(trial: FrozenTrial) -> FrozenTrial:

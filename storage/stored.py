@@ -26,7 +26,7 @@ from sqlalchemy import case, column, func, select, table
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, quote
-from search_spaces.models import checked_config
+from search_spaces.models import SIZE_MAX, SIZES
 from search_spaces.validation import explain
 from storage import keys
 from storage.definition import (
@@ -45,6 +45,8 @@ TRIAL_TEXT_MAX = 2**20
 """Characters of one attribute of a trial; a real one has a few thousand."""
 STUDY_TEXT_MAX = 2**24
 """The same of a study, which knows of every run."""
+NAMED_MAX = 5
+"""Trials that cannot be read of which each has a line of its own."""
 MANY = 1000
 """Trials that are worth telling Python of."""
 _TOO_LONG = "(too long)"
@@ -125,6 +127,64 @@ def read_stored_trials(engine: sqlalchemy.Engine, study_id: int) -> StoredTrials
     return _stored_trials(rows.get(study_id, []))
 
 
+def refuse_unreadable(engine: sqlalchemy.Engine, name: str) -> None:
+    """Raise where what is stored of a study itself cannot be read, be its trials as they may.
+
+    Raises:
+        InputError: says what, and what to do.
+    """
+    with engine.connect() as connection:
+        rows = connection.execute(_studies_of(_STUDIES.c.study_name == name)).all()
+    texts = {key: text for _, _, key, text in rows}
+    if texts.keys().isdisjoint((keys.DEFINITION, keys.RUNS)):
+        return
+    found = _study(name, texts, ())
+    if isinstance(found, UnreadableStudy):
+        raise InputError(unreadable_words(found))
+    if found.damaged:
+        raise InputError(
+            f"study {quote(name)} cannot be gone on with: {'; '.join(found.damaged)}; "
+            f"{_from_what_is_left(name)}"
+        )
+
+
+def refuse_unreadable_trials(name: str, trials: StoredTrials) -> None:
+    """Raise where a trial cannot be read: it could be run again, or taken for what it is not.
+
+    Raises:
+        InputError: says which, and what to do.
+    """
+    if not trials.unreadable:
+        return
+    lines = "".join(f"\n  {words}" for words in unreadable_in_words(trials.unreadable))
+    raise InputError(
+        f"study {quote(name)} cannot be gone on with, as what ran in it is not known for sure:"
+        f"{lines}\n{_from_what_is_left(name).capitalize()}"
+    )
+
+
+def unreadable_words(study: UnreadableStudy) -> str:
+    """Return why a study cannot be read, and what to do."""
+    return (
+        f"study {quote(study.name)} cannot be read: {study.reason}; it may be of another version "
+        "of sweep: read it with that one, or choose another --study"
+    )
+
+
+def unreadable_in_words(trials: Sequence[Unreadable]) -> tuple[str, ...]:
+    """Return what is said of trials that cannot be read: of a few each by itself."""
+    named = tuple(map(str, trials[:NAMED_MAX]))
+    further = len(trials) - len(named)
+    return named if not further else (*named, f"{further:,} further trials cannot be read either")
+
+
+def _from_what_is_left(name: str) -> str:
+    return (
+        f"what can be read is carried over to a new study: `sweep run SPACE --from {name} "
+        "--study NEW`"
+    )
+
+
 def count_stored_trials(engine: sqlalchemy.Engine, name: str) -> int | None:
     """Return how many trials a study has, readable or not; None where it is not one of sweep's."""
     query = select(func.count(_TRIALS.c.trial_id))
@@ -133,6 +193,17 @@ def count_stored_trials(engine: sqlalchemy.Engine, name: str) -> int | None:
         if connection.execute(_ours(_STUDIES.c.study_name == name)).first() is None:
             return None
         return int(connection.execute(query).scalar_one())
+
+
+def stored_identity(engine: sqlalchemy.Engine, name: str) -> str:
+    """Return the identity of a study; empty where it has none, or none that can be read."""
+    with engine.connect() as connection:
+        rows = connection.execute(_studies_of(_STUDIES.c.study_name == name)).all()
+    texts = {key: text for _, _, key, text in rows}
+    try:
+        return _value(_TEXT, keys.IDENTITY, texts.get(keys.IDENTITY))
+    except _UnreadableError:
+        return ""
 
 
 def stored_names(engine: sqlalchemy.Engine) -> tuple[str, ...]:
@@ -414,7 +485,7 @@ def _implausible(record: TrialRecord) -> Iterator[str]:
     # Nothing and zero are plausible. A sum tells of what is no number, which has no place in order.
     known = list(filter(None, numbers))
     is_bounded = min(known) >= 0 and max(known) < _INTEGER_END
-    if is_bounded and math.isfinite(sum(known)) and _is_interval(record):
+    if is_bounded and math.isfinite(sum(known)) and _is_interval(record) and _has_peak(record):
         return
     for part in parts:
         for name, value in part.__dict__.items():
@@ -422,6 +493,12 @@ def _implausible(record: TrialRecord) -> Iterator[str]:
                 yield f"{name} is {quote(value)}"
     if not _is_interval(record):
         yield "step_seconds_ci95 is no interval of seconds"
+    if not _has_peak(record):
+        yield "peak_allocated_bytes is 0"
+
+
+def _has_peak(record: TrialRecord) -> bool:
+    return record.measurement is None or record.measurement.peak_allocated_bytes > 0
 
 
 def _parts(record: TrialRecord) -> list[BaseModel]:
@@ -448,6 +525,7 @@ def _numbers(model: type[BaseModel]) -> Callable[[Mapping[str, Any]], tuple[Any,
 
 
 def _is_interval(record: TrialRecord) -> bool:
+    """Whether a measured step's interval is one; of what was not measured there is none."""
     measured = record.measurement
     if measured is None or measured.step_seconds_ci95 is None:
         return True
@@ -494,6 +572,17 @@ class _Model(BaseModel):
     config: dict[str, Any]
     path: str | None = None
 
+    @field_validator("config")
+    @classmethod
+    def _sizes_are_counts(cls, config: dict[str, Any]) -> dict[str, Any]:
+        for key in SIZES:
+            value = config.get(key)
+            if value is not None and (type(value) is not int or not 1 <= value <= SIZE_MAX):
+                raise ValueError(f"has {quote(value)} as its {key}")
+        if not isinstance(config.get("model_type", ""), str):
+            raise ValueError(f"has {quote(config['model_type'])} as its model_type")
+        return config
+
 
 def _unchanged(check: type[BaseModel]) -> WrapValidator:
     """Return what refuses values that ``check`` does not take, and leaves them else as they are."""
@@ -538,8 +627,6 @@ def _definition(texts: _Texts) -> tuple[StudyDefinition, bool]:
         raise _UnreadableError(f"its definition is of another version: {explain(error)}") from None
     try:
         definition.space.baseline_config()
-        if definition.model["config"]:
-            checked_config(definition.model["config"], label="its model")
     except InputError as error:
         raise _UnreadableError(str(error)) from None
     budget = definition.target.budget_bytes

@@ -27,12 +27,12 @@ from reports.page import (
 )
 from reports.summary import emulation_note
 from search_spaces.documents import home_expanded, parse_object, read_text
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import EnvironmentFault, InputError, quote
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import redact
 from storage.best import best_document
 from storage.definition import StudyDefinition, StudySnapshot
-from storage.reading import count_trials, read_study
+from storage.reading import count_trials, is_file_name, read_study
 from storage.records import TrialRecord
 from storage.removal import remove_study
 from storage.spooled_study import read_spooled_study
@@ -282,6 +282,8 @@ def report(
     if not studies and len(plans) < 2:
         raise InputError("name a study for its report, or several studies or plans to compare")
     is_picture = output is not None and images.is_picture(output)
+    if output is None and studies and not is_file_name(studies[0]):
+        raise InputError(f"study {quote(studies[0])}: no file has such a name: add -o FILE")
     snapshots = [_read_for_report(study, url=storage_url(storage)) for study in studies]
     if figure is not None and not is_picture:
         raise InputError("--figure needs -o with a name that ends in .png or .svg")

@@ -54,8 +54,8 @@ def _on_target(snapshot: StudySnapshot) -> StudySnapshot:
 def best(study: str, *, storage: str | None, as_json: bool) -> int:
     """Print the winner of a study."""
     snapshot = read(study, url=storage_url(storage))
-    warn_of_unreadable(snapshot)
     if as_json:
+        warn_of_unreadable(snapshot)
         say_json(best_document(snapshot))
     else:
         say(best_text(snapshot, width=width_of(sys.stdout)))

@@ -21,7 +21,9 @@ from storage import stored
 from storage.best import best_document
 from storage.database import SCHEMA, close, open_for_writing, reader_of
 from storage.definition import StudySnapshot, StudySummary, UnreadableStudy
-from storage.reading import list_studies, read_study
+from storage.reading import count_trials, list_studies, read_study
+from storage.removal import remove_study
+from storage.shown import shown_storage
 from storage.stored import StoredStudy, read_all_stored, read_stored
 from storage.urls import parse_url
 from tests.storage.builders import DISTRIBUTIONS, fits, open_it, run_one
@@ -113,6 +115,7 @@ RECORDS: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("no end of speed", measured(tokens_per_second=float("inf")), "tokens_per_second is inf"),
     ("a speed in words", measured(tokens_per_second="fast"), "tokens_per_second"),
     ("memory below zero", measured(peak_allocated_bytes=-1), "peak_allocated_bytes is -1"),
+    ("no memory at all", measured(peak_allocated_bytes=0), "peak_allocated_bytes is 0"),
     ("memory beyond bounds", measured(peak_allocated_bytes=10**400), "peak_allocated_bytes"),
     ("an interval back to front", measured(step_seconds_ci95=[2.0, 1.0]), "step_seconds_ci95"),
     ("an endless interval", measured(step_seconds_ci95=[1.0, float("inf")]), "step_seconds_ci95"),
@@ -269,8 +272,8 @@ DEFINITIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a model without a name": (lambda d: d | {"model": {}}, "name"),
     "a model of words": (lambda d: d | {"model": d["model"] | {"config": "x"}}, "config"),
     "a model of no size": (
-        lambda d: d | {"model": d["model"] | {"config": {"model_type": "llama"}}},
-        "num_hidden_layers",
+        lambda d: d | {"model": d["model"] | {"config": {"hidden_size": "wide"}}},
+        "hidden_size",
     ),
 }
 
@@ -484,3 +487,66 @@ def test_the_newest_tables_that_are_known_are_those_that_optuna_makes(tmp_path: 
         assert storage.get_head_version() == SCHEMA
     finally:
         close(storage)
+
+
+# Going on
+
+
+@pytest.mark.parametrize(
+    "what", ["record: an unknown verdict", "record: no JSON", "an unknown state", "config: newer"]
+)
+def test_a_study_with_a_trial_that_cannot_be_read_is_not_gone_on_with(
+    what: str, path: Path
+) -> None:
+    damage, _ = DAMAGES[what]
+    damage(path)
+    with pytest.raises(InputError, match=r"(?s)trial 2 cannot be read.*--from mine") as refused:
+        open_it(f"sqlite:///{path}", path.parent, name="mine")
+    assert "cannot be gone on with" in str(refused.value)
+    assert [record.number for record in the_study(path).records] == [0, 1, 3]
+    with open_it(f"sqlite:///{path}", path.parent, name="other") as study:
+        assert len(study.records()) == 4
+
+
+@pytest.mark.parametrize(("key", "text"), [("definition", "{"), ("runs", "7"), ("identity", "{")])
+def test_a_study_that_cannot_be_read_is_not_gone_on_with(key: str, text: str, path: Path) -> None:
+    of_study(key, text)(path)
+    with pytest.raises(InputError, match=f"study 'mine' cannot be .*{key}"):
+        open_it(f"sqlite:///{path}", path.parent, name="mine")
+
+
+# Shown to other tools, and removed
+
+
+UNREAD_BY_OPTUNA = ["record: no JSON", "an unknown state", "a state that is no text"]
+
+
+@pytest.mark.parametrize("what", UNREAD_BY_OPTUNA)
+def test_a_study_is_shown_and_removed_whatever_one_of_its_trials_holds(
+    what: str, path: Path
+) -> None:
+    damage, _ = DAMAGES[what]
+    damage(path)
+    url = f"sqlite:///{path}"
+    of_other = best_document(the_study(path, "other"))
+    with shown_storage("mine", url=url) as storage:
+        (study,) = storage.get_all_studies()
+        shown = storage.get_all_trials(storage.get_study_id_from_name("mine"))
+    assert (study.study_name, [trial.number for trial in shown]) == ("mine", [0, 1, 3, 4])
+    remove_study("mine", url=url, home=path.parent)
+    assert [study.name for study in list_studies(url, path.parent)] == ["other"]
+    assert best_document(the_study(path, "other")) == of_other
+    with closing(sqlite3.connect(path)) as connection:
+        (left,) = connection.execute("SELECT count(*) FROM trials").fetchone()
+    assert left == 5, "those of the other study"
+
+
+@pytest.mark.parametrize("key", ["definition", "runs", "identity"])
+def test_a_study_that_cannot_be_read_is_shown_and_removed(key: str, path: Path) -> None:
+    of_study(key, "{")(path)
+    url = f"sqlite:///{path}"
+    with shown_storage("mine", url=url) as storage:
+        assert len(storage.get_all_trials(storage.get_study_id_from_name("mine"))) == 5
+    assert count_trials("mine", url=url) == 5
+    remove_study("mine", url=url, home=path.parent)
+    assert [study.name for study in list_studies(url, path.parent)] == ["other"]
