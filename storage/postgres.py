@@ -73,7 +73,10 @@ class WatchedConnection(psycopg.Connection[Any]):  # type: ignore[misc] # psycop
         ten seconds of a server that is silent. Here the connection is given up.
         """
         try:
-            return waiting.wait(_watched(gen, self.patience), self.pgconn.socket, interval=interval)
+            # The one of its ways to wait that says in every version when nothing came.
+            return waiting.wait_selector(
+                _watched(gen, self.patience), self.pgconn.socket, interval=interval
+            )
         except SilentError as silence:
             self.pgconn.finish()
             raise psycopg.OperationalError(str(silence)) from None
