@@ -132,9 +132,11 @@ class WorkerProcess:
             now = self._clock.look()
             if self._closed_at is not None and now >= self._closed_at + self._patience:
                 raise WorkerMisbehaved("it closed its pipe, and lived on")
-            if now >= until:
+            is_late = now >= until
+            # What came while this process was away is there, and is read first.
+            self._turn(0 if is_late else _TURN_SECONDS)
+            if is_late and not self._lines:
                 raise WorkerSilent
-            self._turn(_TURN_SECONDS)
         try:
             return read_message(self._lines.popleft())
         except UnreadableError as error:

@@ -162,6 +162,9 @@ class SupervisedRunner:
                 case Alive() as alive:
                     patience.hear(alive)
                     self._phase = alive.phase
+                    if patience.exceeded() is not None:
+                        # Signs of life alone, however many, do not put it off.
+                        raise WorkerSilent
                     if observe(_progress(alive)) and not is_stopping:
                         is_stopping = True
                         worker.send(to_line(StopCommand()))

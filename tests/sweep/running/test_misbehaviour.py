@@ -22,6 +22,7 @@ from storage.records import Crashed, Diverged, Lost, Outcome, TimedOut
 from sweep.processes import End
 from sweep.running.child import WorkerProcess
 from sweep.running.patience import Deadlines
+from sweep.running.runner import Progress
 from sweep.running.supervisor import SupervisedRunner
 from tests.sweep.running import misbehaving_worker as how
 
@@ -409,6 +410,17 @@ def test_a_driver_that_was_away_in_a_silence_listens_anew(start: Start) -> None:
     runner._clock.clock = clock
     config = TrialConfig(lora_rank=how.PAUSE_AND_ANSWER)
     assert runner.run(config, steps=StepBudget(), observe=watch) == ANSWERED
+
+
+def test_what_came_while_the_driver_was_busy_is_read_before_time_is_up(start: Start) -> None:
+    def dawdle(progress: Progress) -> bool:
+        # Longer than the silence that is allowed, with the worker's next word already there.
+        time.sleep(0.7 if progress.step < 2 else 0)
+        return False
+
+    runner = start()
+    config = TrialConfig(lora_rank=how.BEAT_AND_ANSWER)
+    assert runner.run(config, steps=StepBudget(), observe=dawdle) == ANSWERED
 
 
 def test_a_jump_of_the_wall_clock_is_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
