@@ -3,6 +3,8 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# What is imported is compiled then: all that is installed would take a minute, and most of it is never imported.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 LOWEST := .venv-lowest
 
@@ -24,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	if [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]; then exit 0; fi; \
 	set -ex; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,docs,images,postgresql,dashboard]'; \
+	PIP_CONSTRAINT=constraints.txt $(INSTALL) --editable '.[dev,docs,images,postgresql,dashboard]'; \
 	touch $@
 
 demo: $(READY)   ## a real study on the CPU: summary in the terminal, report in runs/demo/report.html
@@ -39,11 +41,11 @@ test-faults: $(READY)  ## every fault at every operation, minutes to an hour; so
 
 test-lowest:     ## the same under the lowest versions that pyproject.toml allows, in an environment of its own
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
-	PIP_CONSTRAINT=lowest-constraints.txt $(LOWEST)/bin/pip install --quiet --disable-pip-version-check --editable '.[test,postgresql,dashboard]'
+	PIP_CONSTRAINT=lowest-constraints.txt $(LOWEST)/bin/pip install --quiet --disable-pip-version-check --no-compile --editable '.[test,postgresql,dashboard]'
 	$(LOWEST)/bin/python $(PYTEST)
 
 test-gpu: $(READY)  ## the tests that need a GPU, three minutes; fails where there is none
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gpu]'
+	$(INSTALL) --constraint constraints.txt --editable '.[gpu]'
 	$(BIN)/python -m pytest tests/gpu -m gpu --require-gpu
 
 lint: $(READY)   ## lint, format, types and import contracts
