@@ -46,7 +46,7 @@ test-lowest:     ## the same under the lowest versions that pyproject.toml allow
 
 test-gpu: $(READY)  ## the tests that need a GPU, three minutes; fails where there is none
 	$(INSTALL) --constraint constraints.txt --editable '.[gpu]'
-	$(BIN)/python -m pytest tests/gpu -m gpu --require-gpu
+	$(BIN)/python -m pytest tests/gpu -m 'gpu and not faults' --require-gpu
 
 lint: $(READY)   ## lint, format, types and import contracts
 	$(BIN)/ruff check .

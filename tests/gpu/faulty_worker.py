@@ -1,6 +1,6 @@
 """The real worker on a real card, which goes wrong where a configuration's `lora_alpha` says so.
 
-Run as the real one is: ``python -P -m tests.gpu.faulty_worker FD``.
+Run as the real one is: ``python -P -m tests.gpu.faulty_worker FD PARENT``.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable
 
 import torch
 
 from search_spaces.config import TrialConfig
+from sweep.processes import bind_to_parent, leave_a_guard
 from sweep.running import worker
 from sweep.training.trial import Beat
 
@@ -59,6 +61,8 @@ class FaultyWorker(worker.Worker):
 
 def main() -> None:
     """Serve trials as the real worker does, with this one in its place."""
+    bind_to_parent(int(sys.argv[2]))
+    leave_a_guard(int(sys.argv[1]))
     worker.Worker = FaultyWorker  # type: ignore[misc]
     worker.main()
 

@@ -30,7 +30,7 @@ from tests.gpu import faulty_worker as faulty
 from tests.gpu.rig import QUICK, SMALL, small_config
 from tests.gpu.test_memory_limits import BUDGET_BYTES, REFERENCE, TOO_LARGE
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.faults]
 ROOT = Path(__file__).parents[2]
 LONG = StepBudget(warmup_min=2, warmup_max=2, measured_min=6, measured_max=6)
 REPEATS = 50
