@@ -165,6 +165,9 @@ class Unreadable:
     number: int | None
     """None where not even that can be read."""
     reason: str
+    was_told_elsewhere: bool = False
+    """Whether it was ended by something other than sweep, so that nothing of ours is in it: its
+    configuration is as good as not tried."""
 
     def __str__(self) -> str:
         name = "a trial without a number" if self.number is None else f"trial {self.number}"

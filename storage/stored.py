@@ -151,12 +151,15 @@ def refuse_unreadable(engine: sqlalchemy.Engine, name: str) -> None:
 def refuse_unreadable_trials(name: str, trials: StoredTrials) -> None:
     """Raise where a trial cannot be read: it could be run again, or taken for what it is not.
 
+    One that somebody else ended in the database is no reason: what it came to is not in there.
+
     Raises:
         InputError: says which, and what to do.
     """
-    if not trials.unreadable:
+    unknown = [trial for trial in trials.unreadable if not trial.was_told_elsewhere]
+    if not unknown:
         return
-    lines = "".join(f"\n  {words}" for words in unreadable_in_words(trials.unreadable))
+    lines = "".join(f"\n  {words}" for words in unreadable_in_words(unknown))
     raise InputError(
         f"study {quote(name)} cannot be gone on with, as what ran in it is not known for sure:"
         f"{lines}\n{_from_what_is_left(name).capitalize()}"
@@ -343,7 +346,8 @@ def _stored_trials(rows: Sequence[_Row]) -> StoredTrials:
                         running.append(trial)
             except _UnreadableError as error:
                 number = row.number if _is_number(row.number) else None
-                unreadable.append(Unreadable(number, str(error)))
+                is_foreign = isinstance(error, _NoRecordError)
+                unreadable.append(Unreadable(number, str(error), is_foreign))
     doubled = {number for number, count in numbers.items() if count > 1}
     if doubled:
         unreadable = [trial for trial in unreadable if trial.number not in doubled]
@@ -389,6 +393,10 @@ class _UnreadableError(Exception):
     """Says in words what of a trial or of a study cannot be read."""
 
 
+class _NoRecordError(_UnreadableError):
+    """A trial ended, and not by sweep, which stores a record in the same transaction."""
+
+
 def _trial(row: _Row) -> TrialRecord | RunningTrial | None:
     """Return what is stored of one trial; None of one that never began."""
     if not _is_number(row.number):
@@ -408,7 +416,7 @@ def _ended_trial(row: _Row) -> TrialRecord | None:
         # What was begun and never ran is told as failed; nothing else ends without a record.
         if row.state == _FAILED:
             return None
-        raise _UnreadableError("it has no record")
+        raise _NoRecordError("it has no record")
     record = _validated(TrialRecord, keys.RECORD, text)
     if record.number != row.number:
         raise _UnreadableError(f"its record is of trial {record.number}")

@@ -51,7 +51,7 @@ from storage.records import (
 from storage.recovery import attempts, ended_unseen, errand_of, is_disturbed
 from storage.sampler_view import SearchStorage
 from storage.spool import Spool
-from storage.stored import read_stored_trials, refuse_unreadable_trials
+from storage.stored import read_stored_trials, refuse_unreadable_trials, unreadable_in_words
 from storage.urls import DatabaseUrl
 
 T = TypeVar("T")
@@ -381,6 +381,8 @@ class OpenStudy:
         study_id = self._storage.get_study_id_from_name(self.study.study_name)
         trials = read_stored_trials(self._storage.engine, study_id)
         refuse_unreadable_trials(self.name, trials)
+        for words in unreadable_in_words(trials.unreadable):
+            self._warn(words)
         self.ledger = Ledger(trials.records)
         self._storage.record_of = self._known
         self._wall_seconds = None

@@ -37,6 +37,7 @@ from storage.records import TrialRecord
 from storage.removal import remove_study
 from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
+from storage.urls import parse_url
 from sweep.export import formats
 from sweep.paths import (
     STORAGE,
@@ -111,12 +112,15 @@ def run(
 
 def _driven_url(typed: str | None) -> str:
     """Return the database to drive a study in, and say who may read a password that was typed."""
+    url = storage_url(typed)
+    # What is no database URL is refused, and nothing else is said of it.
+    parse_url(url)
     if typed is not None and redact(typed) != typed:
         note(
             "note: the list of processes shows the password in --storage to every user of this "
             f"machine; {STORAGE} stands in for the option and is not shown"
         )
-    return storage_url(typed)
+    return url
 
 
 def _source(carried: str, *, of: str, url: str) -> StudySnapshot:

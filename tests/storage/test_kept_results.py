@@ -116,6 +116,8 @@ def test_a_result_whose_trial_was_closed_from_outside_is_kept_and_said_and_the_l
     with open_it(url, home, warn=said.append) as study:
         study.recover()
     assert any(command in line for line in said)
+    is_there = meddle is complete_from_outside
+    assert any("trial 1 cannot be read and is left out" in line for line in said) is is_there
 
 
 def test_a_result_that_another_driver_took_for_lost_is_kept_and_said(home: Path, url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -81,7 +82,9 @@ def _worker_of(process: subprocess.Popen[str]) -> psutil.Process:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for child in psutil.Process(process.pid).children(recursive=True):
-            if "sweep.running" in child.cmdline():
-                return child
+            # One that has just ended has no command line any more.
+            with contextlib.suppress(psutil.Error):
+                if "sweep.running" in child.cmdline():
+                    return child
         time.sleep(0.1)
     raise AssertionError("no worker was started")

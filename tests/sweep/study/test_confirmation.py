@@ -647,11 +647,12 @@ def test_a_study_that_ended_before_recipes_were_run_is_confirmed_anew(tmp_path: 
             record = json.loads(value)
             if record["purpose"] == "confirm" and record["confirms"] is None:
                 record["config"]["lora_rank"] = 32
-                database.execute(
-                    "update trial_user_attributes set value_json = ? "
-                    "where key = 'record' and trial_id = ?",
-                    (json.dumps(record), trial_id),
-                )
+                for key, written in (("record", record), ("config", record["config"])):
+                    database.execute(
+                        "update trial_user_attributes set value_json = ? "
+                        "where key = ? and trial_id = ?",
+                        (json.dumps(written), key, trial_id),
+                    )
     with opened(tmp_path, **LARGER) as study:
         assert compare(ranking_of(study)).reason == "another_class"  # type: ignore[union-attr]
         drive(study, a_runner(half))
