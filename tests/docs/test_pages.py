@@ -10,11 +10,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -142,28 +139,22 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda page: page.name,
 )
 def test_the_commands_of_a_page_run_one_after_another(
-    page: Path, home: Path, tmp_path: Path
+    page: Path,
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    environment = os.environ | {
-        "SWEEP_HOME": str(home),
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
+    monkeypatch.setenv("SWEEP_HOME", str(home))
+    monkeypatch.chdir(tmp_path)
     wanted = [block for block in blocks(page) if block.language == "console" and block.is_run]
     for program, *arguments in (command for block in wanted for command in block.commands):
         if program != "sweep":
             continue
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "sweep", *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
-        assert done.returncode == 0, f"sweep {shlex.join(arguments)}: {done.stderr}"
-        assert done.stdout.strip() or "-o" in arguments
+        code = cli.main(arguments)
+        out, err = capsys.readouterr()
+        assert code == 0, f"sweep {shlex.join(arguments)}: {err}"
+        assert out.strip() or "-o" in arguments
 
 
 @pytest.mark.parametrize("block", of("yaml"))
