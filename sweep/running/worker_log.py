@@ -29,7 +29,7 @@ _TAIL_CHARACTERS = 600
 _REASON_CHARACTERS = 300
 _REASON_LINES = 12
 """From the end, among which an error is the one that ended the process, and no earlier one."""
-_STACK = re.compile(
+_NOISE = re.compile(
     r"frame #\d+:"
     r"|File \".*\", line \d+"
     r"|(?:Current thread|Thread) 0x\w+.*:$"
@@ -40,8 +40,12 @@ _STACK = re.compile(
     r"|Compile with `TORCH_USE_"
     r"|Search for `\w+' in https:"
     r"|[\^~]+$"
+    # What torch's profiler and bitsandbytes always say.
+    r"|USDT:"
+    r"|Failed to load CPU gemm_4bit_forward "
 )
-"""Begins a line that says where in the code, or how to look for it, and never what went wrong."""
+"""Begins a line that says where in the code it was, or how to look for it, and never what went
+wrong."""
 _REASON = re.compile(r"what\(\): |(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)\b: ")
 """Begins a line that names an error, as C++ and Python print one that nobody caught."""
 
@@ -96,16 +100,18 @@ class WorkerLog:
         comes first. Of a log of any size a few thousand bytes are read.
         """
         printed = (self._before + self._end()).decode(errors="replace").splitlines()
-        told = [line for line in printed if _STACK.match(line.strip()) is None]
-        # A stack and nothing else says more than nothing.
+        told = [line for line in printed if _NOISE.match(line.strip()) is None]
+        # These and nothing else say more than nothing.
         words = "\n".join(told if any(map(str.strip, told)) else printed)
         # Before it is cut any further: half a password is found by nobody.
         lines = shown(words[-_TOLD_CHARACTERS:]).splitlines()
         return _in_short([line.strip() for line in lines if line.strip()])
 
     def close(self) -> None:
-        """Free the descriptor. Idempotent."""
-        self._file.close()
+        """Free the descriptor, once nobody prints any more. Idempotent."""
+        if not self._file.closed:
+            self.keep_small()
+            self._file.close()
 
     def _end(self) -> bytes:
         begin = max(self._begins_at, self._size() - _TAIL_BYTES)

@@ -45,6 +45,15 @@ def test_what_outgrew_it_at_once_is_cut_to_its_end(tmp_path: Path) -> None:
     log.close()
 
 
+def test_what_was_printed_since_the_last_look_is_cut_as_the_worker_ends(tmp_path: Path) -> None:
+    log = WorkerLog(tmp_path / "worker.log", bytes_max=1000)
+    printed(log, b"x" * 100_000 + b"the end\n")
+    assert log.tail().endswith("the end")
+    log.close()
+    log.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2000
+
+
 def test_the_end_of_a_huge_log_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "worker.log"
     log = WorkerLog(path)
@@ -91,6 +100,7 @@ _FRAME = "frame #{}: <unknown function> + {} (0x7f01 in /usr/lib/libtorch_cuda.s
 def test_an_error_is_told_rather_than_the_stack_that_follows_it(tmp_path: Path, width: int) -> None:
     log = WorkerLog(tmp_path / "worker.log")
     printed(log, b"step 1\nstep 2\nstep 3\n" + _ASSERTED.encode())
+    printed(log, b"USDT:2026-11-22 02:43:29 1:1 ActivityProfiler.cpp:59] profiler_stop\n")
     printed(log, "".join(_FRAME.format(n, "t" * width) for n in range(30)).encode())
     assert log.tail() == (
         "step 3 | terminate called after throwing an instance of 'c10::AcceleratorError' | "
