@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -131,6 +132,15 @@ class Child:
             return True
         return ended is not None
 
+    def is_stopped(self) -> bool:
+        """Return whether somebody stopped it, so that it does nothing until it is told to go on."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_bytes()
+        except OSError:
+            return False
+        # Behind its name, which may be anything.
+        return stat.rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
+
     def kill(self) -> None:
         """Kill it and its process group, and return at once; from a signal handler too."""
         if self._end is not None:
@@ -236,11 +246,19 @@ def bind_to_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+    _hear_of_the_end_of_time()
     # Without /proc, or where it is not to be written, the kernel chooses as it likes.
     with contextlib.suppress(OSError, ValueError):
         file = Path("/proc/self/oom_score_adj")
         score = min(1000, int(file.read_text(encoding="ascii")) + _OOM_SCORE)
         file.write_text(str(score), encoding="ascii")
+
+
+def _hear_of_the_end_of_time() -> None:
+    """Let SIGXCPU, which tells why, come before the SIGKILL at the limit of processor time."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if hard > 1 and soft in (resource.RLIM_INFINITY, hard):
+        resource.setrlimit(resource.RLIMIT_CPU, (hard - 1, hard))
 
 
 def leave_a_guard(*descriptors: int) -> None:

@@ -154,6 +154,10 @@ class WorkerProcess:
             return "it closed its pipe"
         return "it spoke without being asked" if self._lines or self._torn else None
 
+    def is_stopped(self) -> bool:
+        """Return whether somebody stopped it, and did not tell it to go on."""
+        return self._child.is_stopped()
+
     def kill(self) -> None:
         """Kill its whole process group; from a signal handler, too."""
         self._child.kill()

@@ -292,6 +292,8 @@ class SupervisedRunner:
     def _timed_out(self, patience: Patience) -> ends.Failure:
         silence = f"no sign of life for {self._deadlines.start:g} s"
         why = silence if self._phase == "start" else patience.exceeded() or silence
+        if self._worker is not None and self._worker.is_stopped():
+            why += ", as somebody stopped the worker's process (SIGSTOP)"
         return partial(ends.timed_out, why=why)
 
     def _discard(self, *, patience: float = 0.0) -> tuple[End, str]:

@@ -1,5 +1,5 @@
 """Owns the file into which everything goes that a worker and its libraries print: how large it may
-become, and its end.
+become, and what its end says.
 
 The worker writes into the file itself and not into a pipe, so that nothing that the tuner does, or
 fails to do, can make a print wait or fail. Knows nothing of processes.
@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -19,9 +21,33 @@ from storage import files
 
 BYTES_MAX = 10 * 2**20
 """Of the file; what was there before is kept in one of that size beside it."""
-_TAIL_BYTES = 8192
+_TAIL_BYTES = 65536
+"""Thirty frames of C++ with their templates take ten thousand and more."""
+_TOLD_CHARACTERS = 8192
 _TAIL_LINES = 3
 _TAIL_CHARACTERS = 600
+_REASON_CHARACTERS = 300
+_REASON_LINES = 12
+"""From the end, among which an error is the one that ended the process, and no earlier one."""
+_NOISE = re.compile(
+    r"frame #\d+:"
+    r"|File \".*\", line \d+"
+    r"|(?:Current thread|Thread) 0x\w+.*:$"
+    r"|Extension modules:"
+    r"|Exception raised from .* \(most recent call first\):"
+    r"|(?:CUDA|HIP) kernel errors might be asynchronously reported"
+    r"|For debugging consider passing"
+    r"|Compile with `TORCH_USE_"
+    r"|Search for `\w+' in https:"
+    r"|[\^~]+$"
+    # What torch's profiler and bitsandbytes always say.
+    r"|USDT:"
+    r"|Failed to load CPU gemm_4bit_forward "
+)
+"""Begins a line that says where in the code it was, or how to look for it, and never what went
+wrong."""
+_REASON = re.compile(r"what\(\): |(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)\b: ")
+"""Begins a line that names an error, as C++ and Python print one that nobody caught."""
 
 
 class WorkerLog:
@@ -70,16 +96,22 @@ class WorkerLog:
     def tail(self) -> str:
         """Return the last lines that were printed since this was opened, as they may be shown.
 
-        Of a log of any size a few thousand bytes are read.
+        Those that say where in the code it happened are left out, and the error that they follow
+        comes first. Of a log of any size a few thousand bytes are read.
         """
-        words = (self._before + self._end()).decode(errors="replace")
-        # Before anything is cut: half a password is found by nobody.
-        lines = [line.strip() for line in shown(words).splitlines() if line.strip()]
-        return " | ".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
+        printed = (self._before + self._end()).decode(errors="replace").splitlines()
+        told = [line for line in printed if _NOISE.match(line.strip()) is None]
+        # These and nothing else say more than nothing.
+        words = "\n".join(told if any(map(str.strip, told)) else printed)
+        # Before it is cut any further: half a password is found by nobody.
+        lines = shown(words[-_TOLD_CHARACTERS:]).splitlines()
+        return _in_short([line.strip() for line in lines if line.strip()])
 
     def close(self) -> None:
-        """Free the descriptor. Idempotent."""
-        self._file.close()
+        """Free the descriptor, once nobody prints any more. Idempotent."""
+        if not self._file.closed:
+            self.keep_small()
+            self._file.close()
 
     def _end(self) -> bytes:
         begin = max(self._begins_at, self._size() - _TAIL_BYTES)
@@ -98,6 +130,17 @@ class WorkerLog:
         begin = max(0, self._size() - self._bytes_max)
         kept = os.pread(self._file.fileno(), self._bytes_max, begin)
         files.replace(self.path.with_name(f"{self.path.name}.1"), kept, is_durable=False)
+
+
+def _in_short(lines: Sequence[str]) -> str:
+    """Return the last lines in few words, with the error before them where they leave it out."""
+    last = " | ".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
+    named = (line for line in reversed(lines[-_REASON_LINES:]) if _REASON.match(line))
+    reason = next(named, "")[:_REASON_CHARACTERS]
+    if reason in last:
+        return last
+    rest = last[-(_TAIL_CHARACTERS - len(reason)) :]
+    return f"{reason} | {rest}"
 
 
 def _opened(path: Path) -> IO[bytes]:

@@ -8,6 +8,7 @@ does again, or finds in the spool. Knows nothing of studies or runners: what to 
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,6 +117,10 @@ def undisturbed(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
 
 @contextmanager
 def _handled(hear: Callable[[], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread hears of signals: what they mean is its program's to say.
+        yield
+        return
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     # Whoever started this under nohup wants it to outlive the terminal.
     if previous[signal.SIGHUP] == signal.SIG_IGN:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from search_spaces.errors import EnvironmentFault
 from storage.records import Stage
 from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
 from sweep.training.marks import CpuMark, CudaMark, Mark
@@ -252,7 +253,19 @@ class CpuDevice:
         self._failed_at_limit = False
 
     def cap(self, budget_bytes: int) -> None:
-        """See `Device.cap`: in force from the next `reset_peak` on."""
+        """See `Device.cap`: in force from the next `reset_peak` on.
+
+        Raises:
+            EnvironmentFault: a limit of this process's memory leaves less, and would be taken for
+                the budget's.
+        """
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        needed = _bytes_of("VmSize") + budget_bytes + _NET_BYTES
+        if limit != resource.RLIM_INFINITY and limit < needed:
+            raise EnvironmentFault(
+                f"the memory that a process may take (`ulimit -v {limit // 1024}`) leaves no room "
+                f"for the budget: raise it, to {2 * needed // 1024} say"
+            )
         self._budget = budget_bytes
 
     def expand_segments(self, is_expandable: bool) -> None:
@@ -389,10 +402,15 @@ def _highest_total(watch: profile) -> tuple[int, Stage]:
 
 def _private_bytes() -> int:
     """Return the bytes that `RLIMIT_DATA` counts for this process now (Linux)."""
+    return _bytes_of("VmData")
+
+
+def _bytes_of(kind: str) -> int:
+    """Return what the kernel counts of this process under a name (Linux)."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmData:"):
+        if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmData line")
+    raise OSError(f"/proc/self/status has no {kind} line")
 
 
 def bytes_beyond(reserved_bytes: int, *, room: int) -> int:

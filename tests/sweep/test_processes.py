@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -184,6 +185,27 @@ def test_what_stops_a_study_is_the_parents_to_hear(number: signal.Signals) -> No
         for stream in (child.process.stdin, child.process.stdout):
             assert stream is not None
             stream.close()
+
+
+def test_a_limit_of_processor_time_is_heard_of_before_it_kills(shell: Shell) -> None:
+    script = BOUND.replace("os.getpid(), flush", "resource.getrlimit(resource.RLIMIT_CPU), flush")
+    script = script.replace("import os", "import os, resource", 1)
+    command = shlex.join([sys.executable, "-P", "-c", script, str(os.getpid())])
+    child = shell(f"ulimit -t 60; exec {command}")
+    assert line(child) == "(59, 60)"
+
+
+def test_a_child_that_somebody_stopped_can_be_told_from_one_that_is_slow(shell: Shell) -> None:
+    child = shell("echo here; exec sleep 600")
+    assert line(child) == "here"
+    assert not child.is_stopped()
+    os.kill(child.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 5.0
+    while not child.is_stopped() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert child.is_stopped()
+    child.end()
+    assert not child.is_stopped()
 
 
 def test_the_hosts_memory_is_blamed_for_what_the_kernel_killed_alone(

@@ -105,8 +105,8 @@ def are_gone(numbers: list[int]) -> bool:
 @pytest.mark.parametrize(
     ("rank", "phase", "words"),
     [
-        (how.HANG, "attach", "no sign of life for 0.5 s"),
-        (how.STOPPED, "attach", "no sign of life for 0.5 s"),
+        (how.HANG, "attach", "no sign of life for 0.5 s; the worker was ended"),
+        (how.STOPPED, "attach", "no sign of life for 0.5 s, as somebody stopped the worker's"),
         (how.TRICKLE_WITHOUT_LINES, "attach", "no sign of life for 0.5 s"),
         (how.SILENT_AFTER_BEATS, "measure", "no sign of life for 0.5 s"),
         (how.FLOOD_OF_BEATS, "measure", "no step further for 1 s"),

@@ -45,6 +45,15 @@ def test_what_outgrew_it_at_once_is_cut_to_its_end(tmp_path: Path) -> None:
     log.close()
 
 
+def test_what_was_printed_since_the_last_look_is_cut_as_the_worker_ends(tmp_path: Path) -> None:
+    log = WorkerLog(tmp_path / "worker.log", bytes_max=1000)
+    printed(log, b"x" * 100_000 + b"the end\n")
+    assert log.tail().endswith("the end")
+    log.close()
+    log.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2000
+
+
 def test_the_end_of_a_huge_log_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "worker.log"
     log = WorkerLog(path)
@@ -70,6 +79,72 @@ def test_what_an_earlier_worker_printed_is_no_word_of_this_one(tmp_path: Path) -
     printed(log, b"mine\n")
     assert log.tail() == "mine"
     assert b"somebody" in (tmp_path / "worker.log").read_bytes()
+    log.close()
+
+
+_ASSERTED = """\
+terminate called after throwing an instance of 'c10::AcceleratorError'
+  what():  CUDA error: device-side assert triggered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace \
+below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+Exception raised from c10_cuda_check_implementation at /pytorch/c10/cuda/CUDAException.cpp:44 \
+(most recent call first):
+"""
+_FRAME = "frame #{}: <unknown function> + {} (0x7f01 in /usr/lib/libtorch_cuda.so)\n"
+
+
+@pytest.mark.parametrize("width", [10, 1500])
+def test_an_error_is_told_rather_than_the_stack_that_follows_it(tmp_path: Path, width: int) -> None:
+    log = WorkerLog(tmp_path / "worker.log")
+    printed(log, b"step 1\nstep 2\nstep 3\n" + _ASSERTED.encode())
+    printed(log, b"USDT:2026-11-22 02:43:29 1:1 ActivityProfiler.cpp:59] profiler_stop\n")
+    printed(log, "".join(_FRAME.format(n, "t" * width) for n in range(30)).encode())
+    assert log.tail() == (
+        "step 3 | terminate called after throwing an instance of 'c10::AcceleratorError' | "
+        "what():  CUDA error: device-side assert triggered"
+    )
+    log.close()
+
+
+_ABORTED = """\
+Traceback (most recent call last):
+  File "/usr/lib/python3/bitsandbytes/optim.py", line 7, in step
+    self.update()
+    ^^^^^^^^^^^^^
+some.library.OddError: the state is gone
+Exception in a thread
+  that was running
+  for long
+Fatal Python error: Aborted
+
+Current thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3/threading.py", line 5 in run
+Extension modules: numpy.core, torch._C (total: 2)
+"""
+
+
+def test_an_error_comes_before_the_last_lines_that_leave_it_out(tmp_path: Path) -> None:
+    log = WorkerLog(tmp_path / "worker.log")
+    printed(log, _ABORTED.encode())
+    reason = "some.library.OddError: the state is gone"
+    assert log.tail() == f"{reason} | that was running | for long | Fatal Python error: Aborted"
+    # However long the lines after it are.
+    printed(log, b"x" * 1000 + b"\n")
+    assert log.tail().startswith(f"{reason} | x")
+    assert len(log.tail()) <= 610
+    # An error that much was printed after was survived.
+    printed(log, b"going on\n" * 20)
+    assert log.tail() == "going on | going on | going on"
+    log.close()
+
+
+def test_a_stack_alone_is_told_as_it_is(tmp_path: Path) -> None:
+    log = WorkerLog(tmp_path / "worker.log")
+    printed(log, b"".join(b"frame #%d: f\n" % number for number in range(5)))
+    assert log.tail() == "frame #2: f | frame #3: f | frame #4: f"
     log.close()
 
 
