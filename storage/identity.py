@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import EnvironmentFault, InputError, words_of
-from storage.definition import StudyDefinition
 from storage.files import create, make_directory, open_reading, replace
 from storage.spool import NAME as SPOOL
 from storage.spool import newest_study
@@ -41,6 +40,16 @@ class StudyFile:
     definition: dict[str, Any]
     """What it is about, as plain JSON: a spool is taken over by it where no database is left."""
     environment: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is written."""
+        return {
+            "study": self.identity,
+            "name": self.name,
+            "database": self.database,
+            "definition": self.definition,
+            "environment": self.environment,
+        }
 
 
 @dataclass(frozen=True)
@@ -91,12 +100,13 @@ def refuse_strangers(beside: Beside, *, study: str, identity: str | None, databa
     Raises:
         InputError: they are; says what to do.
     """
-    names = beside.strangers(identity)
-    if names:
-        raise InputError(f"{_what(beside, names, study, identity, database)}: {_advice(beside)}")
+    for words in stranger_words(beside, study=study, identity=identity, database=database):
+        raise InputError(words)
 
 
-def stranger_words(beside: Beside, *, study: str, identity: str, database: str) -> tuple[str, ...]:
+def stranger_words(
+    beside: Beside, *, study: str, identity: str | None, database: str
+) -> tuple[str, ...]:
     """Return the same as a warning, for whoever only reads."""
     names = beside.strangers(identity)
     if not names:
@@ -140,15 +150,7 @@ def _advice(beside: Beside) -> str:
     )
 
 
-def note_identity(
-    directory: Path,
-    *,
-    identity: str,
-    name: str,
-    database: str,
-    definition: StudyDefinition,
-    environment: dict[str, Any],
-) -> None:
+def note_identity(directory: Path, ours: StudyFile) -> None:
     """Write whose the directory is, where nobody else was faster.
 
     Raises:
@@ -157,15 +159,8 @@ def note_identity(
     """
     path = directory / NAME
     there, is_unreadable = _read(path)
-    values = {
-        "study": identity,
-        "name": name,
-        "database": database,
-        "definition": definition.model_dump(mode="json"),
-        "environment": environment,
-    }
     try:
-        data = json.dumps(values).encode()
+        data = json.dumps(ours.to_json()).encode()
         if is_unreadable or (there is not None and _is_outdated(there, json.loads(data))):
             replace(path, data)
         elif there is None:
@@ -178,19 +173,13 @@ def note_identity(
         raise EnvironmentFault(f"cannot write {path}: {reason}") from error
     there, _ = _read(path)
     if there is not None:
-        refuse_strangers(Beside(directory, there), study=name, identity=identity, database=database)
+        beside = Beside(directory, there)
+        refuse_strangers(beside, study=ours.name, identity=ours.identity, database=ours.database)
 
 
 def _is_outdated(there: StudyFile, values: dict[str, Any]) -> bool:
     """Whether the file is of this study, and what it says of it has changed."""
-    said = {
-        "study": there.identity,
-        "name": there.name,
-        "database": there.database,
-        "definition": there.definition,
-        "environment": there.environment,
-    }
-    return there.identity == values["study"] and said != values
+    return there.identity == values["study"] and there.to_json() != values
 
 
 def read_identity(directory: Path) -> StudyFile | None:

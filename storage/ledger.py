@@ -43,7 +43,13 @@ class Tries:
         return attempts(self._failed.get(config, ()), config, since=since)
 
     def to_retry(self, *, since: int) -> tuple[TrialConfig, ...]:
-        """See `recovery.to_retry`."""
+        """Return what came to nothing, fewer than three times, and never concluded.
+
+        In the order in which it was first tried.
+
+        Args:
+            since: number of the first trial of this run: an earlier run's failures are tried anew.
+        """
         left = (c for c in self._open if self.attempts(c, since=since) < MAX_ATTEMPTS)
         return tuple(left)
 
@@ -133,7 +139,7 @@ class Ledger:
         return self._tries.attempts(config, since=since)
 
     def to_retry(self, *, since: int = 0) -> tuple[TrialConfig, ...]:
-        """Return what the search tries again; see `recovery.to_retry`."""
+        """Return what the search tries again; see `Tries.to_retry`."""
         return self._tries.to_retry(since=since)
 
     def trials_spent(self, *, since: int = 0) -> int:

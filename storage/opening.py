@@ -21,15 +21,17 @@ from optuna.exceptions import ExperimentalWarning
 
 from search_spaces.errors import EnvironmentFault, InputError, quote
 from storage import mapping
-from storage.database import close, faults, open_for_reading, open_for_writing, patiently
+from storage.database import close, faults, open_for_writing, patiently, reader_of
 from storage.definition import StudyDefinition, differences, names_cost
-from storage.identity import look_beside, note_identity, refuse_strangers
+from storage.identity import StudyFile, look_beside, note_identity, refuse_strangers
+from storage.keys import DEFINITION, IDENTITY, RUNS
 from storage.lease import lease_for
 from storage.patience import PATIENCE, Patience
-from storage.reading import DEFINITION, IDENTITY, RUNS, understood
+from storage.reading import understood
+from storage.sampler_view import SearchStorage
 from storage.spool import NAME as SPOOL
 from storage.spool import Spool
-from storage.stored import refuse_unreadable
+from storage.stored import refuse_unreadable, stored_identity
 from storage.study import OpenStudy
 from storage.urls import DatabaseUrl, parse_url
 
@@ -69,11 +71,7 @@ def open_study(
             created or changed.
         EnvironmentFault: the database is not to be had, or another driver has the study.
     """
-    if not _NAME.fullmatch(name) or len(name.encode()) > NAME_BYTES_MAX:
-        raise InputError(
-            f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
-            f"got {quote(name)}"
-        )
+    _check_name(name)
     database, patience = parse_url(url), replace(patience)
     _refuse_strangers(name, database, home)
     with ExitStack() as undo:
@@ -84,30 +82,16 @@ def open_study(
         with faults(database), understood(name):
             patiently(lease.acquire, patience=patience)
             patiently(partial(refuse_unreadable, storage.engine, name), patience=patience)
-            create = partial(
-                optuna.create_study,
-                study_name=name,
-                storage=storage,
-                sampler=sampler,
-                pruner=optuna.pruners.NopPruner(),
-                directions=mapping.directions(definition.space.objectives),
-                load_if_exists=True,
-            )
-            # Other drivers may be writing into the same file: their locks pass.
-            study = patiently(create, patience=patience, storage=storage)
+            study = _created(name, definition, sampler, storage, patience)
             agree = partial(_check_agreement, study, definition, database)
             was_resumed = patiently(agree, patience=patience, storage=storage)
             note = partial(_note_run, study, definition, _this_run(environment))
             identity = patiently(note, patience=patience, storage=storage)
+            beside = StudyFile(
+                identity, name, str(database), definition.model_dump(mode="json"), dict(environment)
+            )
             try:
-                note_identity(
-                    home / name,
-                    identity=identity,
-                    name=name,
-                    database=str(database),
-                    definition=definition,
-                    environment=dict(environment),
-                )
+                note_identity(home / name, beside)
             except EnvironmentFault as fault:
                 warn(f"{fault}; the database goes on without it")
             except InputError:
@@ -115,7 +99,6 @@ def open_study(
                 if not was_resumed:
                     optuna.delete_study(study_name=name, storage=storage)
                 raise
-            spool = Spool(home / name / SPOOL, identity)
             opened = OpenStudy(
                 study,
                 definition,
@@ -124,12 +107,41 @@ def open_study(
                 storage,
                 database,
                 lease,
-                spool,
+                Spool(home / name / SPOOL, identity),
                 patience,
                 warn,
             )
         undo.pop_all()
     return opened
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name) or len(name.encode()) > NAME_BYTES_MAX:
+        raise InputError(
+            f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
+            f"got {quote(name)}"
+        )
+
+
+def _created(
+    name: str,
+    definition: StudyDefinition,
+    sampler: optuna.samplers.BaseSampler,
+    storage: SearchStorage,
+    patience: Patience,
+) -> optuna.Study:
+    """Return the study of that name, created where there is none."""
+    create = partial(
+        optuna.create_study,
+        study_name=name,
+        storage=storage,
+        sampler=sampler,
+        pruner=optuna.pruners.NopPruner(),
+        directions=mapping.directions(definition.space.objectives),
+        load_if_exists=True,
+    )
+    # Other drivers may be writing into the same file: their locks pass.
+    return patiently(create, patience=patience, storage=storage)
 
 
 def _refuse_strangers(name: str, database: DatabaseUrl, home: Path) -> None:
@@ -142,17 +154,8 @@ def _refuse_strangers(name: str, database: DatabaseUrl, home: Path) -> None:
 
 def _stored_identity(name: str, database: DatabaseUrl) -> str | None:
     """Return the identity of the database's study; None where it has none of that name."""
-    storage = open_for_reading(database)
-    if storage is None:
-        return None
-    try:
-        with faults(database):
-            stored = storage.get_study_user_attrs(storage.get_study_id_from_name(name))
-    except KeyError:
-        return None
-    finally:
-        close(storage)
-    return str(stored.get(IDENTITY) or "")
+    with reader_of(database) as engine:
+        return None if engine is None else stored_identity(engine, name)
 
 
 def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: DatabaseUrl) -> bool:

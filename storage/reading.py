@@ -26,11 +26,6 @@ from storage.definition import (
 )
 from storage.identity import look_beside, lost_words, stranger_words
 from storage.kept import unsettled, unsettled_words
-from storage.keys import DEFINITION as DEFINITION
-from storage.keys import ENDED as ENDED
-from storage.keys import IDENTITY as IDENTITY
-from storage.keys import RUNS as RUNS
-from storage.keys import WALL_SECONDS as WALL_SECONDS
 from storage.lease import Holder, lease_for
 from storage.ranking import rank_study
 from storage.spool import NAME as SPOOL

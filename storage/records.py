@@ -265,6 +265,9 @@ class Lost(_Frozen):
         return values
 
 
+INTERRUPTED = Lost(detail=_INTERRUPTED_WORDING, is_interrupted=True)
+"""Of a trial that was cancelled."""
+
 Outcome = Annotated[
     Measured
     | PrunedSlow

@@ -1,5 +1,5 @@
 """Owns what a study goes on from after a crash: how trials ended whose driver did not see it, and
-which configurations are tried again. Knows nothing of databases.
+how often a configuration was tried in vain. Knows nothing of databases.
 """
 
 from __future__ import annotations
@@ -85,33 +85,6 @@ def _took_its_driver_along(record: TrialRecord) -> bool:
 def is_kept(record: TrialRecord) -> bool:
     """Whether its result is known and on disk, so that running it again would be in vain."""
     return isinstance(record.outcome, Lost) and record.outcome.is_kept
-
-
-def to_retry(records: Iterable[TrialRecord], *, since: int = 0) -> tuple[TrialConfig, ...]:
-    """Return what was lost, crashed or timed out fewer than three times and never concluded.
-
-    In the order in which they were first tried.
-
-    Args:
-        records: of one study.
-        since: number of the first trial of this run: an earlier run's failures are tried anew.
-    """
-    known = tuple(records)
-    concluded = {
-        record.config.key()
-        for record in known
-        if record.verdict not in RETRYABLE or is_kept(record)
-    }
-    open_configs = {
-        record.config.key(): record.config
-        for record in known
-        if record.config.key() not in concluded
-    }
-    return tuple(
-        config
-        for config in open_configs.values()
-        if attempts(known, config, since=since) < MAX_ATTEMPTS
-    )
 
 
 def next_number(records: Iterable[TrialRecord]) -> int:

@@ -198,9 +198,15 @@ def count_stored_trials(engine: sqlalchemy.Engine, name: str) -> int | None:
         return int(connection.execute(query).scalar_one())
 
 
-def stored_identity(engine: sqlalchemy.Engine, name: str) -> str:
-    """Return the identity of a study; empty where it has none, or none that can be read."""
+def stored_identity(engine: sqlalchemy.Engine, name: str) -> str | None:
+    """Return the identity of a study; None where there is none of that name.
+
+    Empty where it has no identity, or none that can be read.
+    """
     with engine.connect() as connection:
+        of_that_name = select(_STUDIES.c.study_id).where(_STUDIES.c.study_name == name)
+        if connection.execute(of_that_name).first() is None:
+            return None
         rows = connection.execute(_studies_of(_STUDIES.c.study_name == name)).all()
     texts = {key: text for _, _, key, text in rows}
     try:

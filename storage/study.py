@@ -34,12 +34,12 @@ from storage.kept import (
     unsettled,
     unsettled_words,
 )
+from storage.keys import ENDED, IDENTITY, WALL_SECONDS
 from storage.lease import Lease
 from storage.ledger import Ledger
 from storage.outcome_file import NAME as OUTCOME
 from storage.outcome_file import OutcomeFile
 from storage.patience import Patience
-from storage.reading import ENDED, IDENTITY, WALL_SECONDS
 from storage.records import (
     SEARCH,
     Errand,

@@ -11,13 +11,12 @@ from collections.abc import Callable
 
 from search_spaces import redaction
 from search_spaces.errors import CardLost
-from storage.records import CrashCause, Crashed, Ineffective, Lost, Outcome, Phase, TimedOut
+from storage.records import CrashCause, Crashed, Ineffective, Outcome, Phase, TimedOut
 from sweep.processes import End
 
 Failure = Callable[..., Outcome]
 """What a trial without an answer came to: of the phase it was in, how its worker then ended, and
 the ``words`` that it printed last."""
-INTERRUPTED = Lost(detail="interrupted", is_interrupted=True)
 _HOST_MEMORY = re.compile(r"std::bad_alloc|Cannot allocate memory|\bMemoryError\b")
 """What is printed last by a process that the host refused memory, and that gave up over it."""
 _DETAIL_MAX = 1000

@@ -11,8 +11,8 @@ from typing import Self
 from search_spaces.config import TrialConfig
 from search_spaces.space import StepBudget
 from storage.records import (
+    INTERRUPTED,
     Invalid,
-    Lost,
     Measured,
     Measurement,
     Outcome,
@@ -22,8 +22,6 @@ from storage.records import (
     over_budget,
 )
 from sweep.running.runner import Observer, Progress, keep_going
-
-_LOST = Lost(detail="interrupted", is_interrupted=True)
 
 
 def not_recorded(config: TrialConfig) -> Outcome:
@@ -84,7 +82,7 @@ class ReplayRunner:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
         one."""
         if self._is_cancelled:
-            return _LOST
+            return INTERRUPTED
         self.ran.append(config)
         self.attempts.append(attempt)
         if is_soak:
@@ -95,7 +93,7 @@ class ReplayRunner:
         for beat in _beats(outcome, tokens_per_step=config.tokens_per_step, steps=steps):
             self._pause()
             if self._is_cancelled:
-                return _LOST
+                return INTERRUPTED
             if observe(beat) and isinstance(outcome, Measured) and beat.phase == "measure":
                 return PrunedSlow(
                     measurement=_cut_short(outcome.measurement, steps_measured=beat.step)

@@ -21,7 +21,7 @@ from search_spaces.space import StepBudget, Weights
 from storage import outcome_file
 from storage.definition import Target
 from storage.outcome_file import OutcomeFile
-from storage.records import Outcome, Phase
+from storage.records import INTERRUPTED, Outcome, Phase
 from sweep.processes import End, oom_kills
 from sweep.running import ends
 from sweep.running.child import (
@@ -114,7 +114,7 @@ class SupervisedRunner:
             EnvironmentFault: no worker can be started, or none can use the device.
         """
         if self._is_cancelled:
-            return ends.INTERRUPTED
+            return INTERRUPTED
         if self._lost is not None:
             raise self._lost
         command = RunCommand(
@@ -276,7 +276,7 @@ class SupervisedRunner:
         """
         end, words = self._discard(patience=patience)
         if self._is_cancelled:
-            return ends.INTERRUPTED
+            return INTERRUPTED
         left = self._left_behind(command)
         if left is not None and left != before:
             return left

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from search_spaces.errors import CardLost, EnvironmentFault
 from storage.records import (
+    INTERRUPTED,
     RETRYABLE,
     Crashed,
     Lost,
@@ -30,9 +31,6 @@ FAILURES_IN_A_ROW = 5
 REMEASURED_AT_MOST = 2
 NEIGHBOUR = "neighbour"
 REMEASURED = "remeasured"
-
-
-_INTERRUPTED = Lost(detail="interrupted", is_interrupted=True)
 
 
 def lost_with_the_card(error: CardLost) -> Lost:
@@ -72,7 +70,7 @@ def _run_or_interrupted(run: Callable[[], Outcome]) -> Outcome:
     try:
         return run()
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def is_disturbed(outcome: Outcome) -> bool:

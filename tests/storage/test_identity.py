@@ -14,7 +14,7 @@ import pytest
 
 from reports.page import write_report
 from search_spaces.errors import InputError
-from storage.identity import NAME, look_beside, note_identity, read_identity
+from storage.identity import NAME, StudyFile, look_beside, note_identity, read_identity
 from storage.reading import list_studies, read_study
 from storage.removal import remove_study
 from tests.storage.builders import a_definition, open_it, run_one
@@ -128,6 +128,16 @@ def test_a_study_of_an_earlier_version_is_taken_in(home: Path, url: str) -> None
         assert (file.identity, file.name, file.database) == (study.identity, "study", url)
 
 
+def test_a_database_that_cannot_be_read_is_refused_in_words_beside_the_studys_files(
+    home: Path, url: str
+) -> None:
+    drive_once(url, home)
+    with closing(sqlite3.connect(home / "sweep.db")) as connection, connection:
+        connection.execute("UPDATE study_user_attributes SET value_json = 'x' WHERE key = 'runs'")
+    with pytest.raises(InputError, match="its runs is no JSON"):
+        open_it(url, home)
+
+
 def test_a_directory_with_nothing_of_a_study_is_no_hindrance(home: Path, url: str) -> None:
     (home / "study").mkdir(parents=True)
     (home / "study" / "notes.txt").write_text("mine")
@@ -186,14 +196,7 @@ def test_a_planted_link_is_replaced_and_not_followed(home: Path, tmp_path: Path)
     (home / "study").mkdir(parents=True)
     (home / "study" / NAME).symlink_to(victim)
     assert look_beside(home / "study").is_file_unreadable
-    note_identity(
-        home / "study",
-        identity="one",
-        name="study",
-        database="sqlite:///x.db",
-        definition=a_definition(),
-        environment={},
-    )
+    note_identity(home / "study", StudyFile("one", "study", "sqlite:///x.db", {}, {}))
     assert victim.read_text() == "mine"
     assert not os.path.islink(home / "study" / NAME)
 

@@ -17,7 +17,7 @@ from storage.records import (
     TimedOut,
     TrialRecord,
 )
-from storage.recovery import MAX_ATTEMPTS, attempts, next_number, to_retry
+from storage.recovery import MAX_ATTEMPTS, attempts, is_kept, next_number
 from tests.storage.builders import a_record, fits
 
 OUTCOMES = (
@@ -46,6 +46,13 @@ def trials(draw: st.DrawFn) -> list[TrialRecord]:
         )
         for number in numbers
     ]
+
+
+def to_retry(records: Sequence[TrialRecord], *, since: int = 0) -> tuple[TrialConfig, ...]:
+    """What never concluded and was tried fewer than three times, by looking at all trials."""
+    concluded = {r.config for r in records if r.verdict not in RETRYABLE or is_kept(r)}
+    never = dict.fromkeys(r.config for r in records if r.config not in concluded)
+    return tuple(c for c in never if attempts(records, c, since=since) < MAX_ATTEMPTS)
 
 
 def spent_of(records: Sequence[TrialRecord], *, since: int) -> int:

@@ -6,8 +6,9 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
+from storage.ledger import Ledger
 from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut, TrialRecord
-from storage.recovery import attempts, next_number, to_retry
+from storage.recovery import attempts, next_number
 from storage.spool import Spool
 from tests.storage.builders import a_record, fits
 
@@ -74,12 +75,12 @@ def test_what_came_to_nothing_is_tried_three_times_at_most(
     outcomes: list[Outcome], is_retried: bool
 ) -> None:
     records = [a_record(number, outcome) for number, outcome in enumerate(outcomes)]
-    assert bool(to_retry(records)) == is_retried
+    assert bool(Ledger(records).to_retry()) == is_retried
 
 
 def test_configurations_are_retried_in_the_order_in_which_they_were_first_tried() -> None:
     records = [a_record(i, CRASH, batch=batch) for i, batch in enumerate((8, 2, 4, 8))]
-    assert [config.micro_batch_size for config in to_retry(records)] == [8, 2, 4]
+    assert [config.micro_batch_size for config in Ledger(records).to_retry()] == [8, 2, 4]
     assert attempts(records, TrialConfig(micro_batch_size=8)) == 2
 
 
@@ -92,15 +93,15 @@ def test_a_new_run_tries_anew_what_failed_in_the_last(
     outcome: Outcome, seconds: float, is_retried: bool
 ) -> None:
     records = [a_record(number, outcome, device_seconds=seconds) for number in range(3)]
-    assert bool(to_retry(records, since=next_number(records))) is is_retried
-    assert not to_retry(records)
+    assert bool(Ledger(records).to_retry(since=next_number(records))) is is_retried
+    assert not Ledger(records).to_retry()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_what_was_interrupted_is_no_attempt_however_often_and_however_early(seconds: float) -> None:
     records = [a_record(number, INTERRUPTED, device_seconds=seconds) for number in range(9)]
     assert attempts(records, records[0].config) == 0
-    assert to_retry(records, since=next_number(records)) == (records[0].config,)
+    assert Ledger(records).to_retry(since=next_number(records)) == (records[0].config,)
 
 
 def test_what_an_earlier_version_said_was_interrupted_is() -> None:
