@@ -23,6 +23,7 @@ from search_spaces.errors import EnvironmentFault, InputError, quote
 from storage import mapping
 from storage.database import close, faults, open_for_reading, open_for_writing, patiently
 from storage.definition import StudyDefinition, differences, names_cost
+from storage.files import sweep_temporary
 from storage.identity import look_beside, note_identity, refuse_strangers
 from storage.lease import lease_for
 from storage.patience import PATIENCE, Patience
@@ -115,6 +116,7 @@ def open_study(
                 if not was_resumed:
                     optuna.delete_study(study_name=name, storage=storage)
                 raise
+            sweep_temporary(home / name)
             spool = Spool(home / name / SPOOL, identity)
             opened = OpenStudy(
                 study,
