@@ -11,6 +11,7 @@ from typing import Self
 from search_spaces.config import TrialConfig
 from search_spaces.space import StepBudget
 from storage.records import (
+    Attempt,
     Invalid,
     Lost,
     Measured,
@@ -65,7 +66,7 @@ class ReplayRunner:
         self._is_cancelled = False
         self.ran: list[TrialConfig] = []
         """Every configuration that was run, in order."""
-        self.attempts: list[str | None] = []
+        self.attempts: list[Attempt | None] = []
         """The identity of each of those runs' attempts."""
         self.soaked: list[TrialConfig] = []
         """Those of them that were soaks."""
@@ -79,7 +80,7 @@ class ReplayRunner:
         steps: StepBudget,
         observe: Observer = keep_going,
         is_soak: bool = False,
-        attempt: str | None = None,
+        attempt: Attempt | None = None,
     ) -> Outcome:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
         one."""
