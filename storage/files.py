@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -165,6 +166,19 @@ def is_temporary(path: Path) -> bool:
     return re.fullmatch(rf"\.[0-9a-f]{{16}}{re.escape(_TEMPORARY)}", path.name) is not None
 
 
+def sweep_temporary(directory: Path) -> None:
+    """Remove what writers that were killed left in a directory, and nothing else that is there.
+
+    What somebody is still writing is locked, and stays; so does what cannot be removed.
+    """
+    with contextlib.suppress(OSError):
+        for path in filter(is_temporary, directory.iterdir()):
+            with contextlib.suppress(OSError), open_reading(path) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file.fileno()).st_uid == os.geteuid():
+                    path.unlink()
+
+
 def _swap_in(path: Path, data: bytes, *, mode: int | None, is_durable: bool = True) -> None:
     """Write a file of a random name beside ``path`` and give it that name.
 
@@ -179,13 +193,16 @@ def _swap_in(path: Path, data: bytes, *, mode: int | None, is_durable: bool = Tr
     descriptor = os.open(temporary, flags, 0o666 if mode is None else PRIVATE_FILE)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            # Not every file system has locks; the file is then not told from one left behind.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if mode is not None and mode != PRIVATE_FILE:
                 os.fchmod(descriptor, mode)
             file.write(data)
+            file.flush()
             if is_durable:
-                file.flush()
                 os.fsync(descriptor)
-        temporary.replace(path)
+            temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()

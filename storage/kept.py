@@ -157,6 +157,11 @@ def _settled_attempts(known: Iterable[TrialRecord]) -> frozenset[str]:
     )
 
 
+def has_settled(record: TrialRecord, known: Iterable[TrialRecord]) -> bool:
+    """Whether the database has a result of this attempt."""
+    return record.attempt_id in _settled_attempts(known)
+
+
 def _legacy_key(record: TrialRecord, study_id: str) -> tuple[object, ...]:
     """Return what tells one attempt of an earlier version from another."""
     carried = record.carried

@@ -23,6 +23,7 @@ from search_spaces.errors import EnvironmentFault, InputError, quote
 from storage import mapping
 from storage.database import close, faults, open_for_writing, patiently, reader_of
 from storage.definition import StudyDefinition, differences, names_cost
+from storage.files import sweep_temporary
 from storage.identity import StudyFile, look_beside, note_identity, refuse_strangers
 from storage.keys import DEFINITION, IDENTITY, RUNS
 from storage.lease import lease_for
@@ -99,6 +100,7 @@ def open_study(
                 if not was_resumed:
                     optuna.delete_study(study_name=name, storage=storage)
                 raise
+            sweep_temporary(home / name)
             opened = OpenStudy(
                 study,
                 definition,

@@ -2,7 +2,8 @@
 
 Between the end of a training and the driver's hearing of it both may die. Whoever comes after asks
 for the outcome by the attempt's identity and its configuration: what does not agree in both is
-none. Knows nothing of processes or databases.
+none. It names all that a result names, so that one whose trial is gone can still be kept. Knows
+nothing of processes or databases.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pydantic import TypeAdapter
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, words_of
 from storage.files import open_reading, replace
-from storage.records import Outcome
+from storage.records import Attempt, Outcome
 
 NAME = "outcome.json"
 """Of the file, in the study's directory."""
@@ -27,22 +28,32 @@ _OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
 
 
 @dataclass(frozen=True)
+class Left:
+    """What a worker left."""
+
+    attempt: Attempt
+    config: TrialConfig
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
 class OutcomeFile:
     """The file of one worker, which runs one attempt after another: it holds the last one's.
 
-    The one before was told by the time the next begins, so that nothing more is to be kept.
+    The one before was told by the time the next begins, or spooled by the driver that found it, so
+    that nothing more is to be kept.
     """
 
     path: Path
 
-    def write(self, attempt: str, config: TrialConfig, outcome: Outcome) -> None:
+    def write(self, attempt: Attempt, config: TrialConfig, outcome: Outcome) -> None:
         """Put the outcome in the place of the last one, and wait until the disk has it.
 
         Raises:
             EnvironmentFault: it cannot be written; the last one is then still there.
         """
         entry = {
-            "attempt": attempt,
+            "attempt": attempt.model_dump(mode="json"),
             "config": config.model_dump(mode="json"),
             "outcome": _OUTCOME.dump_python(outcome, mode="json"),
         }
@@ -55,8 +66,16 @@ class OutcomeFile:
     def take(self, attempt: str, config: TrialConfig) -> Outcome | None:
         """Return the outcome of this very attempt; None where it, or its configuration, is another.
 
-        Whatever else may stand under that name is no outcome, and never an error. It stays where it
-        is until the next one: whoever took it may die before it is told.
+        It stays where it is until the next one: whoever took it may die before it is told.
+        """
+        left = self.read()
+        is_its = left is not None and (left.attempt.id, left.config) == (attempt, config)
+        return left.outcome if left is not None and is_its else None
+
+    def read(self) -> Left | None:
+        """Return what was left last, whatever it is of.
+
+        Whatever else may stand under that name is no outcome, and never an error.
         """
         try:
             with open_reading(self.path) as file:
@@ -64,9 +83,10 @@ class OutcomeFile:
             if len(data) > BYTES_MAX:
                 return None
             entry = json.loads(data)
-            if entry["attempt"] != attempt:
-                return None
-            is_its = TrialConfig.model_validate(entry["config"]) == config
-            return _OUTCOME.validate_python(entry["outcome"]) if is_its else None
+            return Left(
+                Attempt.model_validate(entry["attempt"]),
+                TrialConfig.model_validate(entry["config"]),
+                _OUTCOME.validate_python(entry["outcome"]),
+            )
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None

@@ -308,6 +308,17 @@ class Errand(_Frozen):
 SEARCH = Errand()
 
 
+class Attempt(Errand):
+    """One run of a configuration as its study began it: what a result is a result of."""
+
+    id: str
+    """Of this attempt alone; a number may come to stand for another, in a restored copy."""
+    study: str
+    """Identity of the study, whatever that is called."""
+    number: int
+    started_at: str
+
+
 class Carried(_Frozen):
     """Where a trial was measured that another study took over."""
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from search_spaces.config import TrialConfig
-from storage.definition import RunningTrial
+from storage.definition import RunningTrial, StudyDefinition
+from storage.outcome_file import OutcomeFile
 from storage.records import (
     RETRYABLE,
     Errand,
@@ -16,6 +17,7 @@ from storage.records import (
     OutOfMemory,
     TrialRecord,
     Verdict,
+    held_to_budget,
 )
 
 MAX_ATTEMPTS = 3
@@ -54,6 +56,42 @@ def ended_unseen(
         return record
     seconds = measured.setup_seconds + measured.measured_seconds
     return record.model_copy(update={"device_seconds": seconds, "wall_seconds": seconds})
+
+
+def record_left(
+    file: OutcomeFile, *, definition: StudyDefinition, study: str, known: Iterable[TrialRecord]
+) -> TrialRecord | None:
+    """Return what a worker left on disk as the record of its attempt, whatever became of its trial.
+
+    Args:
+        file: of the study's directory.
+        definition: of the study.
+        study: its identity.
+        known: every finished trial of it.
+
+    Returns:
+        None where nothing was left, where that is another study's, or where another process had a
+        hand in it.
+    """
+    left = file.read()
+    if left is None or left.attempt.study != study or is_disturbed(left.outcome):
+        return None
+    of = left.attempt
+    trial = RunningTrial(
+        of.number, left.config, of.started_at, of.purpose, of.confirms, of.series, of.id
+    )
+    before = [
+        record
+        for record in known
+        if record.number < of.number and (record.purpose, record.series) == (of.purpose, of.series)
+    ]
+    return ended_unseen(
+        trial,
+        left.config,
+        held_to_budget(left.outcome, budget_bytes=definition.target.budget_bytes),
+        is_baseline=left.config == definition.space.baseline_config(),
+        attempt=attempts(before, left.config) + 1,
+    )
 
 
 def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int = 0) -> int:

@@ -25,8 +25,10 @@ from storage import mapping
 from storage.database import close, faults, patiently
 from storage.definition import RunningTrial, StudyDefinition
 from storage.kept import (
+    WORTH_KEEPING,
     Unsettled,
     has_result,
+    has_settled,
     how_begun,
     is_of,
     kept_among,
@@ -42,13 +44,12 @@ from storage.outcome_file import OutcomeFile
 from storage.patience import Patience
 from storage.records import (
     SEARCH,
+    Attempt,
     Errand,
     Lost,
-    Outcome,
     TrialRecord,
-    held_to_budget,
 )
-from storage.recovery import attempts, ended_unseen, errand_of, is_disturbed
+from storage.recovery import attempts, ended_unseen, errand_of, record_left
 from storage.sampler_view import SearchStorage
 from storage.spool import Spool
 from storage.stored import read_stored_trials, refuse_unreadable_trials, unreadable_in_words
@@ -122,13 +123,16 @@ class OpenStudy:
         Call it before the first `ask`. A trial that ended but was not told is told from the spool,
         or from what its worker left on disk. One that was running is recorded as lost: the lease
         says that nobody runs it any more. What was lost, crashed or timed out is returned until it
-        was tried three times. A spooled result whose trial is another by now is kept and said.
+        was tried three times. A result whose trial is another by now is kept in the spool and said.
         """
         self._patiently(self._empty_queue)
+        left = self._left()
+        if left is not None:
+            self._keep_what_was_left(left)
         found = self._unsettled()
         waiting = {record.number: record for record in found.waiting}
         for frozen in self._patiently(lambda: self._trials(TrialState.RUNNING)):
-            record = waiting.get(frozen.number) or self._unseen(frozen)
+            record = waiting.get(frozen.number) or self._unseen(frozen, left)
             if record is None:
                 self._patiently(partial(self._close_unbegun, frozen.number))
             else:
@@ -244,12 +248,12 @@ class OpenStudy:
 
     def begin(
         self, trial: Trial, config: TrialConfig, started_at: str, *, errand: Errand = SEARCH
-    ) -> str:
+    ) -> Attempt:
         """Store the configuration before it runs, so that a driver's death loses only the run.
 
         Returns:
-            The identity of this attempt, which its result must name: a number alone may come to
-            stand for another configuration, in a database that was restored from a copy.
+            This attempt, which its result must name: a number alone may come to stand for another
+            configuration, in a database that was restored from a copy.
         """
         identity = uuid.uuid4().hex
         self._open = TrialRecord(
@@ -273,7 +277,13 @@ class OpenStudy:
         with suppress(*_CLOSED):
             self._patiently(attempt)
         self._begun[trial.number] = identity
-        return identity
+        return Attempt(
+            id=identity,
+            study=self.identity,
+            number=trial.number,
+            started_at=started_at,
+            **errand.model_dump(),
+        )
 
     def tell(self, trial: Trial, record: TrialRecord) -> TrialRecord:
         """Keep a result of a trial that `ask` returned: spooled and fsynced first, then told.
@@ -466,7 +476,7 @@ class OpenStudy:
         trials = map(how_begun, self._trials(TrialState.RUNNING))
         return [trial for trial in trials if trial is not None]
 
-    def _unseen(self, frozen: FrozenTrial) -> TrialRecord | None:
+    def _unseen(self, frozen: FrozenTrial, left: TrialRecord | None) -> TrialRecord | None:
         """Return the record of a trial that its driver did not see the end of.
 
         What its worker left on disk, or that it was lost; None where it had no whole configuration.
@@ -478,25 +488,40 @@ class OpenStudy:
                 "it is closed"
             )
             return None
+        if left is not None and is_of(left, trial):
+            return left
         config = trial.config or self._config_of_params(frozen.params)
         if config is None:
             return None
         return ended_unseen(
             trial,
             config,
-            self._left(trial) or Lost(detail="the driver ended while the trial ran"),
+            Lost(detail="the driver ended while the trial ran"),
             is_baseline=config == self.definition.space.baseline_config(),
             attempt=attempts(self.on_errand(errand_of(trial)), config) + 1,
         )
 
-    def _left(self, trial: RunningTrial) -> Outcome | None:
-        """Return what a trial's worker left on disk; None where it did not come to that."""
-        if trial.config is None or trial.attempt_id is None:
-            return None
-        left = OutcomeFile(self._spool.path.with_name(OUTCOME)).take(trial.attempt_id, trial.config)
-        if left is None or is_disturbed(left):
-            return None
-        return held_to_budget(left, budget_bytes=self.definition.target.budget_bytes)
+    def _left(self) -> TrialRecord | None:
+        """Return what the last worker left on disk; None where all of that is known already."""
+        left = record_left(
+            OutcomeFile(self._spool.path.with_name(OUTCOME)),
+            definition=self.definition,
+            study=self.identity,
+            known=self.ledger.all,
+        )
+        return None if left is None or has_settled(left, self.ledger.all) else left
+
+    def _keep_what_was_left(self, left: TrialRecord) -> None:
+        """Spool what a worker left where no open trial takes it, before the next one's replaces it.
+
+        Raises:
+            EnvironmentFault: it cannot be kept. It stays where it is.
+        """
+        is_taken = any(is_of(left, trial) for trial in self._patiently(self._running))
+        is_nothing = left.verdict not in WORTH_KEEPING
+        if is_taken or is_nothing or left.attempt_id in {r.attempt_id for r in self._spool.read()}:
+            return
+        self._spool.append(left)
 
     def _config_of_params(self, params: Mapping[str, Any]) -> TrialConfig | None:
         """Return the configuration of a trial that never began; None where it is not whole."""

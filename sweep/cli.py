@@ -101,7 +101,7 @@ def run(
 
     Options of a configuration are held fixed and the rest of the space is searched.
     """
-    from sweep.terminal import commands
+    from sweep.terminal import driving
 
     if no_confirm and soak is not None:
         raise InputError("--no-confirm and --soak are both given: keep one")
@@ -115,7 +115,7 @@ def run(
         "seed": seed,
         "sampler": sampler,
     }
-    return commands.run(
+    return driving.run(
         space,
         overrides=overrides,
         held=configuration,
@@ -238,9 +238,9 @@ def confirm(
 
     Then it trains for a while in one go.
     """
-    from sweep.terminal import commands
+    from sweep.terminal import driving
 
-    return commands.confirm(study, typed=_soak(soak) or {}, storage=storage, as_json=as_json)
+    return driving.confirm(study, typed=_soak(soak) or {}, storage=storage, as_json=as_json)
 
 
 @app.command(epilog=opt.examples("sweep best a10", "sweep best a10 --json"))

@@ -12,6 +12,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.space import StepBudget
 from storage.records import (
     INTERRUPTED,
+    Attempt,
     Invalid,
     Measured,
     Measurement,
@@ -63,7 +64,7 @@ class ReplayRunner:
         self._is_cancelled = False
         self.ran: list[TrialConfig] = []
         """Every configuration that was run, in order."""
-        self.attempts: list[str | None] = []
+        self.attempts: list[Attempt | None] = []
         """The identity of each of those runs' attempts."""
         self.soaked: list[TrialConfig] = []
         """Those of them that were soaks."""
@@ -77,7 +78,7 @@ class ReplayRunner:
         steps: StepBudget,
         observe: Observer = keep_going,
         is_soak: bool = False,
-        attempt: str | None = None,
+        attempt: Attempt | None = None,
     ) -> Outcome:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
         one."""

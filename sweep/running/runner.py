@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 from search_spaces.config import TrialConfig
 from search_spaces.space import StepBudget
-from storage.records import Outcome, Phase
+from storage.records import Attempt, Outcome, Phase
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Runner(Protocol):
         steps: StepBudget,
         observe: Observer = keep_going,
         is_soak: bool = False,
-        attempt: str | None = None,
+        attempt: Attempt | None = None,
     ) -> Outcome:
         """Train ``config`` for a few steps and say how that ended.
 
-        Whoever measures may leave the outcome on disk under the identity of the ``attempt`` (see
+        Whoever measures may leave the outcome on disk as that of the ``attempt`` (see
         `storage.outcome_file`), so that a death on the way to the caller loses nothing.
 
         A soak trains on however steady its steps are, until the steps or the seconds are spent,

@@ -21,7 +21,7 @@ from search_spaces.space import StepBudget, Weights
 from storage import outcome_file
 from storage.definition import Target
 from storage.outcome_file import OutcomeFile
-from storage.records import INTERRUPTED, Outcome, Phase
+from storage.records import INTERRUPTED, Attempt, Outcome, Phase
 from sweep.processes import End, oom_kills
 from sweep.running import ends
 from sweep.running.child import (
@@ -105,7 +105,7 @@ class SupervisedRunner:
         steps: StepBudget,
         observe: Observer = keep_going,
         is_soak: bool = False,
-        attempt: str | None = None,
+        attempt: Attempt | None = None,
     ) -> Outcome:
         """See `runner.Runner.run`.
 
@@ -287,7 +287,7 @@ class SupervisedRunner:
     def _left_behind(self, command: RunCommand) -> Outcome | None:
         if command.attempt is None:
             return None
-        return self._outcomes.take(command.attempt, command.config)
+        return self._outcomes.take(command.attempt.id, command.config)
 
     def _timed_out(self, patience: Patience) -> ends.Failure:
         silence = f"no sign of life for {self._deadlines.start:g} s"

@@ -17,7 +17,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.knobs import ComputeDtype
 from search_spaces.redaction import visible
 from search_spaces.space import StepBudget, Weights
-from storage.records import Outcome, Phase
+from storage.records import Attempt, Outcome, Phase
 
 
 class _Message(BaseModel):
@@ -51,8 +51,8 @@ class RunCommand(_Message):
     """Train until the budget is spent, with an evaluation pass and a checkpoint on the way."""
     run_id: str = ""
     """Of this command, for the answer to name."""
-    attempt: str | None = None
-    """Identity of the attempt, under which its outcome is left on disk."""
+    attempt: Attempt | None = None
+    """Under which its outcome is left on disk; None where it is nobody's to be kept."""
 
 
 class StopCommand(_Message):

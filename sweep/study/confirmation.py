@@ -22,6 +22,7 @@ from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_en
 from storage.objectives import is_sound
 from storage.ranking import Ranking, rank
 from storage.records import (
+    Attempt,
     Crashed,
     Errand,
     Measured,
@@ -275,8 +276,7 @@ class _Begun:
     handle: Trial
     is_baseline: bool
     attempt: int
-    attempt_id: str
-    started_at: str
+    identity: Attempt
     began: float
     """By the driver's clock."""
     device_seconds: float = 0.0
@@ -377,11 +377,11 @@ class _Confirming:
         """Ask storage for a run and mark it begun."""
         began, started_at = self.clock(), datetime.now(UTC).isoformat(timespec="milliseconds")
         handle = self.study.ask_again()
-        attempt_id = self.study.begin(handle, run.config, started_at, errand=run.errand)
+        identity = self.study.begin(handle, run.config, started_at, errand=run.errand)
         attempt = attempts(self.study.on_errand(run.errand), run.config) + 1
         is_baseline = run.config == self.study.definition.space.baseline_config()
         self.on_event(TrialStarted(handle.number, run.config, is_baseline, attempt, run.errand))
-        return _Begun(run, handle, is_baseline, attempt, attempt_id, started_at, began)
+        return _Begun(run, handle, is_baseline, attempt, identity, began)
 
     def _outcome_of(self, begun: _Begun) -> Outcome:
         """Run one configuration."""
@@ -404,8 +404,8 @@ class _Confirming:
             outcome=outcome,
             is_baseline=begun.is_baseline,
             attempt=begun.attempt,
-            attempt_id=begun.attempt_id,
-            started_at=begun.started_at,
+            attempt_id=begun.identity.id,
+            started_at=begun.identity.started_at,
             wall_seconds=self.clock() - begun.began,
             device_seconds=begun.device_seconds,
             **begun.run.errand.model_dump(),
@@ -432,7 +432,7 @@ class _Confirming:
                     steps=steps,
                     observe=observe,
                     is_soak=is_soak,
-                    attempt=begun.attempt_id,
+                    attempt=begun.identity,
                 ),
                 budget_bytes=self.study.definition.target.budget_bytes,
             ),

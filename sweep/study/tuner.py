@@ -17,6 +17,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault
 from storage.ranking import Ranking, rank
 from storage.records import (
+    Attempt,
     Outcome,
     OutOfMemory,
     PredictionRecord,
@@ -130,8 +131,7 @@ class _OpenTrial:
     expected: Expected
     is_baseline: bool
     attempt: int
-    attempt_id: str
-    started_at: str
+    begun: Attempt
     started_seconds: float
     prediction: PredictionRecord | None = None
     refused: Outcome | None = None
@@ -288,7 +288,7 @@ class _Driver:
                         trial.config,
                         steps=self._space.steps,
                         observe=observe,
-                        attempt=trial.attempt_id,
+                        attempt=trial.begun,
                     ),
                     budget_bytes=self.study.definition.target.budget_bytes,
                 ),
@@ -314,8 +314,8 @@ class _Driver:
             outcome=outcome,
             is_baseline=trial.is_baseline,
             attempt=trial.attempt,
-            attempt_id=trial.attempt_id,
-            started_at=trial.started_at,
+            attempt_id=trial.begun.id,
+            started_at=trial.begun.started_at,
             wall_seconds=self.clock() - trial.started_seconds,
             device_seconds=trial.device_seconds or 0.0,
             prediction=trial.prediction,
@@ -354,14 +354,13 @@ class _Driver:
             distributions = {} if params is None else self._encoding.distributions
             handle = self.study.ask(distributions, params=params)
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        attempt_id = self.study.begin(handle, config, started_at)
+        begun = self.study.begin(handle, config, started_at)
         trial = _OpenTrial(
             handle=handle,
             expected=self.preflight.expect(config),
             is_baseline=config == self._baseline,
             attempt=self.study.ledger.attempts(config) + 1,
-            attempt_id=attempt_id,
-            started_at=started_at,
+            begun=begun,
             started_seconds=started_seconds,
         )
         self.on_event(

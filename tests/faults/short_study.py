@@ -32,7 +32,7 @@ from storage.definition import StudyDefinition
 from storage.lease import lease_for
 from storage.outcome_file import OutcomeFile
 from storage.reading import read_study
-from storage.records import RETRYABLE, Lost, Measured, Measurement, Outcome, TrialRecord
+from storage.records import RETRYABLE, Attempt, Lost, Measured, Measurement, Outcome, TrialRecord
 from storage.study import OpenStudy
 from storage.urls import parse_url
 from sweep.paths import worker_log_path
@@ -200,7 +200,7 @@ def supervised(place: Place, fault: Fault) -> Runner:
     )
 
 
-def leave(place: Place, attempt: str | None, config: TrialConfig, outcome: Outcome) -> None:
+def leave(place: Place, attempt: Attempt | None, config: TrialConfig, outcome: Outcome) -> None:
     """Leave a measurement on disk, as the worker does before it answers, come what may of that."""
     assert attempt is not None
     with contextlib.suppress(EnvironmentFault):

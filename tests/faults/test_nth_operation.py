@@ -17,9 +17,6 @@ import pytest
 from tests.faults.nth_operation import every
 
 ROOT = Path(__file__).parents[2]
-_LEFT = "a writer that was killed leaves its temporary file"
-NOT_YET = {("file write", "killed"): _LEFT, ("file write", "killed after"): _LEFT}
-"""What does not hold yet, by operation and kind, with the reason."""
 QUICK = {
     "database": (
         "storage call:killed:31",
@@ -47,15 +44,7 @@ def swept(*sweeps: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "what",
-    [
-        "database",
-        "files",
-        pytest.param("temporary files", marks=pytest.mark.xfail(reason=_LEFT, strict=True)),
-        "worker",
-    ],
-)
+@pytest.mark.parametrize("what", QUICK)
 def test_a_fault_at_one_operation_of_many_loses_nothing(what: str) -> None:
     results = swept(*QUICK[what])
     assert [words for result in results for words in result["broken"]] == []
@@ -63,9 +52,7 @@ def test_a_fault_at_one_operation_of_many_loses_nothing(what: str) -> None:
 
 
 def _param(operation: str, kind: str) -> Any:
-    reason = NOT_YET.get((operation, kind))
-    marks = () if reason is None else pytest.mark.xfail(reason=reason, strict=True)
-    return pytest.param(operation, kind, marks=marks, id=f"{kind} at {operation}")
+    return pytest.param(operation, kind, id=f"{kind} at {operation}")
 
 
 @pytest.mark.faults

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import optuna
@@ -34,7 +33,7 @@ from storage import lease, outcome_file
 from storage.database import Patience, close, open_for_reading, open_for_writing
 from storage.outcome_file import OutcomeFile
 from storage.reading import read_study
-from storage.records import Crashed, Lost, Outcome, TrialRecord
+from storage.records import Attempt, Crashed, Lost, Outcome, TrialRecord
 from storage.study import OpenStudy
 from storage.urls import parse_url
 from tests.storage.builders import BATCHES, DISTRIBUTIONS, fits, open_it
@@ -50,7 +49,7 @@ class Run:
 
     number: int
     batch: int
-    attempt: str | None
+    attempt: Attempt
     is_measured: bool = False
     is_given_up: bool = False
     """Whether the driver said that its result could be kept nowhere: disk and database failed."""
@@ -347,7 +346,6 @@ class Study(RuleBasedStateMachine):
 
     def _leave(self, run: Run) -> bool:
         """Leave a measurement on disk, as the worker does before it answers; False if it cannot."""
-        assert run.attempt is not None
         file = OutcomeFile(self.home / NAME / outcome_file.NAME)
         try:
             with self._disk():
@@ -381,8 +379,7 @@ class Study(RuleBasedStateMachine):
 
 def _record(number: int, run: Run, outcome: Outcome) -> TrialRecord:
     config = TrialConfig(micro_batch_size=run.batch)
-    known: dict[str, Any] = {"attempt_id": run.attempt} if run.attempt else {}
-    return TrialRecord(number=number, config=config, outcome=outcome, **known)
+    return TrialRecord(number=number, config=config, outcome=outcome, attempt_id=run.attempt.id)
 
 
 @contextmanager
@@ -455,6 +452,14 @@ HISTORIES = {
     "a trial failed from outside, its result left by the worker, and another trial after it": (
         "resume ask:1 kill_driver_before_it_hears fail_from_outside resume ask:2 finish look"
     ),
+    "a copy without the trial whose result was left by the worker, and another trial after it": (
+        "resume copy_database ask:1 kill_driver_before_it_hears restore_copy resume ask:2 finish "
+        "look kill_driver resume ask:4 finish look"
+    ),
+    "a result left by the worker that a full disk keeps from being spooled": (
+        "resume ask:1 kill_driver_before_it_hears fail_from_outside fill_disk resume free_disk "
+        "resume ask:2 finish look"
+    ),
     "a disk that is full while a result comes, and a database that is healthy": (
         "resume ask:1 fill_disk finish free_disk resume look"
     ),
@@ -473,21 +478,7 @@ HISTORIES = {
 }
 
 
-NOT_YET = {
-    "a trial failed from outside, its result left by the worker, and another trial after it": (
-        "the next worker's outcome takes the place of one that nobody has taken"
-    ),
-}
-"""What does not hold yet, with the reason."""
-
-
-def _param(name: str) -> Any:
-    reason = NOT_YET.get(name)
-    marks = () if reason is None else pytest.mark.xfail(reason=reason, strict=True)
-    return pytest.param(HISTORIES[name], marks=marks, id=name)
-
-
-@pytest.mark.parametrize("history", [_param(name) for name in HISTORIES])
+@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 def test_after_every_step_of_a_history_what_was_measured_is_kept(history: str) -> None:
     machine = Study()
     try:

@@ -13,7 +13,7 @@ from search_spaces.gpus import GIB
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
 from storage.opening import open_study
-from storage.records import SEARCH, Errand, Measured, Measurement, Outcome, TrialRecord
+from storage.records import SEARCH, Attempt, Errand, Measured, Measurement, Outcome, TrialRecord
 from storage.study import OpenStudy
 
 BATCHES = (1, 2, 4, 8)
@@ -108,9 +108,21 @@ def run_one(
     return study.tell(trial, begun(study, trial, record))
 
 
+def an_attempt(study: OpenStudy, record: TrialRecord) -> Attempt:
+    """Return what a result of a study is a result of."""
+    assert record.attempt_id is not None
+    assert record.started_at is not None
+    return Attempt(
+        id=record.attempt_id,
+        study=study.identity,
+        number=record.number,
+        started_at=record.started_at,
+    )
+
+
 def begun(
     study: OpenStudy, trial: optuna.Trial, record: TrialRecord, *, errand: Errand = SEARCH
 ) -> TrialRecord:
     """Begin a trial and return its result-to-be, with the identity that it was begun under."""
-    attempt = study.begin(trial, record.config, STARTED_AT, errand=errand)
+    attempt = study.begin(trial, record.config, STARTED_AT, errand=errand).id
     return record.model_copy(update={"attempt_id": attempt, "started_at": STARTED_AT})

@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 
 from storage.outcome_file import OutcomeFile
 from storage.spool import Spool
-from tests.storage.builders import DISTRIBUTIONS, a_record, begun, fits, open_it
+from tests.storage.builders import DISTRIBUTIONS, a_record, an_attempt, begun, fits, open_it
 
 MOMENTS = ("queued", "asked", "begun", "left", "spooled", "telling", "told")
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def drive(url: str, home: Path, name: str, moment: str, trials: int) -> None:
                 die()
             if moment == "left":
                 left = OutcomeFile(home / name / "outcome.json")
-                left.write(record.attempt_id or "", record.config, record.outcome)
+                left.write(an_attempt(study, record), record.config, record.outcome)
                 die()
             if moment == "spooled":
                 Spool(home / name / "spool.jsonl", study.identity).append(record)

@@ -154,3 +154,30 @@ def test_the_users_own_output_follows_links_and_the_umask(
     files.write_chosen(path, b"second")
     assert (mode(target), target.read_bytes()) == (0o640, b"second")
     assert sorted(os.listdir(tmp_path)) == ["link", "target"]
+
+
+def test_what_killed_writers_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    left, linked, other = (f".{digit * 16}.sweep.tmp" for digit in "abc")
+    (tmp_path / left).write_bytes(b"half")
+    (tmp_path / "victim").write_bytes(b"mine")
+    (tmp_path / linked).symlink_to(tmp_path / "victim")
+    (tmp_path / other).mkdir()
+    (tmp_path / ".notes.sweep.tmp").touch()
+    files.sweep_temporary(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [linked, other, ".notes.sweep.tmp", "victim"]
+    files.sweep_temporary(tmp_path / "missing")
+
+
+def test_what_is_still_being_written_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept = []
+
+    def meanwhile(descriptor: int) -> None:
+        files.sweep_temporary(tmp_path)
+        swept.append(os.listdir(tmp_path))
+
+    monkeypatch.setattr(files.os, "fsync", meanwhile)
+    files.replace(tmp_path / "file", b"new")
+    assert all(len(names) == 1 for names in swept)
+    assert (tmp_path / "file").read_bytes() == b"new"

@@ -14,11 +14,12 @@ import pytest
 from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB
 from storage.outcome_file import OutcomeFile
 from storage.reading import read_study
 from storage.records import (
+    Attempt,
     Crashed,
     Errand,
     Lost,
@@ -35,6 +36,7 @@ from tests.storage.builders import (
     DISTRIBUTIONS,
     STARTED_AT,
     a_record,
+    an_attempt,
     begun,
     fits,
     open_it,
@@ -113,6 +115,11 @@ def test_a_result_whose_trial_was_closed_from_outside_is_kept_and_said_and_the_l
     assert [w for w in snapshot.warnings if command in w]
     assert sorted(r.config.micro_batch_size for r in snapshot.records) == [1, 2]
     said.clear()
+    if meddle is complete_from_outside:
+        # Nobody can tell any more what ran there: no trial of sweep's ends without a record.
+        with pytest.raises(InputError, match=r"trial 1 cannot be read(.|\n)*--from study"):
+            open_it(url, home)
+        return
     with open_it(url, home, warn=said.append) as study:
         study.recover()
     assert any(command in line for line in said)
@@ -307,6 +314,9 @@ def test_a_number_that_comes_twice_after_a_deletion_is_passed_over(home: Path, u
 # What a worker left whose driver died.
 
 
+OTHER = Attempt(id="other", study="another", number=0, started_at=STARTED_AT)
+
+
 def left_behind(study: OpenStudy) -> OutcomeFile:
     return OutcomeFile(study._spool.path.with_name("outcome.json"))
 
@@ -316,7 +326,7 @@ def test_what_a_worker_left_is_the_result_of_a_trial_whose_driver_died(
 ) -> None:
     with open_it(url, home) as study:
         _, record = begin(study)
-        left_behind(study).write(record.attempt_id or "", record.config, fits(1234.0))
+        left_behind(study).write(an_attempt(study, record), record.config, fits(1234.0))
     with open_it(url, home) as study:
         assert study.recover() == ()
         (told,) = study.records()
@@ -355,7 +365,7 @@ def test_what_a_worker_left_is_judged_as_if_its_driver_had_lived(
 ) -> None:
     with open_it(url, home) as study:
         _, record = begin(study)
-        left_behind(study).write(record.attempt_id or "", record.config, left)
+        left_behind(study).write(an_attempt(study, record), record.config, left)
     with open_it(url, home) as study:
         study.recover()
         assert [r.verdict for r in study.records()] == [verdict]
@@ -364,21 +374,59 @@ def test_what_a_worker_left_is_judged_as_if_its_driver_had_lived(
 def test_what_a_worker_left_of_another_attempt_or_configuration_is_none(
     home: Path, url: str
 ) -> None:
-    for changes in ({"attempt": "other"}, {"config": TrialConfig(micro_batch_size=1)}):
+    for changes in ({"attempt": OTHER}, {"config": TrialConfig(micro_batch_size=1)}):
         with open_it(url, home) as study:
             _, record = begin(study)
-            values: dict[str, Any] = {"attempt": record.attempt_id, "config": record.config}
+            values: dict[str, Any] = {"attempt": an_attempt(study, record), "config": record.config}
             left_behind(study).write(**(values | changes), outcome=fits())
         with open_it(url, home) as study:
             study.recover()
             assert study.records()[-1].verdict is Verdict.LOST
 
 
+@pytest.mark.parametrize("what", ["failed from outside", "deleted"])
+def test_what_a_worker_left_of_a_trial_that_is_no_longer_open_is_kept_before_another_runs(
+    home: Path, url: str, what: str
+) -> None:
+    with open_it(url, home) as study:
+        errand = Errand(purpose="confirm", series=1, confirms=0)
+        first = run_one(study, batch=4)
+        trial = study.ask_again()
+        attempt = study.begin(trial, first.config, STARTED_AT, errand=errand)
+        left_behind(study).write(attempt, first.config, fits(1234.0))
+    closed = "UPDATE trials SET state = 'FAIL' WHERE state = 'RUNNING'"
+    gone = "DELETE FROM trials WHERE state = 'RUNNING'"
+    execute(url, closed if what == "failed from outside" else gone)
+    for _ in range(2):
+        said: list[str] = []
+        with open_it(url, home, warn=said.append) as study:
+            study.recover()
+            (kept,) = [r for r in study._spool.read() if r.attempt_id == attempt.id]
+        assert "the result of trial 1 (fits) is kept in" in " ".join(said)
+    assert kept.outcome == fits(1234.0)
+    assert (kept.number, kept.started_at, kept.attempt) == (1, STARTED_AT, 1)
+    assert (kept.purpose, kept.series, kept.confirms) == ("confirm", 1, 0)
+
+
+def test_nothing_is_kept_of_what_was_told_or_is_another_studys(home: Path, url: str) -> None:
+    with open_it(url, home) as study:
+        _, record = begin(study, batch=4)
+        mine = an_attempt(study, record)
+        left_behind(study).write(mine, record.config, fits(5.0))
+    with open_it(url, home) as study:
+        study.recover()
+        left_behind(study).write(OTHER, record.config, fits(6.0))
+    with open_it(url, home) as study:
+        study.recover()
+        assert [r.outcome for r in study.records()] == [fits(5.0)]
+        assert study._spool.read() == ()
+
+
 def test_a_spooled_result_goes_before_what_the_worker_left(home: Path, url: str) -> None:
     with open_it(url, home) as study:
         _, record = begin(study, fits(1000.0))
         study._spool.append(record)
-        left_behind(study).write(record.attempt_id or "", record.config, fits(2.0))
+        left_behind(study).write(an_attempt(study, record), record.config, fits(2.0))
     with open_it(url, home) as study:
         study.recover()
         assert study.records() == (record,)

@@ -21,7 +21,7 @@ from sweep.cli import guarded, main
 from sweep.predict.memory.profiles import Structure
 from sweep.predict.memory.tracing_children import TracingChild
 from sweep.study.session import default_study_name
-from sweep.terminal.commands import _progress
+from sweep.terminal.driving import _progress
 from sweep.terminal.summary import why_invalid
 from tests.reports.synthetic import fits, record, snapshot
 from tests.sweep.simulated_device import MODEL, a_space

@@ -25,7 +25,7 @@ from sweep import cli
 from sweep.processes import STOP_SIGNALS
 from sweep.running.replay import ReplayRunner
 from sweep.study.session import drive
-from sweep.terminal import commands
+from sweep.terminal import driving
 from tests.sweep.simulated_device import a_measurement
 
 ROOT = str(Path(cli.__file__).parents[1])
@@ -42,7 +42,7 @@ def measured(config: TrialConfig) -> Outcome:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
     new_runner = partial(ReplayRunner, otherwise=measured)
-    monkeypatch.setattr(commands, "drive", partial(drive, new_runner=lambda _: new_runner()))
+    monkeypatch.setattr(driving, "drive", partial(drive, new_runner=lambda _: new_runner()))
     # Whoever started the suite may have them ignored.
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:

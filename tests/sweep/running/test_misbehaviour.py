@@ -18,7 +18,7 @@ from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from storage.records import Crashed, Diverged, Lost, Outcome, TimedOut
+from storage.records import Attempt, Crashed, Diverged, Lost, Outcome, TimedOut
 from sweep.processes import End
 from sweep.running.child import WorkerProcess
 from sweep.running.patience import Deadlines
@@ -39,6 +39,7 @@ QUICK = Deadlines(
     closed=0.5,
     end=10,
 )
+ATTEMPT = Attempt(id="a1", study="s1", number=0, started_at="2025-01-01T00:00:00+00:00")
 ANSWERED = Diverged(step=7, detail="as asked")
 IN_TIME = 9.0
 """Far more than the longest limit here and a worker's start."""
@@ -72,7 +73,11 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ran(
-    runner: SupervisedRunner, rank: int, *, attempt: str | None = None, steps: StepBudget = STEPS
+    runner: SupervisedRunner,
+    rank: int,
+    *,
+    attempt: Attempt | None = None,
+    steps: StepBudget = STEPS,
 ) -> Outcome:
     began = time.monotonic()
     outcome = runner.run(TrialConfig(lora_rank=rank), steps=steps, attempt=attempt)
@@ -250,17 +255,17 @@ def test_what_an_outcome_says_in_words_can_be_stored_and_shown(start: Start) -> 
 
 @pytest.mark.parametrize("rank", [how.LEAVE_AND_DIE, how.LEAVE_AND_HANG])
 def test_what_was_left_on_disk_before_the_end_is_the_result(start: Start, rank: int) -> None:
-    assert ran(start(), rank, attempt="a1") == ANSWERED
+    assert ran(start(), rank, attempt=ATTEMPT) == ANSWERED
 
 
 @pytest.mark.parametrize("rank", [how.LEAVE_ANOTHER_AND_DIE, how.ANSWER_LEAVE_AND_DIE_NEXT])
 def test_what_is_on_disk_of_another_run_or_configuration_is_not(start: Start, rank: int) -> None:
     runner = start()
-    outcome = ran(runner, rank, attempt="a1")
+    outcome = ran(runner, rank, attempt=ATTEMPT)
     if rank == how.ANSWER_LEAVE_AND_DIE_NEXT:
         # The same attempt, run again: another process had disturbed it, say.
         assert outcome == ANSWERED
-        outcome = ran(runner, rank, attempt="a1")
+        outcome = ran(runner, rank, attempt=ATTEMPT)
     assert isinstance(outcome, Crashed), outcome
 
 
@@ -324,7 +329,7 @@ def test_a_worker_that_nothing_ends_is_the_cards_loss_and_is_said_once_and_for_a
 
 def test_what_was_measured_before_the_card_was_lost_is_kept(start: Start) -> None:
     runner = start(process=Unkillable)
-    assert ran(runner, how.LEAVE_AND_HANG, attempt="a1") == ANSWERED
+    assert ran(runner, how.LEAVE_AND_HANG, attempt=ATTEMPT) == ANSWERED
     with pytest.raises(CardLost):
         ran(runner, how.FINE)
 

@@ -14,7 +14,7 @@ import torch
 from search_spaces.config import TrialConfig
 from search_spaces.space import StepBudget
 from storage.outcome_file import OutcomeFile
-from storage.records import Crashed, Diverged, Outcome
+from storage.records import Attempt, Crashed, Diverged, Outcome
 from sweep.running.wire import Finished, RunCommand, WorkerMessage, to_line
 from sweep.running.worker import _serve
 
@@ -41,7 +41,12 @@ class Trained:
         )
 
 
-def served(end: Outcome | BaseException, path: Path, *, attempt: str | None = "a1") -> list[Any]:
+ATTEMPT = Attempt(id="a1", study="s1", number=0, started_at="2025-01-01T00:00:00+00:00")
+
+
+def served(
+    end: Outcome | BaseException, path: Path, *, attempt: Attempt | None = ATTEMPT
+) -> list[Any]:
     """Return what was sent, each with what was on disk at that moment."""
     command = RunCommand(config=CONFIG, steps=StepBudget(), run_id="r1", attempt=attempt)
     outcomes, sent = OutcomeFile(path), []
