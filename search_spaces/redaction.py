@@ -343,7 +343,10 @@ _VARIABLE = (
     r"(?:(?<=[A-Z0-9]_)(?<!EOS_)(?<!BOS_)(?<!PAD_)(?<!UNK_)(?<!CLS_)(?<!SEP_)(?<!MASK_)"
     r"(?:TOKEN|KEY|PAT|PASS|PW|APIKEY))"
 )
-_IN_QUERY = r"(?:(?<=[?&;])(?i:token|key|sig|signature|pwd|pass|auth|code|jwt))"
+_IN_QUERY = (
+    r"(?:(?<=[?&;])(?i:token|key|sig|signature|pwd|auth|code|jwt|pass(?!file)\w{0,12}|psswo?r?d))"
+)
+"""A password's name mistyped too: where no server knows it, the error quotes it."""
 _PLAIN_TOKEN = r"(?:(?<![\w-])(?i:token))"
 _ONE_QUOTED = (
     r"\"(?:[^\"\\]|\\.){0,1000}+\"|'(?:[^'\\]|\\.){0,1000}+'"
