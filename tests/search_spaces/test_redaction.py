@@ -225,6 +225,12 @@ def test_texts_of_ours_are_left_as_they_are() -> None:
                 assert redact(line) == line, path
 
 
+def test_a_password_that_is_a_word_of_our_documents_is_not_told_by_its_stars() -> None:
+    remember("attention", "all-linear")
+    document = {"attention": "sdpa", "target_modules": "all-linear", "url": "pg://u:attention@h"}
+    assert redacted(document) == {**document, "url": f"pg://u:{redaction.STARS}@h"}
+
+
 def test_plain_values_are_redacted_leaf_by_leaf_and_stay_plain() -> None:
     values = {"a": ["postgresql://u:pw@h/db", 1, None], "password": "x", "n": {"token": 5}, "p": 1}
     clean = redacted(values)
