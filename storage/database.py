@@ -352,13 +352,15 @@ def _prepare_file(url: SqliteUrl) -> None:
 
 def _is_file(url: SqliteUrl) -> bool:
     try:
-        is_directory = stat.S_ISDIR(url.path.stat().st_mode)
+        kind = url.path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
         raise EnvironmentFault(f"cannot open database {url}: {error.strerror}") from error
-    if is_directory:
+    if stat.S_ISDIR(kind):
         raise EnvironmentFault(f"database {url}: {url.path} is a directory; name a file in it")
+    if not stat.S_ISREG(kind):
+        raise EnvironmentFault(f"database {url}: {url.path} is no file: remove it, or name another")
     return True
 
 

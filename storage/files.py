@@ -34,8 +34,12 @@ def make_directory(path: Path) -> None:
     """Make a directory and those above it where they are missing, for their owner alone.
 
     Raises:
-        OSError: it cannot be made, or something else is in its place.
+        OSError: it cannot be made, something else is in its place, or another user put it, or a
+            link to it, into a directory that everybody writes to.
     """
+    there = _lstat(path)
+    if there is not None:
+        _require_owner(path, there)
     missing = []
     while not path.is_dir():
         missing.append(path)

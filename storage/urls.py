@@ -16,7 +16,8 @@ from search_spaces.documents import home_expanded
 from search_spaces.errors import InputError
 from search_spaces.redaction import redact, remember
 
-_EXAMPLE = "postgresql://user:password@host:port/database"
+_EXAMPLE = "postgresql://user@host:port/database"
+"""With no password in it: what is printed would show stars in its place."""
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 _SCHEMES = ("sqlite", "sqlite+pysqlite", *_POSTGRESQL)
 # In a URL that is none, whatever is between the first ':' and the last '@' may be a password.
@@ -104,9 +105,11 @@ def _parse_postgresql(url: str) -> PostgresUrl:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
         # The original may quote the part with the password, so it is not chained.
-        raise InputError(f"storage '{redact(url)}' is malformed: {_EXAMPLE}") from None
+        raise InputError(
+            f"storage '{redact(url)}' is malformed; it reads like {_EXAMPLE}"
+        ) from None
     if not parsed.database:
-        raise InputError(f"storage '{redact(url)}' names no database: {_EXAMPLE}")
+        raise InputError(f"storage '{redact(url)}' names no database; it reads like {_EXAMPLE}")
     text = parsed.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
     values = [parsed.password or ""]
     for key, value in parsed.query.items():

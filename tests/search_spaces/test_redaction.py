@@ -42,6 +42,7 @@ def nothing_known() -> Iterator[None]:
         f"postgresql://u:two\n{SECRET}@h/db",
         f"url=postgresql%3A%2F%2Fu%3A{SECRET}%40h%2Fdb&x=1",
         f"postgresql://h:5432/db?user=u&password={SECRET}",
+        f"postgresql://h:5432/db?user=u&passwrd={SECRET}",
         f"host=h password='a b\\' {SECRET}' user=u",
         f"PGPASSWORD={SECRET} psql",
         f'{{"password": "a \\" {SECRET}"}}',
@@ -69,6 +70,7 @@ def test_a_secret_does_not_survive(text: str) -> None:
         'password authentication failed for user "u"',
         "eos_token='</s>', pad_token=0, max_tokens=512, num_key_value_heads=8",
         "storage: a:b@c",
+        "postgresql://h/db?passfile=/home/me/.pgpass&user=u",
         "hf_transfer and hf_quantizer of hf_hub_download",
     ],
 )
@@ -104,6 +106,8 @@ FORMS: dict[str, Callable[[str], str]] = {
 def test_no_password_survives_in_any_form(form: str, password: str) -> None:
     # What reads as a port to whoever does not know that it is none; too few letters are in stars.
     assume(re.match(r"\d{0,5}([/?#\s,;:'\"`)\]}>|.]|$)", password) is None)
+    # A line that has an '@' is the URL's last: only a password that is known goes on behind it.
+    assume(re.search(r"@[^\n]*\n", password) is None)
     assume("\n\n" not in password and len(set(password) - {"*"}) > 2)
     assume(password not in FORMS[form]("Q" * 8))
     text = FORMS[form](password)
@@ -219,6 +223,12 @@ def test_texts_of_ours_are_left_as_they_are() -> None:
         for line in path.read_text(encoding="utf-8").splitlines():
             if "password" not in line.lower() and "***" not in line:
                 assert redact(line) == line, path
+
+
+def test_a_password_that_is_a_word_of_our_documents_is_not_told_by_its_stars() -> None:
+    remember("attention", "all-linear")
+    document = {"attention": "sdpa", "target_modules": "all-linear", "url": "pg://u:attention@h"}
+    assert redacted(document) == {**document, "url": f"pg://u:{redaction.STARS}@h"}
 
 
 def test_plain_values_are_redacted_leaf_by_leaf_and_stay_plain() -> None:

@@ -142,6 +142,24 @@ def test_a_strangers_file_in_a_directory_of_everybody_is_refused(tmp_path: Path)
         append(path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_strangers_directory_in_a_directory_of_everybody_is_refused(
+    is_link: bool, tmp_path: Path
+) -> None:
+    shared, theirs = tmp_path / "shared", tmp_path / "theirs"
+    for directory in (shared, theirs):
+        directory.mkdir(mode=0o755)
+    study = shared / "study"
+    study.symlink_to(theirs) if is_link else study.mkdir()
+    os.chown(study, 12345, -1, follow_symlinks=False)
+    append(study / "before")
+    shared.chmod(0o1777)
+    for write in (append, replace):
+        with pytest.raises(OSError, match="belongs to another user"):
+            write(study / "file")
+
+
 def test_the_users_own_output_follows_links_and_the_umask(
     tmp_path: Path, umask: None, request: pytest.FixtureRequest
 ) -> None:

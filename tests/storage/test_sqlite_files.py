@@ -82,6 +82,15 @@ def test_a_directory_in_place_of_the_file_is_a_fault(home: Path) -> None:
             action(f"sqlite:///{home}", home)
 
 
+@pytest.mark.timeout(10)
+def test_a_pipe_in_place_of_the_file_is_a_fault_at_once(home: Path) -> None:
+    home.mkdir()
+    os.mkfifo(home / "sweep.db")
+    for action in (open_it, list_studies):
+        with pytest.raises(EnvironmentFault, match=r"sweep\.db is no file: remove it"):
+            action(f"sqlite:///{home}/sweep.db", home)
+
+
 def test_a_directory_that_cannot_be_made_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file", Path("/proc")):

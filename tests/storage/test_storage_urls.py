@@ -47,7 +47,10 @@ def test_every_spelling_of_postgresql_means_psycopg_3(scheme: str) -> None:
         ("sqlite:///:memory:", "keeps nothing"),
         ("sqlite:///x.db?mode=ro", "not supported"),
         ("postgresql://u:secret@h", "names no database"),
-        ("postgresql://u:secret@h:port/d", "malformed"),
+        (
+            "postgresql://u:secret@h:port/d",
+            "malformed; it reads like postgresql://user@host:port/database",
+        ),
         ("postgresql://u:sec@ret:x@h:port/d", "malformed"),
         ("", "is no database URL; did you mean 'sqlite:///runs/sweep.db'"),
         ("u:secret@h/d", "storage 'u:\\*\\*\\*@h/d' is no database URL; did you mean 'postgresql:"),
