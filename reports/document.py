@@ -16,6 +16,7 @@ from reports import uncertainty, units
 from reports.outcomes import VERDICT_LABELS, reason
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB, gpu_catalogue
+from search_spaces.redaction import shown
 from storage.definition import StudySnapshot
 from storage.objectives import is_sound
 from storage.ranking import Ranking, rank_study
@@ -141,7 +142,7 @@ def class_names(snapshot: StudySnapshot, ranking: Ranking) -> dict[int, str]:
     first: dict[Any, str] = {}
     return {
         r.number: first.setdefault(
-            ranking.capacity_class(r.config), units.visible(uncertainty.capacity(r.config))
+            ranking.capacity_class(r.config), shown(uncertainty.capacity(r.config))
         )
         for r in snapshot.records
     }

@@ -6,7 +6,7 @@ with a ``figures`` attribute brings those figures with it. Every trial is in the
 `document` has it; the scripts in `templates/scripts` draw, sort and explain from there.
 
 Everything from a study is escaped: in markup by the template, in scripts by the JSON encoder, and
-in both it is without secrets and what works unseen (`units.visible`). A content security policy
+in both it is without secrets and what works unseen (`redaction.shown`). A content security policy
 allows the page's own scripts by their hashes and no connection at all.
 """
 
@@ -26,7 +26,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.io.json import to_json_plotly
 
-from reports import units
 from reports.comparison import Comparison
 from reports.decision import decision_of
 from reports.document import document_of, no_document
@@ -40,7 +39,7 @@ from reports.next_steps import next_steps_of
 from reports.trials import trials_of
 from reports.wall import wall_of
 from search_spaces.errors import EnvironmentFault
-from search_spaces.redaction import redacted
+from search_spaces.redaction import redacted, shown
 from storage.definition import StudySnapshot
 from storage.files import replace, write_chosen
 
@@ -170,12 +169,12 @@ def _page_data(document: Mapping[str, Any], figures: Iterable[PageFigure]) -> st
     drawings = {figure.id: {**figure.plain, "controls": figure.controls} for figure in figures}
     data = {"document": document, "figures": drawings, "themes": themes()}
     # The same words come again and again in the trials of a study.
-    return str(to_json_plotly(redacted(data, clean=cache(units.visible))))
+    return str(to_json_plotly(redacted(data, clean=cache(shown))))
 
 
 def _finalized(value: Any) -> Any:
     """Return what a template prints: markup of ours as it is, of all other text what is seen."""
-    return value if isinstance(value, Markup) else units.visible(str(value))
+    return value if isinstance(value, Markup) else shown(str(value))
 
 
 @cache

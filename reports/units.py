@@ -11,16 +11,9 @@ from typing import Any
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.knobs import CAPACITY_KEYS, KNOBS, SIZE_KEYS
-from search_spaces.redaction import shown
 
 DASH = "–"
 MIB = 2**20
-
-
-def visible(text: str) -> str:
-    """Return a text of the user's or of a library without secrets, and without what works unseen:
-    ``\\u202e`` is written out for that character. Line feeds and tabs stay."""
-    return shown(text)
 
 
 def is_known(value: float | None) -> bool:

@@ -25,6 +25,7 @@ from reports.figures.style import (
     panels,
 )
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
+from search_spaces.redaction import shown
 from storage.records import Verdict
 
 MEASURED_SPEED = "tokens_per_second"
@@ -184,7 +185,7 @@ def _label(setting: Mapping[str, Any], keys: Sequence[str]) -> str:
     capacity = [units.phrase(key, setting[key]).removeprefix("adapters ") for key in first]
     others = [units.phrase(key, setting[key]) for key in rest]
     words = [*size, *([" ".join(capacity)] if capacity else []), *others]
-    text = units.visible(", ".join(words))
+    text = shown(", ".join(words))
     return text if len(text) <= LABEL_CHARACTERS else f"{text[: LABEL_CHARACTERS - 1]}…"
 
 

@@ -18,6 +18,7 @@ from reports.confirmation import (
 )
 from reports.outcomes import verdict_words
 from reports.summary import emulation_note, summary_of
+from search_spaces import redaction
 from search_spaces.config import TrialConfig
 from search_spaces.errors import quote
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
@@ -228,7 +229,7 @@ def studies_text(
 
 
 def _study_row(study: StudySummary | UnreadableStudy) -> tuple[str, ...]:
-    name, trials = units.visible(study.name), units.count(study.trials)
+    name, trials = redaction.shown(study.name), units.count(study.trials)
     if isinstance(study, UnreadableStudy):
         return name, units.DASH, units.DASH, trials, "cannot be read", *[units.DASH] * 3
     return (

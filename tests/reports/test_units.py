@@ -113,20 +113,3 @@ def test_little_memory_is_told_in_mib(count: float, text: str) -> None:
 )
 def test_progress_beyond_the_end_says_so(done: int, total: int, text: str) -> None:
     assert units.out_of(done, total) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain, ünï, 中文, ✕, 😀", "plain, ünï, 中文, ✕, 😀"),
-        ("two\n\tlines", "two\n\tlines"),
-        ("gpj\u202e.exe", r"gpj\u202e.exe"),
-        ("a\u2066b\u200bc\ufeffd\u2028e", r"a\u2066b\u200bc\ufeffd\u2028e"),
-        ("\x1b[31mred\x07\r\x85", r"\x1b[31mred\x07\x0d\x85"),
-        ("\ud800", r"\ud800"),
-        ("\U000e0041", r"\U000e0041"),
-        ("\u3164", r"\u3164"),
-    ],
-)
-def test_what_works_unseen_is_written_out(text: str, shown: str) -> None:
-    assert units.visible(text) == shown

@@ -241,3 +241,20 @@ def test_plain_values_are_redacted_leaf_by_leaf_and_stay_plain() -> None:
         "p": 1,
     }
     assert redacted(clean) == clean
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("plain, ünï, 中文, ✕, 😀", "plain, ünï, 中文, ✕, 😀"),
+        ("two\n\tlines", "two\n\tlines"),
+        ("gpj\u202e.exe", r"gpj\u202e.exe"),
+        ("a\u2066b\u200bc\ufeffd\u2028e", r"a\u2066b\u200bc\ufeffd\u2028e"),
+        ("\x1b[31mred\x07\r\x85", r"\x1b[31mred\x07\x0d\x85"),
+        ("\ud800", r"\ud800"),
+        ("\U000e0041", r"\U000e0041"),
+        ("\u3164", r"\u3164"),
+    ],
+)
+def test_what_works_unseen_is_written_out(text: str, seen: str) -> None:
+    assert redaction.shown(text) == seen
