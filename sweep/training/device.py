@@ -340,12 +340,11 @@ class CpuDevice:
         if self._budget is not None:
             others = _private_bytes() - (self.allocated_bytes() or 0)
             limit = others + self._budget + _NET_BYTES
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+            _limit_data(limit)
 
     def _disarm(self) -> None:
         if self._budget is not None:
-            unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-            resource.setrlimit(resource.RLIMIT_DATA, unlimited)
+            _limit_data(resource.RLIM_INFINITY)
 
     def peak_allocated_bytes(self) -> int:
         """See `Device.peak_allocated_bytes`."""
@@ -398,6 +397,15 @@ def _highest_total(watch: profile) -> tuple[int, Stage]:
             if total > highest:
                 highest, highest_stage = total, stage
     return highest, cast(Stage, highest_stage)
+
+
+def _limit_data(soft: int) -> None:
+    """Limit this process's private memory, where somebody's own limit (`ulimit -d`) is no lower."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        # Who is not root may not raise it.
+        soft = hard if soft == resource.RLIM_INFINITY else min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _private_bytes() -> int:

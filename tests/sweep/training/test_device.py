@@ -17,3 +17,19 @@ def test_a_limit_of_the_process_below_the_budget_is_not_taken_for_the_budget(
         CpuDevice().cap(2**30)
     limits[resource.RLIMIT_AS] = (2**50, resource.RLIM_INFINITY)
     CpuDevice().cap(2**30)
+
+
+def test_a_hard_limit_of_private_memory_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    hard, infinity, put = 2**50, resource.RLIM_INFINITY, list[tuple[int, int]]()
+    limits = {resource.RLIMIT_AS: (infinity, infinity), resource.RLIMIT_DATA: (infinity, hard)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: put.append(pair))
+    device = CpuDevice()
+    device.cap(2**30)
+    device.reset_peak()
+    with device.observed():
+        pass
+    assert put
+    # Whoever is not root may not raise it.
+    assert {limit for _, limit in put} == {hard}
+    assert all(0 < soft <= hard for soft, _ in put)
