@@ -171,6 +171,8 @@ class OpenStudy:
                 if params is not None:
                     self.study.enqueue_trial(dict(params))
                 trial = self.study.ask()
+                # Optuna creates a trial again where a commit failed, also one that went through.
+                self._drop_unbegun(but=trial.number)
                 if self.ledger.record(trial.number) is None:
                     self._suggest(trial, distributions, is_drawn=params is None)
                     return trial
@@ -536,11 +538,11 @@ class OpenStudy:
         while self._trials(TrialState.WAITING):
             self.study.tell(self.study.ask(), state=TrialState.FAIL)
 
-    def _drop_unbegun(self) -> None:
-        """Close what a failed `ask` left behind."""
+    def _drop_unbegun(self, *, but: int | None = None) -> None:
+        """Close what an `ask` left behind, all but the trial that it returned."""
         self._empty_queue()
         for frozen in self._trials(TrialState.RUNNING):
-            if mapping.CONFIG not in frozen.user_attrs:
+            if frozen.number != but and mapping.CONFIG not in frozen.user_attrs:
                 self._close_unbegun(frozen.number)
 
     def _close_running(self) -> None:

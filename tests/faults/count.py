@@ -1,14 +1,17 @@
 """Counts what the sweeps over the n-th operation try, for the page that says so.
 
-Run as ``python -m tests.faults.count [CASES]``: prints the page's table, with at most about so many
-cases of each kind of fault at each operation, spread over the study; without it, with all.
+Run as ``python -m tests.faults.count [CASES [OPERATION ...]]``: prints the page's table, with at
+most so many cases of each kind of fault at each operation, spread over the study; else with all.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -50,13 +53,26 @@ def operations_in_a_study(operation: str) -> int:
         return len(place.said("message")) or int(place.said("counted")[0][0])
 
 
-def rows(cases: int | None) -> Iterator[Row]:
-    """Sweep every operation and yield what came of it."""
-    for operation, known in OPERATIONS.items():
-        total = operations_in_a_study(operation)
-        stride = 1 if cases is None else max(1, total // cases)
-        sweeps = tuple(sweep(operation, kind, stride=stride) for kind in known.kinds)
-        yield Row(operation, total, sweeps)
+def rows(cases: int | None, operations: Sequence[str]) -> Iterator[Row]:
+    """Sweep operations and yield what came of each."""
+    totals = {name: operations_in_a_study(name) for name in operations}
+    # A driver is a fork of the process that sweeps, which may have no other thread.
+    forking = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(os.cpu_count(), forking, initializer=adopt_orphans) as pool:
+        asked = {
+            name: [
+                pool.submit(sweep, name, kind, stride=_stride(totals[name], cases))
+                for kind in OPERATIONS[name].kinds
+            ]
+            for name in operations
+        }
+        for name, sweeps in asked.items():
+            yield Row(name, totals[name], tuple(swept.result() for swept in sweeps))
+
+
+def _stride(total: int, cases: int | None) -> int:
+    """Return how many operations lie from one that is struck to the next; rounded up."""
+    return 1 if cases is None else -(-total // cases)
 
 
 def main() -> None:
@@ -65,7 +81,7 @@ def main() -> None:
     cases = int(sys.argv[1]) if sys.argv[1:] else None
     print(HEAD, "|---|---|---|---|", sep="\n")
     total = 0
-    for row in rows(cases):
+    for row in rows(cases, sys.argv[2:] or tuple(OPERATIONS)):
         total += sum(swept.cases for swept in row.sweeps)
         print(row, flush=True)
         for swept in row.sweeps:

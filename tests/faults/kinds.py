@@ -9,13 +9,16 @@ import errno
 import os
 import signal
 import sqlite3
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
 
 from tests.faults.obedient_worker import MESSAGE_FAULTS
 
 BLOCKED_SECONDS = 0.3
+JUMP_SECONDS = 3 * 86400.0
 DONE, FAULT, INTERRUPTED, KILLED = 0, 3, 130, -signal.SIGKILL
 """How a driver may end: all is done, the environment is at fault, interrupted, or killed."""
 
@@ -78,6 +81,27 @@ def _database(words: str) -> Callable[[], None]:
     return _raising(sqlite3.OperationalError(words))
 
 
+def _jump(seconds: float) -> Callable[[], None]:
+    """Return what sets the wall clock of this process, as somebody does, or a network that is back.
+
+    What measures a time that passes is not set by it.
+    """
+    now = time.time
+
+    class Set(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return super().now(tz) + timedelta(seconds=seconds)
+
+    def strike() -> None:
+        time.time = lambda: now() + seconds
+        for module in list(sys.modules.values()):
+            if vars(module).get("datetime") is datetime:
+                module.datetime = Set  # type: ignore[attr-defined]
+
+    return strike
+
+
 _ANY_END = frozenset({DONE, FAULT})
 """Where something else than the study was at stake, a driver may go on."""
 
@@ -88,6 +112,8 @@ KINDS: dict[str, Kind] = {
     "interrupted twice": Kind(_interrupt_twice, frozenset({INTERRUPTED, DONE})),
     "out of memory": Kind(_raising(MemoryError()), frozenset({FAULT})),
     "blocked": Kind(lambda: time.sleep(BLOCKED_SECONDS), frozenset({DONE})),
+    "clock forward": Kind(_jump(JUMP_SECONDS), frozenset({DONE})),
+    "clock back": Kind(_jump(-JUMP_SECONDS), frozenset({DONE})),
     "locked": Kind(_database("database is locked"), frozenset({DONE})),
     "database I/O error": Kind(_database("disk I/O error"), _ANY_END),
     "database full": Kind(_database("database or disk is full"), _ANY_END),

@@ -106,11 +106,15 @@ def _empty_database() -> bytes:
 def _case(place: Place, fault: Fault) -> Iterator[str]:
     """Yield what does not hold of a driver that meets a fault, and of the next one."""
     status = in_a_process(place, lambda: drive(place, fault))
-    ends = KINDS[fault.kind].ends if place.said("fired") else frozenset({DONE})
+    has_fired = bool(place.said("fired"))
+    ends = KINDS[fault.kind].ends if has_fired else frozenset({DONE})
     if status not in ends:
         yield f"ended with {status}: {place.directory.joinpath('output').read_text()[-300:]}"
     yield from short_study.broken_at_once(place)
     yield from _processes_left()
+    if not has_fired:
+        yield from short_study.broken(place)
+        return
     status = in_a_process(place, lambda: drive(place))
     if status != DONE:
         yield f"resumed: ended with {status}: {(place.directory / 'output').read_text()[-300:]}"

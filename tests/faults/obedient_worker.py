@@ -18,6 +18,7 @@ from sweep.processes import bind_to_parent
 
 BEATS = (("attach", 0), ("warmup", 1), ("measure", 1), ("measure", 2))
 FLOOD_BYTES = 64 * 2**20
+PRINT_BYTES = 500 * 10**6
 MESSAGE_FAULTS = (
     "worker killed",
     "worker killed after",
@@ -30,6 +31,7 @@ MESSAGE_FAULTS = (
     "doubled",
     "silence",
     "stopped",
+    "prints",
 )
 
 
@@ -94,6 +96,10 @@ class Pipe:
             case "flood":
                 for _ in range(FLOOD_BYTES // 65536):
                     write(b"x" * 65536)
+            case "prints":
+                for _ in range(PRINT_BYTES // 10**6):
+                    os.write(1, b"y" * (10**6 - 1) + b"\n")
+                write(line)
             case "doubled":
                 write(line + line)
             case "silence":
@@ -140,6 +146,7 @@ def main() -> None:
         known = measurement(config["micro_batch_size"], config["seq_len"], run)
         outcome = {"verdict": "fits", "measurement": known}
         entry = {"attempt": command["attempt"], "config": config, "outcome": outcome}
+        pipe.note("leaves", run)
         beside = outcome_path.with_suffix(".new")
         beside.write_text(json.dumps(entry))
         beside.replace(outcome_path)

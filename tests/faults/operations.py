@@ -42,8 +42,11 @@ class Injector:
         if not self.is_next():
             return operation(*args, **options)
         if self._kind.is_after:
-            operation(*args, **options)
-            return self._kind.strike()
+            # Also where the operation fails by itself, as the making of what is there does.
+            try:
+                return operation(*args, **options)
+            finally:
+                self._kind.strike()
         self._kind.strike()
         # What kills or raises does not return; what blocks or asks to stop does.
         return operation(*args, **options)
@@ -182,11 +185,12 @@ def _elsewhere(_: Injector, __: Path) -> None:
 
 _DEATHS = ("killed", "interrupted", "interrupted twice")
 _DATABASE = ("out of memory", "database I/O error", "database full", "locked", "blocked")
+_CLOCK = ("clock forward", "clock back")
 _SYSTEM = ("out of memory", "I/O error", "interrupted call")
 
 OPERATIONS: dict[str, Operation] = {
     "storage call": Operation(
-        _storage_calls, (*_DEATHS, "killed after", "out of memory", "blocked")
+        _storage_calls, (*_DEATHS, "killed after", "out of memory", "blocked", *_CLOCK)
     ),
     "SQL statement": Operation(
         _statements, ("killed", "interrupted twice", *_DATABASE, "locked after"), confirms=False
@@ -205,6 +209,6 @@ OPERATIONS: dict[str, Operation] = {
     "fsync": Operation(_syncs, (*_DEATHS, "killed after", *_SYSTEM, "disk full", "blocked")),
     "file name": Operation(_renames, (*_DEATHS, "killed after", *_SYSTEM, "disk full")),
     "worker's message": Operation(_elsewhere, MESSAGE_FAULTS, confirms=False, has_worker=True),
-    "beat": Operation(_elsewhere, (*_DEATHS, "out of memory", "blocked")),
+    "beat": Operation(_elsewhere, (*_DEATHS, "out of memory", "blocked", *_CLOCK)),
 }
 """Every place of a driver in which something can go wrong, by what the page calls it."""

@@ -40,6 +40,7 @@ from sweep.running.patience import Deadlines
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.worker_log import BYTES_MAX as LOG_BYTES_MAX
 from sweep.study import session
 from sweep.study.events import Event, Listener, StopReason, TrialFinished
 from sweep.study.interruption import Interruption
@@ -177,6 +178,7 @@ class JournalingRunner(ReplayRunner):
         self._place.say("ran", self._run, config.micro_batch_size)
         outcome = super().run(config, **options)
         if isinstance(outcome, Measured):
+            self._place.say("leaves", self._run)
             leave(self._place, options.get("attempt"), config, outcome)
             self._place.say("measured", self._run)
         return outcome
@@ -278,12 +280,13 @@ def broken(place: Place) -> Iterator[str]:
 def _lost_or_doubled(place: Place, records: list[TrialRecord]) -> Iterator[str]:
     kept = Counter(run for record in records if (run := run_of(record)) is not None)
     known = {int(run) for (run,) in place.said("measured")}
+    left = {int(run) for (run,) in place.said("leaves")}
     for run in sorted(known - kept.keys()):
         yield f"run {run} was measured and is nowhere"
     for run, times in kept.items():
         if times > 1:
             yield f"run {run} is stored {times} times"
-        if run not in known:
+        if run not in left:
             yield f"run {run} is stored and was never measured"
 
 
@@ -333,6 +336,7 @@ _FILES = {
     f"{NAME}/study.json",
     f"{NAME}/{outcome_file.NAME}",
     f"{NAME}/worker.log",
+    f"{NAME}/worker.log.1",
 }
 
 
@@ -340,6 +344,9 @@ def _left_behind(place: Place) -> Iterator[str]:
     there = {str(path.relative_to(place.runs)) for path in place.runs.rglob("*")}
     for name in sorted(there - _FILES):
         yield f"{name} was left behind"
+    for log in (place.runs / NAME).glob("worker.log*"):
+        if log.stat().st_size > LOG_BYTES_MAX:
+            yield f"{log.name} has {log.stat().st_size} bytes"
     with contextlib.suppress(FileNotFoundError):
         if b"Traceback" in (place.directory / "output").read_bytes():
             yield "a traceback was shown"

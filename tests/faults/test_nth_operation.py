@@ -19,15 +19,15 @@ from tests.faults.nth_operation import every
 ROOT = Path(__file__).parents[2]
 QUICK = {
     "database": (
-        "storage call:killed:31",
-        "storage call:interrupted twice:43",
+        "storage call:killed:37",
+        "storage call:interrupted twice:73",
         "commit:answer lost:23",
         "commit:locked after:37",
         "SQL statement:database I/O error:61",
         "beat:killed:61",
+        "beat:clock back:61",
     ),
-    "files": ("file write:disk full:7",),
-    "temporary files": ("file write:killed after:8",),
+    "files": ("file write:disk full:7", "file write:killed after:8"),
     "worker": ("worker's message:worker killed after:4", "worker's message:driver killed:7"),
 }
 """Sweeps of the suite, each with how many operations lie between two that are struck."""

@@ -15,8 +15,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from optuna.storages import RDBStorage
+from optuna.trial import TrialState
+from sqlalchemy.engine.default import DefaultDialect
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.database import close, open_for_writing
@@ -349,3 +353,30 @@ def test_a_study_is_opened_once_another_driver_has_finished_writing(home: Path, 
     finally:
         done.join()
         writer.close()
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+def test_a_trial_whose_creation_was_not_answered_is_there_once(
+    home: Path, url: str, monkeypatch: pytest.MonkeyPatch, batch: int | None
+) -> None:
+    # Optuna creates it again by itself, after up to two seconds.
+    monkeypatch.setattr("optuna.storages._rdb.storage.time.sleep", lambda _: None)
+    commit, prepare = DefaultDialect.do_commit, RDBStorage._get_prepared_new_trial
+
+    def lose_the_answer(dialect: DefaultDialect, connection: Any) -> None:
+        commit(dialect, connection)
+        monkeypatch.setattr(DefaultDialect, "do_commit", commit)
+        raise sqlite3.OperationalError("disk I/O error")
+
+    def create(*args: Any) -> Any:
+        monkeypatch.setattr(RDBStorage, "_get_prepared_new_trial", prepare)
+        monkeypatch.setattr(DefaultDialect, "do_commit", lose_the_answer)
+        return prepare(*args)
+
+    with open_it(url, home) as study:
+        monkeypatch.setattr(RDBStorage, "_get_prepared_new_trial", create)
+        told = [run_one(study, batch=batch).number, run_one(study).number]
+        trials = study.study.get_trials(deepcopy=False)
+        states = {trial.number: trial.state for trial in trials}
+    assert [states.pop(number) for number in told] == [TrialState.COMPLETE] * 2
+    assert list(states.values()) == [TrialState.FAIL]
