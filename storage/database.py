@@ -19,6 +19,7 @@ import sqlalchemy
 from sqlalchemy.pool import NullPool
 
 from search_spaces.errors import EnvironmentFault, install_extra
+from search_spaces.redaction import redact
 from storage import files
 from storage.failures import (
     ConnectionLostError,
@@ -27,7 +28,6 @@ from storage.failures import (
     is_passing,
     is_passing_at_first,
     reason,
-    scrubbed,
     state,
 )
 from storage.patience import PATIENCE, READER, Patience
@@ -257,7 +257,7 @@ def faults(url: DatabaseUrl) -> Iterator[None]:
     try:
         yield
     except failures() as error:
-        raise EnvironmentFault(f"database {url}: {reason(error, url)}") from None
+        raise EnvironmentFault(f"database {url}: {reason(error)}") from None
 
 
 @contextmanager
@@ -271,7 +271,7 @@ def _opening(url: DatabaseUrl) -> Iterator[None]:
             f"database {url}: the PostgreSQL driver is not installed: {install_extra('postgresql')}"
         ) from None
     except RuntimeError as error:
-        raise EnvironmentFault(f"database {url}: {scrubbed(str(error), url)}") from None
+        raise EnvironmentFault(f"database {url}: {redact(str(error))}") from None
 
 
 def _create(url: DatabaseUrl, options: dict[str, Any]) -> SearchStorage:

@@ -11,7 +11,6 @@ import re
 import sqlite3
 import sys
 from collections.abc import Iterator
-from urllib.parse import quote
 
 from sqlalchemy.exc import (
     DBAPIError,
@@ -28,7 +27,6 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from search_spaces.errors import words_of
 from storage.patience import SILENT
-from storage.urls import DatabaseUrl, PostgresUrl
 
 _PASSING = (
     "08",  # connection exceptions, and what poolers say of their own
@@ -177,22 +175,15 @@ def is_passing_at_first(error: BaseException) -> bool:
     return is_passing(error) and not _UNREACHABLE.search(str(_original(error)))
 
 
-def reason(error: BaseException, url: DatabaseUrl) -> str:
+def reason(error: BaseException) -> str:
     """Return the driver's own first line, which names the fault, and what to do about it.
 
     SQL and parameters are not in it, nor any password.
     """
     original = _original(error)
-    line, whole = scrubbed(words_of(original), url), str(original)
+    line, whole = words_of(original), str(original)
     advice = next((words for pattern, words in _ADVICE if re.search(pattern, whole)), None)
     return line if advice is None else f"{line}: {advice}"
-
-
-def scrubbed(text: str, url: DatabaseUrl) -> str:
-    """Return a text without the URL's password, however it is spelled there."""
-    for secret in url.secrets if isinstance(url, PostgresUrl) else ():
-        text = text.replace(secret, "***").replace(quote(secret, safe=""), "***")
-    return text
 
 
 def _is_passing_in_sqlite(error: sqlite3.Error) -> bool:

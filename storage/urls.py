@@ -41,8 +41,6 @@ class PostgresUrl:
 
     text: str
     """With the password, for SQLAlchemy alone. ``str`` gives the redacted one."""
-    secrets: tuple[str, ...] = ()
-    """Every spelling of the password that an error text could quote."""
 
     def __str__(self) -> str:
         return redact(self.text).replace("postgresql+psycopg", "postgresql", 1)
@@ -115,10 +113,9 @@ def _parse_postgresql(url: str) -> PostgresUrl:
     for key, value in parsed.query.items():
         if key.endswith("password"):
             values += [value] if isinstance(value, str) else value
-    secrets = tuple(value for value in (*values, *_written_passwords(url)) if value)
     # From here on no text has it, whoever writes it: libraries quote what they were given.
-    remember(*secrets)
-    return PostgresUrl(text, secrets)
+    remember(*values, *_written_passwords(url))
+    return PostgresUrl(text)
 
 
 def _written_passwords(url: str) -> list[str]:

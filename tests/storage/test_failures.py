@@ -94,7 +94,7 @@ def test_a_connection_that_fails_for_now_passes(words: str) -> None:
 def test_a_connection_that_is_refused_for_good_says_what_to_do(words: str, advice: str) -> None:
     error = refused(words)
     assert not is_passing(error)
-    assert advice in reason(error, SERVER)
+    assert advice in reason(error)
 
 
 def test_only_a_server_that_is_there_is_waited_for_from_the_start() -> None:
@@ -177,7 +177,7 @@ def test_sqlite_names_its_errors_as_is_expected_here(tmp_path: Path) -> None:
             one.execute("INSERT INTO t VALUES (zeroblob(100000))")
     assert is_passing(OperationalError("", {}, busy.value))
     assert not is_passing(OperationalError("", {}, full.value))
-    assert "free some space" in reason(OperationalError("", {}, full.value), FILE)
+    assert "free some space" in reason(OperationalError("", {}, full.value))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_sqlite_names_its_errors_as_is_expected_here(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_what_to_do(words: str, advice: str) -> None:
-    assert advice in reason(of_sqlite("SQLITE_ERROR", words), FILE)
+    assert advice in reason(of_sqlite("SQLITE_ERROR", words))
 
 
 def test_who_waits_is_told_what_the_matter_is_without_secrets() -> None:
@@ -198,4 +198,4 @@ def test_who_waits_is_told_what_the_matter_is_without_secrets() -> None:
     assert state(refused("Connection refused")) == "cannot be reached"
     assert state(refused("FATAL:  the database system is starting up")) == "is restarting"
     assert state(refused("s3cret")) == "does not answer"
-    assert "s3cret" not in reason(refused("for 's3cret'"), SERVER)
+    assert "s3cret" not in reason(refused("for 's3cret'"))
