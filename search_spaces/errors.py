@@ -94,6 +94,10 @@ def _plain(key: object) -> str:
     return key if isinstance(key, str) and key.isprintable() else _written(key)
 
 
+MORE_DESCRIPTORS = "raise the limit of open files, with `ulimit -n 4096` say"
+"""What to do where too few file descriptors are allowed."""
+
+
 def words_of(error: BaseException) -> str:
     """Return what an exception says, in words: its text without secrets, never its class's name."""
     match error:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
-from search_spaces.errors import EnvironmentFault, words_of
+from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, words_of
 from storage import files
 from sweep.child_environment import child_environment
 from sweep.paths import cache_directory
@@ -318,7 +318,7 @@ def _no_room(error: OSError | RuntimeError) -> EnvironmentFault:
     """Return why no worker can be started, with what to do."""
     match error:
         case OSError(errno=errno.EMFILE | errno.ENFILE):
-            why = "too few file descriptors; raise the limit, with `ulimit -n 4096` say"
+            why = f"too few file descriptors; {MORE_DESCRIPTORS}"
         case OSError(errno=errno.EAGAIN):
             why = "too few processes are allowed; raise the limit, with `ulimit -u 4096` say"
         case OSError(errno=errno.ENOMEM):

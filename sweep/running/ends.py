@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 
 from search_spaces import redaction
-from search_spaces.errors import CardLost
+from search_spaces.errors import MORE_DESCRIPTORS, CardLost
 from storage.records import CrashCause, Crashed, Ineffective, Outcome, Phase, TimedOut
 from sweep.processes import End
 
@@ -20,7 +20,7 @@ the ``words`` that it printed last."""
 _HOST_MEMORY = re.compile(r"std::bad_alloc|Cannot allocate memory|\bMemoryError\b")
 """What is printed last by a process that the host refused memory, and that gave up over it."""
 _DETAIL_MAX = 1000
-_DESCRIPTORS = "; raise the limit of open files, with `ulimit -n 4096` say"
+_DESCRIPTORS = f"; {MORE_DESCRIPTORS}"
 
 
 def crash(phase: Phase, end: End, *, words: str) -> Crashed:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from search_spaces.errors import EnvironmentFault, words_of
+from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, words_of
 from search_spaces.redaction import shown
 from storage import files
 
@@ -152,6 +152,6 @@ def _opened(path: Path) -> IO[bytes]:
             return open(os.devnull, "r+b", buffering=0)
         cure = ""
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            cure = ": too few file descriptors; raise the limit, with `ulimit -n 4096` say"
+            cure = f": too few file descriptors; {MORE_DESCRIPTORS}"
         reason = f"the worker's log cannot be written: {words_of(error)}{cure}"
         raise EnvironmentFault(reason) from error

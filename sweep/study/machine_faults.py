@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from search_spaces.errors import CardLost, EnvironmentFault
+from search_spaces.errors import MORE_DESCRIPTORS, CardLost, EnvironmentFault
 from storage.records import (
     INTERRUPTED,
     RETRYABLE,
@@ -195,7 +195,7 @@ def _cure(failure: Crashed | TimedOut) -> str:
                 "raise the limit of its container"
             )
         case Crashed(cause="too_few_descriptors"):
-            return "raise the limit of open files, with `ulimit -n 4096` say"
+            return MORE_DESCRIPTORS
         case _:
             return "see `sweep doctor`"
 

@@ -18,7 +18,13 @@ from typing import Any
 
 import typer
 
-from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
+from search_spaces.errors import (
+    MORE_DESCRIPTORS,
+    EnvironmentFault,
+    InputError,
+    SweepError,
+    words_of,
+)
 from search_spaces.redaction import learn_environment, shown
 from storage import files
 from sweep import stop_signals
@@ -88,7 +94,7 @@ def _cure(error: OSError) -> str:
     """Return what to do where the system refuses something that is nobody's mistake."""
     match error.errno:
         case errno.EMFILE | errno.ENFILE:
-            return ": raise the limit, with `ulimit -n 1024` say"
+            return f": {MORE_DESCRIPTORS}"
         case errno.ENOSPC | errno.EDQUOT:
             return ": free some space, or set SWEEP_HOME to another disk"
         case _:

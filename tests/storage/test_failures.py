@@ -22,9 +22,6 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from storage.failures import is_passing, is_passing_at_first, reason, state
 from storage.urls import parse_url
 
-FILE = parse_url("sqlite:////somewhere/sweep.db")
-SERVER = parse_url("postgresql://sweep:s3cret@127.0.0.1/sweep")
-
 
 def as_optuna_raises(error: Exception) -> StorageInternalError:
     raised = StorageInternalError("An exception is raised during the commit.")
@@ -198,4 +195,5 @@ def test_who_waits_is_told_what_the_matter_is_without_secrets() -> None:
     assert state(refused("Connection refused")) == "cannot be reached"
     assert state(refused("FATAL:  the database system is starting up")) == "is restarting"
     assert state(refused("s3cret")) == "does not answer"
+    parse_url("postgresql://sweep:s3cret@127.0.0.1/sweep")
     assert "s3cret" not in reason(refused("for 's3cret'"))
