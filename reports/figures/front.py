@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
+import numpy as np
+
 from reports import units
 from reports.figures.memory_scale import MEMORY, MemoryScale, Trial, need_of
 from reports.figures.style import (
@@ -151,16 +153,19 @@ def pareto_rows(
         columns: what they are compared by; who lacks one is left out.
         signs: 1 where more of a column is better, -1 where less is.
     """
-    points = sorted(
-        (-signs[0] * trials[row][columns[0]], -signs[1] * trials[row][columns[1]], row)
-        for row in rows
-        if all(column in trials[row] for column in columns)
-    )
-    front: list[tuple[float, float, int]] = []
-    for point in points:
-        if not front or point[1] < front[-1][1] or point[:2] == front[-1][:2]:
-            front.append(point)
-    return [row for *_, row in front]
+    first, second = columns
+    known = [row for row in rows if first in trials[row] and second in trials[row]]
+    if not known:
+        return []
+    x = -signs[0] * np.array([trials[row][first] for row in known], dtype=float)
+    y = -signs[1] * np.array([trials[row][second] for row in known], dtype=float)
+    order = np.lexsort((known, y, x))
+    x, y = x[order], y[order]
+    # What is better in the second column than all that are better in the first, and its equals.
+    is_new = y < np.concatenate(([np.inf], np.minimum.accumulate(y)[:-1]))
+    newest = np.maximum.accumulate(np.where(is_new, np.arange(len(x)), 0))
+    is_on_front = (x == x[newest]) & (y == y[newest])
+    return [known[index] for index in order[is_on_front]]
 
 
 def told_apart(
