@@ -355,6 +355,8 @@ class OpenStudy:
         there = self.ledger.record(record.number)
         if there is None or there.attempt_id == record.attempt_id:
             self.ledger.add(kept)
+        # The database is not as it was left: perhaps a copy was written over it.
+        self._forget_cached()
         return kept
 
     def abandon(self) -> None:
@@ -535,8 +537,12 @@ class OpenStudy:
 
     def _empty_queue(self) -> None:
         """Close trials queued for an `ask` that never came; the next `ask` would be handed them."""
-        while self._trials(TrialState.WAITING):
-            self.study.tell(self.study.ask(), state=TrialState.FAIL)
+        while waiting := {frozen.number for frozen in self._trials(TrialState.WAITING)}:
+            trial = self.study.ask()
+            self.study.tell(trial, state=TrialState.FAIL)
+            if trial.number not in waiting:
+                # None was queued: that is of a database which another was written over since.
+                self._forget_cached()
 
     def _drop_unbegun(self, *, but: int | None = None) -> None:
         """Close what an `ask` left behind, all but the trial that it returned."""
@@ -569,7 +575,11 @@ class OpenStudy:
         # Open connections may lead to a server, or a deleted file, that is no longer there.
         self._storage.engine.dispose()
         self._require_study()
-        # What was cached of the trials may be another copy's by now.
+        self._forget_cached()
+        self._patiently(self._reload)
+
+    def _forget_cached(self) -> None:
+        """Let Optuna read the trials anew: what it keeps of them may be another copy's by now."""
         self.study = self._patiently(
             lambda: optuna.load_study(
                 study_name=self.name,
@@ -578,7 +588,6 @@ class OpenStudy:
                 pruner=self.study.pruner,
             )
         )
-        self._patiently(self._reload)
 
     def _require_study(self) -> None:
         """Raise where the study is no longer in the database, or another one has its name."""
