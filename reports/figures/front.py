@@ -159,7 +159,7 @@ def pareto_rows(
         return []
     x = -signs[0] * np.array([trials[row][first] for row in known], dtype=float)
     y = -signs[1] * np.array([trials[row][second] for row in known], dtype=float)
-    order = np.lexsort((known, y, x))
+    order = np.lexsort((np.array(known), y, x))
     x, y = x[order], y[order]
     # What is better in the second column than all that are better in the first, and its equals.
     is_new = y < np.concatenate(([np.inf], np.minimum.accumulate(y)[:-1]))
