@@ -148,7 +148,11 @@ class Study(RuleBasedStateMachine):
             return
         with (
             patch.object(lease, "_GRACE_SECONDS", 0.05),
-            pytest.raises(EnvironmentFault, match="is driven by"),
+            # Where somebody deleted the study, that is said before anybody's lease is looked at.
+            pytest.raises(
+                EnvironmentFault if self._is_there() else InputError,
+                match="is driven by" if self._is_there() else "not there any more",
+            ),
         ):
             open_it(self.url, self.home, name=NAME, patience=AT_ONCE)
 
@@ -429,8 +433,13 @@ _SETTINGS = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
-TestAStudy = Study.TestCase
-TestAStudy.settings = settings(_SETTINGS, max_examples=8, stateful_step_count=25)
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+class TestAStudy(Study.TestCase):  # type: ignore[misc, valid-type, name-defined]
+    """A few orders; the histories above are those that went wrong once."""
+
+    settings = settings(_SETTINGS, max_examples=8, stateful_step_count=25)
 
 
 @pytest.mark.faults
