@@ -29,7 +29,13 @@ def test_a_figure_that_is_not_there_is_refused_with_those_that_are() -> None:
 def test_without_the_engine_it_is_said_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    # Only the engine: what plotly itself looks up on the way stays there.
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, package=None: None if name == "kaleido" else found(name, package),
+    )
     with pytest.raises(EnvironmentFault, match=r"pip install 'qlora-sweep\[images\]'"):
         write_image(snapshot([fits(0, 8_000.0)]), tmp_path / "front.png")
     assert not list(tmp_path.iterdir())
