@@ -171,8 +171,6 @@ class OpenStudy:
                 if params is not None:
                     self.study.enqueue_trial(dict(params))
                 trial = self.study.ask()
-                # Optuna creates a trial again where a commit failed, also one that went through.
-                self._drop_unbegun(but=trial.number)
                 if self.ledger.record(trial.number) is None:
                     self._suggest(trial, distributions, is_drawn=params is None)
                     return trial
@@ -544,11 +542,11 @@ class OpenStudy:
                 # None was queued: that is of a database which another was written over since.
                 self._forget_cached()
 
-    def _drop_unbegun(self, *, but: int | None = None) -> None:
-        """Close what an `ask` left behind, all but the trial that it returned."""
+    def _drop_unbegun(self) -> None:
+        """Close what an `ask` left behind that failed."""
         self._empty_queue()
         for frozen in self._trials(TrialState.RUNNING):
-            if frozen.number != but and mapping.CONFIG not in frozen.user_attrs:
+            if mapping.CONFIG not in frozen.user_attrs:
                 self._close_unbegun(frozen.number)
 
     def _close_running(self) -> None:
