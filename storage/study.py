@@ -354,7 +354,7 @@ class OpenStudy:
         if there is None or there.attempt_id == record.attempt_id:
             self.ledger.add(kept)
         # The database is not as it was left: perhaps a copy was written over it.
-        self._forget_cached()
+        self._patiently(self._forget_cached)
         return kept
 
     def abandon(self) -> None:
@@ -573,18 +573,16 @@ class OpenStudy:
         # Open connections may lead to a server, or a deleted file, that is no longer there.
         self._storage.engine.dispose()
         self._require_study()
-        self._forget_cached()
+        self._patiently(self._forget_cached)
         self._patiently(self._reload)
 
     def _forget_cached(self) -> None:
         """Let Optuna read the trials anew: what it keeps of them may be another copy's by now."""
-        self.study = self._patiently(
-            lambda: optuna.load_study(
-                study_name=self.name,
-                storage=self._storage,
-                sampler=self.study.sampler,
-                pruner=self.study.pruner,
-            )
+        self.study = optuna.load_study(
+            study_name=self.name,
+            storage=self._storage,
+            sampler=self.study.sampler,
+            pruner=self.study.pruner,
         )
 
     def _require_study(self) -> None:
