@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.storage.postgres import Cluster
 
 # How fast examples come depends on what else the machine does.
 settings.register_profile(
@@ -55,6 +59,16 @@ def nobodys_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(run / "cache")
     # Nor in anybody's database.
     os.environ.pop("SWEEP_STORAGE", None)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A PostgreSQL server for all tests of a process; each makes a database of its own."""
+    # Imported here: most of the suite never needs a database's driver.
+    from tests.storage.postgres import running_cluster
+
+    with running_cluster() as cluster:
+        yield cluster
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
