@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -59,6 +61,20 @@ def nobodys_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(run / "cache")
     # Nor in anybody's database.
     os.environ.pop("SWEEP_STORAGE", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _schema_known() -> Iterator[None]:
+    """Read the history of Optuna's tables once a process: at each opening it is half of the time.
+
+    What tests open is made by one and the same Optuna.
+    """
+    import alembic.script.base
+    import alembic.util
+
+    known = cache(alembic.util.load_python_file)
+    with patch.object(alembic.script.base.util, "load_python_file", known):
+        yield
 
 
 @pytest.fixture(scope="session")
