@@ -139,13 +139,11 @@ def class_names(snapshot: StudySnapshot, ranking: Ranking) -> dict[int, str]:
 
     Trials of one class have one name, however their configurations spell the layers.
     """
-    first: dict[Any, str] = {}
-    return {
-        r.number: first.setdefault(
-            ranking.capacity_class(r.config), shown(uncertainty.capacity(r.config))
-        )
-        for r in snapshot.records
-    }
+    classes = {r.number: ranking.capacity_class(r.config) for r in snapshot.records}
+    # The first trial of a class names it.
+    first = {classes[r.number]: r.config for r in reversed(snapshot.records)}
+    names = {known: shown(uncertainty.capacity(config)) for known, config in first.items()}
+    return {number: names[known] for number, known in classes.items()}
 
 
 def _trial(

@@ -156,10 +156,9 @@ def _steps(record: TrialRecord, snapshot: StudySnapshot, ranking: Ranking) -> St
 
 
 def _course(snapshot: StudySnapshot) -> Course:
-    by_verdict = {
-        verdict: [record for record in snapshot.records if record.verdict is verdict]
-        for verdict in Verdict
-    }
+    by_verdict: dict[Verdict, list[TrialRecord]] = {verdict: [] for verdict in Verdict}
+    for record in snapshot.records:
+        by_verdict[record.verdict].append(record)
     return Course(
         spent=tuple(
             Spent(verdict, len(records), sum(record.device_seconds for record in records))

@@ -14,16 +14,16 @@ from storage.definition import StudySnapshot, Target
 from storage.gain import Comparison, Gain, NoGain
 from storage.objectives import measured_of
 from storage.ranking import Ranking
-from storage.records import Measurement, Need, TrialRecord
+from storage.records import NEIGHBOUR, Measurement, Need, TrialRecord
 
-_DOUBTS = ("noisy", "neighbour", "throttled")
+_DOUBTS = ("noisy", NEIGHBOUR, "throttled")
 """Flags that say why a speed may be off."""
 
 _FLAGS = {
     "emulated": "",
     "throttled": "slowed by a power or heat limit",
     "noisy": "uneven steps",
-    "neighbour": "another process shared the card",
+    NEIGHBOUR: "another process shared the card",
     "remeasured": "measured twice, as something disturbed it",
     "allocator_retries": "the allocator had to give memory back",
     "accumulation_extrapolated": "its step is derived from fewer micro-steps",

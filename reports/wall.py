@@ -9,7 +9,7 @@ a value out. Knows nothing of colours.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -200,7 +200,7 @@ def _panel_knobs(records: Sequence[TrialRecord]) -> tuple[str, ...]:
     left = _mixed(records, chosen)
     while left:
         wider = [(*chosen, key) for key in varying if key not in chosen]
-        few = [keys for keys in wider if len(_by_values(records, keys)) <= PANELS_MAX]
+        few = [keys for keys in wider if len({_settings(r, keys) for r in records}) <= PANELS_MAX]
         best = min(few, key=lambda keys: _mixed(records, keys), default=chosen)
         # What parts a single cell, or a few of many, is no reason for twice the panels.
         parted = left - _mixed(records, best)
@@ -212,11 +212,10 @@ def _panel_knobs(records: Sequence[TrialRecord]) -> tuple[str, ...]:
 
 def _mixed(records: Sequence[TrialRecord], keys: Sequence[str]) -> int:
     """Return in how many cells some trials fit and others do not."""
-    seen: dict[Hashable, set[bool]] = defaultdict(set)
+    seen: dict[Values, set[bool]] = defaultdict(set)
     for record in records:
         if record.verdict in OUT_OF_MEMORY or record.measurement is not None:
-            config = canonical(record.config)
-            place = tuple(getattr(config, key) for key in (*SIZE_KEYS, *keys))
+            place = _settings(record, (*SIZE_KEYS, *keys))
             seen[place].add(record.measurement is not None)
     return sum(len(ends) > 1 for ends in seen.values())
 
@@ -225,14 +224,18 @@ Values = tuple[tuple[str, Any], ...]
 """Knobs with their values."""
 
 
+def _settings(record: TrialRecord, keys: Sequence[str]) -> Values:
+    config = canonical(record.config)
+    return tuple((key, getattr(config, key)) for key in keys)
+
+
 def _by_values(
     records: Sequence[TrialRecord], keys: Sequence[str]
 ) -> list[tuple[Values, list[TrialRecord]]]:
     """Return the trials by the values of some knobs, in order."""
     groups: dict[Values, list[TrialRecord]] = defaultdict(list)
     for record in records:
-        config = canonical(record.config)
-        groups[tuple((key, getattr(config, key)) for key in keys)].append(record)
+        groups[_settings(record, keys)].append(record)
     return sorted(groups.items(), key=lambda item: [_place(*pair) for pair in item[0]])
 
 

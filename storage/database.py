@@ -22,7 +22,7 @@ from search_spaces.errors import EnvironmentFault, install_extra
 from search_spaces.redaction import redact
 from storage import files
 from storage.failures import (
-    ConnectionLostError,
+    InDoubtError,
     causes,
     failures,
     is_passing,
@@ -138,6 +138,7 @@ def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> S
                 # Optuna reads before it writes. A transaction that starts as a reader cannot wait
                 # for the write lock without risking a deadlock, so each takes it at its start.
                 _begin_with(storage.engine, "BEGIN IMMEDIATE")
+                sqlalchemy.event.listen(storage.engine, "handle_error", _raise_in_doubt)
             case PostgresUrl():
                 storage = patiently(
                     partial(_create_on_server, url, patience),
@@ -295,18 +296,21 @@ def _create_on_server(url: PostgresUrl, patience: Patience) -> SearchStorage:
     except BaseException:
         connector.close()
         raise
-    sqlalchemy.event.listen(storage.engine, "handle_error", _raise_lost)
+    sqlalchemy.event.listen(storage.engine, "handle_error", _raise_in_doubt)
     return storage
 
 
-def _raise_lost(context: sqlalchemy.ExceptionContext) -> None:
-    """Raise what Optuna does not know where a connection was lost.
+def _raise_in_doubt(context: sqlalchemy.ExceptionContext) -> None:
+    """Raise what Optuna does not know where a transaction may have gone through or not.
 
-    It creates a trial again, up to five times, where a transaction failed, although one whose
-    answer was lost may well have gone through. Whoever tries again here looks first.
+    It creates a trial again, up to five times, where one failed. Whoever tries again here looks
+    first. A server says of a COMMIT that it failed, and that is so; a file's may fail afterwards.
     """
-    if context.is_disconnect and not context.is_pre_ping:
-        raise ConnectionLostError("the connection was lost") from context.original_exception
+    error = context.original_exception
+    is_lost = context.is_disconnect and not context.is_pre_ping
+    is_commit = context.statement is None and context.connection is not None
+    if is_lost or (is_commit and isinstance(error, sqlite3.Error)):
+        raise InDoubtError("a transaction's outcome is not known") from error
 
 
 def _connect(url: SqliteUrl, *, is_reader: bool = False) -> sqlite3.Connection:

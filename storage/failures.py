@@ -113,15 +113,15 @@ _ADVICE = (
 )
 
 
-class ConnectionLostError(Exception):
-    """A connection was lost, and nobody knows what became of what it was at."""
+class InDoubtError(Exception):
+    """A connection was lost or a commit failed, and nobody knows what became of its transaction."""
 
 
 def failures() -> tuple[type[Exception], ...]:
     """Return what a database raises; what Optuna makes of it only where Optuna is in use."""
     module = sys.modules.get("optuna.exceptions")
     optunas = () if module is None else (module.StorageInternalError,)
-    return (SQLAlchemyError, ConnectionLostError, *optunas)
+    return (SQLAlchemyError, InDoubtError, *optunas)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -136,10 +136,13 @@ def is_passing(error: BaseException) -> bool:
     """Whether waiting may help: a lock that another process holds, a server that restarts."""
     for cause in causes(error):
         match cause:
-            case ConnectionLostError():
-                return True
-            case DBAPIError(orig=sqlite3.Error() as original):
+            case (
+                DBAPIError(orig=sqlite3.Error() as original)
+                | InDoubtError(__cause__=sqlite3.Error() as original)
+            ):
                 return _is_passing_in_sqlite(original)
+            case InDoubtError():
+                return True
             case DBAPIError():
                 return _is_passing_in_postgresql(cause)
             case NoSuchTableError() | NoResultFound() | MultipleResultsFound():
@@ -156,7 +159,7 @@ def _original(error: BaseException) -> BaseException:
         match cause:
             case DBAPIError(orig=BaseException() as original):
                 return original
-            case ConnectionLostError(__cause__=BaseException() as original):
+            case InDoubtError(__cause__=BaseException() as original):
                 return original
     return error
 

@@ -5,7 +5,6 @@ Nothing is created before that is right. What a driver does with the study then 
 
 from __future__ import annotations
 
-import re
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from storage.identity import StudyFile, look_beside, note_identity, refuse_stran
 from storage.keys import DEFINITION, IDENTITY, RUNS
 from storage.lease import lease_for
 from storage.patience import PATIENCE, Patience
-from storage.reading import understood
+from storage.reading import is_file_name, understood
 from storage.sampler_view import SearchStorage
 from storage.spool import NAME as SPOOL
 from storage.spool import Spool
@@ -37,10 +36,6 @@ from storage.study import OpenStudy
 from storage.urls import DatabaseUrl, parse_url
 
 NAME_MAX = 100
-NAME_BYTES_MAX = 200
-"""A file system's names end at 255 bytes, and the lock's begins with the database's."""
-
-_NAME = re.compile(rf"[^\W_][\w.-]{{0,{NAME_MAX - 1}}}")
 
 
 def open_study(
@@ -118,7 +113,7 @@ def open_study(
 
 
 def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name) or len(name.encode()) > NAME_BYTES_MAX:
+    if len(name) > NAME_MAX or not is_file_name(name):
         raise InputError(
             f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
             f"got {quote(name)}"

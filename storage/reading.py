@@ -41,6 +41,9 @@ from storage.stored import (
 from storage.stored import unreadable_in_words as unreadable_in_words
 from storage.urls import DatabaseUrl, parse_url
 
+_NAME_BYTES_MAX = 200
+"""A file system's names end at 255 bytes, and the lock's begins with the database's."""
+
 
 def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
     """Return a study as it stands, also while a driver runs.
@@ -126,7 +129,8 @@ def understood(name: str) -> Iterator[None]:
 
 def is_file_name(name: str) -> bool:
     """Whether a study's name can be that of a directory: others are some other tool's."""
-    return re.fullmatch(r"[^\W_][\w.-]*", name) is not None and len(name.encode()) <= 200
+    is_plain = re.fullmatch(r"[^\W_][\w.-]*", name) is not None
+    return is_plain and len(name.encode()) <= _NAME_BYTES_MAX
 
 
 def _snapshot(study: StoredStudy, database: DatabaseUrl, home: Path) -> StudySnapshot:

@@ -66,7 +66,9 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-_NOISY_FLAGS = frozenset({"noisy", "neighbour"})
+NEIGHBOUR = "neighbour"
+"""Flag of what another process had a hand in."""
+_NOISY_FLAGS = frozenset({"noisy", NEIGHBOUR})
 
 
 class SoakReport(_Frozen):

@@ -10,6 +10,7 @@ from search_spaces.config import TrialConfig
 from storage.definition import RunningTrial, StudyDefinition
 from storage.outcome_file import OutcomeFile
 from storage.records import (
+    NEIGHBOUR,
     RETRYABLE,
     Errand,
     Lost,
@@ -31,7 +32,7 @@ def errand_of(trial: RunningTrial) -> Errand:
 
 def is_disturbed(outcome: Outcome) -> bool:
     """Whether memory ran out as another process had it: that says nothing of a configuration."""
-    return isinstance(outcome, OutOfMemory) and "neighbour" in outcome.flags
+    return isinstance(outcome, OutOfMemory) and NEIGHBOUR in outcome.flags
 
 
 def ended_unseen(

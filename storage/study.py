@@ -171,8 +171,6 @@ class OpenStudy:
                 if params is not None:
                     self.study.enqueue_trial(dict(params))
                 trial = self.study.ask()
-                # Optuna creates a trial again where a commit failed, also one that went through.
-                self._drop_unbegun(but=trial.number)
                 if self.ledger.record(trial.number) is None:
                     self._suggest(trial, distributions, is_drawn=params is None)
                     return trial
@@ -356,7 +354,7 @@ class OpenStudy:
         if there is None or there.attempt_id == record.attempt_id:
             self.ledger.add(kept)
         # The database is not as it was left: perhaps a copy was written over it.
-        self._forget_cached()
+        self._patiently(self._forget_cached)
         return kept
 
     def abandon(self) -> None:
@@ -544,11 +542,11 @@ class OpenStudy:
                 # None was queued: that is of a database which another was written over since.
                 self._forget_cached()
 
-    def _drop_unbegun(self, *, but: int | None = None) -> None:
-        """Close what an `ask` left behind, all but the trial that it returned."""
+    def _drop_unbegun(self) -> None:
+        """Close what an `ask` left behind that failed."""
         self._empty_queue()
         for frozen in self._trials(TrialState.RUNNING):
-            if frozen.number != but and mapping.CONFIG not in frozen.user_attrs:
+            if mapping.CONFIG not in frozen.user_attrs:
                 self._close_unbegun(frozen.number)
 
     def _close_running(self) -> None:
@@ -575,18 +573,16 @@ class OpenStudy:
         # Open connections may lead to a server, or a deleted file, that is no longer there.
         self._storage.engine.dispose()
         self._require_study()
-        self._forget_cached()
+        self._patiently(self._forget_cached)
         self._patiently(self._reload)
 
     def _forget_cached(self) -> None:
         """Let Optuna read the trials anew: what it keeps of them may be another copy's by now."""
-        self.study = self._patiently(
-            lambda: optuna.load_study(
-                study_name=self.name,
-                storage=self._storage,
-                sampler=self.study.sampler,
-                pruner=self.study.pruner,
-            )
+        self.study = optuna.load_study(
+            study_name=self.name,
+            storage=self._storage,
+            sampler=self.study.sampler,
+            pruner=self.study.pruner,
         )
 
     def _require_study(self) -> None:

@@ -25,6 +25,7 @@ from sweep.terminal.console import (
     STDOUT,
     announce_if_slow,
     prepare_streams,
+    say_version,
     wait_lines,
 )
 from sweep.terminal.edge import guarded
@@ -63,9 +64,7 @@ app = typer.Typer(
 def front_door(version: opt.VersionOption = False) -> int:
     """Name a GPU, get the fastest QLoRA configuration that fits it, and proof."""
     if version:
-        from sweep.terminal import commands
-
-        commands.version()
+        say_version()
         raise typer.Exit
     return 0
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.storage.postgres import Cluster
 
 # How fast examples come depends on what else the machine does.
 settings.register_profile(
@@ -55,6 +61,30 @@ def nobodys_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(run / "cache")
     # Nor in anybody's database.
     os.environ.pop("SWEEP_STORAGE", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _schema_known() -> Iterator[None]:
+    """Read the history of Optuna's tables once a process: at each opening it is half of the time.
+
+    What tests open is made by one and the same Optuna.
+    """
+    import alembic.script.base
+    import alembic.util
+
+    known = cache(alembic.util.load_python_file)
+    with patch.object(alembic.script.base.util, "load_python_file", known):
+        yield
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A PostgreSQL server for all tests of a process; each makes a database of its own."""
+    # Imported here: most of the suite never needs a database's driver.
+    from tests.storage.postgres import running_cluster
+
+    with running_cluster() as cluster:
+        yield cluster
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

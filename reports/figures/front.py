@@ -95,7 +95,10 @@ def front_controls(document: Mapping[str, Any], candidates: Sequence[int]) -> di
     """
     scale = MemoryScale.of(document)
     shapes, annotations = scale.marks()
-    pairs = itertools.combinations(document["columns"], 2)
+    in_class: dict[str, list[int]] = {name: [] for name in document["classes"]}
+    for row in candidates:
+        in_class[document["trials"][row]["class"]].append(row)
+    of_class: dict[str, Sequence[int]] = {"": candidates, **in_class}
     return {
         "x": MEMORY,
         "y": _speed_of(document),
@@ -111,9 +114,9 @@ def front_controls(document: Mapping[str, Any], candidates: Sequence[int]) -> di
             {"verdict": str(v), "label": MARKS[v].lane} for v in lanes_of(document["trials"])
         ],
         "views": {
-            f"{a}|{b}|{name}": asdict(_view(document, candidates, (a, b), name))
-            for a, b in pairs
-            for name in ("", *document["classes"])
+            f"{a}|{b}|{name}": asdict(_view(document, rows, (a, b)))
+            for a, b in itertools.combinations(document["columns"], 2)
+            for name, rows in of_class.items()
         },
     }
 
@@ -122,16 +125,10 @@ def _speed_of(document: Mapping[str, Any]) -> str:
     return next((speed for speed in SPEEDS if speed in document["columns"]), SPEEDS[-1])
 
 
-def _view(
-    document: Mapping[str, Any],
-    candidates: Sequence[int],
-    columns: tuple[str, str],
-    name: str = "",
-) -> View:
+def _view(document: Mapping[str, Any], candidates: Sequence[int], columns: tuple[str, str]) -> View:
     trials: Sequence[Trial] = document["trials"]
-    chosen = [row for row in candidates if name in ("", trials[row]["class"])]
     signs = [1 if _is_more_better(document, column) else -1 for column in columns]
-    rows = pareto_rows(trials, chosen, columns, signs)
+    rows = pareto_rows(trials, candidates, columns, signs)
     settings = [document["recipe"] | trials[row]["config"] for row in rows]
     labels, shared = told_apart(settings, recipe=document["recipe"])
     return View(tuple(rows), tuple(labels), shared)

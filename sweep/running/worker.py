@@ -26,7 +26,16 @@ from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.outcome_file import OutcomeFile
-from storage.records import CrashCause, Crashed, Ineffective, Invalid, Outcome, OutOfMemory, Phase
+from storage.records import (
+    NEIGHBOUR,
+    CrashCause,
+    Crashed,
+    Ineffective,
+    Invalid,
+    Outcome,
+    OutOfMemory,
+    Phase,
+)
 from sweep.nvml import card_at
 from sweep.running.ends import with_cure
 from sweep.running.wire import (
@@ -48,7 +57,7 @@ from sweep.training.exceptions import (
     is_host_out_of_memory,
     requested_bytes,
 )
-from sweep.training.meter import NEIGHBOUR, CardReader, NeighbourWatch
+from sweep.training.meter import CardReader, NeighbourWatch
 from sweep.training.model import BaseModel, Unavailable, build_base
 from sweep.training.trial import Beat, Trial
 

@@ -23,7 +23,7 @@ from search_spaces.knobs import KNOBS
 from search_spaces.space import Objective, StepBudget
 from storage import mapping
 from storage.objectives import measured_of, merits_of, objective_value
-from storage.records import Measured, OutOfMemory, PrunedSlow, TrialRecord
+from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.sampling.belief import (
     Array,
     Codes,
@@ -521,7 +521,7 @@ def _seen_memory(
     match record.outcome:
         case Measured(measurement=measured) | PrunedSlow(measurement=measured):
             return row, float(measured.peak_allocated_bytes), False
-        case OutOfMemory(stage=stage, flags=flags) if stage != "load" and "neighbour" not in flags:
+        case OutOfMemory(stage=stage, flags=flags) if stage != "load" and NEIGHBOUR not in flags:
             slack = FRAGMENTATION if world.foreseen.is_cut_up else 0.0
             return row, budget_bytes * (1.0 - slack), True
         case _:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from search_spaces.errors import MORE_DESCRIPTORS, CardLost, EnvironmentFault
 from storage.records import (
     INTERRUPTED,
+    NEIGHBOUR,
     RETRYABLE,
     Crashed,
     Lost,
@@ -29,7 +30,6 @@ from storage.records import (
 FAILURES_IN_A_ROW = 5
 """So many trials that fail alike are the machine's doing; a night of them teaches nothing more."""
 REMEASURED_AT_MOST = 2
-NEIGHBOUR = "neighbour"
 REMEASURED = "remeasured"
 
 

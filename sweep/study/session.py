@@ -29,9 +29,9 @@ from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
-from storage.opening import NAME_BYTES_MAX, NAME_MAX, open_study
+from storage.opening import NAME_MAX, open_study
 from storage.patience import waits_end_when
-from storage.reading import changed_versions
+from storage.reading import changed_versions, is_file_name
 from storage.study import OpenStudy
 from sweep import stop_signals
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
@@ -223,7 +223,7 @@ def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
     whole = unicodedata.normalize("NFC", "-".join(parts))
     name = re.sub(r"[^\w.-]+", "-", whole).strip("-._")[:NAME_MAX]
     lost = [c for c in re.findall(r"[^\w.-]", whole) if unicodedata.category(c)[0] in "LMN"]
-    if lost or not name or len(name.encode()) > NAME_BYTES_MAX:
+    if lost or not is_file_name(name):
         raise InputError(
             f"space {quote(space.name)}: no study can be named after it: choose a name with --study"
         )

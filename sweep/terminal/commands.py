@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 from reports import images, units
@@ -159,15 +158,6 @@ def export(
     else:
         formats.save(text, output)
         say(str(output))
-    return DONE
-
-
-def version() -> int:
-    """Print the version of this program."""
-    try:
-        say(f"sweep {metadata.version('qlora-sweep')}")
-    except metadata.PackageNotFoundError:
-        say("sweep, run from a directory in which it is not installed")
     return DONE
 
 

@@ -56,6 +56,16 @@ def say(text: str) -> None:
     say_as_is(shown(text))
 
 
+def say_version() -> None:
+    """Print the version of this program, and import nothing else for it."""
+    from importlib import metadata
+
+    try:
+        say(f"sweep {metadata.version('qlora-sweep')}")
+    except metadata.PackageNotFoundError:
+        say("sweep, run from a directory in which it is not installed")
+
+
 def say_json(document: Mapping[str, Any]) -> None:
     """Print a result on stdout for a program to read. Raises what `say_as_is` raises."""
     say_as_is(json.dumps(redacted(document)))

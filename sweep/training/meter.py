@@ -16,7 +16,7 @@ from functools import cache
 
 from search_spaces.config import TrialConfig
 from search_spaces.space import StepBudget
-from storage.records import Measurement
+from storage.records import NEIGHBOUR, Measurement
 from sweep.nvml import NvmlCard
 from sweep.training.device import Device
 
@@ -25,8 +25,6 @@ NEIGHBOUR_BYTES = 2**30
 kernels for some hundred MiB with its first steps."""
 NEIGHBOUR_BYTES_MEASURING = 256 * 2**20
 """The same while steps are measured, when everything of this process's own is there."""
-NEIGHBOUR = "neighbour"
-"""Flag of what another process had a hand in."""
 _STEPS_TO_JUDGE = 3
 _ENERGY_SECONDS_MIN = 1.0
 """The card's counter moves some ten times a second: what is shorter is not told to a tenth."""

@@ -18,6 +18,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, words_of
 from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from storage.records import (
+    NEIGHBOUR,
     Diverged,
     Ineffective,
     Invalid,
@@ -34,7 +35,7 @@ from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device
 from sweep.training.exceptions import knob_of_kernel, lacks_kernel_resources, requested_bytes
 from sweep.training.marks import Mark
-from sweep.training.meter import NEIGHBOUR, CardReader, Meter, NeighbourWatch, fastest_median
+from sweep.training.meter import CardReader, Meter, NeighbourWatch, fastest_median
 from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
 from sweep.training.soak import Interlude

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,26 +16,11 @@ from tests.storage.proxy import Proxy
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 _OTHERS = "FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
-_names = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[postgres.Cluster]:
-    reason = postgres.missing()
-    if reason is not None:
-        pytest.skip(reason)
-    cluster = postgres.new_cluster()
-    cluster.start()
-    yield cluster
-    cluster.stop()
-    shutil.rmtree(cluster.directory)
 
 
 @pytest.fixture
 def place(cluster: postgres.Cluster, tmp_path: Path) -> Place:
-    name = f"faults{next(_names)}"
-    cluster.execute(f"CREATE DATABASE {name}")
-    return Place(tmp_path, server=cluster.url(name))
+    return Place(tmp_path, server=cluster.new_database())
 
 
 Trouble = Callable[[postgres.Cluster, Proxy], None]

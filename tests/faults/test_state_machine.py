@@ -17,12 +17,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
-import alembic.script.base
-import alembic.util
 import optuna
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,14 +41,6 @@ from tests.storage.builders import BATCHES, DISTRIBUTIONS, fits, open_it
 NAME = "study"
 AT_ONCE = Patience(seconds=0.0)
 STARTED = "2025-01-01T00:00:00+00:00"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _schema_known() -> Iterator[None]:
-    """Optuna reads its schema's history anew at every opening: half of a step's time."""
-    known = cache(alembic.util.load_python_file)
-    with patch.object(alembic.script.base.util, "load_python_file", known):
-        yield
 
 
 @dataclass

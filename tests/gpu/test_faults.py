@@ -21,11 +21,18 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from storage.records import Crashed, Measured, Measurement, Outcome, OutOfMemory, Phase
+from storage.records import (
+    NEIGHBOUR,
+    Crashed,
+    Measured,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+    Phase,
+)
 from sweep.nvml import first_visible_card
 from sweep.running.runner import Progress
 from sweep.running.supervisor import SupervisedRunner
-from sweep.study.machine_faults import NEIGHBOUR
 from tests.gpu import faulty_worker as faulty
 from tests.gpu.rig import QUICK, SMALL, small_config
 from tests.gpu.test_memory_limits import BUDGET_BYTES, REFERENCE, TOO_LARGE

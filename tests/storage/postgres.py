@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pwd
 import shutil
@@ -15,19 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+import pytest
 import sqlalchemy
 
 PASSWORD = "p@ss/w:rd%1"
 _PLACES = (Path("/usr/lib/postgresql/15/bin"), Path("/usr/lib/postgresql/16/bin"))
-
-
-def missing() -> str | None:
-    """Why no cluster can be started here; None where one can."""
-    if _binary("initdb") is None or _binary("postgres") is None:
-        return "no PostgreSQL server binaries on this machine"
-    if os.geteuid() == 0 and (_user() is None or shutil.which("setpriv") is None):
-        return "PostgreSQL does not run as root, and there is no user 'postgres' to become"
-    return None
+_names = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -37,6 +31,12 @@ class Cluster:
 
     def url(self, database: str, *, password: str = PASSWORD) -> str:
         return f"postgresql://sweep:{quote(password, safe='')}@127.0.0.1:{self.port}/{database}"
+
+    def new_database(self) -> str:
+        """Create an empty database and return its URL."""
+        name = f"sweep{next(_names)}"
+        self.execute(f"CREATE DATABASE {name}")
+        return self.url(name)
 
     def execute(self, statement: str, *, database: str = "postgres") -> None:
         engine = sqlalchemy.create_engine(
@@ -80,7 +80,7 @@ class Cluster:
                 os.kill(process, number)
 
 
-def new_cluster() -> Cluster:
+def _new_cluster() -> Cluster:
     directory = Path(tempfile.mkdtemp(prefix="sweep-postgres-"))
     secret = directory.with_suffix(".secret")
     secret.write_text(PASSWORD)
@@ -96,14 +96,26 @@ def new_cluster() -> Cluster:
 
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
-    """Start a cluster, and remove it afterwards."""
-    cluster = new_cluster()
+    """Start a cluster, and remove it afterwards; skip the test where none can be started."""
+    reason = _missing()
+    if reason is not None:
+        pytest.skip(reason)
+    cluster = _new_cluster()
     cluster.start()
     try:
         yield cluster
     finally:
         cluster.stop()
         shutil.rmtree(cluster.directory)
+
+
+def _missing() -> str | None:
+    """Why no cluster can be started here; None where one can."""
+    if _binary("initdb") is None or _binary("postgres") is None:
+        return "no PostgreSQL server binaries on this machine"
+    if os.geteuid() == 0 and (_user() is None or shutil.which("setpriv") is None):
+        return "PostgreSQL does not run as root, and there is no user 'postgres' to become"
+    return None
 
 
 def _free_port() -> int:

@@ -38,24 +38,10 @@ SHORT = Patience(
 )
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[postgres.Cluster]:
-    reason = postgres.missing()
-    if reason is not None:
-        pytest.skip(reason)
-    with postgres.running_cluster() as cluster:
-        yield cluster
-
-
-_names = itertools.count()
-
-
 @pytest.fixture
 def direct(cluster: postgres.Cluster) -> str:
     """A new database's URL, past the proxy."""
-    name = f"faults{next(_names)}"
-    cluster.execute(f"CREATE DATABASE {name}")
-    return cluster.url(name)
+    return cluster.new_database()
 
 
 @pytest.fixture

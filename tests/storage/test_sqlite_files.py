@@ -359,14 +359,12 @@ def test_a_study_is_opened_once_another_driver_has_finished_writing(home: Path, 
 def test_a_trial_whose_creation_was_not_answered_is_there_once(
     home: Path, url: str, monkeypatch: pytest.MonkeyPatch, batch: int | None
 ) -> None:
-    # Optuna creates it again by itself, after up to two seconds.
-    monkeypatch.setattr("optuna.storages._rdb.storage.time.sleep", lambda _: None)
     commit, prepare = DefaultDialect.do_commit, RDBStorage._get_prepared_new_trial
 
     def lose_the_answer(dialect: DefaultDialect, connection: Any) -> None:
         commit(dialect, connection)
         monkeypatch.setattr(DefaultDialect, "do_commit", commit)
-        raise sqlite3.OperationalError("disk I/O error")
+        raise sqlite3.OperationalError("database is locked")
 
     def create(*args: Any) -> Any:
         monkeypatch.setattr(RDBStorage, "_get_prepared_new_trial", prepare)

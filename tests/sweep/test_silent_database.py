@@ -20,16 +20,6 @@ ROOT = Path(__file__).parents[2]
 SWEEP = [sys.executable, "-P", "-c", "import sys; from sweep.cli import main; sys.exit(main())"]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[postgres.Cluster]:
-    reason = postgres.missing()
-    if reason is not None:
-        pytest.skip(reason)
-    with postgres.running_cluster() as cluster:
-        cluster.execute("CREATE DATABASE sweep")
-        yield cluster
-
-
 @contextmanager
 def sweep(
     *words: str, environment: Mapping[str, str], home: Path
@@ -65,7 +55,7 @@ def test_a_study_whose_database_falls_silent_says_so_and_ends_at_the_first_signa
     cluster: postgres.Cluster, tmp_path: Path
 ) -> None:
     with Proxy(cluster.port) as proxy:
-        storage = {"SWEEP_STORAGE": proxy.through(cluster.url("sweep"))}
+        storage = {"SWEEP_STORAGE": proxy.through(cluster.new_database())}
         with sweep("run", "cpu-demo", environment=storage, home=tmp_path) as process:
             until(process, "trial 0")
             proxy.fall_silent()
@@ -93,7 +83,7 @@ def test_looking_at_a_silent_server_is_an_error_in_time(
     cluster: postgres.Cluster, tmp_path: Path
 ) -> None:
     with Proxy(cluster.port) as proxy, proxy.silent():
-        storage = {"SWEEP_STORAGE": proxy.through(cluster.url("sweep"))}
+        storage = {"SWEEP_STORAGE": proxy.through(cluster.new_database())}
         started = time.monotonic()
         with sweep("status", environment=storage, home=tmp_path) as process:
             _, said = process.communicate(timeout=40)
