@@ -319,6 +319,27 @@ def export(
     )
 
 
+@app.command(
+    epilog=opt.examples("sweep merge out --output merged --model path/to/base --dtype bf16")
+)
+def merge(
+    adapter: opt.AdapterArgument,
+    output: opt.DirectoryOption,
+    model: opt.BaseOption = None,
+    dtype: opt.MergedDtypeOption = None,
+    rows: opt.RowsOption = 4,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Merge an adapter into its 16-bit base, shard by shard.
+
+    The merged model's logits are compared with those of base and adapter. Merging into 4-bit
+    weights would make another model, and is not offered.
+    """
+    from sweep.terminal import merging
+
+    return merging.run(adapter, output=output, model=model, dtype=dtype, rows=rows, as_json=as_json)
+
+
 @app.command(epilog=opt.examples("sweep replay surface.jsonl --samplers guided,random --seeds 5"))
 def replay(
     surface: opt.SurfaceArgument,

@@ -258,3 +258,27 @@ ExportOption = Annotated[
         "-o", "--output", help="A file; - or nothing is stdout.", callback=_named("--output")
     ),
 ]
+
+# Of a merge
+
+AdapterArgument = Annotated[
+    str, typer.Argument(metavar="ADAPTER", help="Directory with a LoRA adapter, as PEFT saves it.")
+]
+DirectoryOption = Annotated[
+    str,
+    typer.Option("-o", "--output", help="A new directory.", callback=_named("--output")),
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="The 16-bit base, directory or hub id; the adapter's own by default.",
+        callback=_named("--model"),
+    ),
+]
+MergedDtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="bf16 or fp16; what the base is stored in.")
+]
+RowsOption = Annotated[
+    int, typer.Option("--rows", help="Rows to compare logits on; 0 for no comparison.")
+]
