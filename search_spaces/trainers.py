@@ -276,7 +276,9 @@ def liger_kernels(kernels: str) -> dict[str, bool] | None:
         "fused_linear_cross_entropy": True,
         "cross_entropy": False,
         "rms_norm": everything,
+        # Of the two activations a model has one; the other's switch does nothing.
         "swiglu": everything,
+        "geglu": everything,
         "rope": everything,
     }
 

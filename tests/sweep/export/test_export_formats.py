@@ -286,6 +286,14 @@ def test_the_script_sets_the_allocator_before_it_imports_torch(is_expandable: bo
     assert 0 < text.index(line) < text.index("\nimport torch\n")
 
 
+@pytest.mark.parametrize(("kernels", "is_on"), [("liger", "True"), ("fused-loss", "False")])
+def test_the_script_names_every_kernel_that_was_switched(kernels: str, is_on: str) -> None:
+    # One that is not named is on by default: Gemma's GEGLU would be patched.
+    text = export(a_study(BASE.model_copy(update={"kernels": kernels})), format="script")
+    for kernel in ("rms_norm", "swiglu", "geglu", "rope"):
+        assert f'"{kernel}": {is_on},' in text
+
+
 @pytest.mark.parametrize("format", TRAINERS)
 def test_an_exported_step_waits_for_the_card_no_more_than_the_measured_one(format: str) -> None:
     values = read(export(a_study(), format=format), format=format)
