@@ -1,88 +1,85 @@
-"""Owns what is said of a person's texts: the choice in a space file, and what was found in them.
+"""Owns what is said of a person's texts: how they are to be read, and what was found in them.
 
-Knows nothing of tokenizers or of files' contents; reading texts is `sweep.data`'s.
+Knows nothing of files, tokenizers or how either is done.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import BaseModel, ConfigDict, Field
 
-from search_spaces.documents import exists, home_expanded
-from search_spaces.knobs import Number
+TextsKind = Literal["text", "instruction", "prompt-completion", "messages", "conversations"]
+TextsFormat = Literal["auto", TextsKind]
+KINDS: tuple[str, ...] = get_args(TextsKind)
+"""What a row of texts may be: one text, Alpaca's fields, a prompt with what completes it, a chat as
+the hub's ``messages``, a chat as ShareGPT's ``conversations``."""
+FORMATS: tuple[str, ...] = ("auto", *KINDS)
 
-TextsFormat = Literal[
-    "auto", "text", "instruction", "prompt-completion", "messages", "conversations"
-]
-"""How the rows of texts are written; ``auto`` recognizes it by their fields."""
-
-QUALITY_TOKENS_MIN = 1_000
-"""Fewer tokens than this teach nothing that a held-out loss could show."""
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Count = Annotated[int, Field(ge=0)]
 
 
-class _Frozen(BaseModel):
+class TextsChoice(BaseModel):
+    """Which texts a space or a command names, and how they are to be read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    texts: Annotated[str, Field(min_length=1)]
+    """A file, a directory of files, or a hub id."""
+    text_column: Annotated[str | None, Field(min_length=1)] = None
+    """The column with the texts; None recognises the kind of the rows."""
+    format: TextsFormat = "auto"
+    completions_only: bool = False
+    """Whether only what the model is to answer carries loss."""
+    tokenizer: Annotated[str | None, Field(min_length=1)] = None
+    """A directory or hub id; None for the model's own."""
+    eval_fraction: Share = 0.05
+    """Share of the rows that are held out of training."""
+    quality_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Loss-carrying tokens that each trial trains on for its quality; None chooses."""
+
+
+class LengthQuantiles(BaseModel):
+    """Tokens of rows: the shortest length that so many in a hundred rows do not pass."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-
-class TextsChoice(_Frozen):
-    """Which texts to train on and how to read them: what ``data:`` of a space says."""
-
-    texts: str = Field(min_length=1)
-    """A JSONL, Parquet or CSV file, a directory of them, or a hub id."""
-    text_column: str | None = Field(default=None, min_length=1)
-    """The column that holds the text; None recognizes it."""
-    format: TextsFormat = "auto"
-    """How a row is written; auto recognizes it by its fields."""
-    completions_only: StrictBool = False
-    """Whether only the assistant's tokens carry loss."""
-    tokenizer: str | None = Field(default=None, min_length=1)
-    """A directory or a hub id; None for the model's own."""
-    eval_fraction: Number = Field(default=0.05, ge=0, le=0.5)
-    """Share of the rows that no training sees: the loss on them is the evaluation's."""
-    quality_tokens: StrictInt | None = Field(default=None, ge=QUALITY_TOKENS_MIN)
-    """Tokens that every trial trains on where eval_loss is an objective; None for about a minute's
-    worth at the baseline's speed."""
-
-    def located(self, beside: Path) -> TextsChoice:
-        """Return the same with local names as a file in the directory ``beside`` means them.
-
-        What is not there beside the file is left as it is: a path from where the command runs, or a
-        hub id.
-        """
-        names = {"texts": self.texts, "tokenizer": self.tokenizer}
-        found = {key: _located(name, beside=beside) for key, name in names.items() if name}
-        return self.model_copy(update=found)
+    p50: Count
+    p90: Count
+    p95: Count
+    p99: Count
+    max: Count
 
 
-def _located(name: str, *, beside: Path) -> str:
-    path = beside / home_expanded(name)
-    return str(path.absolute()) if exists(path, label=name) else name
+class TextsSummary(BaseModel):
+    """What texts hold once a tokenizer has read them, as a study's definition keeps it."""
 
-
-class TextsSummary(_Frozen):
-    """What was found in texts, as a study keeps it beside its trials."""
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     source: str
     """As the person named it."""
-    kind: str
-    """What it is: a JSONL, Parquet or CSV file, a directory, a hub data set."""
-    format: str
-    """How its rows are written, recognized or said."""
+    kind: TextsKind
+    """As it was recognised, or given."""
+    format: TextsFormat
+    """As it was asked for."""
+    text_column: str | None = None
+    columns: tuple[str, ...] = ()
+    """Of the source, in its order."""
     fingerprint: str
-    """Of the content, of how it is read, and of the tokenizer."""
+    """Of the content, the options and the tokenizer: equal where the tokens are."""
     tokenizer: str
-    completions_only: bool = False
-    rows: int
-    """That can be trained on."""
-    broken: int = 0
-    """That cannot, and were left out."""
-    tokens: int
-    """Of all rows, uncut."""
-    loss_tokens: int
-    """Of those, the tokens that carry loss."""
-    longest: int
-    """Tokens of the longest row."""
-    quantiles: dict[str, int]
-    """Tokens of a row: ``p50``, ``p90``, ``p95``, ``p99`` and ``max``."""
+    """Directory or hub id, as it was named."""
+    tokenizer_size: Count = 0
+    """Tokens that the tokenizer knows."""
+    largest_token: Count = 0
+    """The largest id that occurs in the texts."""
+    completions_only: bool
+    rows: Count
+    """Those that can be trained on."""
+    broken: Count
+    """Rows that cannot, beside them."""
+    tokens: Count
+    loss_tokens: Count
+    longest: Count
+    quantiles: LengthQuantiles
