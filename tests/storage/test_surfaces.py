@@ -101,7 +101,7 @@ def test_a_surface_says_what_was_measured_and_a_key_left_out_takes_its_default(
         ),
         (
             [HEADER, ROW | {"config": {"packing": "wrapped"}}],
-            "line 2: config: packing must be 'none', 'packed' or 'grouped', got 'wrapped'",
+            "line 2: config: packing must be one of 'none', 'packed' or 'grouped', got 'wrapped'",
         ),
         ([HEADER, "{"], "line 2: not valid JSON"),
         ([HEADER, "[]"], "line 2: must be a JSON object"),
