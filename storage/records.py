@@ -293,6 +293,30 @@ class PredictionRecord(_Frozen):
     tokens_per_second: float | None = None
 
 
+class EpochRecord(_Frozen):
+    """One pass over the texts of a study as one configuration trains on them.
+
+    Of the rows that are trained on: those held out for the evaluation are none of them.
+    """
+
+    rows: int
+    """Texts that are trained on."""
+    rows_cut: int
+    """Of those, the longer ones, which are cut to the sequence length."""
+    rows_left_out: int
+    """Texts of which the cut leaves no token that carries loss."""
+    tokens: int
+    """That are read, cut; without pads."""
+    tokens_cut: float
+    """Share of the texts' tokens that the sequence length cuts off, 0 to 1."""
+    padded_tokens: int
+    """That are computed, pads among them."""
+    loss_tokens: int
+    """That carry loss."""
+    steps: int
+    """Optimizer steps."""
+
+
 class Errand(_Frozen):
     """Why a configuration is run."""
 
@@ -350,6 +374,8 @@ class TrialRecord(Errand):
     prediction: PredictionRecord | None = None
     carried: Carried | None = None
     """Where it was measured, if not by this study: then none of its time is this study's."""
+    epoch: EpochRecord | None = None
+    """What an epoch of the study's texts is to it; None where its rows are random."""
 
     @property
     def verdict(self) -> Verdict:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from optuna.samplers import BaseSampler
@@ -22,10 +23,12 @@ from search_spaces.errors import InputError, quote
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import match_product
 from search_spaces.knobs import KNOBS
-from search_spaces.loading import load_space, with_fixed
+from search_spaces.loading import load_space, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.offering import refuse_without_texts
 from search_spaces.rules import violation
 from search_spaces.space import ConfirmBudget, SearchSpace
+from search_spaces.texts import TextsChoice
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
@@ -34,6 +37,8 @@ from storage.patience import waits_end_when
 from storage.reading import changed_versions
 from storage.study import OpenStudy
 from sweep import stop_signals
+from sweep.data.choice import ReadTexts, request_of, space_with_texts, typed_texts
+from sweep.data.texts import PreparedTexts, prepare_texts
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
@@ -83,6 +88,10 @@ class Prepared:
     resolved: ResolvedTarget
     card: Card | None
     """The card in this machine; None on a CPU."""
+    texts: PreparedTexts | None = None
+    """What its trials train on; None for random rows."""
+    notes: tuple[str, ...] = ()
+    """What the texts made of the space, for a person."""
 
     @property
     def space(self) -> SearchSpace:
@@ -102,28 +111,50 @@ def prepare(
     held: Mapping[str, Any] | None = None,
     study: str | None,
     card: Callable[[], Card | None],
+    read_texts: ReadTexts = prepare_texts,
+    stored: Callable[[str], StudyDefinition | None] = lambda _: None,
 ) -> Prepared:
     """Resolve what a run is about, before anything is opened or started.
 
     Args:
         space_name: a preset or a YAML file.
         overrides: keys of the space with what was typed instead; None leaves the space's value.
-            Under ``confirm`` false, or some keys of the section, which is switched on by them.
+            Under ``confirm`` false, or some keys of the section, which is switched on by them;
+            under ``data`` some keys of the section.
         held: knobs that were typed: fixed, while the rest of the space is searched.
         study: its name; None derives one from the space and the overrides.
         card: reads the card in this machine.
+        read_texts: reads and tokenizes texts, or finds what did so before.
+        stored: reads the definition of the study of that name; None where there is none. A study
+            of texts goes on with them where nobody names any.
 
     Raises:
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: the card, or the network for a hub id, is not to be had.
     """
-    space, changed = _resolved_space(space_name, overrides, held or {})
+    space, changed = _overridden(space_name, overrides, of_study=study, stored=stored)
+    refuse_without_texts(space if not held else _as_held(space, held))
+    model = load_model_spec(space.model)
+    here = card() if space.gpu != "cpu" else None
+    # Texts may take a minute to read: what can be refused without them is refused before.
+    resolve_target(space, here)
+    if space.weights == "pretrained":
+        check_weights(model)
+    texts, notes = None, tuple[str, ...]()
+    if space.data is not None:
+        texts = read_texts(request_of(space.data, model))
+        is_preset = preset_name(space_name) is not None
+        offered = space_with_texts(
+            space, texts, model=model, is_preset=is_preset, held=held or ()
+        )
+        space, notes = offered.space, offered.notes
+    space, changed = _held(space, held or {}, changed)
     name = default_study_name(space, changed) if study is None else study
     if name in RESERVED:
         raise InputError(
             f"study name '{name}' is that of a file of sweep's; choose another with --study"
         )
-    return _checked(name, space, load_model_spec(space.model), card)
+    return _checked(name, space, model, here, texts, notes)
 
 
 def prepare_again(
@@ -132,6 +163,7 @@ def prepare_again(
     *,
     confirm: Mapping[str, Any],
     card: Callable[[], Card | None],
+    read_texts: ReadTexts = prepare_texts,
 ) -> Prepared:
     """Resolve what measuring a stored study's winner again is about.
 
@@ -140,6 +172,7 @@ def prepare_again(
         stored: its definition.
         confirm: keys of the space's section with what was typed instead.
         card: reads the card in this machine.
+        read_texts: as for `prepare`.
 
     Raises:
         InputError: a value that the section does not take, or another card than the study's.
@@ -147,7 +180,10 @@ def prepare_again(
     """
     values = {**stored.space.model_dump(), "confirm": _with_confirm(stored.space, confirm)}
     space = validate(SearchSpace, values, Document(f"study '{name}'"))
-    return _checked(name, space, ModelSpec.from_json(stored.model), card)
+    model = ModelSpec.from_json(stored.model)
+    here = card() if space.gpu != "cpu" else None
+    texts = None if space.data is None else read_texts(request_of(space.data, model))
+    return _checked(name, space, model, here, texts)
 
 
 def _with_confirm(space: SearchSpace, typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,12 +192,16 @@ def _with_confirm(space: SearchSpace, typed: Mapping[str, Any]) -> dict[str, Any
 
 
 def _checked(
-    name: str, space: SearchSpace, model: ModelSpec, card: Callable[[], Card | None]
+    name: str,
+    space: SearchSpace,
+    model: ModelSpec,
+    here: Card | None,
+    texts: PreparedTexts | None,
+    notes: tuple[str, ...] = (),
 ) -> Prepared:
-    """Return a study whose model, card and budget go together."""
+    """Return a study whose model, card, texts and budget go together."""
     if space.weights == "pretrained":
         check_weights(model)
-    here = card() if space.gpu != "cpu" else None
     resolved = resolve_target(space, here)
     check_budget(space, model, resolved.target)
     refuse_impossible(
@@ -169,6 +209,7 @@ def _checked(
         model=model,
         compute_capability=resolved.compute_capability,
         device=resolved.target.device,
+        has_texts=texts is not None,
     )
     price_of(space, gpu=resolved.target.gpu)
     definition = StudyDefinition(
@@ -176,20 +217,38 @@ def _checked(
         model=model.to_json(),
         model_fingerprint=model.fingerprint,
         target=resolved.target,
+        texts=None if texts is None else texts.summary,
     )
-    return Prepared(name=name, definition=definition, model=model, resolved=resolved, card=here)
+    return Prepared(
+        name=name,
+        definition=definition,
+        model=model,
+        resolved=resolved,
+        card=here,
+        texts=texts,
+        notes=notes,
+    )
 
 
-def _resolved_space(
-    name: str, overrides: Mapping[str, Any], held: Mapping[str, Any]
+def _overridden(
+    name: str,
+    overrides: Mapping[str, Any],
+    *,
+    of_study: str | None,
+    stored: Callable[[str], StudyDefinition | None],
 ) -> tuple[SearchSpace, Mapping[str, Any]]:
     """Return the space that was named, as it was overridden, and what that changed.
 
     Raises:
-        InputError: a value that the space or a configuration does not take, or nothing left free.
+        InputError: a value that the space does not take.
     """
     declared = load_space(name)
-    confirm = overrides.get("confirm")
+    typed, confirm = overrides.get("data") or {}, overrides.get("confirm")
+    known = declared.data
+    if known is None and of_study is not None and "texts" not in typed:
+        before = stored(of_study)
+        known = None if before is None else before.space.data
+    overrides = {**overrides, "data": typed_texts(known, typed)}
     if isinstance(confirm, Mapping):
         overrides = {**overrides, "confirm": _with_confirm(declared, confirm)}
     changed = {
@@ -198,7 +257,23 @@ def _resolved_space(
         if value is not None and value != getattr(declared, key)
     }
     values = {**declared.model_dump(), **changed}
-    space = validate(SearchSpace, values, Document(f"space '{declared.name}'"))
+    return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
+
+
+def _as_held(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace:
+    """Return a space with what was typed, where that leaves one."""
+    rest = with_fixed(space, held)
+    return rest if isinstance(rest, SearchSpace) else space
+
+
+def _held(
+    space: SearchSpace, held: Mapping[str, Any], changed: Mapping[str, Any]
+) -> tuple[SearchSpace, Mapping[str, Any]]:
+    """Return the space with the knobs that were typed fixed, and all that was changed.
+
+    Raises:
+        InputError: a value that a configuration does not take, or nothing left free.
+    """
     if not held:
         return space, changed
     rest = with_fixed(space, held)
@@ -212,13 +287,16 @@ def _resolved_space(
 
 
 def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
-    """Return the space's name, with the card, the model and the knobs that were changed.
+    """Return the space's name, with the card, the model, texts and knobs that were changed.
 
     Raises:
         InputError: a letter of it cannot stand in a study's name, and without it two studies could
             be taken for one.
     """
     parts = [space.name, *(str(changed[key]) for key in ("gpu", "model") if key in changed)]
+    data = changed.get("data")
+    if isinstance(data, TextsChoice):
+        parts.append(Path(data.texts).stem)
     parts += [f"{key}-{_plain(changed[key])}" for key in KNOBS if key in changed]
     whole = unicodedata.normalize("NFC", "-".join(parts))
     name = re.sub(r"[^\w.-]+", "-", whole).strip("-._")[:NAME_MAX]
@@ -409,8 +487,17 @@ def _opened(
         sampler=sampler,
         environment=_environment(prepared),
         home=runs_directory(),
+        epochs=_epochs(prepared),
         warn=warn,
     )
+
+
+def _epochs(prepared: Prepared) -> StudyEpochs | None:
+    """Return what epochs of the study's texts are; None where its rows are random."""
+    choice = prepared.space.data
+    if prepared.texts is None or choice is None:
+        return None
+    return StudyEpochs.of(prepared.texts, choice, seed=prepared.space.seed)
 
 
 def _environment(prepared: Prepared) -> dict[str, Any]:
@@ -444,8 +531,18 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
             model=model,
             compute_capability=resolved.compute_capability,
             device=target.device,
+            has_texts=prepared.texts is not None,
         ),
         predictor=memory if is_on_card else None,
         speed=None if host is None else SpeedForecast(model=model, gpu=host),
+        epochs=_epochs(prepared),
         warn=warn,
     )
+
+
+def _epochs(prepared: Prepared) -> StudyEpochs | None:
+    """Return what epochs of the study's texts are; None where its rows are random."""
+    choice = prepared.space.data
+    if prepared.texts is None or choice is None:
+        return None
+    return StudyEpochs.of(prepared.texts, choice, seed=prepared.space.seed)
