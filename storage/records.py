@@ -83,6 +83,23 @@ class SoakReport(_Frozen):
     checkpoint_seconds: float
 
 
+class QualityReport(_Frozen):
+    """What a configuration learned of texts, from a short training on a fixed number of tokens."""
+
+    eval_loss: float
+    """Mean over the tokens of the held-out rows that carry loss, in nats."""
+    eval_tokens: int
+    train_tokens: int
+    steps: int
+    seconds: float
+    seed: int
+    train_loss: float
+    seeds: tuple[int, ...] = ()
+    """Of all runs where this stands for several; its loss is then their mean."""
+    eval_loss_ci95: tuple[float, float] | None = None
+    """Student's interval of that mean over the seeds; null of one run."""
+
+
 class Measurement(_Frozen):
     """What was measured of one configuration on one device; null where unknown."""
 
@@ -128,6 +145,8 @@ class Measurement(_Frozen):
     """Energy of the whole card over the measured steps, by NVML's counter; null where unknown."""
     soak: SoakReport | None = None
     """Of a soak alone."""
+    quality: QualityReport | None = None
+    """What it learned, where a held-out loss is asked for."""
 
     @model_validator(mode="before")
     @classmethod
