@@ -38,7 +38,7 @@ from storage.reading import changed_versions
 from storage.study import OpenStudy
 from sweep import stop_signals
 from sweep.data.choice import ReadTexts, space_with_texts, texts_of_study, typed_texts
-from sweep.data.study_epochs import StudyEpochs
+from sweep.data.study_epochs import StudyEpochs, refuse_too_few
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
@@ -91,6 +91,8 @@ class Prepared:
     """The card in this machine; None on a CPU."""
     texts: PreparedTexts | None = None
     """What its trials train on; None for random rows."""
+    epochs: StudyEpochs | None = None
+    """What passes over those texts are to its configurations."""
     notes: tuple[str, ...] = ()
     """What the texts made of the space, for a person."""
 
@@ -211,6 +213,10 @@ def _checked(
         has_texts=texts is not None,
     )
     price_of(space, gpu=resolved.target.gpu)
+    epochs = None
+    if texts is not None and space.data is not None:
+        epochs = StudyEpochs.of(texts, space.data, seed=space.seed)
+        refuse_too_few(space, epochs)
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
@@ -225,6 +231,7 @@ def _checked(
         resolved=resolved,
         card=here,
         texts=texts,
+        epochs=epochs,
         notes=notes,
     )
 
@@ -532,14 +539,6 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
         ),
         predictor=memory if is_on_card else None,
         speed=None if host is None else SpeedForecast(model=model, gpu=host),
-        epochs=_epochs(prepared),
+        epochs=prepared.epochs,
         warn=warn,
     )
-
-
-def _epochs(prepared: Prepared) -> StudyEpochs | None:
-    """Return what epochs of the study's texts are; None where its rows are random."""
-    choice = prepared.space.data
-    if prepared.texts is None or choice is None:
-        return None
-    return StudyEpochs.of(prepared.texts, choice, seed=prepared.space.seed)
