@@ -46,6 +46,7 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TextsSettings
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from sweep.study.carrying import carry_over, refuse_incomparable
@@ -333,6 +334,18 @@ def supervised_runner(prepared: Prepared) -> Runner:
         weights=prepared.space.weights,
         log_path=worker_log_path(prepared.name),
         seed=prepared.space.seed,
+        texts=_texts_settings(prepared),
+    )
+
+
+def _texts_settings(prepared: Prepared) -> TextsSettings | None:
+    texts, choice = prepared.texts, prepared.space.data
+    if texts is None or choice is None:
+        return None
+    return TextsSettings(
+        directory=str(texts.directory.absolute()),
+        fingerprint=texts.summary.fingerprint,
+        eval_fraction=choice.eval_fraction,
     )
 
 
