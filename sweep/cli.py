@@ -364,6 +364,29 @@ def merge(
     return merging.run(adapter, output=output, model=model, dtype=dtype, rows=rows, as_json=as_json)
 
 
+@app.command(
+    epilog=opt.examples("sweep verify a10 --steps 20", "sweep verify winner.py --steps 8 --json")
+)
+def verify(
+    what: opt.VerifiedArgument,
+    steps: opt.VerifyStepsOption = 40,
+    trial: opt.TrialOption = None,
+    model: opt.WeightsOption = None,
+    storage: opt.StorageOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Run a study's winner, or what was exported, and compare with what was measured.
+
+    Tokens/s of the median step are to be within 5 %, peak allocated memory within 2 %; else the
+    exit code is 1, and it says what differs.
+    """
+    from sweep.terminal import verifying
+
+    return verifying.run(
+        what, steps=steps, trial=trial, model=model, storage=storage, as_json=as_json
+    )
+
+
 @app.command(epilog=opt.examples("sweep replay surface.jsonl --samplers guided,random --seeds 5"))
 def replay(
     surface: opt.SurfaceArgument,

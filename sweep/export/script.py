@@ -18,6 +18,7 @@ from sweep.export.recipe import (
     Recipe,
     comment,
 )
+from sweep.export.record import record_line
 
 
 def script(recipe: Recipe) -> str:
@@ -28,7 +29,7 @@ def script(recipe: Recipe) -> str:
     if config.upcast_fp32 and is_whole:
         imports.append("prepare_model_for_kbit_training")
     return _template().render(
-        header=comment((*recipe.facts(), *_rows(config))),
+        header=f"{comment((*recipe.facts(), *_rows(config)))}\n{record_line(recipe)}",
         config=config,
         measurement=recipe.measurement,
         weights=recipe.weights,

@@ -21,6 +21,7 @@ from sweep.export.recipe import (
     Recipe,
     comment,
 )
+from sweep.export.record import record_line
 
 _DATA_FILE = "data.jsonl"
 """Stands for the user's texts, one ``{"text": "..."}`` a line."""
@@ -187,7 +188,7 @@ def _file(
         *_items(tuple(differences) or ("nothing known: every knob is below",)),
     )
     body = yaml.safe_dump(dict(options), sort_keys=False, default_flow_style=False)
-    return f"{comment(paragraphs)}\n\n{body}"
+    return f"{comment(paragraphs)}\n{record_line(recipe)}\n\n{body}"
 
 
 def _items(texts: Iterable[str]) -> Iterator[str]:

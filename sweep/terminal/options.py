@@ -338,3 +338,23 @@ MergedDtypeOption = Annotated[
 RowsOption = Annotated[
     int, typer.Option("--rows", help="Rows to compare logits on; 0 for no comparison.")
 ]
+
+# Of a verification
+
+VerifiedArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="STUDY|EXPORT",
+        help="Name of a study, or a file that sweep export wrote.",
+        autocompletion=completion.studies,
+    ),
+]
+VerifyStepsOption = Annotated[int, typer.Option("--steps", help="Optimizer steps to run.")]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Weights to load, directory or hub id; random ones of an architecture.",
+        callback=_named("--model"),
+    ),
+]
