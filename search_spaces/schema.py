@@ -135,9 +135,15 @@ def _dimension(key: str, value: Schema) -> Schema:
     kind = {int: "integer", float: "number"}.get(KNOBS[key].kind)
     if kind is not None:
         number: Schema = {"type": kind}
-        ends = {"low": number, "high": number, "step": {"type": kind, "exclusiveMinimum": 0}}
-        log: Schema = {"log": {"type": "boolean"}} if kind == "integer" else {}
-        forms.append(_object(ends | log, required=["low", "high"]))
+        above: Schema = {"type": kind, "exclusiveMinimum": 0}
+        linear = {"low": number, "high": number, "step": above, "log": {"const": False}}
+        on_a_log_scale = {"low": above, "high": number, "log": {"const": True}}
+        if kind == "integer":
+            on_a_log_scale["step"] = {"const": 1}
+        forms += [
+            _object(linear, required=["low", "high"]),
+            _object(on_a_log_scale, required=["low", "high", "log"]),
+        ]
     return _described({"anyOf": forms}, text)
 
 

@@ -165,6 +165,12 @@ class SearchSpace(Strict):
         if len(set(self.objectives)) < len(self.objectives):
             named = ", ".join(self.objectives)
             raise ContradictionError(f"objectives lists one twice, got {named}", "objectives")
+        if "learning_rate" in self.dimensions and "eval_loss" not in self.objectives:
+            message = (
+                "neither speed nor memory depends on learning_rate, so nothing that is searched "
+                "for does: fix it, or search for eval_loss too"
+            )
+            raise ContradictionError(message, "dimensions", "learning_rate")
         self._leave_out_batches()
         if self.sampler == "grid" and self.size() is None:
             raise ContradictionError(

@@ -346,6 +346,51 @@ lost_compile = _says(
 )
 
 
+def trl_packing(trained: Trained) -> dict[str, Any]:
+    """Texts joined and cut at max_length make full rows, in which every token carries loss; ``bfd``
+    keeps each text whole and apart."""
+    match trained.config.packing:
+        case "packed":
+            return {"packing": True, "packing_strategy": "bfd"}
+        case "grouped":
+            return {"packing": False, "train_sampling_strategy": "group_by_length"}
+        case _:
+            return {"packing": True, "packing_strategy": "wrapped"}
+
+
+def axolotl_packing(trained: Trained) -> dict[str, Any]:
+    """Whether it packs depends on the attention as well; the file says."""
+    return {"group_by_length": True} if trained.config.packing == "grouped" else {}
+
+
+def llama_factory_packing(trained: Trained) -> dict[str, Any]:
+    """`neat_packing` is the one that keeps texts apart."""
+    match trained.config.packing:
+        case "packed":
+            return {"packing": True, "neat_packing": True}
+        case "grouped":
+            return {"train_sampling_strategy": "group_by_length"}
+        case _:
+            return {}
+
+
+trl_lost_packing = _says(
+    "packing packed: with attention other than flash_attention_2 it may not keep the texts of a "
+    "row apart, as was measured.",
+    packing="packed",
+    attention="sdpa",
+)
+axolotl_lost_packing = _says(
+    "packing packed: its packing is multipack, which fills rows by another rule than the one "
+    "measured.",
+    packing="packed",
+)
+llama_factory_lost_packing = _says(
+    "packing packed: it fills rows by a rule of its own, not the one measured.",
+    packing="packed",
+)
+
+
 # The process
 
 

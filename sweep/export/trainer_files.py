@@ -15,7 +15,6 @@ from search_spaces.config import TrialConfig
 from search_spaces.knobs import KNOBS
 from search_spaces.trainers import Trainer
 from sweep.export.recipe import (
-    LEARNING_RATE,
     MAX_GRAD_NORM,
     SCHEDULE,
     WEIGHT_DECAY,
@@ -32,7 +31,6 @@ _WITHOUT_WAITING: Mapping[str, Any] = {"logging_nan_inf_filter": False, **_NON_B
 """Nothing in a measured step waits for the card: neither a look at each loss nor a batch."""
 
 _TRAINING_ARGUMENTS: Mapping[str, Any] = {
-    "learning_rate": LEARNING_RATE,
     "weight_decay": WEIGHT_DECAY,
     "max_grad_norm": MAX_GRAD_NORM,
     "lr_scheduler_type": SCHEDULE,
@@ -52,9 +50,6 @@ def trl(recipe: Recipe) -> str:
         "use_peft": True,
         **_spelled(recipe, trainer="trl"),
         "datasets": [{"path": "json", "data_files": _DATA_FILE, "columns": ["text"]}],
-        "packing": True,
-        # Texts joined and cut at max_length, as measured: every token carries loss.
-        "packing_strategy": "wrapped",
         # Left out, it may be computed in chunks: less memory, and not what was measured.
         "loss_type": "nll",
         **_TRAINING_ARGUMENTS,
@@ -83,8 +78,7 @@ def axolotl(recipe: Recipe) -> str:
         ],
         "val_set_size": 0.0,
         "sample_packing": _axolotl_packs(recipe.config),
-        "pad_to_sequence_len": True,
-        "learning_rate": LEARNING_RATE,
+        "pad_to_sequence_len": recipe.config.packing != "grouped",
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": MAX_GRAD_NORM,
         "lr_scheduler": SCHEDULE,
@@ -106,6 +100,8 @@ def axolotl(recipe: Recipe) -> str:
 
 def _axolotl_packs(config: TrialConfig) -> bool:
     """Whether its packing works: it needs attention that keeps the texts of a row apart."""
+    if config.packing == "grouped":
+        return False
     return config.attention == "flash_attention_2"
 
 
@@ -184,7 +180,7 @@ def _file(
         *recipe.facts(),
         "",
         f"For {trainer}: {command}",
-        "Learning rate, schedule and epochs were not searched. To fill in:",
+        "Schedule and epochs were not searched. To fill in:",
         *_items((*missing, *edits)),
         "",
         f"Where {trainer} cannot do what was measured:",

@@ -551,7 +551,7 @@ def _shape(config: TrialConfig) -> Any:
     """Return what a compiled layer is compiled for."""
     if not config.compile:
         return None
-    ignored = {"effective_batch_size", "optimizer", "lora_alpha"}
+    ignored = {"effective_batch_size", "optimizer", "lora_alpha", "learning_rate"}
     return tuple(value for key, value in config if key not in ignored)
 
 

@@ -343,6 +343,21 @@ def _scale(config: TrialConfig, evidence: StepEvidence) -> str | None:
     return None
 
 
+@proves("learning_rate")
+def _learning_rate(config: TrialConfig, evidence: StepEvidence) -> str | None:
+    """The schedule keeps its highest rate beside the one of the moment."""
+    for group in evidence.loop.optimizer.param_groups:
+        rate = group["initial_lr"]
+        if rate != config.learning_rate:
+            return f"the schedule begins at {rate:g}, not {config.learning_rate:g}"
+    return None
+
+
+@proves("packing")
+def _packing(config: TrialConfig, _: StepEvidence) -> str | None:
+    return None if config.packing == "none" else f"rows are not {config.packing}"
+
+
 @proves("lora_dropout")
 def _dropout(config: TrialConfig, evidence: StepEvidence) -> str | None:
     asked = config.lora_dropout

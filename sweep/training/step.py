@@ -24,7 +24,6 @@ from storage.records import Stage
 from sweep.training.adapters import Attached
 from sweep.training.data import endless, random_token_loader
 
-_LEARNING_RATE = 2e-4
 _MAX_GRAD_NORM = 1.0
 _SCHEDULE_STEPS = 1000
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
@@ -157,11 +156,11 @@ def make_optimizer(
     """Return the configuration's optimizer over the adapters."""
     match config.optimizer:
         case "adamw_8bit":
-            return bnb.optim.AdamW8bit(parameters, lr=_LEARNING_RATE)
+            return bnb.optim.AdamW8bit(parameters, lr=config.learning_rate)
         case "paged_adamw_8bit":
-            return bnb.optim.PagedAdamW8bit(parameters, lr=_LEARNING_RATE)
+            return bnb.optim.PagedAdamW8bit(parameters, lr=config.learning_rate)
         case "adamw_torch_fused":
-            return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
+            return torch.optim.AdamW(parameters, lr=config.learning_rate, fused=True)
 
 
 def flops_per_token(attachment: Attached, model_config: PreTrainedConfig, seq_len: int) -> float:

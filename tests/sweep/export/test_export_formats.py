@@ -41,6 +41,8 @@ OTHER: dict[str, Any] = {
     "optimizer": "paged_adamw_8bit",
     "compile": True,
     "expandable_segments": True,
+    "packing": "packed",
+    "learning_rate": 1e-3,
 }
 CONFIGS = [
     TrialConfig(),

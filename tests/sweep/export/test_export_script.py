@@ -30,7 +30,7 @@ from transformers import (
 from search_spaces.config import TrialConfig
 from storage.records import Measured
 from sweep.export.formats import export
-from sweep.export.recipe import LEARNING_RATE, WEIGHT_DECAY
+from sweep.export.recipe import WEIGHT_DECAY
 from sweep.training.adapters import attached
 from sweep.training.step import TrainingLoop
 from tests.sweep.export.studies import a_study
@@ -122,7 +122,7 @@ def test_the_script_builds_what_was_measured(
 
 @pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_torch_fused"])
 def test_the_script_takes_the_steps_that_were_measured(optimizer: str, tmp_path: Path) -> None:
-    config = tiny_config(optimizer=optimizer, effective_batch_size=8)
+    config = tiny_config(optimizer=optimizer, effective_batch_size=8, learning_rate=3e-4)
     arguments = imported(config, tmp_path).training_arguments(str(tmp_path / "out"), 3)
     assert arguments.per_device_train_batch_size == config.micro_batch_size
     assert arguments.gradient_accumulation_steps == config.accumulation_steps
@@ -131,7 +131,8 @@ def test_the_script_takes_the_steps_that_were_measured(optimizer: str, tmp_path:
     with tiny_base(config) as base, attached(base, config) as attachment:
         measured = TrainingLoop(attachment, config, vocab_size=512, seed=0).optimizer
         group = measured.param_groups[0]
-        assert (group["initial_lr"], group["weight_decay"]) == (LEARNING_RATE, WEIGHT_DECAY)
+        assert (group["initial_lr"], group["weight_decay"]) == (3e-4, WEIGHT_DECAY)
+    assert arguments.learning_rate == 3e-4
 
 
 def test_texts_are_joined_into_full_rows_and_every_token_is_kept(

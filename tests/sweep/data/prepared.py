@@ -1,0 +1,41 @@
+"""Prepared texts of random tokens, in the shape in which the child leaves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+from numpy.typing import ArrayLike
+
+from search_spaces.config import TrialConfig
+
+VOCABULARY = 97
+
+
+def prepared(
+    directory: Path, lengths: ArrayLike, *, completions: ArrayLike | None = None, seed: int = 0
+) -> Path:
+    """Write rows of so many random tokens, the last ``completions`` of which alone carry loss."""
+    random = np.random.default_rng(seed)
+    counts = np.asarray(lengths, dtype=np.int32)
+    rows = {"input_ids": [random.integers(1, VOCABULARY, count) for count in counts]}
+    features = {"input_ids": List(Value("int32"))}
+    loss = np.maximum(counts - 1, 0)
+    if completions is not None:
+        loss = np.asarray(completions, dtype=np.int32)
+        rows["completion_mask"] = [
+            np.arange(count) >= count - last for count, last in zip(counts, loss, strict=True)
+        ]
+        features["completion_mask"] = List(Value("int8"))
+    Dataset.from_dict(rows, features=Features(features)).save_to_disk(directory / "tokens")
+    np.save(directory / "lengths.npy", counts)
+    np.save(directory / "loss_lengths.npy", loss.astype(np.int32))
+    return directory
+
+
+def configured(packing: str = "none", **values: object) -> TrialConfig:
+    """Return a configuration with a packing."""
+    config = TrialConfig.model_validate(values)
+    object.__setattr__(config, "packing", packing)
+    return config
