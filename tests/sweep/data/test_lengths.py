@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -127,7 +129,7 @@ def test_a_histogram_holds_every_row_once(lengths: np.ndarray) -> None:
         inside = (lengths >= bin.at_least) & (lengths <= bin.at_most)
         assert int(inside.sum()) == bin.rows
     assert len(bins) <= 17
-    assert all(one.at_most + 1 == two.at_least for one, two in zip(bins, bins[1:], strict=False))
+    assert all(one.at_most + 1 == two.at_least for one, two in pairwise(bins))
 
 
 def test_a_split_is_the_same_every_time_and_holds_every_row_once() -> None:
