@@ -58,7 +58,7 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
         OSError: something cannot be written.
     """
     source = source_of(question.source)
-    content = question.content or _content_of(source)
+    content = _content_of(source) if question.content is None else question.content
     directory = Path(question.home) / question.fingerprint(content)
     if (directory / own.SUMMARY).is_file():
         return directory
@@ -152,6 +152,7 @@ class _Preparation:
             loss_tokens=int(loss_lengths.sum(dtype=np.int64)),
             longest=int(lengths.max()),
             quantiles=quantiles_of(lengths),
+            notes=self._source.notes,
         )
         self._save(summary, lengths, loss_lengths)
 
@@ -162,11 +163,13 @@ class _Preparation:
         """Return the columns of the first rows, and all rows."""
         seen: list[Read] = []
         columns: dict[str, None] = {}
+        readable = 0
         for place, values in rows:
             seen.append((place, values))
             if isinstance(values, dict):
+                readable += 1
                 columns |= dict.fromkeys(map(str, values))
-            if columns and len(seen) >= _ROWS_LOOKED_AT:
+            if columns and readable >= _ROWS_LOOKED_AT:
                 break
         if not seen:
             raise InputError(f"{self._question.source}: no rows in it")
