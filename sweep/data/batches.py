@@ -16,7 +16,7 @@ from trl import pack_dataset
 
 from search_spaces.config import TrialConfig
 from sweep.data.collating import COMPLETIONS, INPUT, SEQ_LENGTHS, collator
-from sweep.data.epoch import PACKED_AT_ONCE, Epoch, Integers, epoch, packing_of
+from sweep.data.epoch import PACKED_AT_ONCE, Epoch, Integers, epoch
 from sweep.data.split import split
 from sweep.data.strata import STRATA, representative
 
@@ -126,7 +126,7 @@ def training_rows(
     whole = epoch_of(directory, config, indices=numbers, seed=seed)
     kept = np.sort(numbers[whole.rows.documents])
     rows = open_tokens(directory)
-    if packing_of(config) != "packed":
+    if config.packing != "packed":
         lengths = np.minimum(np.load(directory / "lengths.npy", mmap_mode="r"), config.seq_len)
         return rows.add_column(LENGTH, lengths).select(kept).with_format("numpy")
     chosen = rows.select(kept)
@@ -148,6 +148,6 @@ def _row(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, Any
     row: dict[str, Any] = {
         name: np.concatenate([text[name][: config.seq_len] for text in texts]) for name in columns
     }
-    if packing_of(config) == "packed":
+    if config.packing == "packed":
         row[SEQ_LENGTHS] = [min(len(text[INPUT]), config.seq_len) for text in texts]
     return row
