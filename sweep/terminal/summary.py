@@ -6,7 +6,7 @@ Pure: a study's snapshot in, finished text out.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from reports import objectives, tables, uncertainty, units
@@ -28,10 +28,16 @@ from storage.definition import StudySnapshot, StudySummary, UnreadableStudy
 from storage.gain import compare
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
-from storage.records import Invalid, Measurement, TrialRecord
+from storage.records import Invalid, Measurement, Purpose, TrialRecord
 from sweep.terminal.console import folded, table
 
 _REASONS_SHOWN = 3
+_DOING: Mapping[Purpose, str] = {
+    "search": "",
+    "confirm": ", measured again",
+    "soak": ", a soak",
+    "quality": ", trained with another seed",
+}
 _CONFIGURATION_COLUMNS = ("trial", "tokens/s", "95 % interval", "peak", "budget", "configuration")
 
 
@@ -189,7 +195,7 @@ def status_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
         since = f" since {trial.started_at}" if trial.started_at else ""
         what = "not yet chosen" if trial.config is None else units.shape(trial.config)
         state = "running" if snapshot.holder is not None else "left unfinished; resuming retries it"
-        doing = {"search": "", "confirm": ", measured again", "soak": ", a soak"}[trial.purpose]
+        doing = _DOING[trial.purpose]
         lines.append(f"Trial {trial.number} ({what}{doing}){since}: {state}.")
     return folded("\n".join([*lines, *_lines("", _winner(snapshot))]), width, indent=2)
 
