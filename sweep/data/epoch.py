@@ -36,14 +36,9 @@ _DRAWS_AT_ONCE_MAX = 50
 where that is less."""
 
 
-def packing_of(config: TrialConfig) -> str:
-    """Return how rows become micro-batches: none, packed or grouped."""
-    return str(getattr(config, "packing", "none"))
-
-
 def is_flattened(config: TrialConfig) -> bool:
     """Whether packed rows go through as one long row: how flash attention is told of documents."""
-    return packing_of(config) == "packed" and config.attention == "flash_attention_2"
+    return config.packing == "packed" and config.attention == "flash_attention_2"
 
 
 def padded_width(longest: int, config: TrialConfig) -> int:
@@ -54,7 +49,7 @@ def padded_width(longest: int, config: TrialConfig) -> int:
         config: what trains on it.
     """
     most = config.tokens_per_micro_batch if is_flattened(config) else config.seq_len
-    if packing_of(config) == "packed" and not is_flattened(config):
+    if config.packing == "packed" and not is_flattened(config):
         return most
     if not config.compile:
         return longest
@@ -163,6 +158,11 @@ class Epoch:
         return int(self.padded.sum())
 
     @property
+    def waste(self) -> float:
+        """Share of the computed tokens that are pads."""
+        return 1.0 - self.tokens / self.padded_tokens
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of the epoch."""
         return len(self.widths)
@@ -234,7 +234,7 @@ def _check_texts(documents: int, config: TrialConfig) -> None:
 
 def _check_rows(rows: int, documents: int, config: TrialConfig) -> None:
     if rows < config.micro_batch_size:
-        packed = f" ({documents:,} texts, packed)" if packing_of(config) == "packed" else ""
+        packed = f" ({documents:,} texts, packed)" if config.packing == "packed" else ""
         raise InputError(
             f"micro_batch_size is {config.micro_batch_size}, and the texts make no more than "
             f"{rows:,} rows{packed} at seq_len {config.seq_len}; take a smaller micro_batch_size"
@@ -244,7 +244,7 @@ def _check_rows(rows: int, documents: int, config: TrialConfig) -> None:
 def _rows(chosen: Integers, lengths: Integers, config: TrialConfig, *, seed: int) -> Rows:
     """Return the rows in the order of the epoch, where texts are numbered by ``chosen``."""
     random = np.random.default_rng(seed)
-    match packing_of(config):
+    match config.packing:
         case "packed":
             members = packed(lengths, config.seq_len)
             order = random.permutation(len(members))
@@ -320,7 +320,7 @@ def _widths(lengths: Integers, starts: Integers, config: TrialConfig) -> tuple[I
 def _largest_rows(rows: Rows, lengths: Integers, config: TrialConfig) -> Integers:
     """Return the longest rows of the epoch; where all are as wide, those of the most texts."""
     size = config.micro_batch_size
-    if packing_of(config) == "packed" and not is_flattened(config):
+    if config.packing == "packed" and not is_flattened(config):
         # The mask that keeps texts apart costs memory, and a row of one whole text has none.
         return np.lexsort((-lengths, -rows.counts()))[:size]
     return np.argsort(-lengths, kind="stable")[:size]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sweep.data.epoch import Epoch, packing_of
+from sweep.data.epoch import Epoch
 
 STRATA = 4
 
@@ -30,7 +30,7 @@ def representative(epoch: Epoch, *, strata: int = STRATA, micro_steps: int) -> l
     whole = len(epoch.rows) // epoch.config.micro_batch_size
     padded, widths, loss = epoch.padded[:whole], epoch.widths[:whole], epoch.loss[:whole]
     # Packed rows are all as wide: there the tokens that carry loss tell the strata apart.
-    size = loss if packing_of(epoch.config) == "packed" else padded
+    size = loss if epoch.config.packing == "packed" else padded
     by_size = np.lexsort((loss, size))
     features = np.stack([padded, padded * widths, loss], axis=1)[by_size].astype(float)
     count = -(-strata // micro_steps) * micro_steps

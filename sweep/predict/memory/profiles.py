@@ -73,6 +73,12 @@ class Structure:
         return self.config.checkpoint_fraction > 0
 
     @property
+    def is_masked_by_text(self) -> bool:
+        """Whether a mask keeps the texts of packed rows apart; flash attention is told where they
+        begin instead."""
+        return self.config.packing == "packed" and self.config.attention != "flash_attention_2"
+
+    @property
     def is_mixed(self) -> bool:
         """Whether it is put together from the profiles of `parts`, and not traced itself."""
         return self.config.quantized_fraction < 1

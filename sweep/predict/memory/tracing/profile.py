@@ -150,6 +150,7 @@ def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
             autocast_dtype=_AUTOCAST[structure.config.compute_dtype],
             has_flash=structure.has_flash,
             is_checkpointed=structure.is_checkpointed,
+            is_packed=structure.is_masked_by_text,
         )
     except PlainLoop as error:
         raise Untraceable(f"{_module_at_fault(error, target)} {error}") from error
