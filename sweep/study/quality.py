@@ -7,7 +7,7 @@ their held-out losses compare. Knows nothing of how a training is run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import floor, log10
 
@@ -107,9 +107,7 @@ class Seeds:
     count: int
     """Seeds in all."""
 
-    def next_run(
-        self, failed: frozenset[tuple[TrialConfig, int]]
-    ) -> tuple[TrialRecord, int] | None:
+    def next_run(self, failed: Collection[TrialConfig]) -> tuple[TrialRecord, int] | None:
         """Return the next configuration and the seed; None where all is known.
 
         All configurations take one seed before any takes the next.
