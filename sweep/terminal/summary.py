@@ -17,6 +17,7 @@ from reports.confirmation import (
     status_words,
 )
 from reports.outcomes import verdict_words
+from reports.quality import loss_words
 from reports.summary import emulation_note, summary_of
 from reports.texts import epoch_words
 from search_spaces import redaction
@@ -94,6 +95,8 @@ def _winner_facts(
     target, measured = snapshot.definition.target, measured_of(winner)
     yield "what", _in_words(winner, snapshot.definition.space)
     yield "speed", _speed(snapshot, winner)
+    if measured.quality is not None:
+        yield "loss", f"{loss_words(measured)} on held-out texts"
     share = units.percent(measured.peak_allocated_bytes / target.budget_bytes)
     peak = units.gib(measured.peak_allocated_bytes)
     yield "memory", f"{peak} of {units.gib(target.budget_bytes)} ({share})"
