@@ -9,6 +9,7 @@ are imported where they are needed alone.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import csv
 import gzip
 import io
@@ -22,7 +23,7 @@ from typing import IO, Any, Protocol
 
 from search_spaces.documents import exists, home_expanded, is_directory, open_file
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
-from search_spaces.hub import is_hub_id
+from search_spaces.hub import SECONDS_MAX, is_hub_id
 from sweep.data.kinds import Broken
 from sweep.data.request import Place
 
@@ -210,11 +211,11 @@ def _of_training(
     others = sorted(set(patterns) - {_TRAIN})
     if _TRAIN not in patterns or not others:
         return files, ()
-    chosen = {
-        Path(found).resolve()
-        for pattern in patterns[_TRAIN]
-        for found in resolve_pattern(pattern, str(directory))
-    }
+    chosen: set[Path] = set()
+    for pattern in patterns[_TRAIN]:
+        # Of the ways to name a split no directory uses all.
+        with contextlib.suppress(FileNotFoundError):
+            chosen |= {Path(found).resolve() for found in resolve_pattern(pattern, str(directory))}
     kept = [(label, path) for label, path in files if path.resolve() in chosen]
     if not kept or len(kept) == len(files):
         return files, ()
@@ -314,6 +315,10 @@ def _array_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | Broken]
             return
         try:
             value = array.item()
+        except json.JSONDecodeError as error:
+            # Its line and column are of the chunk.
+            yield line, Broken(f"not JSON, so what follows is not read either: {error.msg}")
+            return
         except (ValueError, RecursionError) as error:
             yield line, Broken(f"not JSON, so what follows is not read either: {words_of(error)}")
             return
@@ -323,6 +328,9 @@ def _array_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | Broken]
             yield line, Broken("not UTF-8")
         else:
             yield line, value
+    array.at += 1
+    if array.skip(" \t\r\n"):
+        yield array.line, Broken("not JSON: what follows the array is not read")
 
 
 def _is_escaped(text: str) -> bool:
@@ -435,6 +443,7 @@ def _loaded(name: str) -> Any:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
+    _look_once(name)
     try:
         return load_dataset(name, split=_TRAIN)
     except DatasetNotFoundError as error:
@@ -443,12 +452,31 @@ def _loaded(name: str) -> Any:
         ) from error
     except (ValueError, TypeError) as error:
         raise InputError(f"{name}: {words_of(error)}") from error
+    except ConnectionError as error:
+        raise EnvironmentFault(
+            f"{name}: neither a file or directory here nor a data set in the cache, and the hub "
+            "cannot be reached: name a file, or fetch it where there is a network"
+        ) from error
     except Exception as error:
         # The hub's client, its HTTP library and datasets each raise errors of their own.
-        raise EnvironmentFault(
-            f"{name}: neither a file or directory here nor in the cache, and the hub cannot be "
-            f"reached ({words_of(error)}): name a file, or fetch it where there is a network"
-        ) from error
+        raise EnvironmentFault(f"{name}: cannot be fetched: {words_of(error)}") from error
+
+
+def _look_once(name: str) -> None:
+    """Take this process off the network where the hub does not answer: datasets then looks into
+    its cache at once, and asks for half a minute otherwise."""
+    import datasets
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=SECONDS_MAX)
+    except HfHubHTTPError:
+        # It answers; what it says is datasets' to put into words.
+        return
+    except Exception:  # noqa: BLE001 - the network's errors are each library's own
+        datasets.config.HF_HUB_OFFLINE = True
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
 def source_of(name: str) -> Files | Hub:

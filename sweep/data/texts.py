@@ -212,7 +212,7 @@ def _question(request: TextsRequest, tell: Progress) -> Question:
     if not is_on_hub(request.source):
         files = text_files(request.source)
         try:
-            content = content_of(files, on_progress=tell)
+            content = content_of(_telling_names(files, request.source), on_progress=tell)
         except OSError as error:
             raise EnvironmentFault(
                 f"{request.source}: cannot be read: {words_of(error)}"
@@ -228,6 +228,13 @@ def _question(request: TextsRequest, tell: Progress) -> Question:
         home=str(texts_directory().absolute()),
         content=content,
     )
+
+
+def _telling_names(files: list[tuple[str, Path]], source: str) -> Iterator[tuple[str, Path]]:
+    """Yield files with their names in a directory, which tell splits apart; a file of its own has
+    but its ending."""
+    for label, path in files:
+        yield label.removeprefix(source) or "".join(path.suffixes), path
 
 
 def _known(question: Question, content: str) -> Path | None:
