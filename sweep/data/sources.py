@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from search_spaces.documents import exists, home_expanded, is_directory, open_file
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
@@ -49,6 +49,7 @@ _TRAIN = "train"
 
 
 Read = tuple[Place, dict[str, Any] | Broken]
+Numbered = tuple[int, dict[str, Any] | Broken]
 
 
 class Source(Protocol):
@@ -164,7 +165,7 @@ class Files:
         for label, path in self._files:
             try:
                 with open_file(path, label=label) as raw:
-                    yield from self._rows_of(raw, path, label)
+                    yield from self._rows_of(cast(io.BufferedReader, raw), path, label)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise InputError(f"{label}: no such file") from error
             except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
@@ -173,7 +174,7 @@ class Files:
                 raise EnvironmentFault(f"{label}: cannot be read: {words_of(error)}") from error
             self._before, self._within = self._before + path.stat().st_size, 0
 
-    def _rows_of(self, raw: IO[bytes], path: Path, label: str) -> Iterator[Read]:
+    def _rows_of(self, raw: io.BufferedReader, path: Path, label: str) -> Iterator[Read]:
         how = _how(path)
         if how == _PARQUET:
             for line, values, share in _parquet_rows(raw, label):
@@ -181,18 +182,16 @@ class Files:
                 yield Place(label, line), values
             return
         unpack = _COMPRESSIONS.get(path.suffix.lower())
-        file = raw if unpack is None else unpack(raw)
-        if how == _JSON:
-            file = io.BufferedReader(file)
-            how = _JSON if _is_array(file) else _LINES
-        if how == _CSV:
-            is_tabbed = ".tsv" in path.name.lower()
-            rows = _csv_rows(file, label, delimiter="\t" if is_tabbed else ",")
-        else:
-            rows = _array_rows(file) if how == _JSON else _line_rows(file)
-        for line, values in rows:
+        file = raw if unpack is None else io.BufferedReader(unpack(raw))
+        for line, values in self._rows_in(file, path, label):
             self._within = raw.tell()
             yield Place(label, line), values
+
+    def _rows_in(self, file: io.BufferedReader, path: Path, label: str) -> Iterator[Numbered]:
+        how = _how(path)
+        if how == _CSV:
+            return _csv_rows(file, label, delimiter="\t" if ".tsv" in path.name.lower() else ",")
+        return _array_rows(file) if how == _JSON and _is_array(file) else _line_rows(file)
 
 
 def _of_training(
@@ -208,7 +207,7 @@ def _of_training(
     from datasets.data_files import get_data_patterns, resolve_pattern
 
     patterns = get_data_patterns(str(directory))
-    others = sorted(set(patterns) - {_TRAIN})
+    others = sorted(map(str, set(patterns) - {_TRAIN}))
     if _TRAIN not in patterns or not others:
         return files, ()
     chosen: set[Path] = set()
@@ -223,7 +222,7 @@ def _of_training(
     return kept, (f"its split {_TRAIN} is read; {left} ({', '.join(others)})",)
 
 
-def _line_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | Broken]]:
+def _line_rows(file: io.BufferedReader) -> Iterator[Numbered]:
     """Yield the objects of JSON lines; a blank line is no row."""
     for number, line in enumerate(file, start=1):
         if number == 1:
@@ -247,30 +246,21 @@ def _parsed(line: bytes) -> dict[str, Any] | Broken:
 
 
 def _is_array(file: io.BufferedReader) -> bool:
-    """Return whether the first thing in a file opens a JSON array of objects."""
-    start = file.peek(256)[:256].removeprefix(b"\xef\xbb\xbf").split()
-    joined = b"".join(start)
-    return joined.startswith(b"[") and not joined.startswith(b"[[")
+    """Return whether the first thing in a file opens a JSON array."""
+    return file.peek(256).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 class _Array:
     """A JSON array that is decoded item by item, a chunk of text at a time."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._chunks = io.TextIOWrapper(
-            io.BufferedReader(file) if not isinstance(file, io.BufferedReader) else file,  # type: ignore[type-var]
-            encoding="utf-8-sig",
-            errors="surrogateescape",
-            newline="",
-        )
+    def __init__(self, chunks: io.TextIOWrapper) -> None:
+        self._chunks = chunks
         self.text, self.at, self.line = "", 0, 1
-        self.has_ended = False
 
     def more(self) -> bool:
         """Read on; return whether there was anything."""
         chunk = self._chunks.read(max(_CHUNK_BYTES, len(self.text) - self.at))
         self.text, self.at = self.text[self.at :] + chunk, 0
-        self.has_ended = not chunk
         return bool(chunk)
 
     def skip(self, characters: str) -> str:
@@ -300,37 +290,43 @@ class _Array:
             return value
 
 
-def _array_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | Broken]]:
+def _array_rows(file: io.BufferedReader) -> Iterator[Numbered]:
     """Yield the objects of a JSON array, each with the line on which it begins.
 
     Behind an item that is not JSON nobody can tell where the next begins.
     """
-    array = _Array(file)
-    array.skip(" \t\r\n")
-    array.at += 1
-    while (begun := array.skip(" \t\r\n,")) != "]":
-        line = array.line
-        if not begun:
-            yield line, Broken("not JSON: the array has no end")
-            return
-        try:
-            value = array.item()
-        except json.JSONDecodeError as error:
-            # Its line and column are of the chunk.
-            yield line, Broken(f"not JSON, so what follows is not read either: {error.msg}")
-            return
-        except (ValueError, RecursionError) as error:
-            yield line, Broken(f"not JSON, so what follows is not read either: {words_of(error)}")
-            return
-        if not isinstance(value, dict):
-            yield line, Broken(f"no JSON object, but {quote(value)}")
-        elif _is_escaped(json.dumps(value, ensure_ascii=False)):
-            yield line, Broken("not UTF-8")
-        else:
-            yield line, value
-    array.at += 1
-    if array.skip(" \t\r\n"):
-        yield array.line, Broken("not JSON: what follows the array is not read")
+    with _text_of(file) as text:
+        array = _Array(text)
+        array.skip(" \t\r\n")
+        array.at += 1
+        while (begun := array.skip(" \t\r\n,")) != "]":
+            line = array.line
+            if not begun:
+                yield line, Broken("not JSON: the array has no end")
+                return
+            try:
+                value = array.item()
+            except (ValueError, RecursionError) as error:
+                # Its line and column would be of the chunk.
+                words = error.msg if isinstance(error, json.JSONDecodeError) else words_of(error)
+                yield line, Broken(f"not JSON, so what follows is not read either: {words}")
+                return
+            yield line, _item(value)
+        array.at += 1
+        if array.skip(" \t\r\n"):
+            yield array.line, Broken("not JSON: what follows the array is not read")
+
+
+def _item(value: Any) -> dict[str, Any] | Broken:
+    if not isinstance(value, dict):
+        return Broken(f"no JSON object, but {quote(value)}")
+    is_text = not _is_escaped(json.dumps(value, ensure_ascii=False))
+    return value if is_text else Broken("not UTF-8")
+
+
+def _text_of(file: io.BufferedReader) -> io.TextIOWrapper:
+    """Return what reads a file as text, in which bytes that are none are marked."""
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _is_escaped(text: str) -> bool:
@@ -338,32 +334,27 @@ def _is_escaped(text: str) -> bool:
     return re.search("[\udc80-\udcff]", text) is not None
 
 
-def _csv_rows(
-    file: IO[bytes], label: str, *, delimiter: str
-) -> Iterator[tuple[int, dict[str, Any] | Broken]]:
+def _csv_rows(file: io.BufferedReader, label: str, *, delimiter: str) -> Iterator[Numbered]:
     """Yield the rows of CSV, each with the line on which it begins; the first names columns."""
     # A cell may be a book.
     csv.field_size_limit(2**31 - 1)
-    buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
-    text = io.TextIOWrapper(buffered, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
-    header = next(reader, None)
-    if header is None:
-        return
-    if len(set(header)) < len(header):
-        twice = next(name for name in header if header.count(name) > 1)
-        raise InputError(f"{label}: line 1: column {quote(twice)} is there twice")
-    while True:
-        line = reader.line_num + 1
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield line, Broken(f"not CSV: {error}")
-            continue
-        if cells:
-            yield line, _row_of(cells, header)
+    with _text_of(file) as text:
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        header = next(reader, [])
+        twice = [name for name in header if header.count(name) > 1]
+        if twice:
+            raise InputError(f"{label}: line 1: column {quote(twice[0])} is there twice")
+        while True:
+            line = reader.line_num + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield line, Broken(f"not CSV: {error}")
+                continue
+            if cells:
+                yield line, _row_of(cells, header)
 
 
 def _row_of(cells: list[str], header: list[str]) -> dict[str, Any] | Broken:
