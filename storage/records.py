@@ -54,8 +54,9 @@ CrashCause = Literal[
 a signal, it said what it was not asked, or what nobody can read; the memory of the host, and not of
 the card, was used up; it could open no further file."""
 
-Purpose = Literal["search", "confirm", "soak"]
-"""Why a configuration is run: to find the best, to measure it again, or to keep it running."""
+Purpose = Literal["search", "confirm", "soak", "quality"]
+"""Why a configuration is run: to find the best, to measure it again, to keep it running, or to see
+what it learns with another seed."""
 
 
 STEPS_FOR_INTERVAL = 6

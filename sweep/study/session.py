@@ -53,6 +53,7 @@ from sweep.study.carrying import carry_over, refuse_incomparable
 from sweep.study.events import GainForeseen, Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
+from sweep.study.quality import is_asked
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
@@ -151,12 +152,13 @@ def prepare(
         is_preset = preset_name(space_name) is not None
         offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held or ())
     space, changed = _held(offered.space, held or {}, changed)
+    space, sampled = _sampled(space)
     name = default_study_name(space, changed) if study is None else study
     if name in RESERVED:
         raise InputError(
             f"study name '{name}' is that of a file of sweep's; choose another with --study"
         )
-    return _checked(name, space, model, here, texts, offered.notes)
+    return _checked(name, space, model, here, texts, (*offered.notes, *sampled))
 
 
 def prepare_again(
@@ -260,6 +262,20 @@ def _overridden(
     }
     values = {**declared.model_dump(), **changed}
     return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
+
+
+def _sampled(space: SearchSpace) -> tuple[SearchSpace, tuple[str, ...]]:
+    """Return a space with a sampler that learns from losses, and what that changed.
+
+    The guided sampler knows the physics of speed and memory, and nothing of what is learned.
+    """
+    if not is_asked(space) or space.sampler != "guided":
+        return space, ()
+    note = (
+        f"Held-out loss cannot be foreseen, so the sampler is tpe, and the search ends after "
+        f"{space.trials} trials, or its time budget."
+    )
+    return space.model_copy(update={"sampler": "tpe"}), (note,)
 
 
 def _texts(
@@ -505,7 +521,8 @@ def _opened(
     warn: Callable[[str], None],
 ) -> OpenStudy:
     if carried is not None:
-        refuse_incomparable(carried, prepared.definition)
+        is_own = carried.name == prepared.name
+        refuse_incomparable(carried, prepared.definition, is_own=is_own)
     return open_study(
         prepared.name,
         url=storage,
