@@ -408,6 +408,7 @@ class _Confirming:
             started_at=begun.identity.started_at,
             wall_seconds=self.clock() - begun.began,
             device_seconds=begun.device_seconds,
+            epoch=self.preflight.epoch_of(begun.run.config),
             **begun.run.errand.model_dump(),
         )
         stored = self.study.tell(begun.handle, record)

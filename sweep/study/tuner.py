@@ -319,6 +319,7 @@ class _Driver:
             wall_seconds=self.clock() - trial.started_seconds,
             device_seconds=trial.device_seconds or 0.0,
             prediction=trial.prediction,
+            epoch=trial.expected.epoch,
         )
         stored = self.study.tell(trial.handle, record)
         self._count_wall_seconds()
