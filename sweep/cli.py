@@ -237,6 +237,40 @@ def _read_study(name: str, storage: str | None) -> StudySnapshot:
 
 
 @app.command(
+    epilog=opt.examples(
+        "sweep data texts.jsonl --model demo",
+        "sweep data texts.jsonl --model demo --completions-only --json",
+    )
+)
+def data(
+    texts: opt.TextsArgument,
+    model: opt.ModelOption = None,
+    text_column: opt.TextColumnOption = None,
+    format: opt.TextsFormatOption = None,
+    completions_only: opt.CompletionsOnlyOption = None,
+    tokenizer: opt.TokenizerOption = None,
+    batch_size: opt.WasteBatchOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Say how long your texts are, what a length cuts off, and what packing saves; needs no GPU.
+
+    They are counted in tokens of the model, or of a tokenizer that is named.
+    """
+    from sweep.terminal import texts as command
+
+    return command.data(
+        texts,
+        model=model,
+        text_column=text_column,
+        format=format,
+        completions_only=completions_only,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        as_json=as_json,
+    )
+
+
+@app.command(
     epilog=opt.examples("sweep status", "sweep status a10 --watch", "sweep status a10 --json")
 )
 def status(

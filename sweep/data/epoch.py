@@ -163,6 +163,11 @@ class Epoch:
         return int(self.padded.sum())
 
     @property
+    def waste(self) -> float:
+        """Share of the computed tokens that are pads."""
+        return 1.0 - self.tokens / self.padded_tokens
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of the epoch."""
         return len(self.widths)

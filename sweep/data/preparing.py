@@ -152,6 +152,7 @@ class _Preparation:
             loss_tokens=int(loss_lengths.sum(dtype=np.int64)),
             longest=int(lengths.max()),
             quantiles=quantiles_of(lengths),
+            notes=self._source.notes,
         )
         self._save(summary, lengths, loss_lengths)
 

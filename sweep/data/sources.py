@@ -219,7 +219,7 @@ def _of_training(
     if not kept or len(kept) == len(files):
         return files, ()
     left = f"{len(files) - len(kept)} of its {len(files)} files are left out"
-    return kept, (f"{name}: the split {_TRAIN} is read; {left}, as {', '.join(others)}",)
+    return kept, (f"its split {_TRAIN} is read; {left} ({', '.join(others)})",)
 
 
 def _line_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | Broken]]:

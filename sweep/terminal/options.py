@@ -147,6 +147,11 @@ TokenizerOption = Annotated[
     ),
 ]
 
+WasteBatchOption = Annotated[
+    int | None,
+    typer.Option("--batch-size", help="Rows of the micro-batches that waste is said for; 4."),
+]
+
 # Of a study that is started or resumed
 
 GpuOption = Annotated[
