@@ -27,7 +27,7 @@ from transformers import TrainerCallback
 
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from storage.records import over_budget
-from sweep.finetuning import checkpoints
+from sweep.finetuning import checkpoints, output
 from sweep.finetuning.course import Course, Steps
 from sweep.finetuning.rows import RandomRows, Rows, stack
 from sweep.finetuning.trainer import EVALUATED_ON_THE_WAY, MeasuredTrainer, load_adapter
@@ -310,16 +310,27 @@ class Run(TrainerCallback):
         step, steps = self._training.step, self._course.steps
         self._note_peak()
         steps.checkpoints += 1
+        reason = self._refusal_of_the_disk()
+        if reason is not None and step >= self._steps:
+            # Room was kept for this one.
+            output.release(Path(self._job.output))
+            reason = self._refusal_of_the_disk()
+        if reason is None:
+            self._training.saved = step
+            self._send(Saved(step=step))
+        else:
+            steps.checkpoints -= 1
+            self._send(NotSaved(step=step, reason=reason))
+
+    def _refusal_of_the_disk(self) -> str | None:
+        """Write a checkpoint; return why the disk does not take it, None where it does."""
         try:
             self._trainer.save_checkpoint()
         except (OSError, RuntimeError, SafetensorError) as error:
             if not _is_of_the_disk(error):
                 raise
-            steps.checkpoints -= 1
-            self._send(NotSaved(step=step, reason=words_of(error)))
-        else:
-            self._training.saved = step
-            self._send(Saved(step=step))
+            return words_of(error)
+        return None
 
     def _note_peak(self) -> None:
         steps, device = self._course.steps, self._device
