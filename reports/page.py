@@ -36,6 +36,7 @@ from reports.figures.style import themes
 from reports.figures.trust import trust_section
 from reports.front import front_of
 from reports.next_steps import next_steps_of
+from reports.texts import texts_of
 from reports.trials import trials_of
 from reports.wall import wall_of
 from search_spaces.errors import EnvironmentFault
@@ -55,6 +56,7 @@ class Section:
 
 SECTIONS: tuple[Section, ...] = (
     Section("decision", decision_of),
+    Section("texts", texts_of),
     Section("front", front_of),
     Section("wall", wall_of),
     Section("knobs", knobs_of),

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from reports import confirmation, objectives, uncertainty, units
+from reports.texts import epoch_details
 from search_spaces.config import canonical
 from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, Target
+from storage.epochs import epoch_cost
 from storage.gain import Comparison, compare
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
@@ -167,7 +169,15 @@ def _facts(
         detail = uncertainty.capacity(winner.config)
         yield Fact(units.count(measured.trainable_parameters), "trainable parameters", detail)
     yield from _cost(snapshot, winner)
+    yield from _epoch(snapshot, winner)
     yield _trials(snapshot)
+
+
+def _epoch(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[Fact]:
+    cost = epoch_cost(snapshot, winner)
+    if cost is not None and cost.seconds is not None:
+        what = "one epoch of the texts"
+        yield Fact(units.duration(cost.seconds), what, epoch_details(cost, winner))
 
 
 def _cost(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[Fact]:

@@ -98,16 +98,18 @@ def epoch_words(snapshot: StudySnapshot, record: TrialRecord) -> str | None:
     cost = epoch_cost(snapshot, record)
     if cost is None or cost.seconds is None:
         return None
-    money = "" if cost.dollars is None else f" and {units.usd(cost.dollars)}"
-    ends = _ends(cost)
-    tokens = f"{cost.record.loss_tokens:,} tokens that carry loss"
-    return f"{units.duration(cost.seconds)}{money}{ends} for {tokens}; {cut_words(record)}"
+    return f"{units.duration(cost.seconds)}, {epoch_details(cost, record)}"
 
 
-def _ends(cost: EpochCost) -> str:
-    if cost.seconds_low is None or cost.seconds_high is None:
-        return ""
-    return f" ({units.duration(cost.seconds_low)}–{units.duration(cost.seconds_high)})"
+def epoch_details(cost: EpochCost, record: TrialRecord) -> str:
+    """Return what stands beside the time of an epoch: its ends, dollars, tokens and what is cut."""
+    parts = []
+    if cost.seconds_low is not None and cost.seconds_high is not None:
+        parts.append(f"{units.duration(cost.seconds_low)}–{units.duration(cost.seconds_high)}")
+    if cost.dollars is not None:
+        parts.append(units.usd(cost.dollars))
+    parts.append(f"{cost.record.loss_tokens:,} tokens that carry loss")
+    return f"{', '.join(parts)}; {cut_words(record)}"
 
 
 def _by_length(snapshot: StudySnapshot) -> tuple[tuple[str, str, str, str, str], ...]:

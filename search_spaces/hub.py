@@ -5,6 +5,7 @@ The only module here that may touch the network. Knows nothing of what a config 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
@@ -12,7 +13,14 @@ from search_spaces.errors import EnvironmentFault, InputError, SweepError, words
 SECONDS_MAX = 10.0
 """How long the hub may take to answer."""
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
 ADVICE = "give a directory with its config.json, or set HF_HUB_OFFLINE=1 with a cache that holds it"
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name has the form of a hub id, ``org/name``."""
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def fetch_config(name: str) -> Path:

@@ -36,20 +36,9 @@ class Length:
     """Share of the texts' tokens beyond it, 0 to 1."""
 
 
-def worth_offering(lengths: Sequence[Length], *, positions: int | None) -> tuple[Length, ...]:
-    """Return the lengths that cut off little, shortest first; of none that does, the longest.
-
-    Args:
-        lengths: that are worth searching.
-        positions: that the model has; None where it does not say.
-    """
-    possible = [x for x in lengths if positions is None or x.seq_len <= positions]
-    if positions is not None and len(possible) < len(lengths):
-        # What is longer is cut at the model's positions, however much that is.
-        beyond = min((x for x in lengths if x.seq_len > positions), key=lambda x: x.seq_len)
-        if all(x.tokens_cut > CUT_MAX for x in possible):
-            possible.append(Length(positions, beyond.tokens_cut))
-    ordered = sorted({x.seq_len: x for x in possible}.values(), key=lambda x: x.seq_len)
+def worth_offering(lengths: Sequence[Length]) -> tuple[Length, ...]:
+    """Return the lengths that cut off little, shortest first; of none that does, the longest."""
+    ordered = sorted(lengths, key=lambda length: length.seq_len)
     return tuple(x for x in ordered if x.tokens_cut <= CUT_MAX) or tuple(ordered[-1:])
 
 

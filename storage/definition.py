@@ -125,7 +125,7 @@ def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, .
 
 
 def _texts_differences(stored: StudyDefinition, given: StudyDefinition) -> list[str]:
-    """Return what differs in the texts, and in which of their rows are trained on and in what order.
+    """Return what differs in the texts, and in which of their rows are trained on in what order.
 
     Where they are the same in both, how they were named does not matter.
     """
@@ -143,7 +143,10 @@ def _texts_differences(stored: StudyDefinition, given: StudyDefinition) -> list[
 def _trained_on(definition: StudyDefinition) -> dict[str, Any]:
     data = definition.space.data
     chosen = {} if data is None else data.model_dump(include={"eval_fraction", "quality_tokens"})
-    return {**{f"data.{key}": value for key, value in chosen.items()}, "seed": definition.space.seed}
+    return {
+        **{f"data.{key}": value for key, value in chosen.items()},
+        "seed": definition.space.seed,
+    }
 
 
 def _texts(texts: TextsSummary | None) -> str:

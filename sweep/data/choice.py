@@ -6,19 +6,23 @@ What runs, plans and trains on texts comes by here. Knows nothing of how texts a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from search_spaces.documents import Document
-from search_spaces.errors import InputError
+import numpy as np
+
+from search_spaces.documents import Document, exists, home_expanded
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.loading import located_texts
 from search_spaces.models import ModelSpec
-from search_spaces.offering import HOW_TO_NAME_TEXTS, Offered, with_texts, worth_offering
+from search_spaces.offering import HOW_TO_NAME_TEXTS, Length, Offered, with_texts, worth_offering
 from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
 from search_spaces.validation import validate
+from storage.definition import StudyDefinition
 from sweep.data.lengths import worthwhile_lengths
-from sweep.data.texts import PreparedTexts, TextsRequest
+from sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_directory
 
 ReadTexts = Callable[[TextsRequest], PreparedTexts]
 """Reads and tokenizes texts, or finds what did so before."""
@@ -37,7 +41,7 @@ def typed_texts(known: TextsChoice | None, typed: Mapping[str, Any]) -> TextsCho
     Raises:
         InputError: a value that cannot be, or something said of texts that nobody named.
     """
-    given = {key: value for key, value in typed.items() if value not in (None, False)}
+    given = {key: value for key, value in typed.items() if value is not None}
     if not given:
         return known
     if known is None and "texts" not in given:
@@ -50,16 +54,23 @@ def typed_texts(known: TextsChoice | None, typed: Mapping[str, Any]) -> TextsCho
     return located_texts(choice, beside=Path.cwd())
 
 
-def request_of(choice: TextsChoice, model: ModelSpec) -> TextsRequest:
-    """Return what is to be read for a model."""
-    return TextsRequest(
-        source=choice.texts,
-        text_column=choice.text_column,
-        format=choice.format,
-        completions_only=choice.completions_only,
-        tokenizer=choice.tokenizer,
-        model=model,
-    )
+def texts_of_study(
+    stored: StudyDefinition, *, model: ModelSpec, read: ReadTexts
+) -> PreparedTexts | None:
+    """Return the texts that a study goes on with; None of a study without.
+
+    Where their source is not there any more, what was prepared of it is enough. Where it is there,
+    it is looked at: a changed one has another fingerprint.
+
+    Raises what ``read`` raises.
+    """
+    choice, known = stored.space.data, stored.texts
+    if choice is None:
+        return None
+    if known is not None and not exists(home_expanded(choice.texts), label=choice.texts):
+        with suppress(EnvironmentFault):
+            return open_prepared(texts_directory() / known.fingerprint)
+    return read(TextsRequest.of(choice, model))
 
 
 def space_with_texts(
@@ -83,6 +94,15 @@ def space_with_texts(
         InputError: what is left makes no space.
     """
     is_own = not is_preset and "seq_len" in {*space.dimensions, *space.fixed}
-    candidates = worthwhile_lengths(texts)
-    lengths = worth_offering(candidates, positions=model.max_positions)
+    lengths = worth_offering(_candidates(texts, model))
     return with_texts(space, lengths, names_its_lengths=is_own, held=held)
+
+
+def _candidates(texts: PreparedTexts, model: ModelSpec) -> tuple[Length, ...]:
+    """Return the lengths that the texts make worth searching, no longer than the model takes."""
+    lengths = worthwhile_lengths(texts.lengths(), max_positions=model.max_positions)
+    rows = np.asarray(texts.lengths(), dtype=np.int64)
+    total = max(1, int(rows.sum()))
+    return tuple(
+        Length(int(length), int(np.maximum(rows - length, 0).sum()) / total) for length in lengths
+    )

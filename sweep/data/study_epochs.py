@@ -5,6 +5,7 @@ Numbers in, numbers out: knows nothing of tokens, trials or prices.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.records import EpochRecord
 from sweep.data.epoch import Epoch, cut, epoch, packed
@@ -59,7 +61,7 @@ class StudyEpochs:
                 f"no row of the texts has a token that carries loss at seq_len {config.seq_len}: "
                 "take a longer seq_len"
             )
-        kind = "packed rows" if config.packing == "packed" else "rows"
+        kind = "packed rows" if config.packing == "packed" else "rows to train on"
         return (
             f"micro_batch_size is {config.micro_batch_size} and the texts make {rows:,} {kind} at "
             f"seq_len {config.seq_len}: take a smaller micro_batch_size"
@@ -108,3 +110,21 @@ class StudyEpochs:
             is_packed = config.packing == "packed"
             self._rows[key] = len(packed(chosen, config.seq_len)) if is_packed else len(chosen)
         return self._rows[key]
+
+
+def refuse_too_few(space: SearchSpace, epochs: StudyEpochs) -> None:
+    """Refuse texts of which no configuration of a space can make a micro-batch.
+
+    Raises:
+        InputError: says what the smallest would take.
+    """
+    smallest = {"micro_batch_size": min(space.values_of("micro_batch_size"), default=1)}
+    columns = (space.values_of("seq_len"), space.values_of("packing"))
+    refused = None
+    for seq_len, packing in itertools.product(*columns):
+        config = TrialConfig(seq_len=seq_len, packing=packing, **smallest)
+        refused = epochs.refusal(config)
+        if refused is None:
+            return
+    if refused is not None:
+        raise InputError(f"space '{space.name}': {refused}")

@@ -25,7 +25,7 @@ from search_spaces.gpus import match_product
 from search_spaces.knobs import KNOBS
 from search_spaces.loading import load_space, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.offering import refuse_without_texts
+from search_spaces.offering import Offered, refuse_without_texts
 from search_spaces.rules import violation
 from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.texts import TextsChoice
@@ -37,14 +37,16 @@ from storage.patience import waits_end_when
 from storage.reading import changed_versions
 from storage.study import OpenStudy
 from sweep import stop_signals
-from sweep.data.choice import ReadTexts, request_of, space_with_texts, typed_texts
-from sweep.data.texts import PreparedTexts, prepare_texts
+from sweep.data.choice import ReadTexts, space_with_texts, texts_of_study, typed_texts
+from sweep.data.study_epochs import StudyEpochs, refuse_too_few
+from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TextsSettings
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from sweep.study.carrying import carry_over, refuse_incomparable
@@ -90,6 +92,8 @@ class Prepared:
     """The card in this machine; None on a CPU."""
     texts: PreparedTexts | None = None
     """What its trials train on; None for random rows."""
+    epochs: StudyEpochs | None = None
+    """What passes over those texts are to its configurations."""
     notes: tuple[str, ...] = ()
     """What the texts made of the space, for a person."""
 
@@ -132,7 +136,8 @@ def prepare(
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: the card, or the network for a hub id, is not to be had.
     """
-    space, changed = _overridden(space_name, overrides, of_study=study, stored=stored)
+    known = None if study is None else stored(study)
+    space, changed = _overridden(space_name, overrides, known)
     refuse_without_texts(space if not held else _as_held(space, held))
     model = load_model_spec(space.model)
     here = card() if space.gpu != "cpu" else None
@@ -140,21 +145,18 @@ def prepare(
     resolve_target(space, here)
     if space.weights == "pretrained":
         check_weights(model)
-    texts, notes = None, tuple[str, ...]()
-    if space.data is not None:
-        texts = read_texts(request_of(space.data, model))
+    texts = _texts(space, known, model, read_texts)
+    offered = Offered(space)
+    if texts is not None:
         is_preset = preset_name(space_name) is not None
-        offered = space_with_texts(
-            space, texts, model=model, is_preset=is_preset, held=held or ()
-        )
-        space, notes = offered.space, offered.notes
-    space, changed = _held(space, held or {}, changed)
+        offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held or ())
+    space, changed = _held(offered.space, held or {}, changed)
     name = default_study_name(space, changed) if study is None else study
     if name in RESERVED:
         raise InputError(
             f"study name '{name}' is that of a file of sweep's; choose another with --study"
         )
-    return _checked(name, space, model, here, texts, notes)
+    return _checked(name, space, model, here, texts, offered.notes)
 
 
 def prepare_again(
@@ -182,7 +184,7 @@ def prepare_again(
     space = validate(SearchSpace, values, Document(f"study '{name}'"))
     model = ModelSpec.from_json(stored.model)
     here = card() if space.gpu != "cpu" else None
-    texts = None if space.data is None else read_texts(request_of(space.data, model))
+    texts = texts_of_study(stored, model=model, read=read_texts)
     return _checked(name, space, model, here, texts)
 
 
@@ -212,6 +214,10 @@ def _checked(
         has_texts=texts is not None,
     )
     price_of(space, gpu=resolved.target.gpu)
+    epochs = None
+    if texts is not None and space.data is not None:
+        epochs = StudyEpochs.of(texts, space.data, seed=space.seed)
+        refuse_too_few(space, epochs)
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
@@ -226,16 +232,13 @@ def _checked(
         resolved=resolved,
         card=here,
         texts=texts,
+        epochs=epochs,
         notes=notes,
     )
 
 
 def _overridden(
-    name: str,
-    overrides: Mapping[str, Any],
-    *,
-    of_study: str | None,
-    stored: Callable[[str], StudyDefinition | None],
+    name: str, overrides: Mapping[str, Any], stored: StudyDefinition | None
 ) -> tuple[SearchSpace, Mapping[str, Any]]:
     """Return the space that was named, as it was overridden, and what that changed.
 
@@ -245,9 +248,8 @@ def _overridden(
     declared = load_space(name)
     typed, confirm = overrides.get("data") or {}, overrides.get("confirm")
     known = declared.data
-    if known is None and of_study is not None and "texts" not in typed:
-        before = stored(of_study)
-        known = None if before is None else before.space.data
+    if known is None and stored is not None:
+        known = stored.space.data
     overrides = {**overrides, "data": typed_texts(known, typed)}
     if isinstance(confirm, Mapping):
         overrides = {**overrides, "confirm": _with_confirm(declared, confirm)}
@@ -258,6 +260,18 @@ def _overridden(
     }
     values = {**declared.model_dump(), **changed}
     return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
+
+
+def _texts(
+    space: SearchSpace, stored: StudyDefinition | None, model: ModelSpec, read: ReadTexts
+) -> PreparedTexts | None:
+    """Return what a space's texts are, those of a stored study where they are the same; None for a
+    space without."""
+    if space.data is None:
+        return None
+    if stored is not None and stored.space.data == space.data:
+        return texts_of_study(stored, model=model, read=read)
+    return read(TextsRequest.of(space.data, model))
 
 
 def _as_held(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace:
@@ -320,6 +334,18 @@ def supervised_runner(prepared: Prepared) -> Runner:
         weights=prepared.space.weights,
         log_path=worker_log_path(prepared.name),
         seed=prepared.space.seed,
+        texts=_texts_settings(prepared),
+    )
+
+
+def _texts_settings(prepared: Prepared) -> TextsSettings | None:
+    texts, choice = prepared.texts, prepared.space.data
+    if texts is None or choice is None:
+        return None
+    return TextsSettings(
+        directory=str(texts.directory.absolute()),
+        fingerprint=texts.summary.fingerprint,
+        eval_fraction=choice.eval_fraction,
     )
 
 
@@ -487,17 +513,8 @@ def _opened(
         sampler=sampler,
         environment=_environment(prepared),
         home=runs_directory(),
-        epochs=_epochs(prepared),
         warn=warn,
     )
-
-
-def _epochs(prepared: Prepared) -> StudyEpochs | None:
-    """Return what epochs of the study's texts are; None where its rows are random."""
-    choice = prepared.space.data
-    if prepared.texts is None or choice is None:
-        return None
-    return StudyEpochs.of(prepared.texts, choice, seed=prepared.space.seed)
 
 
 def _environment(prepared: Prepared) -> dict[str, Any]:
@@ -535,14 +552,6 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
         ),
         predictor=memory if is_on_card else None,
         speed=None if host is None else SpeedForecast(model=model, gpu=host),
-        epochs=_epochs(prepared),
+        epochs=prepared.epochs,
         warn=warn,
     )
-
-
-def _epochs(prepared: Prepared) -> StudyEpochs | None:
-    """Return what epochs of the study's texts are; None where its rows are random."""
-    choice = prepared.space.data
-    if prepared.texts is None or choice is None:
-        return None
-    return StudyEpochs.of(prepared.texts, choice, seed=prepared.space.seed)

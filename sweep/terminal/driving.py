@@ -106,7 +106,7 @@ def run(
 def _read_texts(request: TextsRequest) -> PreparedTexts:
     """Read texts, and show how far that is where it takes long."""
     with working("reading the texts") as progress:
-        return prepare_texts(request, on_progress=progress("rows read"))
+        return prepare_texts(request, on_progress=lambda what, done, of: progress(what)(done, of))
 
 
 def _stored(study: str, *, url: str) -> StudyDefinition | None:
@@ -147,9 +147,7 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
     """Measure a study's winner again; then end as a run does."""
     url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
-    prepared = prepare_again(
-        study, stored, confirm=typed, card=read_card, read_texts=_read_texts
-    )
+    prepared = prepare_again(study, stored, confirm=typed, card=read_card, read_texts=_read_texts)
     reason = drive(
         prepared,
         storage=url,

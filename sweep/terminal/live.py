@@ -51,6 +51,7 @@ _PHASES: dict[Phase, str] = {
     "warmup": "warming up",
     "measure": "measuring",
     "detach": "cleaning up",
+    "quality": "training for the loss",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, did_you_mean
 from sweep.terminal import completion
 
 
@@ -23,6 +23,15 @@ def _named(option: str) -> Callable[[str | None], str | None]:
         return typed
 
     return check
+
+
+def _known_format(typed: str | None) -> str | None:
+    """Return the format of texts that was typed, where there is such a one."""
+    from search_spaces.texts import FORMATS
+
+    if typed is not None and typed not in FORMATS:
+        raise InputError(f"--format: unknown format '{typed}'{did_you_mean(typed, FORMATS)}")
+    return typed
 
 
 def examples(*commands: str) -> str:
@@ -88,6 +97,53 @@ ModelOption = Annotated[
         help="Shipped architecture, directory or hub id.",
         callback=_named("--model"),
         autocompletion=completion.models,
+    ),
+]
+
+# Of the texts that are trained on
+
+TextsArgument = Annotated[
+    str,
+    typer.Argument(metavar="TEXTS", help="A file, a directory of files, or a hub id."),
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="TEXTS",
+        help="Your texts: a file, a directory of files, or a hub id.",
+        callback=_named("--data"),
+    ),
+]
+TextColumnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--text-column", help="Column that holds the texts.", callback=_named("--text-column")
+    ),
+]
+TextsFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        help="What the rows are: text, instruction, prompt-completion, messages or conversations; "
+        "recognised by their columns.",
+        callback=_known_format,
+    ),
+]
+CompletionsOnlyOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--completions-only/--all-tokens",
+        help="Loss on what the model is to answer alone, or on all; all by default.",
+        show_default=False,
+    ),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        help="Directory or hub id; the model's own by default.",
+        callback=_named("--tokenizer"),
     ),
 ]
 

@@ -18,6 +18,7 @@ from reports.confirmation import (
 )
 from reports.outcomes import verdict_words
 from reports.summary import emulation_note, summary_of
+from reports.texts import epoch_words
 from search_spaces import redaction
 from search_spaces.config import TrialConfig
 from search_spaces.errors import quote
@@ -95,6 +96,9 @@ def _winner_facts(
     if cost is not None and snapshot.offer is not None:
         hour = f"{snapshot.offer.label} at ${snapshot.offer.usd_per_hour:.2f} an hour"
         yield "cost", f"${cost:.3g} per million tokens ({hour}, {snapshot.offer.date})"
+    epoch = epoch_words(snapshot, winner)
+    if epoch is not None:
+        yield "epoch", epoch
     yield "sure", _sureness(snapshot, ranking)
     yield from _counted(snapshot)
 
