@@ -30,8 +30,15 @@ def document(recipe: Recipe) -> dict[str, Any]:
         "measurement": recipe.measurement.model_dump(mode="json", exclude={"soak"}),
         "confirmed": recipe.is_confirmed,
         "versions": recipe.environment.get("versions"),
+        "texts": _texts(recipe),
         "environment": {key: recipe.environment.get(key) for key in _ENVIRONMENT},
     }
+
+
+def _texts(recipe: Recipe) -> dict[str, Any] | None:
+    """Return what the texts were that it was measured on; None for full rows of random tokens."""
+    texts = getattr(recipe, "texts", None)
+    return None if texts is None else texts.summary.model_dump(mode="json")
 
 
 def record_line(recipe: Recipe) -> str:

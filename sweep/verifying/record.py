@@ -48,6 +48,8 @@ class Record:
     environment: Mapping[str, Any] = field(default_factory=dict)
     texts: TextsSummary | None = None
     """None where rows were random."""
+    eval_fraction: float = 0.0
+    """Of those texts' rows, held out by every trial."""
     seed: int = 0
     path: Path | None = None
     """The export that runs; None for a training of ours."""
@@ -75,6 +77,7 @@ def record_of_study(snapshot: StudySnapshot, *, number: int | None = None) -> Re
         is_confirmed=recipe.is_confirmed,
         environment=recipe.environment,
         texts=definition.texts,
+        eval_fraction=0.0 if definition.space.data is None else definition.space.data.eval_fraction,
         seed=definition.space.seed,
     )
 
@@ -122,14 +125,31 @@ def _document_in(path: Path, text: str, *, label: str) -> dict[str, Any]:
     found = recorded(text)
     if found is not None:
         return parse_object(found, where=f"{label}: its record")
-    if path.suffix == ".json":
-        values = parse_object(text, where=label)
-        if "measurement" in values and "config" in values:
-            return values
+    values = _whole_document(path, text, label=label)
+    if values is not None:
+        return values
     raise InputError(
         f"{label}: no record of what was measured in it; name a study, or a file that "
         "`sweep export` wrote"
     )
+
+
+def _whole_document(path: Path, text: str, *, label: str) -> dict[str, Any] | None:
+    """Return the values of a file that is a record as a whole; None where it is something else."""
+    if path.suffix == ".json":
+        values: Any = parse_object(text, where=label)
+    elif path.suffix in (".yaml", ".yml"):
+        values = _yaml(text, label=label)
+    else:
+        return None
+    return values if isinstance(values, dict) and {"measurement", "config"} <= set(values) else None
+
+
+def _yaml(text: str, *, label: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{label}: no YAML: {_first_line(error)}") from error
 
 
 def _kind_of(path: Path, text: str, typed: str) -> Kind:
@@ -146,10 +166,7 @@ def _kind_of(path: Path, text: str, typed: str) -> Kind:
         except SyntaxError as error:
             raise InputError(f"{typed}: line {error.lineno}: {error.msg}") from error
         return "script"
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"{typed}: no YAML: {_first_line(error)}") from error
+    values = _yaml(text, label=typed)
     keys = set(values) if isinstance(values, dict) else set()
     if {"use_peft", "max_length"} <= keys:
         return "trl"

@@ -20,7 +20,7 @@ from typing import Any
 from search_spaces.checkpoints import check_weights
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.trainers import allocator_settings
+from search_spaces.trainers import TORCH_DTYPES, allocator_settings
 from storage.environment import fingerprint
 from storage.files import make_directory
 from sweep.child_environment import child_environment
@@ -156,6 +156,7 @@ def _texts_of(record: Record) -> dict[str, Any]:
         "texts": str(directory),
         "fingerprint": record.texts.fingerprint,
         "tokenizer": record.texts.tokenizer,
+        "eval_fraction": record.eval_fraction,
     }
 
 
@@ -166,8 +167,7 @@ def _run_export(record: Record, *, steps: int, model: str | None, tell: Tell) ->
         raise EnvironmentFault("TRL is not installed here: `pip install trl`")
     with _workplace() as place:
         weights = _weights(record, place, model=model, tell=tell)
-        texts = place / "texts.jsonl"
-        _write_texts(texts, weights, tokens=steps * record.config.tokens_per_step)
+        texts = _texts_to_read(record, place, weights, steps=steps)
         tell("steps", 0, steps)
         run = _script if record.kind == "script" else _trl
         reached = run(record, weights=weights, texts=texts, place=place, steps=steps)
@@ -180,13 +180,32 @@ def _run_export(record: Record, *, steps: int, model: str | None, tell: Tell) ->
     )
 
 
+def _texts_to_read(record: Record, place: Path, weights: Path, *, steps: int) -> Path:
+    """Return the texts that an export is run on: the study's own, or random words.
+
+    Raises:
+        InputError: the study's own are not here, or what is run does not count their tokens.
+    """
+    if record.texts is None:
+        path = place / "texts.jsonl"
+        _write_texts(path, weights, tokens=steps * record.config.tokens_per_step)
+        return path
+    if record.kind == "trl":
+        raise InputError(
+            f"{record.label} was measured on texts, whose tokens that carry loss TRL does not "
+            "count: verify the study, or its script"
+        )
+    source = Path(record.texts.source)
+    if not source.exists():
+        raise InputError(f"{record.label} was measured on {source}, which is not here")
+    return source.resolve()
+
+
 def _notes(record: Record, reached: Mapping[str, Any]) -> Iterator[str]:
     if reached["peak_allocated_bytes"] is None:
         yield "peak allocated is not compared: nothing counts a script's memory on a CPU"
-    if record.texts is not None:
-        yield "measured on texts, and run on full rows: speed counts every token here"
     kinds = reached.get("adapter_dtypes")
-    measured = {"fp32": "float32", "bf16": "bfloat16"}[record.config.adapter_dtype]
+    measured = TORCH_DTYPES[record.config.adapter_dtype]
     if kinds and kinds != [measured]:
         yield f"TRL trained adapters of {' and '.join(kinds)}, measured were {measured}"
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -92,6 +93,16 @@ def test_a_script_that_was_broken_by_an_edit_is_told_by_its_line(tmp_path: Path)
     path.write_text(path.read_text().replace("def load_model(name):", "def load_model(name:"))
     with pytest.raises(InputError, match=r"winner\.py: line \d+: "):
         record_of_export(str(path))
+
+
+def test_a_record_in_yaml_trains_by_us(tmp_path: Path) -> None:
+    values = json.loads(export(STUDY, format="json"))
+    (tmp_path / "winner.yaml").write_text(f"# a comment\n{yaml.safe_dump(values)}")
+    found = record_of_export(str(tmp_path / "winner.yaml"))
+    assert (found.kind, found.config) == ("training", CONFIG)
+    (tmp_path / "winner.yaml").write_text("a: [1")
+    with pytest.raises(InputError, match=r"winner\.yaml: no YAML"):
+        record_of_export(str(tmp_path / "winner.yaml"))
 
 
 def test_an_unknown_value_in_a_record_is_refused(tmp_path: Path) -> None:
