@@ -23,6 +23,18 @@ from sweep.data.texts import PreparedTexts
 Lengths = NDArray[np.int64]
 
 
+def batch_key(config: TrialConfig) -> Hashable:
+    """Return what of a configuration decides how texts become micro-batches."""
+    return (
+        config.seq_len,
+        config.packing,
+        config.micro_batch_size,
+        config.samples_per_step,
+        config.compile,
+        config.attention == "flash_attention_2",
+    )
+
+
 class StudyEpochs:
     """Epochs of the rows that are trained on; those held out are none of them.
 
@@ -47,6 +59,10 @@ class StudyEpochs:
         loss_lengths = np.asarray(texts.loss_lengths(), dtype=np.int64)
         train, _ = split(len(lengths), choice.eval_fraction, seed)
         return cls(lengths[train], loss_lengths[train], seed=seed)
+
+    def of_rows(self, rows: Lengths) -> StudyEpochs:
+        """Return the epochs of some of the rows, by their place."""
+        return StudyEpochs(self.lengths[rows], self.loss_lengths[rows], seed=self._seed)
 
     def refusal(self, config: TrialConfig) -> str | None:
         """Return why a configuration cannot train on these texts; None where it can.
@@ -73,17 +89,14 @@ class StudyEpochs:
         Raises:
             InputError: it has no row that carries loss, or fewer than a micro-batch takes.
         """
-        key = (
-            config.seq_len,
-            config.packing,
-            config.micro_batch_size,
-            config.samples_per_step,
-            config.compile,
-            config.attention,
-        )
+        key = batch_key(config)
         if key not in self._epochs:
-            self._epochs[key] = epoch(self.lengths, self.loss_lengths, config, seed=self._seed)
+            self._epochs[key] = self.fresh(config)
         return self._epochs[key]
+
+    def fresh(self, config: TrialConfig) -> Epoch:
+        """Return the same without keeping it. Raises what `epoch` raises."""
+        return epoch(self.lengths, self.loss_lengths, config, seed=self._seed)
 
     def record(self, config: TrialConfig) -> EpochRecord | None:
         """Return what a trial's record keeps of its epoch; None where there is none."""
