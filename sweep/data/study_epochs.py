@@ -5,8 +5,10 @@ Numbers in, numbers out: knows nothing of tokens, trials or prices.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Hashable
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +61,13 @@ class StudyEpochs:
         loss_lengths = np.asarray(texts.loss_lengths(), dtype=np.int64)
         train, _ = split(len(lengths), choice.eval_fraction, seed)
         return cls(lengths[train], loss_lengths[train], seed=seed)
+
+    @cached_property
+    def digest(self) -> str:
+        """Tell these rows, in their order, from any others."""
+        hashed = hashlib.sha256(np.ascontiguousarray(self.lengths).tobytes())
+        hashed.update(np.ascontiguousarray(self.loss_lengths).tobytes())
+        return f"{hashed.hexdigest()[:32]}-{self._seed}"
 
     def of_rows(self, rows: Lengths) -> StudyEpochs:
         """Return the epochs of some of the rows, by their place."""
