@@ -364,7 +364,10 @@ class GuidedSampler(BaseSampler):
         known |= {key: config for key, config in tried.items() if key not in known}
         configs = tuple(known.values())
         foreseen = self._preflight.foresee(configs)
-        log_tokens = np.log([float(config.tokens_per_step) for config in configs])
+        tokens = foreseen.tokens_per_step
+        if tokens is None:
+            tokens = np.array([float(config.tokens_per_step) for config in configs])
+        log_tokens = np.log(tokens)
         return _World(
             candidates,
             configs,

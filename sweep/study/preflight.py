@@ -38,6 +38,7 @@ from sweep.predict.memory.predictor import MemoryPredictor, Residuals
 from sweep.predict.speed.calibration import Calibration, calibrate
 from sweep.predict.speed.log_factors import LogFactors
 from sweep.predict.speed.predictor import predict_step
+from sweep.predict.texts import mean_shape_on_texts, on_texts, speed_on_texts
 from sweep.sampling.belief import Physics
 from sweep.sampling.expecting import Foreseen
 from sweep.study.dominance import Footprint, RanOut, base_alone, footprint
@@ -226,7 +227,14 @@ class Preflight:
             budget_bytes=self.budget_bytes,
             is_cut_up=self._is_cut_up,
             trainable_parameters=_trainable(configs, self._model),
+            tokens_per_step=self._tokens_per_step(configs),
         )
+
+    def _tokens_per_step(self, configs: Sequence[TrialConfig]) -> NDArray[np.float64] | None:
+        """Return the tokens that carry loss in each one's optimizer step; None without texts."""
+        if self._epochs is None:
+            return None
+        return np.array([_loss_tokens(config, self._epochs) for config in configs], float)
 
     def prepare(
         self, configs: Iterable[TrialConfig], *, on_progress: Callable[[int, int], None]
@@ -332,38 +340,71 @@ class Preflight:
 
 
 class SpeedForecast:
-    """Predicts speed on one card, the one that really runs, by its data sheet and by the trials."""
+    """Predicts speed on one card, the one that really runs, by its data sheet and by the trials.
 
-    def __init__(self, *, model: ModelSpec, gpu: GpuSpec) -> None:
+    Args:
+        model: that trains.
+        gpu: the card.
+        epochs: of the study's texts; None where rows are random and full.
+    """
+
+    def __init__(
+        self, *, model: ModelSpec, gpu: GpuSpec, epochs: StudyEpochs | None = None
+    ) -> None:
         self._model = model
         self._gpu = gpu
+        self._epochs = epochs
         self._observations: list[tuple[TrialConfig, float]] = []
         self._calibration: Calibration | None = None
 
     def predict(self, config: TrialConfig) -> float | None:
-        """Return tokens/s; None where the architecture or the compute type has no prediction."""
+        """Return tokens/s that carry loss; None where the architecture or the compute type has no
+        prediction."""
         try:
             if self._calibration is None and len(self._observations) >= TRIALS_TO_CALIBRATE:
                 newest = self._observations[-TRIALS_CALIBRATED:]
                 self._calibration = calibrate(newest, model=self._model, gpu=self._gpu)
-            return predict_step(
-                config, model=self._model, gpu=self._gpu, calibration=self._calibration
-            ).tokens_per_second
+            predicted = predict_step(
+                self._full_rows(config),
+                model=self._model,
+                gpu=self._gpu,
+                calibration=self._calibration,
+            )
+            if self._epochs is None:
+                return predicted.tokens_per_second
+            epoch = self._epochs.epoch(config)
+            speed = speed_on_texts(config, epoch, step_seconds=predicted.step_seconds)
+            return speed.tokens_per_second
         except InputError:
             return None
 
     def physics(self, configs: Sequence[TrialConfig]) -> Physics | None:
         """Return the data sheet's model of the configurations' steps."""
+        shapes = list(map(self._full_rows, configs))
         try:
-            return LogFactors(configs, model=self._model, gpu=self._gpu)
+            return LogFactors(shapes, model=self._model, gpu=self._gpu)
         except ValueError:
             return None
+
+    def _full_rows(self, config: TrialConfig) -> TrialConfig:
+        """Return the configuration whose full rows take as long as this one's rows of texts."""
+        if self._epochs is None:
+            return config
+        return on_texts(mean_shape_on_texts, config, self._epochs.epoch)
 
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial; only those measured to the end say something of the card."""
         if record.verdict is Verdict.FITS and record.measurement is not None:
-            self._observations.append((record.config, record.measurement.step_seconds))
+            config = self._full_rows(record.config)
+            self._observations.append((config, record.measurement.step_seconds))
             self._calibration = None
+
+
+def _loss_tokens(config: TrialConfig, epochs: StudyEpochs) -> float:
+    try:
+        return epochs.epoch(config).loss_tokens_per_step
+    except InputError:
+        return config.tokens_per_step
 
 
 def _trainable(configs: Sequence[TrialConfig], model: ModelSpec) -> NDArray[np.float64] | None:
