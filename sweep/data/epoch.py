@@ -177,11 +177,6 @@ class Epoch:
         return len(self.widths)
 
     @property
-    def loss_tokens_per_step(self) -> float:
-        """Tokens that carry loss in an optimizer step, as a mean."""
-        return self.loss_tokens / self.micro_batches * self.config.accumulation_steps
-
-    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the epoch; the last may have fewer micro-batches."""
         return -(-self.micro_batches // self.config.accumulation_steps)

@@ -8,19 +8,10 @@ kept apart is the packing's, which both predictors know. Pure: epochs in, number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
 from sweep.data.epoch import Epoch
-from sweep.predict.memory.arrays import WholeMemory
-from sweep.predict.memory.prediction import MemoryPrediction
-from sweep.predict.memory.predictor import MemoryPredictor
-from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 
 
 def shape_on_texts(config: TrialConfig, epoch: Epoch) -> TrialConfig:
@@ -76,71 +67,3 @@ def speed_on_texts(config: TrialConfig, epoch: Epoch, *, step_seconds: float) ->
         step_seconds=seconds,
         epoch_seconds=epoch_seconds,
     )
-
-
-Steps = Callable[[Sequence[TrialConfig]], NDArray[np.float64]]
-"""Seconds of an optimizer step of each configuration, at full rows."""
-
-
-def speeds_on_texts(
-    pairs: Sequence[tuple[TrialConfig, Epoch]], *, steps: Steps
-) -> list[SpeedOnTexts]:
-    """Return the speed of many configurations, worked out together.
-
-    Args:
-        pairs: configurations and what the texts' epoch is under each.
-        steps: predicts full rows: ``StepTimes(configs, ...).seconds(calibration)``.
-    """
-    seconds = steps([mean_shape_on_texts(config, epoch) for config, epoch in pairs])
-    return [
-        speed_on_texts(config, epoch, step_seconds=one)
-        for (config, epoch), one in zip(pairs, seconds.tolist(), strict=True)
-    ]
-
-
-class MemoryOnTexts:
-    """Predicts the peak of configurations on texts. See `MemoryPredictor`.
-
-    A configuration that the texts make no micro-batch of is predicted as if its rows were full;
-    what refuses it is not memory.
-
-    Args:
-        predictor: of full rows.
-        epoch_of: the texts' epoch under a configuration; raises InputError where there is none.
-    """
-
-    def __init__(
-        self, predictor: MemoryPredictor, *, epoch_of: Callable[[TrialConfig], Epoch]
-    ) -> None:
-        self._predictor = predictor
-        self._epoch_of = epoch_of
-
-    def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """See `MemoryPredictor.predict`."""
-        return self._predictor.predict(self._shape(config))
-
-    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
-        """See `MemoryPredictor.predict_all`."""
-        return self._predictor.predict_all(list(map(self._shape, configs)))
-
-    def prepare(
-        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
-    ) -> None:
-        """See `MemoryPredictor.prepare`."""
-        self._predictor.prepare(map(self._shape, configs), on_progress=on_progress)
-
-    def _shape(self, config: TrialConfig) -> TrialConfig:
-        return on_texts(shape_on_texts, config, self._epoch_of)
-
-
-def on_texts(
-    shape: Callable[[TrialConfig, Epoch], TrialConfig],
-    config: TrialConfig,
-    epoch_of: Callable[[TrialConfig], Epoch],
-) -> TrialConfig:
-    """Return a configuration's shape on texts; itself where they make no micro-batch of it."""
-    try:
-        epoch = epoch_of(config)
-    except InputError:
-        return config
-    return shape(config, epoch)

@@ -39,7 +39,7 @@ class Foreseen:
     trainable_parameters: Array | None = None
     """Of the adapters; None where that is not known."""
     tokens_per_step: Array | None = None
-    """Those that carry loss in an optimizer step on texts; None where every row is full."""
+    """That carry loss; None where rows are full and all do."""
 
 
 class Expecting(Protocol):

@@ -31,21 +31,20 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from sweep.data.study_epochs import StudyEpochs
 from sweep.predict.memory.arrays import WholeMemory, predict_nothing
 from sweep.predict.memory.prediction import Fit, MemoryPrediction
 from sweep.predict.memory.predictor import MemoryPredictor, Residuals
+from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
 from sweep.predict.speed.calibration import Calibration, calibrate
 from sweep.predict.speed.log_factors import LogFactors
 from sweep.predict.speed.predictor import predict_step
-from sweep.predict.texts import mean_shape_on_texts, on_texts, speed_on_texts
 from sweep.sampling.belief import Physics
 from sweep.sampling.expecting import Foreseen
 from sweep.study.dominance import Footprint, RanOut, base_alone, footprint
 
 PREDICTIONS_KEPT = 4096
 """Predictions of memory that are not made again; one takes some 30 KiB."""
-TOO_FEW_TEXTS = "texts-make-no-batch"
+TOO_FEW_TEXTS = "texts-make-no-micro-batch"
 """The rule of a configuration for which the study's texts are too few, or cut too short."""
 TRIALS_TO_CALIBRATE = 5
 """Measured trials from which the card is known better than its data sheet."""
@@ -161,7 +160,7 @@ class Preflight:
         violation: the rules, bound to model and device.
         predictor: None where memory cannot be predicted; the device then decides.
         speed: None where speed cannot be predicted.
-        epochs: of the study's texts; None where rows are random.
+        shapes: of the study's texts; None where rows are random.
         is_cut_up: whether the allocator may fail below the budget, as free memory is in pieces.
         warn: told once of each reason why something is not predicted; the study goes on without.
     """
@@ -174,16 +173,19 @@ class Preflight:
         violation: Callable[[TrialConfig], Violation | None],
         predictor: MemoryPredictor | None = None,
         speed: SpeedModel | None = None,
-        epochs: StudyEpochs | None = None,
+        shapes: ShapesOnTexts | None = None,
         is_cut_up: bool = True,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._model = model
         self._violation = violation
-        self._predictor = predictor
+        self._predictor = (
+            predictor if predictor is None or shapes is None else MemoryOnTexts(predictor, shapes)
+        )
         self._speed = speed
-        self._epochs = epochs
+        self._shapes = shapes
+        self._epochs = None if shapes is None else shapes.epochs
         self._is_cut_up = is_cut_up
         self._warn = warn
         self._ran_out = RanOut()
@@ -227,14 +229,10 @@ class Preflight:
             budget_bytes=self.budget_bytes,
             is_cut_up=self._is_cut_up,
             trainable_parameters=_trainable(configs, self._model),
-            tokens_per_step=self._tokens_per_step(configs),
+            tokens_per_step=None
+            if self._shapes is None
+            else tokens_per_step(configs, self._shapes),
         )
-
-    def _tokens_per_step(self, configs: Sequence[TrialConfig]) -> NDArray[np.float64] | None:
-        """Return the tokens that carry loss in each one's optimizer step; None without texts."""
-        if self._epochs is None:
-            return None
-        return np.array([_loss_tokens(config, self._epochs) for config in configs], float)
 
     def prepare(
         self, configs: Iterable[TrialConfig], *, on_progress: Callable[[int, int], None]
@@ -340,71 +338,53 @@ class Preflight:
 
 
 class SpeedForecast:
-    """Predicts speed on one card, the one that really runs, by its data sheet and by the trials.
-
-    Args:
-        model: that trains.
-        gpu: the card.
-        epochs: of the study's texts; None where rows are random and full.
-    """
+    """Predicts speed on one card, the one that really runs, by its data sheet and by the trials."""
 
     def __init__(
-        self, *, model: ModelSpec, gpu: GpuSpec, epochs: StudyEpochs | None = None
+        self, *, model: ModelSpec, gpu: GpuSpec, shapes: ShapesOnTexts | None = None
     ) -> None:
         self._model = model
         self._gpu = gpu
-        self._epochs = epochs
+        self._shapes = shapes
         self._observations: list[tuple[TrialConfig, float]] = []
         self._calibration: Calibration | None = None
 
     def predict(self, config: TrialConfig) -> float | None:
-        """Return tokens/s that carry loss; None where the architecture or the compute type has no
-        prediction."""
+        """Return tokens/s; None where the architecture or the compute type has no prediction."""
         try:
             if self._calibration is None and len(self._observations) >= TRIALS_TO_CALIBRATE:
                 newest = self._observations[-TRIALS_CALIBRATED:]
                 self._calibration = calibrate(newest, model=self._model, gpu=self._gpu)
-            predicted = predict_step(
-                self._full_rows(config),
-                model=self._model,
-                gpu=self._gpu,
-                calibration=self._calibration,
+            if self._shapes is None:
+                return predict_step(
+                    config, model=self._model, gpu=self._gpu, calibration=self._calibration
+                ).tokens_per_second
+            (known,) = self._shapes.predict_steps(
+                [config], model=self._model, gpu=self._gpu, calibration=self._calibration
             )
-            if self._epochs is None:
-                return predicted.tokens_per_second
-            epoch = self._epochs.epoch(config)
-            speed = speed_on_texts(config, epoch, step_seconds=predicted.step_seconds)
-            return speed.tokens_per_second
+            return None if isinstance(known, InputError) else known.tokens_per_second
         except InputError:
             return None
 
     def physics(self, configs: Sequence[TrialConfig]) -> Physics | None:
         """Return the data sheet's model of the configurations' steps."""
-        shapes = list(map(self._full_rows, configs))
+        shapes = self._shapes
+        if shapes is not None:
+            configs = [shapes.for_speed(config) for config in configs]
         try:
-            return LogFactors(shapes, model=self._model, gpu=self._gpu)
+            return LogFactors(configs, model=self._model, gpu=self._gpu)
         except ValueError:
             return None
-
-    def _full_rows(self, config: TrialConfig) -> TrialConfig:
-        """Return the configuration whose full rows take as long as this one's rows of texts."""
-        if self._epochs is None:
-            return config
-        return on_texts(mean_shape_on_texts, config, self._epochs.epoch)
 
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial; only those measured to the end say something of the card."""
         if record.verdict is Verdict.FITS and record.measurement is not None:
-            config = self._full_rows(record.config)
-            self._observations.append((config, record.measurement.step_seconds))
+            config, seconds = record.config, record.measurement.step_seconds
+            if self._shapes is not None:
+                seconds = self._shapes.full_seconds(config, seconds)
+                config = self._shapes.for_speed(config)
+            self._observations.append((config, seconds))
             self._calibration = None
-
-
-def _loss_tokens(config: TrialConfig, epochs: StudyEpochs) -> float:
-    try:
-        return epochs.epoch(config).loss_tokens_per_step
-    except InputError:
-        return config.tokens_per_step
 
 
 def _trainable(configs: Sequence[TrialConfig], model: ModelSpec) -> NDArray[np.float64] | None:

@@ -42,8 +42,8 @@ from sweep.data.study_epochs import StudyEpochs, refuse_too_few
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
-from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
-from sweep.predict.texts import MemoryOnTexts
+from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
@@ -551,16 +551,14 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
     target, model, resolved = prepared.target, prepared.model, prepared.resolved
     is_on_card = target.device == "cuda"
     # What is predicted is a CUDA allocator's memory; a process on the CPU takes other amounts.
-    memory: MemoryPredictor = TracingPredictor(
+    memory = TracingPredictor(
         model,
         cache_dir=cache_directory() / "memory",
         compute_capability=resolved.host_capability,
     )
-    epochs = prepared.epochs
-    if epochs is not None:
-        memory = MemoryOnTexts(memory, epoch_of=epochs.epoch)
     # Speed is that of the card that really runs, where it has a data sheet.
     host = match_product(target.emulated_on or target.gpu) if is_on_card else None
+    shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
     return Preflight(
         model=model,
         budget_bytes=target.budget_bytes,
@@ -572,7 +570,7 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
             has_texts=prepared.texts is not None,
         ),
         predictor=memory if is_on_card else None,
-        speed=None if host is None else SpeedForecast(model=model, gpu=host, epochs=epochs),
-        epochs=epochs,
+        speed=None if host is None else SpeedForecast(model=model, gpu=host, shapes=shapes),
+        shapes=shapes,
         warn=warn,
     )

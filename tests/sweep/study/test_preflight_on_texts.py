@@ -12,7 +12,7 @@ from search_spaces.gpus import GIB, find_gpu
 from search_spaces.models import load_model_spec
 from storage.records import Measured
 from sweep.data.study_epochs import StudyEpochs
-from sweep.predict.texts import MemoryOnTexts
+from sweep.predict.on_texts import ShapesOnTexts
 from sweep.study.preflight import Preflight, SpeedForecast
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_measurement, a_record
@@ -32,9 +32,9 @@ def preflight(epochs: StudyEpochs) -> Preflight:
         model=MISTRAL,
         budget_bytes=20 * GIB,
         violation=lambda _: None,
-        predictor=MemoryOnTexts(ImaginedPredictor(), epoch_of=epochs.epoch),
-        speed=SpeedForecast(model=MISTRAL, gpu=CARD, epochs=epochs),
-        epochs=epochs,
+        predictor=ImaginedPredictor(),
+        speed=SpeedForecast(model=MISTRAL, gpu=CARD, shapes=ShapesOnTexts(epochs)),
+        shapes=ShapesOnTexts(epochs),
     )
 
 
@@ -92,12 +92,12 @@ def test_physics_and_tokens_of_many_are_the_speeds_of_each(preflight: Preflight)
 
 
 def test_trials_on_texts_calibrate_by_what_they_computed(epochs: StudyEpochs) -> None:
-    forecast = SpeedForecast(model=MISTRAL, gpu=CARD, epochs=epochs)
+    forecast = SpeedForecast(model=MISTRAL, gpu=CARD, shapes=ShapesOnTexts(epochs))
     configs = [_config(packing=p, lora_rank=r) for p in ("none", "grouped") for r in (8, 16, 32)]
     before = [forecast.predict(config) for config in configs]
     for config, speed in zip(configs, before, strict=True):
         assert speed is not None
-        slower = epochs.epoch(config).loss_tokens_per_step / speed * 1.2
+        slower = ShapesOnTexts(epochs).loss_tokens_per_step(config) / speed * 1.2
         measured = a_measurement(config, step_seconds=slower)
         forecast.learn(a_record(config, Measured(measurement=measured)))
     after = [forecast.predict(config) for config in configs]
