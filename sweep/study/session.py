@@ -43,6 +43,7 @@ from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
@@ -557,6 +558,7 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
     )
     # Speed is that of the card that really runs, where it has a data sheet.
     host = match_product(target.emulated_on or target.gpu) if is_on_card else None
+    shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
     return Preflight(
         model=model,
         budget_bytes=target.budget_bytes,
@@ -568,7 +570,7 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
             has_texts=prepared.texts is not None,
         ),
         predictor=memory if is_on_card else None,
-        speed=None if host is None else SpeedForecast(model=model, gpu=host),
-        epochs=prepared.epochs,
+        speed=None if host is None else SpeedForecast(model=model, gpu=host, shapes=shapes),
+        shapes=shapes,
         warn=warn,
     )

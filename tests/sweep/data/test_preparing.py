@@ -160,9 +160,12 @@ def test_what_a_killed_preparation_left_is_removed_and_no_others(
         assert (left.exists(), locked.exists()) == (False, True)
 
 
-def test_a_directory_that_was_not_finished_is_made_anew(prepared: Prepare) -> None:
+@pytest.mark.parametrize("missing", [SUMMARY, LENGTHS])
+def test_a_directory_of_which_something_is_missing_is_made_anew(
+    prepared: Prepare, missing: str
+) -> None:
     directory = prepared([{"text": "a"}]).directory
-    (directory / SUMMARY).unlink()
+    (directory / missing).unlink()
     again = prepared([{"text": "a"}])
     assert again.directory == directory
     assert {path.name for path in directory.iterdir()} == {
