@@ -54,8 +54,9 @@ CrashCause = Literal[
 a signal, it said what it was not asked, or what nobody can read; the memory of the host, and not of
 the card, was used up; it could open no further file."""
 
-Purpose = Literal["search", "confirm", "soak"]
-"""Why a configuration is run: to find the best, to measure it again, or to keep it running."""
+Purpose = Literal["search", "confirm", "soak", "quality"]
+"""Why a configuration is run: to find the best, to measure it again, to keep it running, or to see
+what it learns with another seed."""
 
 
 STEPS_FOR_INTERVAL = 6
@@ -102,6 +103,10 @@ class QualityReport(_Frozen):
     """Of the device, training and evaluation together."""
     seed: int
     """Of the adapters and of the texts' order."""
+    seeds: tuple[int, ...] = ()
+    """Of all runs where this stands for several, whose mean loss it then has."""
+    eval_loss_ci95: tuple[float, float] | None = None
+    """Student's 95 % interval of that mean over the seeds; null of a single run."""
 
 
 class Measurement(_Frozen):
@@ -328,6 +333,30 @@ class PredictionRecord(_Frozen):
     tokens_per_second: float | None = None
 
 
+class EpochRecord(_Frozen):
+    """One pass over the texts of a study as one configuration trains on them.
+
+    Of the rows that are trained on: those held out for the evaluation are none of them.
+    """
+
+    rows: int
+    """Texts that are trained on."""
+    rows_cut: int
+    """Of those, the longer ones, which are cut to the sequence length."""
+    rows_left_out: int
+    """Texts of which the cut leaves no token that carries loss."""
+    tokens: int
+    """That are read, cut; without pads."""
+    tokens_cut: float
+    """Share of the texts' tokens that the sequence length cuts off, 0 to 1."""
+    padded_tokens: int
+    """That are computed, pads among them."""
+    loss_tokens: int
+    """That carry loss."""
+    steps: int
+    """Optimizer steps."""
+
+
 class Errand(_Frozen):
     """Why a configuration is run."""
 
@@ -385,6 +414,8 @@ class TrialRecord(Errand):
     prediction: PredictionRecord | None = None
     carried: Carried | None = None
     """Where it was measured, if not by this study: then none of its time is this study's."""
+    epoch: EpochRecord | None = None
+    """What an epoch of the study's texts is to it; None where its rows are random."""
 
     @property
     def verdict(self) -> Verdict:

@@ -75,6 +75,7 @@ def front_door(version: opt.VersionOption = False) -> int:
         "sweep run a10",
         "sweep run cpu-demo --trials 3 --no-confirm",
         "sweep run a10 --rank 64 --target-modules all-linear",
+        "sweep run a10 --data texts.jsonl",
         "sweep run wider.yaml --from a10",
     )
 )
@@ -83,6 +84,11 @@ def run(
     space: opt.SpaceArgument,
     gpu: opt.GpuOption = None,
     model: opt.ModelOption = None,
+    data: opt.DataOption = None,
+    text_column: opt.TextColumnOption = None,
+    texts_format: opt.TextsFormatOption = None,
+    completions_only: opt.CompletionsOnlyOption = None,
+    tokenizer: opt.TokenizerOption = None,
     study: opt.StudyNameOption = None,
     storage: opt.StorageOption = None,
     trials: opt.TrialsOption = None,
@@ -108,6 +114,7 @@ def run(
     overrides = {
         "gpu": gpu,
         "model": model,
+        "data": _texts(data, text_column, texts_format, completions_only, tokenizer),
         "trials": trials,
         "time_budget_seconds": _seconds("--time-budget", time_budget),
         "max_dollars": max_dollars,
@@ -124,6 +131,23 @@ def run(
         carried=carried,
         as_json=as_json,
     )
+
+
+def _texts(
+    data: str | None,
+    text_column: str | None,
+    texts_format: str | None,
+    completions_only: bool | None,
+    tokenizer: str | None,
+) -> dict[str, Any]:
+    """Return what was typed of texts, by the keys of a space's section about them."""
+    return {
+        "texts": data,
+        "text_column": text_column,
+        "format": texts_format,
+        "completions_only": completions_only,
+        "tokenizer": tokenizer,
+    }
 
 
 def _seconds(option: str, typed: str | None) -> float | None:

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from trl import pack_dataset
 
 from search_spaces.config import TrialConfig
 from sweep.data.collating import COMPLETIONS, INPUT, SEQ_LENGTHS, collator
-from sweep.data.epoch import PACKED_AT_ONCE, Epoch, Integers, epoch, packing_of
+from sweep.data.epoch import PACKED_AT_ONCE, Epoch, Integers, epoch
+from sweep.data.opening import open_tokens
 from sweep.data.split import split
 from sweep.data.strata import STRATA, representative
 
-TOKENS = "tokens"
 LENGTH = "length"
 """The column by which transformers' sampler groups rows of like length."""
 _ALIKE = 3
@@ -71,7 +71,7 @@ def trial_batches(
     Raises:
         InputError: the texts make no micro-batch of this size.
     """
-    rows = open_tokens(directory)
+    rows = open_tokens(directory).with_format("numpy")
     indices, _ = split(len(rows), eval_fraction, seed)
     whole = epoch_of(directory, config, indices=indices, seed=seed)
     chosen = representative(
@@ -125,8 +125,8 @@ def training_rows(
     numbers = np.asarray(indices, dtype=np.int64)
     whole = epoch_of(directory, config, indices=numbers, seed=seed)
     kept = np.sort(numbers[whole.rows.documents])
-    rows = open_tokens(directory)
-    if packing_of(config) != "packed":
+    rows = open_tokens(directory).with_format("numpy")
+    if config.packing != "packed":
         lengths = np.minimum(np.load(directory / "lengths.npy", mmap_mode="r"), config.seq_len)
         return rows.add_column(LENGTH, lengths).select(kept).with_format("numpy")
     chosen = rows.select(kept)
@@ -134,11 +134,6 @@ def training_rows(
         chosen, config.seq_len, strategy="bfd", map_kwargs={"batch_size": PACKED_AT_ONCE}
     )
     return packed.with_format("numpy")
-
-
-def open_tokens(directory: Path) -> Dataset:
-    """Return the tokens of prepared texts, read from the disk as they are asked for."""
-    return load_from_disk(str(directory / TOKENS)).with_format("numpy")
 
 
 def row_of(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, Any]:
@@ -149,6 +144,6 @@ def row_of(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, A
     row: dict[str, Any] = {
         name: np.concatenate([text[name][: config.seq_len] for text in texts]) for name in columns
     }
-    if packing_of(config) == "packed":
+    if config.packing == "packed":
         row[SEQ_LENGTHS] = [min(len(text[INPUT]), config.seq_len) for text in texts]
     return row

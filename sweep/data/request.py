@@ -17,7 +17,7 @@ from search_spaces.documents import open_file
 
 LAYOUT = 1
 """Of the directory of prepared texts; a directory of another is prepared again."""
-SUMMARY, BROKEN = "texts.json", "broken.jsonl"
+SUMMARY, BROKEN, TOKENS = "texts.json", "broken.jsonl", "tokens"
 LENGTHS, LOSS_LENGTHS = "lengths.npy", "loss_lengths.npy"
 BROKEN_KEPT = 10_000
 """Broken rows that are named; further ones are counted."""
@@ -75,6 +75,12 @@ class Question:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return asdict(self)
+
+
+def is_whole(directory: Path) -> bool:
+    """Return whether all that there is of prepared texts is in a directory."""
+    names = (SUMMARY, BROKEN, TOKENS, LENGTHS, LOSS_LENGTHS)
+    return all((directory / name).exists() for name in names)
 
 
 def content_of(files: Iterable[tuple[str, Path]], *, on_progress: Progress) -> str:

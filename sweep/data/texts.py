@@ -166,7 +166,8 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
     Raises:
         InputError: the texts, an option, the tokenizer or the model are not right, or do not go
             together.
-        EnvironmentFault: something cannot be read or written, or the hub cannot be reached.
+        EnvironmentFault: something cannot be read, or the hub cannot be reached.
+        OSError: something cannot be written.
     """
     tell = on_progress or _tell_nobody
     question = _question(request, tell)
@@ -240,6 +241,8 @@ def _telling_names(files: list[tuple[str, Path]], source: str) -> Iterator[tuple
 def _known(question: Question, content: str) -> Path | None:
     """Return where these texts were prepared before; None where they were not."""
     directory = Path(question.home) / question.fingerprint(content)
+    if not own.is_whole(directory):
+        return None
     try:
         _summary(directory)
     except EnvironmentFault:

@@ -20,9 +20,10 @@ from torch.utils.data import Dataset
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, words_of
 from storage.records import Diverged, OutOfMemory, QualityReport
-from sweep.data.batches import Batch, open_tokens, row_of
+from sweep.data.batches import Batch, row_of
 from sweep.data.collating import IGNORED, collator
 from sweep.data.epoch import Integers, cut, epoch, packed
+from sweep.data.opening import open_tokens
 from sweep.data.split import split
 from sweep.training.adapters import Attached, attached
 from sweep.training.compiling import eager
@@ -142,7 +143,7 @@ class Quality:
             update={"packing": "none", "seq_len": self.question.eval_seq_len, "compile": False}
         )
         chosen = _held_out(self.texts, self.question)
-        rows, collate = open_tokens(self.texts.directory), collator(plain, 0)
+        rows, collate = open_tokens(self.texts.directory).with_format("numpy"), collator(plain, 0)
         most = min(_EVALUATED_AT_ONCE, self.config.tokens_per_micro_batch)
         total, count = 0.0, 0
         with eager(attachment.layers), loop.evaluating():
@@ -227,7 +228,7 @@ class Lesson(Dataset[Batch]):
         return cls(texts, config, rows)
 
     def __post_init__(self) -> None:
-        self._tokenized = open_tokens(self.texts.directory)
+        self._tokenized = open_tokens(self.texts.directory).with_format("numpy")
         self._collate = collator(self.config, 0)
         self._step: list[Batch] = []
 

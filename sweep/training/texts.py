@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from search_spaces.config import TrialConfig
-from sweep.data.batches import Batch, TrialBatches, epoch_of, open_tokens, trial_batches
-from sweep.data.epoch import packing_of
+from sweep.data.batches import Batch, TrialBatches, epoch_of, trial_batches
+from sweep.data.opening import open_tokens
 from sweep.data.split import split
 
 _SEEN = 1e-2
@@ -177,4 +177,4 @@ def _activations(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 def is_packed(config: TrialConfig) -> bool:
     """Whether several texts may share a row."""
-    return packing_of(config) == "packed"
+    return config.packing == "packed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -34,8 +35,6 @@ def prepared(
     return directory
 
 
-def configured(packing: str = "none", **values: object) -> TrialConfig:
+def configured(packing: str = "none", **values: Any) -> TrialConfig:
     """Return a configuration with a packing."""
-    config = TrialConfig.model_validate(values)
-    object.__setattr__(config, "packing", packing)
-    return config
+    return TrialConfig(packing=packing, **values)

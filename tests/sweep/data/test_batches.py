@@ -11,8 +11,9 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from trl import pack_dataset
 
 from sweep.data import epoch as epochs
-from sweep.data.batches import epoch_of, open_tokens, training_rows, trial_batches
+from sweep.data.batches import epoch_of, training_rows, trial_batches
 from sweep.data.collating import IGNORED, collator
+from sweep.data.opening import open_tokens
 from tests.sweep.data.prepared import configured, prepared
 
 PACKINGS = ("none", "grouped", "packed")
@@ -65,7 +66,7 @@ def test_what_is_held_out_is_in_no_micro_batch(texts: Path) -> None:
 
 
 def test_pads_are_on_the_right_and_carry_no_loss(texts: Path) -> None:
-    rows = open_tokens(texts)
+    rows = open_tokens(texts).with_format("numpy")
     batch = collator(configured(seq_len=64), pad_token_id=0)([rows[0], rows[1], rows[2]])
 
     for index, tokens in enumerate(batch["input_ids"]):
