@@ -16,8 +16,10 @@ from trl import pack_dataset
 
 from search_spaces.config import TrialConfig
 from sweep.data.collating import COMPLETIONS, INPUT, SEQ_LENGTHS, collator
+from sweep.data.cutting import cut_exactly
 from sweep.data.epoch import PACKED_AT_ONCE, Epoch, Integers, epoch
 from sweep.data.opening import open_tokens
+from sweep.data.request import LENGTHS, LOSS_LENGTHS
 from sweep.data.split import split
 from sweep.data.strata import STRATA, representative
 
@@ -99,9 +101,11 @@ def epoch_of(directory: Path, config: TrialConfig, *, indices: Integers, seed: i
     Raises:
         InputError: the texts make no micro-batch of this size.
     """
-    lengths = np.load(directory / "lengths.npy", mmap_mode="r")[indices]
-    loss_lengths = np.load(directory / "loss_lengths.npy", mmap_mode="r")[indices]
-    return epoch(lengths, loss_lengths, config, seed=seed)
+    lengths, loss_lengths = (
+        np.load(directory / name, mmap_mode="r") for name in (LENGTHS, LOSS_LENGTHS)
+    )
+    _, loss = cut_exactly(directory, lengths, loss_lengths, config.seq_len)
+    return epoch(lengths[indices], loss[indices], config, seed=seed, are_cut=True)
 
 
 def training_rows(
@@ -127,7 +131,7 @@ def training_rows(
     kept = np.sort(numbers[whole.rows.documents])
     rows = open_tokens(directory).with_format("numpy")
     if config.packing != "packed":
-        lengths = np.minimum(np.load(directory / "lengths.npy", mmap_mode="r"), config.seq_len)
+        lengths = np.minimum(np.load(directory / LENGTHS, mmap_mode="r"), config.seq_len)
         return rows.add_column(LENGTH, lengths).select(kept).with_format("numpy")
     chosen = rows.select(kept)
     packed = pack_dataset(

@@ -8,11 +8,7 @@ kept apart is the packing's, which both predictors know. Pure: epochs in, number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
 from sweep.data.epoch import Epoch
@@ -71,23 +67,3 @@ def speed_on_texts(config: TrialConfig, epoch: Epoch, *, step_seconds: float) ->
         step_seconds=seconds,
         epoch_seconds=epoch_seconds,
     )
-
-
-Steps = Callable[[Sequence[TrialConfig]], NDArray[np.float64]]
-"""Seconds of an optimizer step of each configuration, at full rows."""
-
-
-def speeds_on_texts(
-    pairs: Sequence[tuple[TrialConfig, Epoch]], *, steps: Steps
-) -> list[SpeedOnTexts]:
-    """Return the speed of many configurations, worked out together.
-
-    Args:
-        pairs: configurations and what the texts' epoch is under each.
-        steps: predicts full rows: ``StepTimes(configs, ...).seconds(calibration)``.
-    """
-    seconds = steps([mean_shape_on_texts(config, epoch) for config, epoch in pairs])
-    return [
-        speed_on_texts(config, epoch, step_seconds=one)
-        for (config, epoch), one in zip(pairs, seconds.tolist(), strict=True)
-    ]

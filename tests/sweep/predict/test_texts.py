@@ -13,7 +13,7 @@ from search_spaces.models import load_model_spec
 from sweep.data.epoch import Epoch, epoch
 from sweep.predict.memory.prediction import COMPILED_RECOMPUTED, EAGER, PACKED, stated_uncertainty
 from sweep.predict.speed.arrays import StepTimes
-from sweep.predict.texts import mean_shape_on_texts, shape_on_texts, speeds_on_texts
+from sweep.predict.texts import SpeedOnTexts, mean_shape_on_texts, shape_on_texts, speed_on_texts
 
 MISTRAL, CARD = load_model_spec("mistral-7b-v0.3"), find_gpu("a10")
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5.5, 0.9, 4_000).astype(int), 8, 900)
@@ -29,6 +29,11 @@ def _epoch(config: TrialConfig, *, share: float = 1.0) -> Epoch:
 
 def _seconds(configs: Any) -> Any:
     return StepTimes(configs, model=MISTRAL, gpu=CARD).seconds(None)
+
+
+def _speed(config: TrialConfig, whole: Epoch) -> SpeedOnTexts:
+    (full,) = _seconds([mean_shape_on_texts(config, whole)])
+    return speed_on_texts(config, whole, step_seconds=full)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_the_speed_is_that_of_all_micro_batches_one_by_one(
     config = _config(**values)
     whole = _epoch(config, share=share)
 
-    (speed,) = speeds_on_texts([(config, whole)], steps=_seconds)
+    speed = _speed(config, whole)
 
     widths, counts = np.unique(whole.widths, return_counts=True)
     each = [mean_shape_on_texts(config, whole).model_copy(update={"seq_len": w}) for w in widths]
@@ -82,8 +87,7 @@ def test_the_speed_is_that_of_all_micro_batches_one_by_one(
 
 def test_grouped_and_packed_texts_are_predicted_to_go_faster_than_padded_ones() -> None:
     configs = [_config(packing=packing) for packing in ("none", "grouped", "packed")]
-    speeds = speeds_on_texts([(c, _epoch(c)) for c in configs], steps=_seconds)
-    none, grouped, packed = (speed.tokens_per_second for speed in speeds)
+    none, grouped, packed = (_speed(c, _epoch(c)).tokens_per_second for c in configs)
     assert grouped > 1.2 * none
     assert packed > 1.2 * none
 
