@@ -19,6 +19,7 @@ from search_spaces.gpus import gpu_catalogue
 from search_spaces.knobs import KNOBS, TARGET_SETS, Knobs
 from search_spaces.models import shipped_models
 from search_spaces.space import ConfirmBudget, SearchSpace, StepBudget
+from search_spaces.texts import TextsChoice
 
 Schema = dict[str, Any]
 
@@ -72,6 +73,16 @@ def _space_properties() -> Schema:
                 ]
             },
             "How far the winner is measured again; false for not at all.",
+        ),
+        "data": _described(
+            {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    _section(TextsChoice, None) | {"required": ["texts"]},
+                    {"type": "null"},
+                ]
+            },
+            said["data"],
         ),
         "dimensions": _keys(
             {key: _dimension(key, value) for key, value in values.items()},

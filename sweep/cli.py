@@ -75,6 +75,7 @@ def front_door(version: opt.VersionOption = False) -> int:
         "sweep run a10",
         "sweep run cpu-demo --trials 3 --no-confirm",
         "sweep run a10 --rank 64 --target-modules all-linear",
+        "sweep run a10 --data texts.jsonl",
         "sweep run wider.yaml --from a10",
     )
 )
@@ -83,6 +84,11 @@ def run(
     space: opt.SpaceArgument,
     gpu: opt.GpuOption = None,
     model: opt.ModelOption = None,
+    data: opt.DataOption = None,
+    text_column: opt.TextColumnOption = None,
+    texts_format: opt.TextsFormatOption = None,
+    completions_only: opt.CompletionsOnlyOption = None,
+    tokenizer: opt.TokenizerOption = None,
     study: opt.StudyNameOption = None,
     storage: opt.StorageOption = None,
     trials: opt.TrialsOption = None,
@@ -108,6 +114,7 @@ def run(
     overrides = {
         "gpu": gpu,
         "model": model,
+        "data": _texts(data, text_column, texts_format, completions_only, tokenizer),
         "trials": trials,
         "time_budget_seconds": _seconds("--time-budget", time_budget),
         "max_dollars": max_dollars,
@@ -124,6 +131,23 @@ def run(
         carried=carried,
         as_json=as_json,
     )
+
+
+def _texts(
+    data: str | None,
+    text_column: str | None,
+    texts_format: str | None,
+    completions_only: bool | None,
+    tokenizer: str | None,
+) -> dict[str, Any]:
+    """Return what was typed of texts, by the keys of a space's section about them."""
+    return {
+        "texts": data,
+        "text_column": text_column,
+        "format": texts_format,
+        "completions_only": completions_only,
+        "tokenizer": tokenizer,
+    }
 
 
 def _seconds(option: str, typed: str | None) -> float | None:
@@ -148,6 +172,7 @@ def _soak(typed: str | None) -> dict[str, float] | None:
         "sweep plan a10 --rank 64 --target-modules all-linear --seq-len 1024 --gpu a100-40gb",
         "sweep plan a10 --exact --batch-size 8 --seq-len 512",
         "sweep plan a10 --longest",
+        "sweep plan a10 --data texts.jsonl --tokenizer models/mine",
         "sweep plan --gpu a10 --gpu l4 --cheapest --within 6h --samples 10000",
         "sweep plan --gpu a10 --gpu l4 --rank 64 --price a10=0.75",
     )
@@ -159,6 +184,11 @@ def plan(
     model: opt.ModelOption = None,
     exact: opt.ExactOption = False,
     from_file: opt.FromFileOption = None,
+    data: opt.DataOption = None,
+    text_column: opt.TextColumnOption = None,
+    texts_format: opt.TextsFormatOption = None,
+    completions_only: opt.CompletionsOnlyOption = None,
+    tokenizer: opt.TokenizerOption = None,
     longest: opt.LongestOption = False,
     cheapest: opt.CheapestOption = False,
     within: opt.WithinOption = None,
@@ -192,7 +222,8 @@ def plan(
         configuration=configuration,
         is_exact=exact,
         from_file=from_file,
-        work=AskedWork(steps, samples, tokens, dataset_samples, epochs),
+        work=AskedWork(steps, samples, tokens, dataset_samples, epochs, has_texts=data is not None),
+        data=_texts(data, text_column, texts_format, completions_only, tokenizer),
         prices=None if prices is None else Path(prices),
         typed_prices=tuple(price or ()),
         is_longest=longest,
