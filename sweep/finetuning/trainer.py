@@ -177,6 +177,12 @@ class MeasuredTrainer(Trainer):
         """Put a checkpoint's adapter into the one that is attached, in the type that it has."""
         load_adapter(self.model, Path(resume_from_checkpoint))
 
+    def load_finished(self, checkpoint: Path) -> None:
+        """Put the adapter of a training that has no step left into the model, ready to evaluate."""
+        load_adapter(self.model, checkpoint)
+        # Training prepares it too: precision is then the same.
+        self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+
     def held_out_loss(self, *, micro_batches: int | None = None) -> tuple[float, int]:
         """Return the loss over held-out rows, the mean over their tokens, and how many they are.
 

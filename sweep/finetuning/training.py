@@ -89,10 +89,7 @@ class PreparedTraining:
             "config": job.config.model_dump(mode="json"),
             "model": {"name": spec.name, "fingerprint": spec.fingerprint},
             "weights": job.weights,
-            "texts": {
-                "source": self.texts.summary.source,
-                "fingerprint": self.texts.summary.fingerprint,
-            },
+            "texts": {"fingerprint": self.texts.summary.fingerprint},
             "eval_fraction": job.eval_fraction,
             "epochs": job.epochs,
             "max_steps": job.max_steps,
