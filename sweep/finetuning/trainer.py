@@ -13,7 +13,7 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class MeasuredTrainer(Trainer):
     ) -> None:
         self._job, self._rows, self._course, self._beat = job, rows, course, beat
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        keep_in_training_mode(model)
+        spare_walks(model, self._trained)
         name_quantizer(model)
         super().__init__(
             model=model,
@@ -228,17 +228,23 @@ def name_quantizer(model: PeftModel) -> None:
         base.hf_quantizer = AutoHfQuantizer.from_config(base.config.quantization_config)
 
 
-def keep_in_training_mode(model: torch.nn.Module) -> None:
-    """Let a model that is in a mode already not be put into it again, module by module.
+def spare_walks(model: torch.nn.Module, trained: Sequence[torch.nn.Parameter]) -> None:
+    """Let nothing walk a model's thousands of modules for each step, as Trainer does twice.
 
-    Trainer does so for each micro-batch, and a model of billions has thousands of modules.
+    It puts a model into the mode that it is in, and takes the gradients of parameters that have
+    none.
     """
     change = model.train
 
     def train(mode: bool = True) -> torch.nn.Module:
         return model if model.training == mode else change(mode)
 
+    def zero_grad(set_to_none: bool = True) -> None:
+        for parameter in trained:
+            parameter.grad = None
+
     model.train = train  # type: ignore[method-assign]
+    model.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 class evaluating:  # noqa: N801 - it reads as the context manager that it is
