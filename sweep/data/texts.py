@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from search_spaces.documents import home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsChoice, TextsSummary
@@ -166,7 +167,8 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
     Raises:
         InputError: the texts, an option, the tokenizer or the model are not right, or do not go
             together.
-        EnvironmentFault: something cannot be read or written, or the hub cannot be reached.
+        EnvironmentFault: something cannot be read, or the hub cannot be reached.
+        OSError: something cannot be written.
     """
     tell = on_progress or _tell_nobody
     question = _question(request, tell)
@@ -212,7 +214,7 @@ def _question(request: TextsRequest, tell: Progress) -> Question:
     if not is_on_hub(request.source):
         files = text_files(request.source)
         try:
-            content = content_of(files, on_progress=tell)
+            content = content_of(_telling_names(files, request.source), on_progress=tell)
         except OSError as error:
             raise EnvironmentFault(
                 f"{request.source}: cannot be read: {words_of(error)}"
@@ -230,9 +232,20 @@ def _question(request: TextsRequest, tell: Progress) -> Question:
     )
 
 
+def _telling_names(files: list[tuple[str, Path]], source: str) -> Iterator[tuple[str, Path]]:
+    """Yield files with their names in a directory, which tell splits apart; a file of its own has
+    but its ending."""
+    named = home_expanded(source)
+    for _, path in files:
+        inside = "" if path == named else str(path.relative_to(named))
+        yield inside or "".join(path.suffixes), path
+
+
 def _known(question: Question, content: str) -> Path | None:
     """Return where these texts were prepared before; None where they were not."""
     directory = Path(question.home) / question.fingerprint(content)
+    if not own.is_whole(directory):
+        return None
     try:
         _summary(directory)
     except EnvironmentFault:

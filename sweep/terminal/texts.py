@@ -65,6 +65,9 @@ def data(
     as_json: bool,
 ) -> int:
     """Print what texts hold, how long their rows are, and which lengths are worth searching."""
+    rows_at_once = MICRO_BATCH_SIZE if batch_size is None else batch_size
+    if rows_at_once < 1:
+        raise InputError(f"--batch-size must be at least 1, got {rows_at_once}")
     spec = None if model is None else load_model_spec(model)
     texts = prepared(
         TextsRequest(
@@ -76,9 +79,6 @@ def data(
             tokenizer=tokenizer,
         )
     )
-    rows_at_once = MICRO_BATCH_SIZE if batch_size is None else batch_size
-    if rows_at_once < 1:
-        raise InputError(f"--batch-size must be at least 1, got {rows_at_once}")
     with working("looking at lengths") as part:
         wastes = _wastes(texts, spec, micro_batch_size=rows_at_once, tell=part("lengths"))
     limit = None if spec is None else spec.max_positions
