@@ -430,8 +430,8 @@ def verify(
 
 @app.command(
     epilog=opt.examples(
-        "sweep train demo --data texts.jsonl --output adapter",
-        "sweep train demo --data texts.jsonl --output adapter --resume",
+        "sweep train a10 --data texts.jsonl --output adapter --max-steps 200",
+        "sweep train demo --data texts.jsonl --output adapter --max-steps 10",
     )
 )
 def train(

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from reports import units
+from search_spaces.hub import is_hub_id
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import shown
 from search_spaces.texts import TextsSummary
-from sweep.data.sources import is_on_hub
 from sweep.finetuning.wire import TrainingJob, TrainingResult
 
 Row = Sequence[str]
@@ -36,7 +36,7 @@ def model_card(
         library_name="peft",
         pipeline_tag="text-generation",
         base_model=spec.name if spec.source == "hub" else None,
-        datasets=[texts.source] if texts is not None and is_on_hub(texts.source) else None,
+        datasets=[texts.source] if texts is not None and is_hub_id(texts.source) else None,
         tags=["lora", "qlora" if job.config.is_quantized else "lora-16bit", "qlora-sweep"],
     )
     body = "\n\n".join(_sections(job, result, texts=texts, subject=subject, versions=versions))

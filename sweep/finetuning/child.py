@@ -30,7 +30,7 @@ from storage.records import over_budget
 from sweep.finetuning import checkpoints, output
 from sweep.finetuning.course import Course, Steps
 from sweep.finetuning.rows import RandomRows, Rows, stack
-from sweep.finetuning.trainer import EVALUATED_ON_THE_WAY, MeasuredTrainer, load_adapter
+from sweep.finetuning.trainer import EVALUATED_ON_THE_WAY, MeasuredTrainer
 from sweep.finetuning.wire import (
     Alive,
     End,
@@ -211,7 +211,7 @@ class Run(TrainerCallback):
                 self._training.enter("a training step")
                 self._trainer.train(resume_from_checkpoint=self._job.resume_from)
             elif self._checkpoint is not None:
-                load_adapter(self._attachment.model, self._checkpoint)
+                self._trainer.load_finished(self._checkpoint)
         return self._end or self._finish()
 
     # What Trainer calls

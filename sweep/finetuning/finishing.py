@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,8 @@ def _put_adapter(job: TrainingJob, result: TrainingResult, staging: Path) -> Non
     assert result.checkpoint is not None, "a training that keeps nothing is not finished"
     checkpoint = Path(result.checkpoint)
     _link(checkpoint / ADAPTER, staging / ADAPTER)
+    # safetensors makes files that nobody else can read; an adapter is there to be given away.
+    (staging / ADAPTER).chmod(stat.S_IMODE((checkpoint / ADAPTER_CONFIG).stat().st_mode))
     values = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     # Built from an architecture alone, the base has no name that PEFT could have taken.
     values["base_model_name_or_path"] = base_of(job.spec)

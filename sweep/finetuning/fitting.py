@@ -1,7 +1,6 @@
 """Owns whether a training is predicted to fit, and what would be the next smaller one.
 
-The prediction is that of full rows of the configuration's length, which none of the texts' rows is
-longer than. Knows nothing of processes.
+How memory is predicted, for which rows, is handed in. Knows nothing of processes.
 """
 
 from __future__ import annotations

@@ -60,6 +60,8 @@ def known_run(output: Path) -> dict[str, Any] | None:
         values = json.loads(files.read_bytes(output / RUN))
     except FileNotFoundError:
         return None
+    except NotADirectoryError as error:
+        raise InputError(f"--output: {output} is a file: name a directory") from error
     except (OSError, ValueError) as error:
         raise InputError(
             f"{output / RUN} cannot be read: {words_of(error)}; choose another --output"
@@ -95,15 +97,15 @@ def refuse_taken(output: Path) -> None:
     )
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, of: str = "") -> list[str]:
     """Return in words where a run that is to be resumed differs from what was typed."""
     found = []
     for key in sorted({*old, *new}):
         before, now = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(now, dict):
-            found += differences(before, now)
+            found += differences(before, now, of="" if key == "config" else f"{key} ")
         elif before != now:
-            found.append(f"{key} was {quote(before)} and is {quote(now)}")
+            found.append(f"{of}{key} was {quote(before)} and is {quote(now)}")
     return found
 
 

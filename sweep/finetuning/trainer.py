@@ -13,7 +13,7 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class MeasuredTrainer(Trainer):
     ) -> None:
         self._job, self._rows, self._course, self._beat = job, rows, course, beat
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        keep_in_training_mode(model)
+        spare_walks(model, self._trained)
         name_quantizer(model)
         super().__init__(
             model=model,
@@ -177,6 +177,12 @@ class MeasuredTrainer(Trainer):
         """Put a checkpoint's adapter into the one that is attached, in the type that it has."""
         load_adapter(self.model, Path(resume_from_checkpoint))
 
+    def load_finished(self, checkpoint: Path) -> None:
+        """Put the adapter of a training that has no step left into the model, ready to evaluate."""
+        load_adapter(self.model, checkpoint)
+        # Training prepares it too: precision is then the same.
+        self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+
     def held_out_loss(self, *, micro_batches: int | None = None) -> tuple[float, int]:
         """Return the loss over held-out rows, the mean over their tokens, and how many they are.
 
@@ -222,17 +228,23 @@ def name_quantizer(model: PeftModel) -> None:
         base.hf_quantizer = AutoHfQuantizer.from_config(base.config.quantization_config)
 
 
-def keep_in_training_mode(model: torch.nn.Module) -> None:
-    """Let a model that is in a mode already not be put into it again, module by module.
+def spare_walks(model: torch.nn.Module, trained: Sequence[torch.nn.Parameter]) -> None:
+    """Let nothing walk a model's thousands of modules for each step, as Trainer does twice.
 
-    Trainer does so for each micro-batch, and a model of billions has thousands of modules.
+    It puts a model into the mode that it is in, and takes the gradients of parameters that have
+    none.
     """
     change = model.train
 
     def train(mode: bool = True) -> torch.nn.Module:
         return model if model.training == mode else change(mode)
 
+    def zero_grad(set_to_none: bool = True) -> None:
+        for parameter in trained:
+            parameter.grad = None
+
     model.train = train  # type: ignore[method-assign]
+    model.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 class evaluating:  # noqa: N801 - it reads as the context manager that it is

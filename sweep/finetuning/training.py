@@ -34,7 +34,8 @@ from sweep.finetuning.job import Observer, follow_job
 from sweep.finetuning.subject import Subject, subject_of, with_changes
 from sweep.finetuning.wire import CHECKPOINT_SECONDS, End, Stopped, TrainingJob, TrainingResult
 from sweep.paths import cache_directory
-from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
+from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
 from sweep.running.device_info import Card
 from sweep.study.targets import ResolvedTarget, resolve_target
 
@@ -75,6 +76,7 @@ class PreparedTraining:
     job: TrainingJob
     subject: Subject
     texts: PreparedTexts
+    epochs: StudyEpochs
     tokenizer: TokenizerFiles
     resolved: ResolvedTarget
     card: Card | None
@@ -89,10 +91,7 @@ class PreparedTraining:
             "config": job.config.model_dump(mode="json"),
             "model": {"name": spec.name, "fingerprint": spec.fingerprint},
             "weights": job.weights,
-            "texts": {
-                "source": self.texts.summary.source,
-                "fingerprint": self.texts.summary.fingerprint,
-            },
+            "texts": {"fingerprint": self.texts.summary.fingerprint},
             "eval_fraction": job.eval_fraction,
             "epochs": job.epochs,
             "max_steps": job.max_steps,
@@ -142,7 +141,8 @@ def prepare_training(
     _refuse_invalid(config, subject, rules(config))
     choice, texts = _texts(request, subject, read_texts)
     seed = _first(request.seed, None if subject.definition is None else _seed(subject), 0)
-    _refuse_texts(texts, choice, config, seed=seed)
+    epochs = StudyEpochs.of(texts, choice, seed=seed)
+    _refuse_texts(texts, epochs.refusal(config))
     job = TrainingJob(
         config=config,
         model=subject.model.to_json(),
@@ -165,6 +165,7 @@ def prepare_training(
         job=job,
         subject=subject,
         texts=texts,
+        epochs=epochs,
         tokenizer=find_tokenizer(choice.tokenizer, subject.model),
         resolved=resolved,
         card=here if target.device == "cuda" else None,
@@ -183,13 +184,14 @@ def prepare_training(
     return prepared
 
 
-def predictor_of(prepared: PreparedTraining) -> TracingPredictor:
-    """Return what predicts the memory of a training on a card."""
-    return TracingPredictor(
+def predictor_of(prepared: PreparedTraining) -> MemoryPredictor:
+    """Return what predicts a training's memory on a card: that of its largest micro-batch."""
+    full = TracingPredictor(
         prepared.subject.model,
         cache_dir=cache_directory() / "memory",
         compute_capability=prepared.resolved.host_capability,
     )
+    return MemoryOnTexts(full, ShapesOnTexts(prepared.epochs))
 
 
 def smaller_than(prepared: PreparedTraining) -> Smaller | None:
@@ -330,10 +332,7 @@ def _texts(
     return choice, read(TextsRequest.of(choice, subject.model))
 
 
-def _refuse_texts(
-    texts: PreparedTexts, choice: TextsChoice, config: TrialConfig, *, seed: int
-) -> None:
-    refusal = StudyEpochs.of(texts, choice, seed=seed).refusal(config)
+def _refuse_texts(texts: PreparedTexts, refusal: str | None) -> None:
     if refusal is not None:
         raise InputError(f"{texts.summary.source}: {refusal}")
 

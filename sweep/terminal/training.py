@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from reports import units
+from search_spaces.documents import read_json
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits, quote
 from search_spaces.space import Weights
 from storage.definition import StudySnapshot
@@ -144,6 +145,8 @@ def _train(request: TrainingRequest, *, storage: str | None, as_json: bool) -> i
     width = width_of(sys.stderr)
     if request.is_resumed and directories.is_done(request.output):
         note(f"{request.output} holds a training that is done: there is nothing left to do.")
+        if as_json:
+            say_json(read_json(request.output / directories.TRAINING, label=directories.TRAINING))
         return DONE
     note(folded(f"Training {prepared.subject.words} on {_words(prepared)}.", width))
     for text in prepared.notes:
