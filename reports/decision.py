@@ -20,6 +20,7 @@ import yaml
 from reports import confirmation, objectives, uncertainty, units
 from reports.advice import how_to_go_faster
 from reports.summary import answer, notes, offer_words
+from reports.texts import epoch_words
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
@@ -116,6 +117,8 @@ class Card:
     """The same with its least and its most, to compute with."""
     tokens_per_second: float | None
     """On the target card, to compute with."""
+    epoch: str
+    """What one epoch of the study's texts takes; empty without texts."""
     job: str
     """What the training that is asked about costs and takes."""
     peak: str
@@ -306,6 +309,7 @@ def _card(
         dollars_detail="" if ends is None else units.usd_interval(ends),
         usd_per_million_tokens=None if dollars is None else (dollars, *(ends or (None, None))),
         tokens_per_second=None if speed is None else speed.tokens_per_second,
+        epoch=epoch_words(snapshot, record) or "",
         job=_job(speed, dollars, ends, _job_tokens(snapshot)),
         peak=units.gib(measured.peak_allocated_bytes),
         margin=f"of {units.gib(target.budget_bytes)}, {units.gib(left)} left",
@@ -347,7 +351,10 @@ def _gain(ranking: Ranking, record: TrialRecord) -> tuple[str, str]:
 
 
 def _job_tokens(snapshot: StudySnapshot) -> float:
-    return snapshot.job_tokens or JOB_TOKENS
+    """Return the tokens that are priced: as asked, an epoch of the texts, or a round number."""
+    winner = rank_study(snapshot).winner
+    epoch = None if winner is None else winner.epoch
+    return snapshot.job_tokens or (JOB_TOKENS if epoch is None else float(epoch.loss_tokens))
 
 
 def _job(

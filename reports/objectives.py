@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from reports import units
+from reports import quality, units
 from search_spaces.space import Objective
 from storage.records import Measurement
 
@@ -15,6 +15,7 @@ NAMES: Mapping[Objective, str] = {
     "tokens_per_second": "speed",
     "peak_memory": "peak memory",
     "trainable_parameters": "trainable parameters",
+    "eval_loss": "held-out loss",
 }
 """What each objective is called for people."""
 
@@ -22,6 +23,7 @@ COLUMNS: Mapping[Objective, str] = {
     "tokens_per_second": "tokens/s",
     "peak_memory": "peak",
     "trainable_parameters": "trainable",
+    "eval_loss": "held-out loss",
 }
 """What heads a column of each objective's values."""
 
@@ -29,6 +31,7 @@ BEST: Mapping[Objective, str] = {
     "tokens_per_second": "The fastest configuration that fits",
     "peak_memory": "The configuration that needs the least memory",
     "trainable_parameters": "The configuration with the most trainable parameters that fits",
+    "eval_loss": "The configuration with the lowest held-out loss that fits",
 }
 """What the best by each objective is, as the beginning of a sentence."""
 
@@ -55,3 +58,5 @@ def value(objective: Objective, measured: Measurement) -> str:
             return units.gib(measured.peak_allocated_bytes)
         case "trainable_parameters":
             return units.count(measured.trainable_parameters)
+        case "eval_loss":
+            return quality.loss_words(measured)

@@ -181,7 +181,7 @@ def _value(record: TrialRecord, key: str) -> Any:
 
 def _varying(records: Sequence[TrialRecord], *, without: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the knobs that were tried at several values, less those that follow from another."""
-    skipped = {*without, "lora_alpha", "effective_batch_size"}
+    skipped = {*without, "lora_alpha", "effective_batch_size", "learning_rate"}
     configs = [canonical(record.config) for record in records]
     return tuple(
         key

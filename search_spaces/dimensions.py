@@ -6,6 +6,7 @@ Knows nothing of the other dimensions.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
@@ -72,16 +73,20 @@ class IntRange(Strict):
 
 
 class FloatRange(Strict):
-    """Numbers from ``low`` to ``high``, in steps where ``step`` is given."""
+    """Numbers from ``low`` to ``high``, in steps where ``step`` is given, or on a log scale."""
 
     low: Number
     high: Number
     step: Number | None = Field(default=None, gt=0)
+    log: StrictBool = False
 
     @model_validator(mode="after")
     def _ordered(self) -> FloatRange:
         if self.low > self.high:
             raise ValueError(f"low must be at most high, got {self.low} and {self.high}")
+        if self.log and (self.step is not None or self.low <= 0):
+            got = f"step {self.step:g}" if self.step is not None else f"low {self.low:g}"
+            raise ValueError(f"log needs no step and low above 0, got {got}")
         if self.step is not None and (self.high - self.low) / self.step >= VALUES_MAX:
             raise ValueError(_too_many(self.low, self.high, self.step))
         return self
@@ -99,6 +104,27 @@ class FloatRange(Strict):
         # Rounded, so that three steps of 0.1 are 0.3 and the last value is never above high.
         steps = (round(self.low + index * self.step, 12) for index in range(count))
         return tuple(min(value, self.high) for value in steps)
+
+    def at(self, share: float) -> float:
+        """Return the number so far along the range, from 0 (``low``) to 1 (``high``), on its scale.
+
+        A share beyond either end is that end.
+        """
+        if share <= 0:
+            return self.low
+        if share >= 1:
+            return self.high
+        if self.log:
+            return math.exp(math.log(self.low) + share * math.log(self.high / self.low))
+        return self.low + share * (self.high - self.low)
+
+    def share_of(self, value: float) -> float:
+        """Return how far along the range a number is: `at`, the other way round."""
+        if self.low == self.high:
+            return 0.0
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
 
 
 def _too_many(low: float, high: float, step: float) -> str:

@@ -36,6 +36,7 @@ def refuse_impossible(
     model: ModelSpec,
     compute_capability: tuple[int, int] | None = None,
     device: Literal["cuda", "cpu"] = "cuda",
+    has_texts: bool = False,
 ) -> None:
     """Refuse a space in which nothing can be valid, and a configuration that names no real module.
 
@@ -46,7 +47,13 @@ def refuse_impossible(
         InputError: names the rules, and why.
     """
     if isinstance(asked, SearchSpace):
-        broken = obstacles(asked, model=model, compute_capability=compute_capability, device=device)
+        broken = obstacles(
+            asked,
+            model=model,
+            compute_capability=compute_capability,
+            device=device,
+            has_texts=has_texts,
+        )
         what = f"space '{asked.name}': no configuration is valid"
     else:
         reason = RULES[MISNAMED](asked, Setting(model, device, compute_capability))
@@ -62,6 +69,7 @@ def obstacles(
     model: ModelSpec,
     compute_capability: tuple[int, int] | None,
     device: Literal["cuda", "cpu"],
+    has_texts: bool = False,
 ) -> tuple[Violation, ...]:
     """Return the rules that leave no configuration of ``space`` valid; none where one is.
 
@@ -73,8 +81,9 @@ def obstacles(
         model: what would be trained.
         compute_capability: of the card; None on a CPU, or where it is not known.
         device: where it would run.
+        has_texts: whether it would train on texts, and not on full-length random rows.
     """
-    setting = Setting(model, device, compute_capability)
+    setting = Setting(model, device, compute_capability, has_texts)
     dimensions = _Dimensions(space)
     tables = (_table(dimensions, name, rule, setting) for name, rule in RULES.items())
     forbidding = [table for table in tables if table is not None and table.reason is not None]

@@ -5,6 +5,7 @@ The only module here that may touch the network. Knows nothing of what a config 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
@@ -12,7 +13,14 @@ from search_spaces.errors import EnvironmentFault, InputError, SweepError, words
 SECONDS_MAX = 10.0
 """How long the hub may take to answer."""
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
 ADVICE = "give a directory with its config.json, or set HF_HUB_OFFLINE=1 with a cache that holds it"
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name has the form of a hub id, ``org/name``."""
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def fetch_config(name: str) -> Path:
@@ -72,3 +80,29 @@ def translate(error: Exception, *, name: str) -> SweepError:
             return EnvironmentFault(
                 f"model '{name}': the hub cannot be reached ({words_of(error)}): {ADVICE}"
             )
+
+
+_WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model"]
+_TEXT_FILES = ["merges.txt", "*.jinja"]
+
+
+def fetch_weights(name: str) -> Path:
+    """Return the directory of a hub id's weights and tokenizer, fetched where they are not cached.
+
+    Weights in safetensors alone: others are pickles.
+
+    Raises:
+        InputError: the hub has no such model, or none that this account may read.
+        EnvironmentFault: the hub cannot be reached, or its cache cannot be written.
+    """
+    import httpx
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name, allow_patterns=[*_WEIGHT_FILES, *_TEXT_FILES], etag_timeout=SECONDS_MAX
+            )
+        )
+    except (OSError, httpx.HTTPError) as error:
+        raise translate(error, name=name) from error

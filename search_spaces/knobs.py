@@ -33,6 +33,7 @@ Quantization = Literal["nf4", "fp4", "none"]
 AdapterDtype = Literal["fp32", "bf16"]
 Kernels = Literal["hf", "fused-loss", "liger"]
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
+Packing = Literal["none", "packed", "grouped"]
 OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
 TARGET_SETS = ("qv", "attention", "all-linear")
 
@@ -161,6 +162,10 @@ def _checkpointing_in_words(value: float) -> str:
 
 def _quantized_in_words(value: float) -> str:
     return "all layers quantized" if value == 1 else f"{100 * value:.0f} % of layers quantized"
+
+
+def _packing_in_words(value: str) -> str:
+    return {"none": "rows not packed", "packed": "packed rows"}.get(value, "rows grouped by length")
 
 
 class Knobs(BaseModel):
@@ -491,6 +496,43 @@ class Knobs(BaseModel):
         ),
     ] = False
     """Whether torch's allocator grows its segments (``expandable_segments``)."""
+
+    packing: Annotated[
+        Packing,
+        Knob(
+            label="packing",
+            phrase=_packing_in_words,
+            help="Rows of your texts: none (padded), grouped (by length) or packed; with --data.",
+            lean_first=("none", "grouped"),
+            # A mask keeps packed texts apart; grouped rows are rows like any other.
+            traced=lambda value: "packed" if value == "packed" else "none",
+            options={
+                "trl": trainers.trl_packing,
+                "axolotl": trainers.axolotl_packing,
+                "llama-factory": trainers.llama_factory_packing,
+            },
+            lost={
+                "trl": trainers.trl_lost_packing,
+                "axolotl": trainers.axolotl_lost_packing,
+                "llama-factory": trainers.llama_factory_lost_packing,
+            },
+        ),
+    ] = "none"
+    """What a row of a micro-batch holds: one text, ``none`` and ``grouped`` (texts of like length
+    in one micro-batch), or as many as fit, ``packed``; the last two only with texts."""
+
+    learning_rate: Annotated[
+        Number,
+        Knob(
+            label="learning rate",
+            phrase=lambda value: f"learning rate {value:g}",
+            help="Highest of the schedule; speed and memory do not depend on it.",
+            aliases=("--lr",),
+            memory="untouched",
+            options=dict.fromkeys(TRAINERS, "learning_rate"),
+        ),
+    ] = Field(default=2e-4, ge=1e-7, le=1.0)
+    """Highest learning rate of the schedule. Neither speed nor memory depends on it."""
 
     @model_validator(mode="after")
     def _accumulation_is_whole(self) -> Self:

@@ -22,6 +22,7 @@ from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.models import located
 from search_spaces.space import ConfigKey, SearchSpace, largest_whole
+from search_spaces.texts import TextsChoice
 from search_spaces.validation import validate
 
 
@@ -55,7 +56,25 @@ def load_space(name_or_path: str) -> SearchSpace:
             "(a preset, or the path of a YAML file)"
         )
     space = parse_space(read_text(path, label=name_or_path), label=name_or_path)
-    return space.model_copy(update={"model": located(space.model, beside=path.parent)})
+    data = None if space.data is None else located_texts(space.data, beside=path.parent)
+    here = {"model": located(space.model, beside=path.parent), "data": data}
+    return space.model_copy(update=here)
+
+
+def located_texts(choice: TextsChoice, *, beside: Path) -> TextsChoice:
+    """Return a choice of texts as a file in the directory ``beside`` means its names.
+
+    What is not there beside the file is left as it is: a path from where the command runs, or a hub
+    id.
+    """
+    names = {"texts": choice.texts, "tokenizer": choice.tokenizer}
+    found = {key: _located(name, beside=beside) for key, name in names.items() if name}
+    return choice.model_copy(update=found)
+
+
+def _located(name: str, *, beside: Path) -> str:
+    path = beside / home_expanded(name)
+    return str(path.absolute()) if exists(path, label=name) else name
 
 
 def _is_path(text: str, path: Path) -> bool:

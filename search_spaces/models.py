@@ -19,13 +19,12 @@ from typing import Any, Literal
 
 from search_spaces.documents import exists, home_expanded, is_directory, read_json
 from search_spaces.errors import InputError, did_you_mean, quote
-from search_spaces.hub import fetch_config
+from search_spaces.hub import fetch_config, is_hub_id
 
 SIZE_MAX = 10**7
 """No size of a decoder model reaches this; a larger one is a lie or a slip."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
 SIZES = (*_REQUIRED, *_OPTIONAL)
@@ -90,6 +89,14 @@ class ModelSpec:
         value = self.config.get("max_position_embeddings")
         return None if value is None else int(value)
 
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """Directory in which its tokenizer is, where it has one; of shipped ones the demo has."""
+        if self.source != "shipped":
+            return self.path
+        shipped = Path(str(files("search_spaces") / "tokenizers" / self.name))
+        return shipped if shipped.is_dir() else None
+
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of the config, blind to key order and to what does not shape the model."""
@@ -135,7 +142,7 @@ def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -
         return ModelSpec(name, "directory", config, directory.resolve())
     if name and exists(directory, label=f"model '{name}'"):
         raise InputError(f"model '{name}' is a file: name the directory that holds its config.json")
-    if _HUB_ID.fullmatch(name):
+    if is_hub_id(name):
         path = fetch(name)
         return ModelSpec(name, "hub", _read_config(path, label=f"{name}/config.json"), path.parent)
     if "/" in name or name.startswith((".", "~")):

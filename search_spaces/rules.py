@@ -98,6 +98,8 @@ class Setting:
     device: Literal["cuda", "cpu"]
     compute_capability: tuple[int, int] | None
     """Of the card; None on a CPU, or where it is not known."""
+    has_texts: bool = False
+    """Whether it would train on texts; on full-length random rows elsewhere."""
 
     def older_than(self, capability: tuple[int, int]) -> bool:
         """Whether the card is known to be older than ``capability``."""
@@ -119,6 +121,7 @@ def violation(
     model: ModelSpec,
     compute_capability: tuple[int, int] | None,
     device: Literal["cuda", "cpu"],
+    has_texts: bool = False,
 ) -> Violation | None:
     """Return the first rule that forbids ``config`` on this model and device, or None.
 
@@ -127,8 +130,9 @@ def violation(
         model: what would be trained.
         compute_capability: of the card; None on a CPU, or where it is not known.
         device: where it would run.
+        has_texts: whether it would train on texts, and not on full-length random rows.
     """
-    setting = Setting(model, device, compute_capability)
+    setting = Setting(model, device, compute_capability, has_texts)
     for name, rule in RULES.items():
         reason = rule(config, setting)
         if reason is not None:
@@ -329,6 +333,15 @@ def _checkpoints(config: TrialConfig, setting: Setting) -> str | None:
     return None
 
 
+def _packing(config: TrialConfig, setting: Setting) -> str | None:
+    if config.packing == "none" or setting.has_texts:
+        return None
+    return (
+        f"packing {config.packing} is of texts, and without them every row is full already: name "
+        "yours with --data, or use packing none"
+    )
+
+
 RULES: dict[str, Rule] = {
     "bf16-needs-ampere": _bf16,
     "fp16-needs-cuda": _fp16,
@@ -347,5 +360,6 @@ RULES: dict[str, Rule] = {
     "quantized-fraction-of-no-layer": _no_layer,
     "attention-not-in-model": _attention,
     "checkpointing-not-in-model": _checkpoints,
+    "packing-needs-texts": _packing,
 }
 """Every rule by name, in the order they are asked."""

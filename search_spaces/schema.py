@@ -19,6 +19,7 @@ from search_spaces.gpus import gpu_catalogue
 from search_spaces.knobs import KNOBS, TARGET_SETS, Knobs
 from search_spaces.models import shipped_models
 from search_spaces.space import ConfirmBudget, SearchSpace, StepBudget
+from search_spaces.texts import TextsChoice
 
 Schema = dict[str, Any]
 
@@ -72,6 +73,16 @@ def _space_properties() -> Schema:
                 ]
             },
             "How far the winner is measured again; false for not at all.",
+        ),
+        "data": _described(
+            {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    _section(TextsChoice, None) | {"required": ["texts"]},
+                    {"type": "null"},
+                ]
+            },
+            said["data"],
         ),
         "dimensions": _keys(
             {key: _dimension(key, value) for key, value in values.items()},
@@ -135,9 +146,15 @@ def _dimension(key: str, value: Schema) -> Schema:
     kind = {int: "integer", float: "number"}.get(KNOBS[key].kind)
     if kind is not None:
         number: Schema = {"type": kind}
-        ends = {"low": number, "high": number, "step": {"type": kind, "exclusiveMinimum": 0}}
-        log: Schema = {"log": {"type": "boolean"}} if kind == "integer" else {}
-        forms.append(_object(ends | log, required=["low", "high"]))
+        above: Schema = {"type": kind, "exclusiveMinimum": 0}
+        linear = {"low": number, "high": number, "step": above, "log": {"const": False}}
+        on_a_log_scale = {"low": above, "high": number, "log": {"const": True}}
+        if kind == "integer":
+            on_a_log_scale["step"] = {"const": 1}
+        forms += [
+            _object(linear, required=["low", "high"]),
+            _object(on_a_log_scale, required=["low", "high", "log"]),
+        ]
     return _described({"anyOf": forms}, text)
 
 

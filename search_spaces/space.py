@@ -18,6 +18,7 @@ from search_spaces.config import CONFIG_KEYS, TrialConfig, canonical, parse_conf
 from search_spaces.dimensions import Choices, Dimension, FloatRange, Strict
 from search_spaces.errors import InputError, listed, quote
 from search_spaces.knobs import KNOBS, Number
+from search_spaces.texts import TextsChoice
 from search_spaces.validation import ContradictionError, known_key
 
 MICRO_STEPS_TIMED = 2
@@ -30,7 +31,7 @@ the whole accumulation, and so is the time of a micro-step.
 DEFAULT_MODEL = "mistral-7b-v0.3"
 """What is trained where nobody names a model."""
 
-Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters"]
+Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters", "eval_loss"]
 SamplerName = Literal["guided", "tpe", "gp", "random", "grid"]
 Weights = Literal["random", "pretrained"]
 
@@ -90,6 +91,9 @@ class ConfirmBudget(Strict):
     """How long the recommended one then trains in one go; 0 for no soak."""
     soak_steps: StrictInt = Field(default=500, ge=10)
     """Steps after which it has trained long enough, sooner than that."""
+    quality_seeds: StrictInt = Field(default=3, ge=1, le=10)
+    """With how many seeds the few are trained that the choice is between, where eval_loss is an
+    objective."""
 
 
 class SearchSpace(Strict):
@@ -105,6 +109,8 @@ class SearchSpace(Strict):
     """Speed and memory do not depend on them; pretrained loads the real ones."""
     budget_gib: Number | None = Field(default=None, gt=0, le=100_000)
     """Budget of a device that the catalogue lacks (the CPU), or a tighter one than the card's."""
+    data: TextsChoice | None = None
+    """Texts to train on: their path, or a section; without them rows are random and full."""
     objectives: tuple[Objective, ...] = Field(default=("tokens_per_second",), min_length=1)
     """What is searched for; of several the best compromises are shown."""
     sampler: SamplerName = "guided"
@@ -146,6 +152,12 @@ class SearchSpace(Strict):
             return ConfirmBudget()
         return None if confirm is False or confirm == 0 else confirm
 
+    @field_validator("data", mode="before")
+    @classmethod
+    def _path_alone(cls, data: Any) -> Any:
+        """Read a path beside a section."""
+        return {"texts": data} if isinstance(data, str) else data
+
     @field_validator("objectives", mode="before")
     @classmethod
     def _without_cost(cls, objectives: Any) -> Any:
@@ -165,6 +177,12 @@ class SearchSpace(Strict):
         if len(set(self.objectives)) < len(self.objectives):
             named = ", ".join(self.objectives)
             raise ContradictionError(f"objectives lists one twice, got {named}", "objectives")
+        if "learning_rate" in self.dimensions and "eval_loss" not in self.objectives:
+            message = (
+                "neither speed nor memory depends on learning_rate, so nothing that is searched "
+                "for does: fix it, or search for eval_loss too"
+            )
+            raise ContradictionError(message, "dimensions", "learning_rate")
         self._leave_out_batches()
         if self.sampler == "grid" and self.size() is None:
             raise ContradictionError(

@@ -276,7 +276,9 @@ def liger_kernels(kernels: str) -> dict[str, bool] | None:
         "fused_linear_cross_entropy": True,
         "cross_entropy": False,
         "rms_norm": everything,
+        # Of the two activations a model has one; the other's switch does nothing.
         "swiglu": everything,
+        "geglu": everything,
         "rope": everything,
     }
 
@@ -343,6 +345,51 @@ lost_compile = _says(
     "or not at all. Not at all here, so a step takes longer and needs MORE memory than measured: "
     "it may not fit. Format script compiles as measured.",
     compile=True,
+)
+
+
+def trl_packing(trained: Trained) -> dict[str, Any]:
+    """Texts joined and cut at max_length make full rows, in which every token carries loss; ``bfd``
+    keeps each text whole and apart."""
+    match trained.config.packing:
+        case "packed":
+            return {"packing": True, "packing_strategy": "bfd"}
+        case "grouped":
+            return {"packing": False, "train_sampling_strategy": "group_by_length"}
+        case _:
+            return {"packing": True, "packing_strategy": "wrapped"}
+
+
+def axolotl_packing(trained: Trained) -> dict[str, Any]:
+    """Whether it packs depends on the attention as well; the file says."""
+    return {"group_by_length": True} if trained.config.packing == "grouped" else {}
+
+
+def llama_factory_packing(trained: Trained) -> dict[str, Any]:
+    """`neat_packing` is the one that keeps texts apart."""
+    match trained.config.packing:
+        case "packed":
+            return {"packing": True, "neat_packing": True}
+        case "grouped":
+            return {"train_sampling_strategy": "group_by_length"}
+        case _:
+            return {}
+
+
+trl_lost_packing = _says(
+    "packing packed: with attention other than flash_attention_2 it may not keep the texts of a "
+    "row apart, as was measured.",
+    packing="packed",
+    attention="sdpa",
+)
+axolotl_lost_packing = _says(
+    "packing packed: its packing is multipack, which fills rows by another rule than the one "
+    "measured.",
+    packing="packed",
+)
+llama_factory_lost_packing = _says(
+    "packing packed: it fills rows by a rule of its own, not the one measured.",
+    packing="packed",
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from storage.definition import StudySnapshot
+from storage.epochs import epoch_cost
 from storage.gain import Comparison, Gain, compare
 from storage.objectives import measured_of, objective_value
 from storage.ranking import Ranking, rank_study, verdict_counts
@@ -41,6 +42,7 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
         "ended": snapshot.ended,
         "best": None if winner is None else _trial(winner) | {"target_tokens_per_second": speed},
         "cost": None if winner is None else _cost(snapshot, winner),
+        **_texts(snapshot, winner),
         "target_tokens_per_second": speed,
         "gain": _class_wide_gain(ranking),
         "front": [_on_front(record, ranking) for record in ranking.front],
@@ -50,6 +52,19 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
         "confirmed": ranking.is_confirmed,
         "confirmation": _confirmation(ranking),
         "fastest_by_class": [asdict(best) for best in ranking.fastest_by_class],
+    }
+
+
+def _texts(snapshot: StudySnapshot, winner: TrialRecord | None) -> dict[str, Any]:
+    """Return the study's texts, and what an epoch of them takes as the winner trains; nothing of a
+    study without texts."""
+    texts = snapshot.definition.texts
+    if texts is None:
+        return {}
+    cost = None if winner is None else epoch_cost(snapshot, winner)
+    return {
+        "texts": texts.model_dump(mode="json"),
+        "epoch": None if cost is None else cost.to_json(),
     }
 
 

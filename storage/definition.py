@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from search_spaces.config import TrialConfig
 from search_spaces.prices import Offer
 from search_spaces.space import Objective, SearchSpace
+from search_spaces.texts import TextsSummary
 from storage.records import Measurement, Purpose, TrialRecord
 
 _ABSENT = "(absent)"
@@ -45,6 +46,8 @@ class StudyDefinition(BaseModel):
     """`ModelSpec.to_json`."""
     model_fingerprint: str
     target: Target
+    texts: TextsSummary | None = None
+    """What was found in the texts that its trials train on; None where their rows are random."""
 
     @model_validator(mode="before")
     @classmethod
@@ -99,7 +102,8 @@ def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, .
 
     What steers the search or names things may change freely: trials, time budget, sampler, seed,
     step budgets, names and descriptions. The card and the model count as resolved: by target and
-    fingerprint, not by spelling.
+    fingerprint, not by spelling. So do texts; with them the seed counts too, as it says which of
+    their rows are held out.
     """
     old, new = _compared(stored), _compared(given)
     differing = [
@@ -114,9 +118,39 @@ def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, .
         for key in differing
         if key not in inherited
     ]
+    lines += _texts_differences(stored, given)
     if stored.model_fingerprint != given.model_fingerprint:
         lines.append(f"model: {_model(stored)} -> {_model(given)}")
     return tuple(lines)
+
+
+def _texts_differences(stored: StudyDefinition, given: StudyDefinition) -> list[str]:
+    """Return what differs in the texts, and in which of their rows are trained on in what order.
+
+    Where they are the same in both, how they were named does not matter.
+    """
+    old, new = stored.texts, given.texts
+    if old is None or new is None or old.fingerprint != new.fingerprint:
+        return [] if old == new else [f"texts: {_texts(old)} -> {_texts(new)}"]
+    before, after = _trained_on(stored), _trained_on(given)
+    return [
+        f"{key}: {json.dumps(before[key])} -> {json.dumps(after[key])}"
+        for key in before
+        if before[key] != after[key]
+    ]
+
+
+def _trained_on(definition: StudyDefinition) -> dict[str, Any]:
+    data = definition.space.data
+    chosen = {} if data is None else data.model_dump(include={"eval_fraction", "quality_tokens"})
+    return {
+        **{f"data.{key}": value for key, value in chosen.items()},
+        "seed": definition.space.seed,
+    }
+
+
+def _texts(texts: TextsSummary | None) -> str:
+    return "none" if texts is None else f"{texts.source} (fingerprint {texts.fingerprint})"
 
 
 def _model(definition: StudyDefinition) -> str:

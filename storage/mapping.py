@@ -6,6 +6,7 @@ the worst finite ones, because the Gaussian-process sampler learns from complete
     tokens_per_second     0
     peak_memory           what it needs, at least the budget (GiB)
     trainable_parameters  0
+    eval_loss             `WORST_LOSS`: of a uniform guess among 100,000 tokens it is 11.5
 
 A run that confirms a winner is told as failed and without parameters: samplers read neither, so
 that measuring again never disturbs the search. Its record says what really became of it.
@@ -54,10 +55,14 @@ LEAST_VIOLATION = 0.01
 FAULT_VIOLATION = 1.0
 """Of a trial that fails for a reason other than memory: as bad as needing twice the budget."""
 
+WORST_LOSS = 12.0
+"""Held-out loss of a trial that has none, in nats a token."""
+
 _DIRECTIONS: dict[Objective, Direction] = {
     "tokens_per_second": "maximize",
     "peak_memory": "minimize",
     "trainable_parameters": "maximize",
+    "eval_loss": "minimize",
 }
 
 
@@ -119,6 +124,8 @@ def _value(objective: Objective, measured: Measurement) -> float:
             return measured.peak_allocated_bytes / GIB
         case "trainable_parameters":
             return float(measured.trainable_parameters)
+        case "eval_loss":
+            return WORST_LOSS if measured.quality is None else measured.quality.eval_loss
     assert_never(objective)
 
 
@@ -129,6 +136,8 @@ def _worst(objective: Objective, record: TrialRecord, budget_bytes: int) -> floa
         case "peak_memory":
             need = need_of(record, budget_bytes=budget_bytes)
             return max(need.allocated_bytes if need else 0, budget_bytes) / GIB
+        case "eval_loss":
+            return WORST_LOSS
     assert_never(objective)
 
 

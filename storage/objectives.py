@@ -18,7 +18,10 @@ CONCLUSIVE = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED, Verdict.INE
 
 
 def objective_value(objective: Objective, measured: Measurement) -> float:
-    """Return what was measured of an objective: tokens/s, bytes, or a count."""
+    """Return what was measured of an objective: tokens/s, bytes, a count, or a loss per token.
+
+    A held-out loss that was not measured is infinite.
+    """
     match objective:
         case "tokens_per_second":
             return measured.tokens_per_second
@@ -26,6 +29,16 @@ def objective_value(objective: Objective, measured: Measurement) -> float:
             return measured.peak_allocated_bytes
         case "trainable_parameters":
             return measured.trainable_parameters
+        case "eval_loss":
+            return math.inf if measured.quality is None else measured.quality.eval_loss
+
+
+LESS_IS_BETTER: frozenset[Objective] = frozenset({"peak_memory", "eval_loss"})
+
+
+def is_judged(measured: Measurement, objectives: Sequence[Objective]) -> bool:
+    """Whether everything that is asked for was measured: a held-out loss takes a training."""
+    return all(math.isfinite(objective_value(objective, measured)) for objective in objectives)
 
 
 def measured_of(record: TrialRecord) -> Measurement:
@@ -69,21 +82,25 @@ def pareto_front(
 
     Fastest first, as `fitting` orders them.
     """
-    points = {record.number: merits_of(record, objectives) for record in fitting(records)}
+    points = {
+        record.number: merits_of(record, objectives)
+        for record in fitting(records)
+        if is_judged(measured_of(record), objectives)
+    }
     kept: list[tuple[float, ...]] = []
     # In falling order whatever dominates a point comes before it, and what dominates that as well.
     for point in sorted(set(points.values()), reverse=True):
         if not any(_dominates(other, point) for other in kept):
             kept.append(point)
     on_front = set(kept)
-    return tuple(r for r in fitting(records) if points[r.number] in on_front)
+    return tuple(r for r in fitting(records) if points.get(r.number) in on_front)
 
 
 def merits_of(record: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, ...]:
     """Return the value of each objective, turned so that larger is better."""
     measured = measured_of(record)
     values = ((objective, objective_value(objective, measured)) for objective in objectives)
-    return tuple(-value if objective == "peak_memory" else value for objective, value in values)
+    return tuple(-value if objective in LESS_IS_BETTER else value for objective, value in values)
 
 
 def _dominates(other: Sequence[float], point: Sequence[float]) -> bool:
@@ -113,7 +130,9 @@ def distance_to_the_corner(
 
 
 def is_tied(objective: Objective, best: Measurement, other: Measurement) -> bool:
-    """Whether two cannot be told apart by an objective: speeds by their 95 % intervals."""
+    """Whether two cannot be told apart by an objective: speeds and losses by 95 % intervals."""
+    if objective == "eval_loss":
+        return _is_loss_tied(best, other)
     if objective != "tokens_per_second":
         return objective_value(objective, best) == objective_value(objective, other)
     best_ends, ends = best.speed_interval, other.speed_interval
@@ -121,6 +140,17 @@ def is_tied(objective: Objective, best: Measurement, other: Measurement) -> bool
         return False
     # One that seems faster and comes after it was measured in another process, and never beside it.
     return best_ends[0] <= ends[1]
+
+
+def _is_loss_tied(best: Measurement, other: Measurement) -> bool:
+    """Whether the intervals of two held-out losses overlap; without intervals only equals do."""
+    mine, theirs = best.quality, other.quality
+    if mine is None or theirs is None:
+        return False
+    ends, others = mine.eval_loss_ci95, theirs.eval_loss_ci95
+    if ends is None or others is None:
+        return mine.eval_loss == theirs.eval_loss
+    return ends[0] <= others[1] and others[0] <= ends[1]
 
 
 def by_number(records: Iterable[TrialRecord]) -> list[TrialRecord]:

@@ -44,8 +44,8 @@ OUT_OF_MEMORY = frozenset({Verdict.OOM, Verdict.PREDICTED_OOM, Verdict.DOMINATED
 Stage = Literal["load", "forward", "backward", "optimizer"]
 """Where a training step was when memory ran out."""
 
-Phase = Literal["start", "build", "attach", "warmup", "measure", "detach"]
-"""Where a worker is; each phase has its own deadline."""
+Phase = Literal["start", "build", "attach", "warmup", "measure", "detach", "quality"]
+"""Where a worker is, in the order in which it gets there; each phase has its own deadline."""
 
 CrashCause = Literal[
     "exception", "exit", "signal", "protocol", "host_out_of_memory", "too_few_descriptors"
@@ -54,8 +54,9 @@ CrashCause = Literal[
 a signal, it said what it was not asked, or what nobody can read; the memory of the host, and not of
 the card, was used up; it could open no further file."""
 
-Purpose = Literal["search", "confirm", "soak"]
-"""Why a configuration is run: to find the best, to measure it again, or to keep it running."""
+Purpose = Literal["search", "confirm", "soak", "quality"]
+"""Why a configuration is run: to find the best, to measure it again, to keep it running, or to see
+what it learns with another seed."""
 
 
 STEPS_FOR_INTERVAL = 6
@@ -85,6 +86,31 @@ class SoakReport(_Frozen):
     checkpoint_seconds: float
 
 
+class QualityReport(_Frozen):
+    """What a configuration learned of a study's texts, from fresh adapters on the same base."""
+
+    eval_loss: float
+    """Mean loss of the held-out tokens that carry loss, in nats; each text by itself."""
+    eval_tokens: int
+    """Held-out tokens that carry loss and were looked at."""
+    eval_seq_len: int
+    """Tokens to which the held-out texts were cut, whatever the configuration trains at."""
+    train_tokens: int
+    """Tokens that carry loss and were trained on."""
+    train_loss: float
+    """Mean loss of those, each when its turn came."""
+    steps: int
+    """Optimizer steps."""
+    seconds: float
+    """Of the device, training and evaluation together."""
+    seed: int
+    """Of the adapters and of the texts' order."""
+    seeds: tuple[int, ...] = ()
+    """Of all runs where this stands for several, whose mean loss it then has."""
+    eval_loss_ci95: tuple[float, float] | None = None
+    """Student's 95 % interval of that mean over the seeds; null of a single run."""
+
+
 class Measurement(_Frozen):
     """What was measured of one configuration on one device; null where unknown."""
 
@@ -99,6 +125,8 @@ class Measurement(_Frozen):
     Null where fewer than six steps were measured: nothing bounds a median at 95 % then.
     """
     steps_measured: int
+    """On texts each is a pass over micro-batches that stand for the epoch, of some steps; the
+    seconds are those of one step."""
     steps_warmup: int
     peak_allocated_bytes: int
     """Most bytes that live tensors held at once, base model included."""
@@ -117,7 +145,9 @@ class Measurement(_Frozen):
     """Times the allocator gave cached blocks back to serve a request."""
     flags: tuple[str, ...] = ()
     """``throttled``, ``noisy``, ``neighbour``, ``remeasured``, ``emulated``, ``allocator_retries``,
-    ``accumulation_extrapolated`` (the step's seconds were derived from fewer micro-steps), ..."""
+    ``accumulation_extrapolated`` (the step's seconds were derived from fewer micro-steps),
+    ``documents_together`` (the texts of a packed row see each other), ``speed_reused`` (measured at
+    another learning rate), ``no_room_to_evaluate`` (the held-out texts), ..."""
     sm_clock_mhz: int | None = None
     throttle_reasons: tuple[str, ...] = ()
     quantized_share: float | None = None
@@ -130,6 +160,16 @@ class Measurement(_Frozen):
     """Energy of the whole card over the measured steps, by NVML's counter; null where unknown."""
     soak: SoakReport | None = None
     """Of a soak alone."""
+    loss_tokens_per_step: float | None = None
+    """Tokens that carry loss in an optimizer step, as a mean of the texts; null without texts."""
+    padding_waste: float | None = None
+    """Of the tokens that are computed in an epoch of the texts, the share of pads; null without."""
+    documents_apart: bool | None = None
+    """Whether the texts of a packed row were seen not to see each other; null where none are."""
+    batch_wait_share: float | None = None
+    """Share of the measured time in which the host got its next micro-batch; null without texts."""
+    quality: QualityReport | None = None
+    """What it learned, where that was asked for; of a study on texts alone."""
 
     @model_validator(mode="before")
     @classmethod
@@ -295,6 +335,30 @@ class PredictionRecord(_Frozen):
     tokens_per_second: float | None = None
 
 
+class EpochRecord(_Frozen):
+    """One pass over the texts of a study as one configuration trains on them.
+
+    Of the rows that are trained on: those held out for the evaluation are none of them.
+    """
+
+    rows: int
+    """Texts that are trained on."""
+    rows_cut: int
+    """Of those, the longer ones, which are cut to the sequence length."""
+    rows_left_out: int
+    """Texts of which the cut leaves no token that carries loss."""
+    tokens: int
+    """That are read, cut; without pads."""
+    tokens_cut: float
+    """Share of the texts' tokens that the sequence length cuts off, 0 to 1."""
+    padded_tokens: int
+    """That are computed, pads among them."""
+    loss_tokens: int
+    """That carry loss."""
+    steps: int
+    """Optimizer steps."""
+
+
 class Errand(_Frozen):
     """Why a configuration is run."""
 
@@ -352,6 +416,8 @@ class TrialRecord(Errand):
     prediction: PredictionRecord | None = None
     carried: Carried | None = None
     """Where it was measured, if not by this study: then none of its time is this study's."""
+    epoch: EpochRecord | None = None
+    """What an epoch of the study's texts is to it; None where its rows are random."""
 
     @property
     def verdict(self) -> Verdict:

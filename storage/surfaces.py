@@ -33,9 +33,6 @@ _HEADER = ("surface", "model", "model_config", "gpu", "measured_on")
 _NUMBERS = ("tokens_per_second", "step_seconds", "peak_allocated_bytes", "device_seconds")
 """What a row that fits has to say; what is reserved is not known everywhere."""
 _RESERVED = "peak_reserved_bytes"
-NOT_YET = {"packing": "none"}
-"""Knobs of a configuration that this version does not have, with the one value that says nothing
-else than what it does."""
 
 
 @dataclass(frozen=True)
@@ -180,14 +177,6 @@ def _row(values: Mapping[str, Any], *, where: str) -> SurfaceRow:
 def _config(values: object, *, where: str) -> TrialConfig:
     if not isinstance(values, dict):
         raise InputError(f"{where}: config must be a JSON object, got {quote(values)}")
-    for key, value in NOT_YET.items():
-        if key in values and key not in TrialConfig.model_fields:
-            if values[key] != value:
-                raise InputError(
-                    f"{where}: config: {key} {quote(values[key])} is not known to this version, "
-                    f"which trains as {quote(value)} says"
-                )
-            values = {name: kept for name, kept in values.items() if name != key}
     return parse_config(values, where=f"{where}: config")
 
 

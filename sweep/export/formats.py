@@ -11,26 +11,13 @@ from storage.definition import StudySnapshot
 from storage.files import write_chosen
 from storage.surfaces import surface_text
 from sweep.export.recipe import Recipe, recipe_of
+from sweep.export.record import document
 from sweep.export.script import script
 from sweep.export.trainer_files import axolotl, llama_factory, trl
 
 
 def _document(recipe: Recipe) -> str:
-    values = {
-        "study": recipe.study,
-        "number": recipe.number,
-        "model": {"name": recipe.model.name, "weights": recipe.weights},
-        "gpu": {
-            "name": recipe.target.gpu,
-            "budget_bytes": recipe.target.budget_bytes,
-            "emulated_on": recipe.target.emulated_on,
-        },
-        "config": recipe.config.model_dump(mode="json"),
-        "measurement": recipe.measurement.model_dump(mode="json", exclude={"soak"}),
-        "confirmed": recipe.is_confirmed,
-        "versions": recipe.environment.get("versions"),
-    }
-    return json.dumps(values, indent=2) + "\n"
+    return json.dumps(document(recipe), indent=2) + "\n"
 
 
 _FORMATS: dict[str, Callable[[Recipe], str]] = {

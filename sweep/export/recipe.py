@@ -23,7 +23,6 @@ from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
 from storage.records import Measurement, TrialRecord, Verdict
 
-LEARNING_RATE = 2e-4
 WEIGHT_DECAY = 0.01
 MAX_GRAD_NORM = 1.0
 SCHEDULE = "linear"

@@ -9,15 +9,16 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from search_spaces.config import TrialConfig
 from search_spaces.trainers import TORCH_DTYPES, allocator_settings, liger_kernels
 from sweep.export.recipe import (
-    LEARNING_RATE,
     MAX_GRAD_NORM,
     SCHEDULE,
     WEIGHT_DECAY,
     Recipe,
     comment,
 )
+from sweep.export.record import record_line
 
 
 def script(recipe: Recipe) -> str:
@@ -28,7 +29,7 @@ def script(recipe: Recipe) -> str:
     if config.upcast_fp32 and is_whole:
         imports.append("prepare_model_for_kbit_training")
     return _template().render(
-        header=comment(recipe.facts()),
+        header=f"{comment((*recipe.facts(), *_rows(config)))}\n{record_line(recipe)}",
         config=config,
         measurement=recipe.measurement,
         weights=recipe.weights,
@@ -42,10 +43,21 @@ def script(recipe: Recipe) -> str:
         liger=liger_kernels(config.kernels),
         environment=allocator_settings(config.expandable_segments),
         needs="" if config.kernels == "hf" else ", liger-kernel",
-        learning_rate=LEARNING_RATE,
+        learning_rate=config.learning_rate,
         weight_decay=WEIGHT_DECAY,
         max_grad_norm=MAX_GRAD_NORM,
         schedule=SCHEDULE,
+    )
+
+
+def _rows(config: TrialConfig) -> tuple[str, ...]:
+    """Return what to know where other rows were measured than the script makes."""
+    if config.packing == "none":
+        return ()
+    return (
+        "",
+        f"Rows: measured with packing {config.packing}; this script joins texts and cuts them into "
+        "full rows.",
     )
 
 

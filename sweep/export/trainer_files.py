@@ -15,13 +15,13 @@ from search_spaces.config import TrialConfig
 from search_spaces.knobs import KNOBS
 from search_spaces.trainers import Trainer
 from sweep.export.recipe import (
-    LEARNING_RATE,
     MAX_GRAD_NORM,
     SCHEDULE,
     WEIGHT_DECAY,
     Recipe,
     comment,
 )
+from sweep.export.record import record_line
 
 _DATA_FILE = "data.jsonl"
 """Stands for the user's texts, one ``{"text": "..."}`` a line."""
@@ -32,7 +32,6 @@ _WITHOUT_WAITING: Mapping[str, Any] = {"logging_nan_inf_filter": False, **_NON_B
 """Nothing in a measured step waits for the card: neither a look at each loss nor a batch."""
 
 _TRAINING_ARGUMENTS: Mapping[str, Any] = {
-    "learning_rate": LEARNING_RATE,
     "weight_decay": WEIGHT_DECAY,
     "max_grad_norm": MAX_GRAD_NORM,
     "lr_scheduler_type": SCHEDULE,
@@ -52,9 +51,6 @@ def trl(recipe: Recipe) -> str:
         "use_peft": True,
         **_spelled(recipe, trainer="trl"),
         "datasets": [{"path": "json", "data_files": _DATA_FILE, "columns": ["text"]}],
-        "packing": True,
-        # Texts joined and cut at max_length, as measured: every token carries loss.
-        "packing_strategy": "wrapped",
         # Left out, it may be computed in chunks: less memory, and not what was measured.
         "loss_type": "nll",
         **_TRAINING_ARGUMENTS,
@@ -83,8 +79,7 @@ def axolotl(recipe: Recipe) -> str:
         ],
         "val_set_size": 0.0,
         "sample_packing": _axolotl_packs(recipe.config),
-        "pad_to_sequence_len": True,
-        "learning_rate": LEARNING_RATE,
+        "pad_to_sequence_len": recipe.config.packing != "grouped",
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": MAX_GRAD_NORM,
         "lr_scheduler": SCHEDULE,
@@ -106,6 +101,8 @@ def axolotl(recipe: Recipe) -> str:
 
 def _axolotl_packs(config: TrialConfig) -> bool:
     """Whether its packing works: it needs attention that keeps the texts of a row apart."""
+    if config.packing == "grouped":
+        return False
     return config.attention == "flash_attention_2"
 
 
@@ -184,14 +181,14 @@ def _file(
         *recipe.facts(),
         "",
         f"For {trainer}: {command}",
-        "Learning rate, schedule and epochs were not searched. To fill in:",
+        "Schedule and epochs were not searched. To fill in:",
         *_items((*missing, *edits)),
         "",
         f"Where {trainer} cannot do what was measured:",
         *_items(tuple(differences) or ("nothing known: every knob is below",)),
     )
     body = yaml.safe_dump(dict(options), sort_keys=False, default_flow_style=False)
-    return f"{comment(paragraphs)}\n\n{body}"
+    return f"{comment(paragraphs)}\n{record_line(recipe)}\n\n{body}"
 
 
 def _items(texts: Iterable[str]) -> Iterator[str]:

@@ -181,4 +181,4 @@ def _drawn(dimension: Dimension, draw: random.Random) -> Any:
     if values is not None:
         return draw.choice(values)
     assert isinstance(dimension, FloatRange)
-    return draw.uniform(dimension.low, dimension.high)
+    return dimension.at(draw.random())

@@ -133,6 +133,7 @@ _VALUES: Mapping[str, Callable[[Any], Sequence[Any]]] = {
     "lora_rank": _half_and_double,
     # It scales a product and changes neither speed nor memory.
     "lora_alpha": lambda _: (),
+    "learning_rate": lambda _: (),
     "lora_dropout": lambda _: (0.0, 0.05),
     "target_modules": lambda _: TARGET_SETS,
     "micro_batch_size": _half_and_double,

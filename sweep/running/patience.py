@@ -38,10 +38,14 @@ class Deadlines:
     """The first step compiles kernels, or whole layers."""
     measure: float = 120.0
     detach: float = 120.0
+    quality: float = 300.0
+    """The first step of this training compiles anew, as that of the warm-up does."""
+    quality_seconds_per_token: float = 1.0
+    """Of all that is trained on for its quality, beside what begins and ends that."""
     silences_per_step: float = 8.0
     """So many times a phase's longest silence, with signs of life and no step done, is no progress:
     two micro-steps that are being queued, two that are waited for, an evaluation and a checkpoint
-    come to six."""
+    come to six. A pass over the micro-batches that stand for texts has more of them."""
     closed: float = 5.0
     """From when the worker closed a pipe until it is ended: it may be about to end by itself, and
     its own exit status says more."""
@@ -52,22 +56,27 @@ class Deadlines:
         """Return the longest silence allowed in a phase."""
         return float(getattr(self, phase))
 
-    def of_progress(self, phase: Phase) -> float:
-        """Return how long a phase may go on without a step."""
-        return self.silences_per_step * self.of(phase)
+    def of_progress(self, phase: Phase, *, micro_steps: int = MICRO_STEPS_TIMED) -> float:
+        """Return how long a phase may go on without a step, which is timed over so many
+        micro-steps."""
+        return self.silences_per_step * micro_steps / MICRO_STEPS_TIMED * self.of(phase)
 
-    def of_trial(self, steps: StepBudget) -> float:
+    def of_trial(self, steps: StepBudget, *, micro_steps: int = MICRO_STEPS_TIMED) -> float:
         """Return how long a trial may take as a whole, with every step as slow as is allowed.
 
         Seconds of the budget come on top of what begins the measured steps, so that a soak of hours
         has them.
         """
-        step = MICRO_STEPS_TIMED * self.measure
+        step = micro_steps * self.measure
         # Its end is looked for after a step; a soak evaluates and saves once.
         measured = min(steps.seconds_max + step, steps.measured_max * step) + 2 * self.measure
         fewest = steps.measured_min * step
         warmup = self.warmup + steps.warmup_max * step
         return self.build + self.attach + warmup + max(measured, fewest) + self.detach
+
+    def of_quality(self, tokens: int) -> float:
+        """Return how long training for quality, and asking for it, may take on top."""
+        return self.attach + 2 * self.quality + tokens * self.quality_seconds_per_token
 
 
 @dataclass
@@ -99,11 +108,18 @@ class AttentiveClock:
 
 @dataclass
 class Patience:
-    """With one trial: which of its limits ends it, and when."""
+    """With one trial: which of its limits ends it, and when.
+
+    Attributes:
+        micro_steps: over which what counts as a step is timed.
+        quality_tokens: that are trained on, or looked at, for its quality; 0 for none.
+    """
 
     deadlines: Deadlines
     clock: AttentiveClock
     steps: StepBudget
+    micro_steps: int = MICRO_STEPS_TIMED
+    quality_tokens: int = 0
     phase: Phase = "attach"
     _begun_at: float = field(init=False)
     _heard_at: float = field(init=False)
@@ -135,8 +151,10 @@ class Patience:
 
     def _limits(self) -> tuple[tuple[float, str], ...]:
         silence = self.deadlines.of(self.phase)
-        progress = self.deadlines.of_progress(self.phase)
-        whole = self.deadlines.of_trial(self.steps)
+        progress = self.deadlines.of_progress(self.phase, micro_steps=self.micro_steps)
+        whole = self.deadlines.of_trial(self.steps, micro_steps=self.micro_steps)
+        if self.quality_tokens:
+            whole += self.deadlines.of_quality(self.quality_tokens)
         back = self.clock.returned_at
         return (
             (max(self._heard_at, back) + silence, f"no sign of life for {silence:g} s"),

@@ -23,6 +23,7 @@ from storage.records import (
     over_budget,
 )
 from sweep.running.runner import Observer, Progress, keep_going
+from sweep.running.wire import QualityCommand
 
 
 def not_recorded(config: TrialConfig) -> Outcome:
@@ -66,6 +67,8 @@ class ReplayRunner:
         """Every configuration that was run, in order."""
         self.attempts: list[Attempt | None] = []
         """The identity of each of those runs' attempts."""
+        self.qualities: list[QualityCommand | None] = []
+        """What was asked of each run's quality; recorded measurements answer as they are."""
         self.soaked: list[TrialConfig] = []
         """Those of them that were soaks."""
         self.renewals = 0
@@ -79,6 +82,7 @@ class ReplayRunner:
         observe: Observer = keep_going,
         is_soak: bool = False,
         attempt: Attempt | None = None,
+        quality: QualityCommand | None = None,
     ) -> Outcome:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
         one."""
@@ -86,6 +90,7 @@ class ReplayRunner:
             return INTERRUPTED
         self.ran.append(config)
         self.attempts.append(attempt)
+        self.qualities.append(quality)
         if is_soak:
             self.soaked.append(config)
         soaking = self._soaking if is_soak else None
@@ -161,10 +166,11 @@ def _measuring(
     """Yield the beats of a measured trial; the interval of the median is there from the fewest
     steps on."""
     peak = measurement.peak_allocated_bytes
+    tokens = measurement.loss_tokens_per_step or tokens_per_step
     for step in range(1, measurement.steps_warmup + 1):
         yield Progress(phase="warmup", step=step, allocated_bytes=peak)
     interval = measurement.step_seconds_ci95
-    fastest = None if interval is None else tokens_per_step / interval[0]
+    fastest = None if interval is None else tokens / interval[0]
     for step in range(1, measurement.steps_measured + 1):
         yield Progress(
             phase="measure",

@@ -13,6 +13,7 @@ from typing import Protocol, Self
 from search_spaces.config import TrialConfig
 from search_spaces.space import StepBudget
 from storage.records import Attempt, Outcome, Phase
+from sweep.running.wire import QualityCommand
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Runner(Protocol):
         observe: Observer = keep_going,
         is_soak: bool = False,
         attempt: Attempt | None = None,
+        quality: QualityCommand | None = None,
     ) -> Outcome:
         """Train ``config`` for a few steps and say how that ended.
 
@@ -66,6 +68,10 @@ class Runner(Protocol):
         A soak trains on however steady its steps are, until the steps or the seconds are spent,
         and on the way evaluates and saves a checkpoint as a training does; its measurement says
         what that took.
+
+        Where a runner has texts, ``quality`` lets a configuration that was measured to its end
+        train on from fresh adapters; its measurement then says what it learned. A loss that is not
+        finite there is `Diverged`, and memory that runs out in that training `OutOfMemory`.
         """
         ...
 

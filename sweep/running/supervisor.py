@@ -17,11 +17,12 @@ from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.gpus import match_product
 from search_spaces.knobs import ComputeDtype
 from search_spaces.models import ModelSpec
-from search_spaces.space import StepBudget, Weights
+from search_spaces.space import MICRO_STEPS_TIMED, StepBudget, Weights
 from storage import outcome_file
 from storage.definition import Target
 from storage.outcome_file import OutcomeFile
 from storage.records import INTERRUPTED, Attempt, Outcome, Phase
+from sweep.data.strata import STRATA
 from sweep.processes import End, oom_kills
 from sweep.running import ends
 from sweep.running.child import (
@@ -35,9 +36,11 @@ from sweep.running.runner import Observer, Progress, keep_going
 from sweep.running.wire import (
     Alive,
     Finished,
+    QualityCommand,
     Ready,
     RunCommand,
     StopCommand,
+    TextsSettings,
     Unusable,
     WorkerMessage,
     WorkerSettings,
@@ -56,7 +59,8 @@ class SupervisedRunner:
         weights: random, or loaded with transformers.
         log_path: where everything the worker's libraries print goes. Beside it the worker leaves
             the outcome of an attempt before it tells it.
-        seed: of weights, adapters and tokens.
+        seed: of weights, adapters, tokens and what is held out of texts.
+        texts: what trials train on; None for full-length random rows.
         deadlines: what may take how long.
         module: the worker's module; tests put a misbehaving one here.
         process: what the worker is started as; tests put one here that nothing ends.
@@ -70,6 +74,7 @@ class SupervisedRunner:
         weights: Weights = "random",
         log_path: Path,
         seed: int = 0,
+        texts: TextsSettings | None = None,
         deadlines: Deadlines | None = None,
         module: str = "sweep.running",
         process: type[WorkerProcess] = WorkerProcess,
@@ -84,6 +89,7 @@ class SupervisedRunner:
             seed=seed,
             is_emulated=target.emulated_on is not None,
             peak_flops=_peak_flops(target),
+            texts=texts,
         )
         self._log_path = log_path
         self._deadlines = deadlines or Deadlines()
@@ -106,6 +112,7 @@ class SupervisedRunner:
         observe: Observer = keep_going,
         is_soak: bool = False,
         attempt: Attempt | None = None,
+        quality: QualityCommand | None = None,
     ) -> Outcome:
         """See `runner.Runner.run`.
 
@@ -118,11 +125,16 @@ class SupervisedRunner:
         if self._lost is not None:
             raise self._lost
         command = RunCommand(
-            config=config, steps=steps, is_soak=is_soak, run_id=uuid.uuid4().hex, attempt=attempt
+            config=config,
+            steps=steps,
+            is_soak=is_soak,
+            run_id=uuid.uuid4().hex,
+            attempt=attempt,
+            quality=quality,
         )
         # One attempt may take several runs, where another process disturbed the first.
         before = self._left_behind(command)
-        patience = Patience(self._deadlines, self._clock, steps)
+        patience = self._patience(steps, quality)
         self._phase = "start"
         try:
             worker = self._ready_worker()
@@ -288,6 +300,16 @@ class SupervisedRunner:
         if command.attempt is None:
             return None
         return self._outcomes.take(command.attempt.id, command.config)
+
+    def _patience(self, steps: StepBudget, quality: QualityCommand | None) -> Patience:
+        has_texts = self._settings.texts is not None
+        return Patience(
+            self._deadlines,
+            self._clock,
+            steps,
+            micro_steps=max(STRATA, MICRO_STEPS_TIMED) if has_texts else MICRO_STEPS_TIMED,
+            quality_tokens=0 if quality is None else quality.tokens + quality.eval_tokens,
+        )
 
     def _timed_out(self, patience: Patience) -> ends.Failure:
         silence = f"no sign of life for {self._deadlines.start:g} s"

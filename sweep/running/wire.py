@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -19,9 +19,22 @@ from search_spaces.redaction import visible
 from search_spaces.space import StepBudget, Weights
 from storage.records import Attempt, Outcome, Phase
 
+M = TypeVar("M", bound=BaseModel)
+
 
 class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TextsSettings(_Message):
+    """The texts that a worker trains on."""
+
+    directory: str
+    """Of the prepared texts."""
+    fingerprint: str
+    """Of what is in it."""
+    eval_fraction: float
+    """Share of the rows that is held out, by the worker's seed."""
 
 
 class WorkerSettings(_Message):
@@ -39,6 +52,21 @@ class WorkerSettings(_Message):
     is_emulated: bool
     peak_flops: dict[ComputeDtype, float] = {}
     """Dense FLOP/s of the card that runs, by compute dtype; empty where unknown."""
+    texts: TextsSettings | None = None
+    """What trials train on; None for full-length random rows."""
+
+
+class QualityCommand(_Message):
+    """How much a configuration that fits trains on top, and is then asked what it learned."""
+
+    tokens: int = Field(ge=1)
+    """That carry loss; the last optimizer step is a whole one."""
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Of the adapters and of the texts' order, which is the same for every configuration."""
+    eval_seq_len: int = Field(ge=2)
+    """Tokens to which held-out texts are cut: the same for every configuration of a study."""
+    eval_tokens: int = Field(default=65_536, ge=1)
+    """Held-out tokens that carry loss and are looked at; all there are where those are fewer."""
 
 
 class RunCommand(_Message):
@@ -53,6 +81,8 @@ class RunCommand(_Message):
     """Of this command, for the answer to name."""
     attempt: Attempt | None = None
     """Under which its outcome is left on disk; None where it is nobody's to be kept."""
+    quality: QualityCommand | None = None
+    """What a configuration that fits is asked on top; None for its speed and memory alone."""
 
 
 class StopCommand(_Message):
@@ -122,6 +152,11 @@ def to_line(message: BaseModel) -> bytes:
 
 
 def read_message(line: bytes) -> WorkerMessage:
+    """Return the worker's message that a line holds. Raises what `read_line` raises."""
+    return read_line(line, worker_message_adapter)
+
+
+def read_line(line: bytes, adapter: TypeAdapter[M]) -> M:
     """Return the message that a line holds; its words with nothing in them that works unseen.
 
     Raises:
@@ -129,7 +164,7 @@ def read_message(line: bytes) -> WorkerMessage:
     """
     try:
         values = json.loads(line.decode("utf-8"))
-        message = worker_message_adapter.validate_python(_shown(values))
+        message = adapter.validate_python(_shown(values))
     except UnicodeDecodeError:
         raise UnreadableError(f"{_quoted(line)}, which is not UTF-8") from None
     except RecursionError:

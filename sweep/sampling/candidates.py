@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from search_spaces.config import TrialConfig
-from search_spaces.dimensions import FloatRange
-from search_spaces.space import SearchSpace
+from search_spaces.dimensions import Dimension, FloatRange
 from sweep.sampling.encoding import Encoding, Params, identity
 
 LISTED_MAX = 50_000
@@ -114,20 +113,23 @@ class SpaceCandidates:
 
     def _at(self, name: str, share: float) -> Any:
         """Return the value of a dimension at a share of its way, from 0 to 1."""
-        values, low, high = _extent(self._encoding.space, name)
+        dimension = self._encoding.space.dimensions[name]
+        values = dimension.values()
         if values is None:
-            return low + share * (high - low)
+            return _continuous(dimension).at(share)
         value = values[min(int(share * len(values)), len(values) - 1)]
         return self._encoding.encode({name: value})[name]
 
     def _beside(self, params: Params) -> Iterator[Params]:
         """Yield combinations that differ in one dimension, by little where it has an order."""
         for name in self._encoding.free:
-            values, low, high = _extent(self._encoding.space, name)
+            dimension = self._encoding.space.dimensions[name]
+            values = dimension.values()
             if values is None:
-                steps = [sign * step * (high - low) for step in STEPS_ASIDE for sign in (-1, 1)]
-                for step in steps:
-                    yield params | {name: min(high, max(low, params[name] + step))}
+                line = _continuous(dimension)
+                here = line.share_of(params[name])
+                steps = [sign * step for step in STEPS_ASIDE for sign in (-1, 1)]
+                yield from (params | {name: line.at(here + step)} for step in steps)
             else:
                 encoded = [self._encoding.encode({name: value})[name] for value in values]
                 at = encoded.index(params[name]) if params[name] in encoded else 0
@@ -136,11 +138,6 @@ class SpaceCandidates:
                 yield from (params | {name: value} for value in near)
 
 
-def _extent(space: SearchSpace, name: str) -> tuple[tuple[Any, ...] | None, float, float]:
-    """Return a dimension's values; for a continuous one None and its ends."""
-    dimension = space.dimensions[name]
-    values = dimension.values()
-    if values is not None:
-        return values, 0.0, 0.0
+def _continuous(dimension: Dimension) -> FloatRange:
     assert isinstance(dimension, FloatRange), "only a range of numbers has no list of values"
-    return None, dimension.low, dimension.high
+    return dimension

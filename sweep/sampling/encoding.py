@@ -164,8 +164,8 @@ def _distribution(dimension: Dimension) -> BaseDistribution:
             return CategoricalDistribution([_encode(choice) for choice in choices])
         case IntRange(low=low, step=step, log=log):
             return IntDistribution(low, dimension.values()[-1], step=step, log=log)
-        case FloatRange(low=low, high=high, step=None):
-            return FloatDistribution(low, high)
+        case FloatRange(low=low, high=high, step=None, log=log):
+            return FloatDistribution(low, high, log=log)
         case FloatRange(low=low, step=step):
             return FloatDistribution(low, _last_step(dimension), step=step)
 

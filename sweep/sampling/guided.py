@@ -364,7 +364,11 @@ class GuidedSampler(BaseSampler):
         known |= {key: config for key, config in tried.items() if key not in known}
         configs = tuple(known.values())
         foreseen = self._preflight.foresee(configs)
-        log_tokens = np.log([float(config.tokens_per_step) for config in configs])
+        log_tokens = np.log(
+            [float(config.tokens_per_step) for config in configs]
+            if foreseen.tokens_per_step is None
+            else foreseen.tokens_per_step
+        )
         return _World(
             candidates,
             configs,
@@ -551,7 +555,7 @@ def _shape(config: TrialConfig) -> Any:
     """Return what a compiled layer is compiled for."""
     if not config.compile:
         return None
-    ignored = {"effective_batch_size", "optimizer", "lora_alpha"}
+    ignored = {"effective_batch_size", "optimizer", "lora_alpha", "learning_rate"}
     return tuple(value for key, value in config if key not in ignored)
 
 

@@ -22,6 +22,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
 from storage.records import (
     DominatedOutOfMemory,
+    EpochRecord,
     Invalid,
     Outcome,
     OutOfMemory,
@@ -33,15 +34,18 @@ from storage.records import (
 from sweep.predict.memory.arrays import WholeMemory, predict_nothing
 from sweep.predict.memory.prediction import Fit, MemoryPrediction
 from sweep.predict.memory.predictor import MemoryPredictor, Residuals
+from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
 from sweep.predict.speed.calibration import Calibration, calibrate
 from sweep.predict.speed.log_factors import LogFactors
 from sweep.predict.speed.predictor import predict_step
 from sweep.sampling.belief import Physics
 from sweep.sampling.expecting import Foreseen
-from sweep.study.dominance import RanOut, base_alone, footprint
+from sweep.study.dominance import Footprint, RanOut, base_alone, footprint
 
 PREDICTIONS_KEPT = 4096
 """Predictions of memory that are not made again; one takes some 30 KiB."""
+TOO_FEW_TEXTS = "texts-make-no-micro-batch"
+"""The rule of a configuration for which the study's texts are too few, or cut too short."""
 TRIALS_TO_CALIBRATE = 5
 """Measured trials from which the card is known better than its data sheet."""
 TRIALS_CALIBRATED = 256
@@ -127,6 +131,11 @@ class Expected:
         )
 
     @cached_property
+    def epoch(self) -> EpochRecord | None:
+        """What an epoch of the study's texts is to it; None without texts."""
+        return self._preflight.epoch_of(self.config)
+
+    @cached_property
     def _ruled_out(self) -> Outcome | None:
         """The verdict that takes no prediction."""
         return self._preflight.ruled_out(self.config)
@@ -151,6 +160,7 @@ class Preflight:
         violation: the rules, bound to model and device.
         predictor: None where memory cannot be predicted; the device then decides.
         speed: None where speed cannot be predicted.
+        shapes: of the study's texts; None where rows are random.
         is_cut_up: whether the allocator may fail below the budget, as free memory is in pieces.
         warn: told once of each reason why something is not predicted; the study goes on without.
     """
@@ -163,14 +173,19 @@ class Preflight:
         violation: Callable[[TrialConfig], Violation | None],
         predictor: MemoryPredictor | None = None,
         speed: SpeedModel | None = None,
+        shapes: ShapesOnTexts | None = None,
         is_cut_up: bool = True,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._model = model
         self._violation = violation
-        self._predictor = predictor
+        self._predictor = (
+            predictor if predictor is None or shapes is None else MemoryOnTexts(predictor, shapes)
+        )
         self._speed = speed
+        self._shapes = shapes
+        self._epochs = None if shapes is None else shapes.epochs
         self._is_cut_up = is_cut_up
         self._warn = warn
         self._ran_out = RanOut()
@@ -187,8 +202,19 @@ class Preflight:
         return self._speed is not None
 
     def is_valid(self, config: TrialConfig) -> bool:
-        """Return whether no rule forbids ``config``."""
-        return self._violation(config) is None
+        """Return whether no rule forbids ``config``, and the study's texts make a batch of it."""
+        return self._broken(config) is None
+
+    def _broken(self, config: TrialConfig) -> Violation | None:
+        broken = self._violation(config)
+        if broken is not None or self._epochs is None:
+            return broken
+        refusal = self._epochs.refusal(config)
+        return None if refusal is None else Violation(TOO_FEW_TEXTS, refusal)
+
+    def epoch_of(self, config: TrialConfig) -> EpochRecord | None:
+        """Return what an epoch of the study's texts is to ``config``; None without texts."""
+        return None if self._epochs is None else self._epochs.record(config)
 
     def foresee(self, configs: Sequence[TrialConfig]) -> Foreseen:
         """Return what is predicted of many configurations, whatever the trials have shown."""
@@ -203,6 +229,9 @@ class Preflight:
             budget_bytes=self.budget_bytes,
             is_cut_up=self._is_cut_up,
             trainable_parameters=_trainable(configs, self._model),
+            tokens_per_step=None
+            if self._shapes is None
+            else tokens_per_step(configs, self._shapes),
         )
 
     def prepare(
@@ -216,7 +245,7 @@ class Preflight:
         """
         if self._predictor is None:
             return
-        valid = (config for config in configs if self._violation(config) is None)
+        valid = (config for config in configs if self._broken(config) is None)
         try:
             self._predictor.prepare(valid, on_progress=on_progress)
         except SweepError as error:
@@ -235,7 +264,7 @@ class Preflight:
             self._speed.learn(record)
         match record.outcome:
             case OutOfMemory(stage=stage):
-                whole = footprint(record.config, model=self._model)
+                whole = self._footprint(record.config)
                 least = base_alone(whole) if stage == "load" else whole
                 self._ran_out.learn(record.number, least)
             case _:
@@ -248,11 +277,14 @@ class Preflight:
 
     def ruled_out(self, config: TrialConfig) -> Outcome | None:
         """Return the verdict of the rules, or of a smaller trial that ran out of memory."""
-        broken = self._violation(config)
+        broken = self._broken(config)
         if broken is not None:
             return Invalid(rule=broken.rule, detail=broken.reason)
-        number = self._ran_out.below(footprint(config, model=self._model))
+        number = self._ran_out.below(self._footprint(config))
         return None if number is None else DominatedOutOfMemory(by=number)
+
+    def _footprint(self, config: TrialConfig) -> Footprint:
+        return footprint(config, model=self._model, has_texts=self._epochs is not None)
 
     def speed_of(self, config: TrialConfig) -> float | None:
         """Return the expected tokens/s."""
@@ -308,9 +340,12 @@ class Preflight:
 class SpeedForecast:
     """Predicts speed on one card, the one that really runs, by its data sheet and by the trials."""
 
-    def __init__(self, *, model: ModelSpec, gpu: GpuSpec) -> None:
+    def __init__(
+        self, *, model: ModelSpec, gpu: GpuSpec, shapes: ShapesOnTexts | None = None
+    ) -> None:
         self._model = model
         self._gpu = gpu
+        self._shapes = shapes
         self._observations: list[tuple[TrialConfig, float]] = []
         self._calibration: Calibration | None = None
 
@@ -320,14 +355,22 @@ class SpeedForecast:
             if self._calibration is None and len(self._observations) >= TRIALS_TO_CALIBRATE:
                 newest = self._observations[-TRIALS_CALIBRATED:]
                 self._calibration = calibrate(newest, model=self._model, gpu=self._gpu)
-            return predict_step(
-                config, model=self._model, gpu=self._gpu, calibration=self._calibration
-            ).tokens_per_second
+            if self._shapes is None:
+                return predict_step(
+                    config, model=self._model, gpu=self._gpu, calibration=self._calibration
+                ).tokens_per_second
+            (known,) = self._shapes.predict_steps(
+                [config], model=self._model, gpu=self._gpu, calibration=self._calibration
+            )
+            return None if isinstance(known, InputError) else known.tokens_per_second
         except InputError:
             return None
 
     def physics(self, configs: Sequence[TrialConfig]) -> Physics | None:
         """Return the data sheet's model of the configurations' steps."""
+        shapes = self._shapes
+        if shapes is not None:
+            configs = [shapes.for_speed(config) for config in configs]
         try:
             return LogFactors(configs, model=self._model, gpu=self._gpu)
         except ValueError:
@@ -336,7 +379,11 @@ class SpeedForecast:
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial; only those measured to the end say something of the card."""
         if record.verdict is Verdict.FITS and record.measurement is not None:
-            self._observations.append((record.config, record.measurement.step_seconds))
+            config, seconds = record.config, record.measurement.step_seconds
+            if self._shapes is not None:
+                seconds = self._shapes.full_seconds(config, seconds)
+                config = self._shapes.for_speed(config)
+            self._observations.append((config, seconds))
             self._calibration = None
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from optuna.samplers import BaseSampler
@@ -22,10 +23,12 @@ from search_spaces.errors import InputError, quote
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import match_product
 from search_spaces.knobs import KNOBS
-from search_spaces.loading import load_space, with_fixed
+from search_spaces.loading import load_space, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.offering import Offered, refuse_without_texts
 from search_spaces.rules import violation
 from search_spaces.space import ConfirmBudget, SearchSpace
+from search_spaces.texts import TextsChoice
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
@@ -34,18 +37,24 @@ from storage.patience import waits_end_when
 from storage.reading import changed_versions, is_file_name
 from storage.study import OpenStudy
 from sweep import stop_signals
+from sweep.data.choice import ReadTexts, space_with_texts, texts_of_study, typed_texts
+from sweep.data.study_epochs import StudyEpochs, refuse_too_few
+from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TextsSettings
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from sweep.study.carrying import carry_over, refuse_incomparable
 from sweep.study.events import GainForeseen, Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
+from sweep.study.quality import is_asked
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
@@ -83,6 +92,12 @@ class Prepared:
     resolved: ResolvedTarget
     card: Card | None
     """The card in this machine; None on a CPU."""
+    texts: PreparedTexts | None = None
+    """What its trials train on; None for random rows."""
+    epochs: StudyEpochs | None = None
+    """What passes over those texts are to its configurations."""
+    notes: tuple[str, ...] = ()
+    """What the texts made of the space, for a person."""
 
     @property
     def space(self) -> SearchSpace:
@@ -102,28 +117,49 @@ def prepare(
     held: Mapping[str, Any] | None = None,
     study: str | None,
     card: Callable[[], Card | None],
+    read_texts: ReadTexts = prepare_texts,
+    stored: Callable[[str], StudyDefinition | None] = lambda _: None,
 ) -> Prepared:
     """Resolve what a run is about, before anything is opened or started.
 
     Args:
         space_name: a preset or a YAML file.
         overrides: keys of the space with what was typed instead; None leaves the space's value.
-            Under ``confirm`` false, or some keys of the section, which is switched on by them.
+            Under ``confirm`` false, or some keys of the section, which is switched on by them;
+            under ``data`` some keys of the section.
         held: knobs that were typed: fixed, while the rest of the space is searched.
         study: its name; None derives one from the space and the overrides.
         card: reads the card in this machine.
+        read_texts: reads and tokenizes texts, or finds what did so before.
+        stored: reads the definition of the study of that name; None where there is none. A study
+            of texts goes on with them where nobody names any.
 
     Raises:
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: the card, or the network for a hub id, is not to be had.
     """
-    space, changed = _resolved_space(space_name, overrides, held or {})
+    known = None if study is None else stored(study)
+    space, changed = _overridden(space_name, overrides, known)
+    refuse_without_texts(space if not held else _as_held(space, held))
+    model = load_model_spec(space.model)
+    here = card() if space.gpu != "cpu" else None
+    # Texts may take a minute to read: what can be refused without them is refused before.
+    resolve_target(space, here)
+    if space.weights == "pretrained":
+        check_weights(model)
+    texts = _texts(space, known, model, read_texts)
+    offered = Offered(space)
+    if texts is not None:
+        is_preset = preset_name(space_name) is not None
+        offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held or ())
+    space, changed = _held(offered.space, held or {}, changed)
+    space, sampled = _sampled(space)
     name = default_study_name(space, changed) if study is None else study
     if name in RESERVED:
         raise InputError(
             f"study name '{name}' is that of a file of sweep's; choose another with --study"
         )
-    return _checked(name, space, load_model_spec(space.model), card)
+    return _checked(name, space, model, here, texts, (*offered.notes, *sampled))
 
 
 def prepare_again(
@@ -132,6 +168,7 @@ def prepare_again(
     *,
     confirm: Mapping[str, Any],
     card: Callable[[], Card | None],
+    read_texts: ReadTexts = prepare_texts,
 ) -> Prepared:
     """Resolve what measuring a stored study's winner again is about.
 
@@ -140,6 +177,7 @@ def prepare_again(
         stored: its definition.
         confirm: keys of the space's section with what was typed instead.
         card: reads the card in this machine.
+        read_texts: as for `prepare`.
 
     Raises:
         InputError: a value that the section does not take, or another card than the study's.
@@ -147,7 +185,10 @@ def prepare_again(
     """
     values = {**stored.space.model_dump(), "confirm": _with_confirm(stored.space, confirm)}
     space = validate(SearchSpace, values, Document(f"study '{name}'"))
-    return _checked(name, space, ModelSpec.from_json(stored.model), card)
+    model = ModelSpec.from_json(stored.model)
+    here = card() if space.gpu != "cpu" else None
+    texts = texts_of_study(stored, model=model, read=read_texts)
+    return _checked(name, space, model, here, texts)
 
 
 def _with_confirm(space: SearchSpace, typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,12 +197,16 @@ def _with_confirm(space: SearchSpace, typed: Mapping[str, Any]) -> dict[str, Any
 
 
 def _checked(
-    name: str, space: SearchSpace, model: ModelSpec, card: Callable[[], Card | None]
+    name: str,
+    space: SearchSpace,
+    model: ModelSpec,
+    here: Card | None,
+    texts: PreparedTexts | None,
+    notes: tuple[str, ...] = (),
 ) -> Prepared:
-    """Return a study whose model, card and budget go together."""
+    """Return a study whose model, card, texts and budget go together."""
     if space.weights == "pretrained":
         check_weights(model)
-    here = card() if space.gpu != "cpu" else None
     resolved = resolve_target(space, here)
     check_budget(space, model, resolved.target)
     refuse_impossible(
@@ -169,27 +214,46 @@ def _checked(
         model=model,
         compute_capability=resolved.compute_capability,
         device=resolved.target.device,
+        has_texts=texts is not None,
     )
     price_of(space, gpu=resolved.target.gpu)
+    epochs = None
+    if texts is not None and space.data is not None:
+        epochs = StudyEpochs.of(texts, space.data, seed=space.seed)
+        refuse_too_few(space, epochs)
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
         model_fingerprint=model.fingerprint,
         target=resolved.target,
+        texts=None if texts is None else texts.summary,
     )
-    return Prepared(name=name, definition=definition, model=model, resolved=resolved, card=here)
+    return Prepared(
+        name=name,
+        definition=definition,
+        model=model,
+        resolved=resolved,
+        card=here,
+        texts=texts,
+        epochs=epochs,
+        notes=notes,
+    )
 
 
-def _resolved_space(
-    name: str, overrides: Mapping[str, Any], held: Mapping[str, Any]
+def _overridden(
+    name: str, overrides: Mapping[str, Any], stored: StudyDefinition | None
 ) -> tuple[SearchSpace, Mapping[str, Any]]:
     """Return the space that was named, as it was overridden, and what that changed.
 
     Raises:
-        InputError: a value that the space or a configuration does not take, or nothing left free.
+        InputError: a value that the space does not take.
     """
     declared = load_space(name)
-    confirm = overrides.get("confirm")
+    typed, confirm = overrides.get("data") or {}, overrides.get("confirm")
+    known = declared.data
+    if known is None and stored is not None:
+        known = stored.space.data
+    overrides = {**overrides, "data": typed_texts(known, typed)}
     if isinstance(confirm, Mapping):
         overrides = {**overrides, "confirm": _with_confirm(declared, confirm)}
     changed = {
@@ -198,7 +262,49 @@ def _resolved_space(
         if value is not None and value != getattr(declared, key)
     }
     values = {**declared.model_dump(), **changed}
-    space = validate(SearchSpace, values, Document(f"space '{declared.name}'"))
+    return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
+
+
+def _sampled(space: SearchSpace) -> tuple[SearchSpace, tuple[str, ...]]:
+    """Return a space with a sampler that learns from losses, and what that changed.
+
+    The guided sampler knows the physics of speed and memory, and nothing of what is learned.
+    """
+    if not is_asked(space) or space.sampler != "guided":
+        return space, ()
+    note = (
+        f"Held-out loss cannot be foreseen, so the sampler is tpe, and the search ends after "
+        f"{space.trials} trials, or its time budget."
+    )
+    return space.model_copy(update={"sampler": "tpe"}), (note,)
+
+
+def _texts(
+    space: SearchSpace, stored: StudyDefinition | None, model: ModelSpec, read: ReadTexts
+) -> PreparedTexts | None:
+    """Return what a space's texts are, those of a stored study where they are the same; None for a
+    space without."""
+    if space.data is None:
+        return None
+    if stored is not None and stored.space.data == space.data:
+        return texts_of_study(stored, model=model, read=read)
+    return read(TextsRequest.of(space.data, model))
+
+
+def _as_held(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace:
+    """Return a space with what was typed, where that leaves one."""
+    rest = with_fixed(space, held)
+    return rest if isinstance(rest, SearchSpace) else space
+
+
+def _held(
+    space: SearchSpace, held: Mapping[str, Any], changed: Mapping[str, Any]
+) -> tuple[SearchSpace, Mapping[str, Any]]:
+    """Return the space with the knobs that were typed fixed, and all that was changed.
+
+    Raises:
+        InputError: a value that a configuration does not take, or nothing left free.
+    """
     if not held:
         return space, changed
     rest = with_fixed(space, held)
@@ -212,13 +318,16 @@ def _resolved_space(
 
 
 def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
-    """Return the space's name, with the card, the model and the knobs that were changed.
+    """Return the space's name, with the card, the model, texts and knobs that were changed.
 
     Raises:
         InputError: a letter of it cannot stand in a study's name, and without it two studies could
             be taken for one.
     """
     parts = [space.name, *(str(changed[key]) for key in ("gpu", "model") if key in changed)]
+    data = changed.get("data")
+    if isinstance(data, TextsChoice):
+        parts.append(Path(data.texts).stem)
     parts += [f"{key}-{_plain(changed[key])}" for key in KNOBS if key in changed]
     whole = unicodedata.normalize("NFC", "-".join(parts))
     name = re.sub(r"[^\w.-]+", "-", whole).strip("-._")[:NAME_MAX]
@@ -242,6 +351,18 @@ def supervised_runner(prepared: Prepared) -> Runner:
         weights=prepared.space.weights,
         log_path=worker_log_path(prepared.name),
         seed=prepared.space.seed,
+        texts=_texts_settings(prepared),
+    )
+
+
+def _texts_settings(prepared: Prepared) -> TextsSettings | None:
+    texts, choice = prepared.texts, prepared.space.data
+    if texts is None or choice is None:
+        return None
+    return TextsSettings(
+        directory=str(texts.directory.absolute()),
+        fingerprint=texts.summary.fingerprint,
+        eval_fraction=choice.eval_fraction,
     )
 
 
@@ -401,7 +522,8 @@ def _opened(
     warn: Callable[[str], None],
 ) -> OpenStudy:
     if carried is not None:
-        refuse_incomparable(carried, prepared.definition)
+        is_own = carried.name == prepared.name
+        refuse_incomparable(carried, prepared.definition, is_own=is_own)
     return open_study(
         prepared.name,
         url=storage,
@@ -436,6 +558,7 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
     )
     # Speed is that of the card that really runs, where it has a data sheet.
     host = match_product(target.emulated_on or target.gpu) if is_on_card else None
+    shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
     return Preflight(
         model=model,
         budget_bytes=target.budget_bytes,
@@ -444,8 +567,10 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
             model=model,
             compute_capability=resolved.compute_capability,
             device=target.device,
+            has_texts=prepared.texts is not None,
         ),
         predictor=memory if is_on_card else None,
-        speed=None if host is None else SpeedForecast(model=model, gpu=host),
+        speed=None if host is None else SpeedForecast(model=model, gpu=host, shapes=shapes),
+        shapes=shapes,
         warn=warn,
     )

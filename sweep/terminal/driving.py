@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from storage.records import TrialRecord
 from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from storage.urls import parse_url
+from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import (
     STORAGE,
     report_path,
@@ -57,6 +59,7 @@ from sweep.terminal.summary import (
     not_ruled_out,
     why_invalid,
 )
+from sweep.terminal.working import working
 
 _REASONS = {
     StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
@@ -78,8 +81,18 @@ def run(
     as_json: bool,
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
-    prepared = prepare(space, overrides=overrides, held=held, study=study, card=read_card)
     url = _driven_url(storage)
+    prepared = prepare(
+        space,
+        overrides=overrides,
+        held=held,
+        study=study,
+        card=read_card,
+        read_texts=_read_texts,
+        stored=partial(_stored, url=url),
+    )
+    for line in prepared.notes:
+        note(folded(line, width_of(sys.stderr)))
     reason = drive(
         prepared,
         storage=url,
@@ -88,6 +101,21 @@ def run(
         carried=None if carried is None else _source(carried, of=prepared.name, url=url),
     )
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
+
+
+def _read_texts(request: TextsRequest) -> PreparedTexts:
+    """Read texts, and show how far that is where it takes long."""
+    with working("reading the texts") as progress:
+        return prepare_texts(request, on_progress=lambda what, done, of: progress(what)(done, of))
+
+
+def _stored(study: str, *, url: str) -> StudyDefinition | None:
+    """Return the definition of the study of that name; None where there is none to be read."""
+    try:
+        return read_study(study, url=url, home=runs_directory()).definition
+    except InputError:
+        # Opening it says why, where it is there at all.
+        return None
 
 
 def _driven_url(typed: str | None) -> str:
@@ -119,7 +147,7 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
     """Measure a study's winner again; then end as a run does."""
     url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
-    prepared = prepare_again(study, stored, confirm=typed, card=read_card)
+    prepared = prepare_again(study, stored, confirm=typed, card=read_card, read_texts=_read_texts)
     reason = drive(
         prepared,
         storage=url,

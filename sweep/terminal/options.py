@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, did_you_mean
 from sweep.terminal import completion
 
 
@@ -23,6 +23,15 @@ def _named(option: str) -> Callable[[str | None], str | None]:
         return typed
 
     return check
+
+
+def _known_format(typed: str | None) -> str | None:
+    """Return the format of texts that was typed, where there is such a one."""
+    from search_spaces.texts import FORMATS
+
+    if typed is not None and typed not in FORMATS:
+        raise InputError(f"--format: unknown format '{typed}'{did_you_mean(typed, FORMATS)}")
+    return typed
 
 
 def examples(*commands: str) -> str:
@@ -89,6 +98,58 @@ ModelOption = Annotated[
         callback=_named("--model"),
         autocompletion=completion.models,
     ),
+]
+
+# Of the texts that are trained on
+
+TextsArgument = Annotated[
+    str,
+    typer.Argument(metavar="TEXTS", help="A file, a directory of files, or a hub id."),
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="TEXTS",
+        help="Your texts: a file, a directory of files, or a hub id.",
+        callback=_named("--data"),
+    ),
+]
+TextColumnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--text-column", help="Column that holds the texts.", callback=_named("--text-column")
+    ),
+]
+TextsFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        help="What the rows are: text, instruction, prompt-completion, messages or conversations; "
+        "recognised by their columns.",
+        callback=_known_format,
+    ),
+]
+CompletionsOnlyOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--completions-only/--all-tokens",
+        help="Loss on what the model is to answer alone, or on all; all by default.",
+        show_default=False,
+    ),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        help="Directory or hub id; the model's own by default.",
+        callback=_named("--tokenizer"),
+    ),
+]
+
+WasteBatchOption = Annotated[
+    int | None,
+    typer.Option("--batch-size", help="Rows of the micro-batches that waste is said for; 4."),
 ]
 
 # Of a study that is started or resumed
@@ -215,6 +276,48 @@ BudgetOption = Annotated[
     typer.Option("--budget-gib", help="Memory to fit; the budget of the surface's card."),
 ]
 
+# Of a training
+
+SubjectArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="STUDY|CONFIG",
+        help="A study, a file with a configuration, or a shipped model.",
+        autocompletion=completion.studies,
+    ),
+]
+AdapterOption = Annotated[
+    str,
+    typer.Option(
+        "-o", "--output", help="New directory for the adapter.", callback=_named("--output")
+    ),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option("--weights", help="pretrained or random; pretrained wherever the model has any."),
+]
+MaxStepsOption = Annotated[
+    int | None, typer.Option("--max-steps", help="Optimizer steps, however many epochs.")
+]
+TrainEpochsOption = Annotated[
+    float | None, typer.Option("--epochs", help="Passes over the texts; 1.")
+]
+EvalFractionOption = Annotated[
+    float | None,
+    typer.Option("--eval-fraction", help="Share of the rows that is held out; 0.05."),
+]
+LearningRateOption = Annotated[
+    float | None,
+    typer.Option("--learning-rate", help="At the first step; the configuration's, 2e-4."),
+]
+CheckpointEveryOption = Annotated[
+    int | None,
+    typer.Option("--checkpoint-every", help="Steps between checkpoints; about ten minutes."),
+]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on from the newest checkpoint of the output.")
+]
+
 # Of what is written
 
 FormatOption = Annotated[
@@ -256,5 +359,49 @@ ExportOption = Annotated[
     str | None,
     typer.Option(
         "-o", "--output", help="A file; - or nothing is stdout.", callback=_named("--output")
+    ),
+]
+
+# Of a merge
+
+AdapterArgument = Annotated[
+    str, typer.Argument(metavar="ADAPTER", help="Directory with a LoRA adapter, as PEFT saves it.")
+]
+DirectoryOption = Annotated[
+    str,
+    typer.Option("-o", "--output", help="A new directory.", callback=_named("--output")),
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="The 16-bit base, directory or hub id; the adapter's own by default.",
+        callback=_named("--model"),
+    ),
+]
+MergedDtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="bf16 or fp16; what the base is stored in.")
+]
+RowsOption = Annotated[
+    int, typer.Option("--rows", help="Rows to compare logits on; 0 for no comparison.")
+]
+
+# Of a verification
+
+VerifiedArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="STUDY|EXPORT",
+        help="Name of a study, or a file that sweep export wrote.",
+        autocompletion=completion.studies,
+    ),
+]
+VerifyStepsOption = Annotated[int, typer.Option("--steps", help="Optimizer steps to run.")]
+VerifyModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Weights to load, directory or hub id; random ones of an architecture.",
+        callback=_named("--model"),
     ),
 ]

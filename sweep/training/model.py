@@ -26,6 +26,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, install_extra
 from search_spaces.models import ModelSpec
 from search_spaces.space import Weights
+from search_spaces.trainers import liger_kernels
 from sweep.training.matrices import matrices, quantized_share
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -310,16 +311,7 @@ def _kernels(model: PreTrainedModel, kernels: str) -> Iterator[None]:
 
     modelling = vars(__import__(type(model).__module__, fromlist=["_"]))
     original = dict(modelling)
-    everything = kernels == "liger"
-    _apply_liger_kernel_to_instance(
-        model=model,
-        fused_linear_cross_entropy=True,
-        cross_entropy=False,
-        rms_norm=everything,
-        swiglu=everything,
-        geglu=everything,
-        rope=everything,
-    )
+    _apply_liger_kernel_to_instance(model=model, **(liger_kernels(kernels) or {}))
     try:
         yield
     finally:

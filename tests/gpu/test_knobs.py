@@ -53,6 +53,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "effective_batch_size": (None, 8),
     "micro_batch_size": (1, 7),
     "seq_len": (128, 1000),
+    # The others are of texts.
+    "packing": ("none",),
+    "learning_rate": (1e-5, 1e-3),
 }
 CASES: list[dict[str, Any]] = [
     *({knob: value} for knob, values in VALUES.items() for value in values),

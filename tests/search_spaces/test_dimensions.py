@@ -35,6 +35,20 @@ def test_steps_of_a_tenth_are_tenths() -> None:
     assert FloatRange(low=0.0, high=0.4, step=0.1).values() == (0.0, 0.1, 0.2, 0.3, 0.4)
 
 
+@given(share=st.floats(0, 1), is_log=st.booleans())
+def test_a_share_of_a_range_comes_back_from_its_value(share: float, is_log: bool) -> None:
+    line = FloatRange(low=1e-6, high=1e-2, log=is_log)
+    value = line.at(share)
+    assert line.low <= value <= line.high
+    assert line.share_of(value) == pytest.approx(share, abs=1e-9)
+
+
+def test_half_way_along_a_log_range_is_the_geometric_mean() -> None:
+    assert FloatRange(low=1e-5, high=1e-3, log=True).at(0.5) == pytest.approx(1e-4)
+    assert FloatRange(low=1.0, high=3.0).at(0.5) == 2.0
+    assert [FloatRange(low=1e-5, high=1e-3, log=True).at(end) for end in (-1, 2)] == [1e-5, 1e-3]
+
+
 def a_space(**values: Any) -> SearchSpace:
     return SearchSpace.model_validate(
         {"name": "s", "dimensions": {"checkpoint_fraction": {"choices": [0.0, 1.0]}}} | values

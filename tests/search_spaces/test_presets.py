@@ -67,6 +67,7 @@ def _says_a_default(lines: list[str]) -> bool:
     values = yaml.safe_load("\n".join(lines))
     defaults = {
         "lora_alpha": None,
+        "learning_rate": 2e-4,
         "steps": {k: f.default for k, f in steps_fields().items()},
         **{k: f.default for k, f in steps_fields().items()},
         "confirm": {k: f.default for k, f in confirm_fields().items()},

@@ -49,6 +49,8 @@ RIGHT = [
     LEAST,
     "dimensions: {seq_len: {low: 64, high: 512, step: 64}, lora_dropout: {low: 0.0, high: 0.1}}",
     "dimensions: {lora_rank: {low: 4, high: 64, log: true}, compile: {choices: [true, false]}}",
+    "dimensions: {lora_dropout: {low: 0.01, high: 0.1, log: true}, packing: [none, packed]}",
+    LEAST + "fixed: {learning_rate: 0.0001, packing: grouped}",
     "dimensions: {target_modules: [qv, [q_proj, v_proj]], lora_alpha: [16, null]}",
     LEAST + "fixed:\nbaseline:\nsteps:\n",
     LEAST + "confirm: false\ntime_budget: 10m\nmodel: org/name\nmax_dollars: 2.5\nbudget_gib: 20",
@@ -89,6 +91,10 @@ WRONG = [
     "dimensions: {micro_batch_size: {low: 1}}",
     "dimensions: {kernels: {low: 1, high: 2}}",
     "dimensions: {lora_dropout: {low: 0.0, high: 0.1, log: true}}",
+    "dimensions: {lora_dropout: {low: 0.01, high: 0.1, step: 0.01, log: true}}",
+    "dimensions: {lora_rank: {low: 4, high: 64, step: 4, log: true}}",
+    LEAST + "fixed: {learning_rate: 0}",
+    LEAST + "fixed: {packing: wrapped}",
     "dimensions: {checkpoint_fraction: [0.5, 2.0]}",
 ]
 

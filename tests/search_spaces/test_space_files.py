@@ -233,6 +233,27 @@ def test_a_space_survives_its_own_json() -> None:
             SMALL + "  lora_alpha: {low: 1, high: 2, step: 1e-9}\n", "use a larger step", id="fine"
         ),
         pytest.param(
+            SMALL + "  lora_dropout: {low: 0.0, high: 0.1, log: true}\n",
+            "a10.yaml: line 4: lora_dropout: log needs no step and low above 0, got low 0",
+            id="log from zero",
+        ),
+        pytest.param(
+            SMALL + "  lora_dropout: {low: 0.1, high: 0.2, step: 0.1, log: true}\n",
+            "log needs no step and low above 0, got step 0.1",
+            id="log with a step",
+        ),
+        pytest.param(
+            SMALL + "  learning_rate: {low: 1e-5, high: 1e-3, log: true}\n",
+            "a10.yaml: line 4: neither speed nor memory depends on learning_rate, so nothing that "
+            "is searched for does: fix it, or search for eval_loss too",
+            id="a learning rate that nothing depends on",
+        ),
+        pytest.param(
+            SMALL + "fixed: {learning_rate: 2}\n",
+            "learning_rate must be at most 1.0, got 2",
+            id="learning rate beyond",
+        ),
+        pytest.param(
             SMALL + "  kernels: {low: 1, high: 2}\n", "kernels is not a number", id="range of words"
         ),
         pytest.param(

@@ -200,6 +200,8 @@ TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
         ),
         ({}, of_type("bloom"), AMPERE, "attention-not-in-model", "use attention eager"),
         ({}, of_type("ctrl"), AMPERE, "checkpointing-not-in-model", "use checkpoint_fraction 0"),
+        ({"packing": "packed"}, MISTRAL, AMPERE, "packing-needs-texts", "packing packed is of"),
+        ({"packing": "grouped"}, MISTRAL, None, "packing-needs-texts", "yours with --data"),
     ],
 )
 def test_what_cannot_run_is_forbidden_with_a_reason(
@@ -250,6 +252,15 @@ def test_what_can_run_is_let_through(
     device: Literal["cuda", "cpu"] = "cpu" if card is None else "cuda"
     config = parse_config(values)
     assert violation(config, model=model, compute_capability=card, device=device) is None
+
+
+@pytest.mark.parametrize("packing", ["none", "grouped", "packed"])
+def test_texts_may_be_packed_in_any_way(packing: str) -> None:
+    config = parse_config({"packing": packing})
+    found = violation(
+        config, model=MISTRAL, compute_capability=AMPERE, device="cuda", has_texts=True
+    )
+    assert found is None
 
 
 def test_an_unknown_card_is_not_held_against_a_configuration() -> None:

@@ -100,8 +100,8 @@ def test_a_surface_says_what_was_measured_and_a_key_left_out_takes_its_default(
             "line 2: config: unknown key 'micro_batch'; did you mean 'micro_batch_size'",
         ),
         (
-            [HEADER, ROW | {"config": {"packing": "packed"}}],
-            "line 2: config: packing 'packed' is not known to this version",
+            [HEADER, ROW | {"config": {"packing": "wrapped"}}],
+            "line 2: config: packing must be one of 'none', 'packed' or 'grouped', got 'wrapped'",
         ),
         ([HEADER, "{"], "line 2: not valid JSON"),
         ([HEADER, "[]"], "line 2: must be a JSON object"),

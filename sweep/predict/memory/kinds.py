@@ -56,5 +56,5 @@ def _kinds(dimension: Dimension, kind_of: Callable[[Any], Any]) -> list[Any]:
     values = dimension.values()
     if values is None:
         assert isinstance(dimension, FloatRange), "only a range of numbers has no list of values"
-        values = (dimension.low, (dimension.low + dimension.high) / 2, dimension.high)
+        values = (dimension.low, dimension.at(0.5), dimension.high)
     return list({repr(kind_of(value)): value for value in values}.values())

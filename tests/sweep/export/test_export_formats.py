@@ -41,6 +41,8 @@ OTHER: dict[str, Any] = {
     "optimizer": "paged_adamw_8bit",
     "compile": True,
     "expandable_segments": True,
+    "packing": "packed",
+    "learning_rate": 1e-3,
 }
 CONFIGS = [
     TrialConfig(),
@@ -284,6 +286,14 @@ def test_the_script_sets_the_allocator_before_it_imports_torch(is_expandable: bo
     text = export(a_study(config), format="script")
     line = f'os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:{is_expandable}"'
     assert 0 < text.index(line) < text.index("\nimport torch\n")
+
+
+@pytest.mark.parametrize(("kernels", "is_on"), [("liger", "True"), ("fused-loss", "False")])
+def test_the_script_names_every_kernel_that_was_switched(kernels: str, is_on: str) -> None:
+    # One that is not named is on by default: Gemma's GEGLU would be patched.
+    text = export(a_study(BASE.model_copy(update={"kernels": kernels})), format="script")
+    for kernel in ("rms_norm", "swiglu", "geglu", "rope"):
+        assert f'"{kernel}": {is_on},' in text
 
 
 @pytest.mark.parametrize("format", TRAINERS)

@@ -30,7 +30,7 @@ from transformers import (
 from search_spaces.config import TrialConfig
 from storage.records import Measured
 from sweep.export.formats import export
-from sweep.export.recipe import LEARNING_RATE, WEIGHT_DECAY
+from sweep.export.recipe import WEIGHT_DECAY
 from sweep.training.adapters import attached
 from sweep.training.step import TrainingLoop
 from tests.sweep.export.studies import a_study
@@ -122,7 +122,7 @@ def test_the_script_builds_what_was_measured(
 
 @pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_torch_fused"])
 def test_the_script_takes_the_steps_that_were_measured(optimizer: str, tmp_path: Path) -> None:
-    config = tiny_config(optimizer=optimizer, effective_batch_size=8)
+    config = tiny_config(optimizer=optimizer, effective_batch_size=8, learning_rate=3e-4)
     arguments = imported(config, tmp_path).training_arguments(str(tmp_path / "out"), 3)
     assert arguments.per_device_train_batch_size == config.micro_batch_size
     assert arguments.gradient_accumulation_steps == config.accumulation_steps
@@ -131,7 +131,8 @@ def test_the_script_takes_the_steps_that_were_measured(optimizer: str, tmp_path:
     with tiny_base(config) as base, attached(base, config) as attachment:
         measured = TrainingLoop(attachment, config, vocab_size=512, seed=0).optimizer
         group = measured.param_groups[0]
-        assert (group["initial_lr"], group["weight_decay"]) == (LEARNING_RATE, WEIGHT_DECAY)
+        assert (group["initial_lr"], group["weight_decay"]) == (3e-4, WEIGHT_DECAY)
+    assert arguments.learning_rate == 3e-4
 
 
 def test_texts_are_joined_into_full_rows_and_every_token_is_kept(
@@ -188,6 +189,25 @@ def test_every_other_option_is_one_of_transformers(format: str) -> None:
     assert set(options) - OWN_OPTIONS[format] - known == set()
 
 
+def test_the_first_steps_of_a_run_are_not_its_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = imported(tiny_config(seq_len=32), tmp_path)
+    moments = iter((10.0, 17.0, 19.0, 20.5, 21.5, 22.5, 23.5))
+    monkeypatch.setattr(script.time, "perf_counter", lambda: next(moments))
+    clock = script.StepClock()
+    clock.on_train_begin()
+    for _ in range(6):
+        with monkeypatch.context() as later:
+            if clock.begun:
+                later.setattr(clock, "mark", pytest.fail)
+            clock.on_step_begin()
+        clock.on_step_end()
+    assert clock.seconds() == [7.0, 2.0, 1.5, 1.0, 1.0, 1.0]
+    reached = script.reached_by(clock, train_loss=1.0)
+    assert (reached["steps"], reached["step_seconds"]) == (6, 1.0)
+
+
 @pytest.mark.slow
 def test_the_script_trains_and_its_numbers_are_the_measured_ones(
     weights: Path, tmp_path: Path
@@ -199,13 +219,14 @@ def test_the_script_trains_and_its_numbers_are_the_measured_ones(
         outcome = trial_on(base, config).run()
     assert isinstance(outcome, Measured)
     study = a_study(config, measurement=outcome.measurement, model=TINY)
-    script, output, texts = (tmp_path / name for name in ("train.py", "adapter", "texts.jsonl"))
+    names = ("train.py", "adapter", "texts.jsonl", "metrics.json")
+    script, output, texts, metrics = (tmp_path / name for name in names)
     texts.write_text("\n".join(map(json.dumps, some_texts())))
     script.write_text(export(study, format="script"), encoding="utf-8")
     done = subprocess.run(
         [
             *(sys.executable, "-P", str(script), "--model", str(weights), "--data", str(texts)),
-            *("--output", str(output), "--max-steps", "3"),
+            *("--output", str(output), "--max-steps", "5", "--metrics", str(metrics)),
         ],
         capture_output=True,
         text=True,
@@ -221,6 +242,14 @@ def test_the_script_trains_and_its_numbers_are_the_measured_ones(
     assert "not the model that was measured" not in done.stdout
     loss = float(done.stdout.partition("loss: ")[2].partition(",")[0])
     assert loss == pytest.approx(6.2, abs=1.0), "of random weights over 512 words: ln 512"
+    reached = json.loads(metrics.read_text())
+    assert reached["steps"] == 5
+    assert reached["train_loss"] == pytest.approx(loss, abs=1e-4)
+    assert reached["tokens_per_second"] * reached["step_seconds"] == pytest.approx(
+        config.tokens_per_step
+    )
+    assert reached["peak_allocated_bytes"] is None, "on a CPU nothing counts it"
+    assert f"tokens/s: {reached['tokens_per_second']:,.0f} at the median of 5 steps" in done.stdout
     adapter = json.loads((output / "adapter_config.json").read_text())
     assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (4, 8, 0.1)
     assert set(adapter["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -13,7 +13,7 @@ from tests.sweep.imagined_study import MISTRAL, TRIALS, a_snapshot
 from tests.sweep.planning.imagined import a_forecaster
 
 RECIPE = TrialConfig(micro_batch_size=8)
-UNTURNED = {"lora_alpha", "effective_batch_size"}
+UNTURNED = {"lora_alpha", "effective_batch_size", "learning_rate", "packing"}
 """The one changes nothing that is asked about, the other is not there to be halved."""
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from optuna.distributions import FloatDistribution
 
 from search_spaces.config import TrialConfig
 from sweep.sampling.encoding import Encoding, identity
@@ -88,3 +89,10 @@ def test_every_combination_comes_with_the_configuration_that_it_stands_for() -> 
     for params, config in every:
         assert config == encoding.config(params)
         assert config.key() == encoding.config(params).key()
+
+
+def test_a_range_on_a_log_scale_is_sampled_on_one() -> None:
+    encoding = an_encoding(lora_alpha={"low": 0.001, "high": 10.0, "log": True})
+    assert encoding.distributions["lora_alpha"] == FloatDistribution(0.001, 10.0, log=True)
+    plain = an_encoding(lora_alpha={"low": 0.001, "high": 10.0})
+    assert plain.distributions["lora_alpha"] == FloatDistribution(0.001, 10.0)

@@ -58,6 +58,8 @@ def verdicts(
         ({}, {"micro_batch_size": 1}, "micro_batch_size"),
         ({}, {"seq_len": 8}, "seq_len"),
         ({}, {"effective_batch_size": 8}, "effective_batch_size"),
+        ({}, {"learning_rate": 1e-3}, "learning_rate"),
+        ({}, {"packing": "packed"}, "packing"),
         ({}, {"adapter_dtype": "bf16"}, "adapter_dtype"),
         ({"adapter_dtype": "bf16"}, {}, "adapter_dtype"),
         ({}, {"expandable_segments": True}, "expandable_segments"),

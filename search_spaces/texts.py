@@ -1,0 +1,87 @@
+"""Owns what is said of a person's texts: how they are to be read, and what was found in them.
+
+Knows nothing of files, tokenizers or how either is done.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TextsKind = Literal["text", "instruction", "prompt-completion", "messages", "conversations"]
+TextsFormat = Literal["auto", TextsKind]
+KINDS: tuple[str, ...] = get_args(TextsKind)
+"""What a row of texts may be: one text, Alpaca's fields, a prompt with what completes it, a chat as
+the hub's ``messages``, a chat as ShareGPT's ``conversations``."""
+FORMATS: tuple[str, ...] = ("auto", *KINDS)
+
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class TextsChoice(BaseModel):
+    """Which texts a space or a command names, and how they are to be read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    texts: Annotated[str, Field(min_length=1)]
+    """A file, a directory of files, or a hub id."""
+    text_column: Annotated[str | None, Field(min_length=1)] = None
+    """The column with the texts; None recognises the kind of the rows."""
+    format: TextsFormat = "auto"
+    completions_only: bool = False
+    """Whether only what the model is to answer carries loss."""
+    tokenizer: Annotated[str | None, Field(min_length=1)] = None
+    """A directory or hub id; None for the model's own."""
+    eval_fraction: Share = 0.05
+    """Share of the rows that are held out of training."""
+    quality_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Loss-carrying tokens that each trial trains on for its quality; None chooses."""
+
+
+class LengthQuantiles(BaseModel):
+    """Tokens of rows: the shortest length that so many in a hundred rows do not pass."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    p50: Count
+    p90: Count
+    p95: Count
+    p99: Count
+    max: Count
+
+
+class TextsSummary(BaseModel):
+    """What texts hold once a tokenizer has read them, as a study's definition keeps it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    source: str
+    """As the person named it."""
+    kind: TextsKind
+    """As it was recognised, or given."""
+    format: TextsFormat
+    """As it was asked for."""
+    text_column: str | None = None
+    columns: tuple[str, ...] = ()
+    """Of the source, in its order."""
+    fingerprint: str
+    """Of the content, the options and the tokenizer: equal where the tokens are."""
+    tokenizer: str
+    """Directory or hub id, as it was named."""
+    tokenizer_size: Count = 0
+    """Tokens that the tokenizer knows."""
+    largest_token: Count = 0
+    """The largest id that occurs in the texts."""
+    completions_only: bool
+    rows: Count
+    """Those that can be trained on."""
+    broken: Count
+    """Rows that cannot, beside them."""
+    tokens: Count
+    loss_tokens: Count
+    longest: Count
+    quantiles: LengthQuantiles
+    notes: tuple[str, ...] = ()
+    """What a person should know of how they were read."""

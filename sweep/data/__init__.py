@@ -1,0 +1,1 @@
+"""Owns a person's texts: reading, templates, tokens, lengths, batches."""

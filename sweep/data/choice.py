@@ -1,0 +1,108 @@
+"""Owns the way from a person's choice of texts to prepared ones, and to the space that they make.
+
+What runs, plans and trains on texts comes by here. Knows nothing of how texts are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from search_spaces.documents import Document, exists, home_expanded
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.loading import located_texts
+from search_spaces.models import ModelSpec
+from search_spaces.offering import HOW_TO_NAME_TEXTS, Length, Offered, with_texts, worth_offering
+from search_spaces.space import SearchSpace
+from search_spaces.texts import TextsChoice
+from search_spaces.validation import validate
+from storage.definition import StudyDefinition
+from sweep.data.lengths import worthwhile_lengths
+from sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_directory
+
+ReadTexts = Callable[[TextsRequest], PreparedTexts]
+"""Reads and tokenizes texts, or finds what did so before."""
+
+_OF_THE_FILE = ("text_column", "format")
+"""What is said of one file's rows and of no other's."""
+
+
+def typed_texts(known: TextsChoice | None, typed: Mapping[str, Any]) -> TextsChoice | None:
+    """Return the choice of texts with what was typed in place of what was known.
+
+    Args:
+        known: of the space or the study; None where it has no texts.
+        typed: keys of the choice; None leaves what is known.
+
+    Raises:
+        InputError: a value that cannot be, or something said of texts that nobody named.
+    """
+    given = {key: value for key, value in typed.items() if value is not None}
+    if not given:
+        return known
+    if known is None and "texts" not in given:
+        option = next(iter(given)).replace("_", "-")
+        raise InputError(f"--{option} is about texts, and none are named: {HOW_TO_NAME_TEXTS}")
+    before = {} if known is None else known.model_dump()
+    if "texts" in given:
+        before = {key: value for key, value in before.items() if key not in _OF_THE_FILE}
+    choice = validate(TextsChoice, {**before, **given}, Document("options"))
+    return located_texts(choice, beside=Path.cwd())
+
+
+def texts_of_study(
+    stored: StudyDefinition, *, model: ModelSpec, read: ReadTexts
+) -> PreparedTexts | None:
+    """Return the texts that a study goes on with; None of a study without.
+
+    Where their source is not there any more, what was prepared of it is enough. Where it is there,
+    it is looked at: a changed one has another fingerprint.
+
+    Raises what ``read`` raises.
+    """
+    choice, known = stored.space.data, stored.texts
+    if choice is None:
+        return None
+    if known is not None and not exists(home_expanded(choice.texts), label=choice.texts):
+        with suppress(EnvironmentFault):
+            return open_prepared(texts_directory() / known.fingerprint)
+    return read(TextsRequest.of(choice, model))
+
+
+def space_with_texts(
+    space: SearchSpace,
+    texts: PreparedTexts,
+    *,
+    model: ModelSpec,
+    is_preset: bool,
+    held: Collection[str] = (),
+) -> Offered:
+    """Return the space as its texts make it, and what that changed.
+
+    Args:
+        space: as it was named.
+        texts: what its trials would train on.
+        model: what would be trained.
+        is_preset: whether nobody wrote it for these texts.
+        held: knobs that were typed.
+
+    Raises:
+        InputError: what is left makes no space.
+    """
+    is_own = not is_preset and "seq_len" in {*space.dimensions, *space.fixed}
+    lengths = worth_offering(_candidates(texts, model))
+    return with_texts(space, lengths, names_its_lengths=is_own, held=held)
+
+
+def _candidates(texts: PreparedTexts, model: ModelSpec) -> tuple[Length, ...]:
+    """Return the lengths that the texts make worth searching, no longer than the model takes."""
+    lengths = worthwhile_lengths(texts.lengths(), max_positions=model.max_positions)
+    rows = np.asarray(texts.lengths(), dtype=np.int64)
+    total = max(1, int(rows.sum()))
+    return tuple(
+        Length(int(length), int(np.maximum(rows - length, 0).sum()) / total) for length in lengths
+    )

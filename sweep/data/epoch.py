@@ -1,0 +1,347 @@
+"""Owns an epoch of texts: which rows are in it, and the micro-batches that a configuration makes.
+
+The one rule for trials, trainings and predictions, in numpy alone:
+
+- A row longer than ``seq_len`` is cut on the right; one that has no token left that carries loss is
+  left out.
+- A token carries loss where it is predicted: never the first of its document, which nothing comes
+  before, and with completions alone only a completion's. So a plain row of n tokens carries n - 1.
+- A micro-batch is padded on the right to its longest row; under ``compile`` to a multiple of a
+  quarter of ``seq_len``, so that there are at most four static shapes.
+- ``grouped`` sorts by length within large draws, as transformers' length-grouped sampler does;
+  ``packed`` fills rows of ``seq_len`` with whole documents, best fit decreasing, as TRL does.
+
+Knows nothing of tokens, tensors or files.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+
+Integers = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+PACKED_AT_ONCE = 1000
+"""Rows that are packed with one another: what `datasets` maps at once, and so TRL packs."""
+_STATIC_SHAPES = 4
+_DRAWS_AT_ONCE_MAX = 50
+"""Effective batches that transformers draws before it sorts them by length; a quarter of an epoch
+where that is less."""
+
+
+def is_flattened(config: TrialConfig) -> bool:
+    """Whether packed rows go through as one long row: how flash attention is told of documents."""
+    return config.packing == "packed" and config.attention == "flash_attention_2"
+
+
+def padded_widths(longest: ArrayLike, config: TrialConfig) -> Integers:
+    """Return the tokens to which the rows of micro-batches are padded.
+
+    Args:
+        longest: tokens of each one's longest row, cut; flattened, the tokens of all its rows.
+        config: what trains on them.
+    """
+    lengths = np.asarray(longest, dtype=np.int64)
+    most = config.tokens_per_micro_batch if is_flattened(config) else config.seq_len
+    if config.packing == "packed" and not is_flattened(config):
+        return np.full_like(lengths, most)
+    if not config.compile:
+        return lengths
+    quarter = -(-most // _STATIC_SHAPES)
+    return np.minimum(most, -(-lengths // quarter) * quarter)
+
+
+def padded_width(longest: int, config: TrialConfig) -> int:
+    """Return `padded_widths` of one micro-batch."""
+    return int(padded_widths(longest, config))
+
+
+def cut(lengths: ArrayLike, loss_lengths: ArrayLike, seq_len: int) -> tuple[Integers, Integers]:
+    """Return each row's tokens and loss-carrying tokens once it is cut on the right.
+
+    Exact where the tokens that carry loss are a row's last: plain texts, a completion behind its
+    prompt. Of a chat with several answers it is the least that can be left.
+
+    Args:
+        lengths: tokens of each row.
+        loss_lengths: those of them that carry loss.
+        seq_len: tokens that are left of a longer row.
+    """
+    whole = np.asarray(lengths, dtype=np.int64)
+    kept = np.minimum(whole, seq_len)
+    loss = np.asarray(loss_lengths, dtype=np.int64) - (whole - kept)
+    return kept, np.clip(loss, 0, np.maximum(kept - 1, 0))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows of a micro-batch and the tokens to which each is padded."""
+
+    rows: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        """Computed tokens, pads among them."""
+        return self.rows * self.width
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that go through, each a text or several that are packed into it."""
+
+    documents: Integers = field(repr=False)
+    """Numbers of the texts, row after row."""
+    starts: Integers = field(repr=False)
+    """Where in `documents` each row begins."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def counts(self) -> Integers:
+        """Return how many texts are in each row."""
+        return np.diff(np.append(self.starts, len(self.documents)))
+
+    def of(self, row: int) -> Integers:
+        """Return the texts of a row."""
+        is_last = row + 1 == len(self.starts)
+        end = len(self.documents) if is_last else self.starts[row + 1]
+        return self.documents[self.starts[row] : end]
+
+    def sums(self, values: Integers) -> Integers:
+        """Return each row's sum of a value of its texts."""
+        return np.add.reduceat(values[self.documents], self.starts)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One pass over texts in one order, micro-batch by micro-batch.
+
+    Arrays have an entry for each micro-batch, in the epoch's order; the last may have fewer rows.
+    """
+
+    config: TrialConfig
+    rows: Rows
+    """In the epoch's order."""
+    starts: Integers = field(repr=False)
+    """The row with which each micro-batch begins."""
+    widths: Integers = field(repr=False)
+    """Tokens to which the rows of a micro-batch are padded; flattened, those of all its rows."""
+    padded: Integers = field(repr=False)
+    """Tokens that are computed, pads among them."""
+    filled: Integers = field(repr=False)
+    """Tokens of texts."""
+    loss: Integers = field(repr=False)
+    """Tokens that carry loss."""
+    largest_rows: Integers = field(repr=False)
+    """The rows of the largest micro-batch, by their place in the epoch's order."""
+    largest: Shape
+    """The largest micro-batch that any order of this epoch can have."""
+    rows_cut: int
+    rows_left_out: int
+    """For want of a token that carries loss."""
+    is_masked: bool
+    """Whether a mask keeps texts apart: not where no row has two, and not with flash attention."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of texts in the whole epoch, without pads."""
+        return int(self.filled.sum())
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens that carry loss in the whole epoch."""
+        return int(self.loss.sum())
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that are computed in the whole epoch, pads among them."""
+        return int(self.padded.sum())
+
+    @property
+    def waste(self) -> float:
+        """Share of the computed tokens that are pads."""
+        return 1.0 - self.tokens / self.padded_tokens
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of the epoch."""
+        return len(self.widths)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the epoch; the last may have fewer micro-batches."""
+        return -(-self.micro_batches // self.config.accumulation_steps)
+
+    def rows_of(self, micro_batch: int) -> range:
+        """Return the rows of a micro-batch, by their place in the epoch's order."""
+        first = int(self.starts[micro_batch])
+        return range(first, min(first + self.config.micro_batch_size, len(self.rows)))
+
+
+def epoch(
+    lengths: ArrayLike,
+    loss_lengths: ArrayLike,
+    config: TrialConfig,
+    *,
+    seed: int,
+    are_cut: bool = False,
+) -> Epoch:
+    """Return an epoch of texts under a configuration.
+
+    Args:
+        lengths: tokens of each row.
+        loss_lengths: those of them that carry loss.
+        config: what trains on them.
+        seed: of the order.
+        are_cut: whether ``loss_lengths`` are of the rows as they are cut, and so exact.
+
+    Raises:
+        InputError: no row carries loss, or there are fewer rows than a micro-batch has.
+    """
+    kept, loss = cut(lengths, loss_lengths, config.seq_len)
+    if are_cut:
+        loss = np.minimum(np.asarray(loss_lengths, dtype=np.int64), np.maximum(kept - 1, 0))
+    chosen = np.flatnonzero(loss > 0)
+    _check_texts(len(chosen), config)
+    rows = _rows(chosen, kept[chosen], config, seed=seed)
+    _check_rows(len(rows), len(chosen), config)
+    row_lengths, row_loss = rows.sums(kept), rows.sums(loss)
+    starts = np.arange(0, len(rows), config.micro_batch_size)
+    widths, padded = _widths(row_lengths, starts, config)
+    masked = _masked_rows(rows, row_lengths, config)
+    longest = _largest_rows(row_lengths, masked, config)
+    return Epoch(
+        config=config,
+        rows=rows,
+        starts=starts,
+        widths=widths,
+        padded=padded,
+        filled=np.add.reduceat(row_lengths, starts),
+        loss=np.add.reduceat(row_loss, starts),
+        largest_rows=longest,
+        largest=_largest(row_lengths[longest], config),
+        rows_cut=int(np.count_nonzero(np.asarray(lengths)[chosen] > config.seq_len)),
+        rows_left_out=len(kept) - len(chosen),
+        is_masked=bool(masked.any()),
+    )
+
+
+def _check_texts(documents: int, config: TrialConfig) -> None:
+    if not documents:
+        raise InputError(
+            f"no row of the texts has a token that carries loss at seq_len {config.seq_len}; take "
+            "a longer seq_len or let prompts carry loss too"
+        )
+
+
+def _check_rows(rows: int, documents: int, config: TrialConfig) -> None:
+    if rows < config.micro_batch_size:
+        packed = f" ({documents:,} texts, packed)" if config.packing == "packed" else ""
+        raise InputError(
+            f"micro_batch_size is {config.micro_batch_size}, and the texts make no more than "
+            f"{rows:,} rows{packed} at seq_len {config.seq_len}; take a smaller micro_batch_size"
+        )
+
+
+def _rows(chosen: Integers, lengths: Integers, config: TrialConfig, *, seed: int) -> Rows:
+    """Return the rows in the order of the epoch, where texts are numbered by ``chosen``."""
+    random = np.random.default_rng(seed)
+    match config.packing:
+        case "packed":
+            members = packed(lengths, config.seq_len)
+            order = random.permutation(len(members))
+            counts = np.fromiter((len(members[index]) for index in order), dtype=np.int64)
+            ordered = np.concatenate([members[index] for index in order])
+            return Rows(chosen[ordered], np.cumsum(counts) - counts)
+        case "grouped":
+            order = _grouped(random.permutation(len(chosen)), lengths, config.samples_per_step)
+        case _:
+            order = random.permutation(len(chosen))
+    return Rows(chosen[order], np.arange(len(order)))
+
+
+def _grouped(order: Integers, lengths: Integers, batch: int) -> Integers:
+    """Sort draws of many batches by length, as transformers' `get_length_grouped_indices` does."""
+    draws = max(1, min(len(order) // (batch * 4), _DRAWS_AT_ONCE_MAX)) * batch
+    parts = [order[first : first + draws] for first in range(0, len(order), draws)]
+    grouped = [part[np.argsort(-lengths[part], kind="stable")] for part in parts]
+    if grouped:
+        # The longest row of all goes first, so that a lack of memory shows at once.
+        longest = int(np.argmax([lengths[part[0]] for part in grouped]))
+        first, other = grouped[0][0], grouped[longest][0]
+        grouped[0][0], grouped[longest][0] = other, first
+    return np.concatenate(grouped) if grouped else order
+
+
+def packed(lengths: ArrayLike, seq_len: int) -> list[Integers]:
+    """Return the documents of each packed row: best fit decreasing, a thousand rows at a time.
+
+    As TRL's ``pack_dataset(strategy="bfd")`` packs rows that are cut to ``seq_len``.
+
+    Args:
+        lengths: tokens of each document, at least 1.
+        seq_len: tokens of a packed row.
+    """
+    kept = np.minimum(np.asarray(lengths, dtype=np.int64), seq_len)
+    rows: list[Integers] = []
+    for first in range(0, len(kept), PACKED_AT_ONCE):
+        members = _best_fit(kept[first : first + PACKED_AT_ONCE], seq_len)
+        rows += [np.asarray(row, dtype=np.int64) + first for row in members]
+    return rows
+
+
+def _best_fit(lengths: Integers, seq_len: int) -> list[list[int]]:
+    rows: list[list[int]] = []
+    spaces: list[tuple[int, int, int]] = []
+    """Of rows that are not full: the space, since when it is that, the row; smallest and oldest
+    first."""
+    order = np.argsort(-lengths, kind="stable").tolist()
+    for turn, document in enumerate(order):
+        length = int(lengths[document])
+        place = bisect.bisect_left(spaces, (length, -1, -1))
+        if place == len(spaces):
+            space, row = seq_len, len(rows)
+            rows.append([])
+        else:
+            space, _, row = spaces.pop(place)
+        rows[row].append(document)
+        if space > length:
+            bisect.insort(spaces, (space - length, turn, row))
+    return rows
+
+
+def _widths(lengths: Integers, starts: Integers, config: TrialConfig) -> tuple[Integers, Integers]:
+    """Return the width and the computed tokens of each micro-batch."""
+    reduce: Any = np.add if is_flattened(config) else np.maximum
+    longest = reduce.reduceat(lengths, starts)
+    widths = padded_widths(longest, config)
+    rows = np.diff(np.append(starts, len(lengths)))
+    return widths, widths if is_flattened(config) else widths * rows
+
+
+def _largest_rows(lengths: Integers, masked: Mask, config: TrialConfig) -> Integers:
+    """Return the longest rows of the epoch, those that a mask comes of before others."""
+    # Packed rows are all as wide, and the mask that keeps texts apart is what costs memory.
+    return np.lexsort((-lengths, ~masked))[: config.micro_batch_size]
+
+
+def _masked_rows(rows: Rows, lengths: Integers, config: TrialConfig) -> Mask:
+    """Return whether transformers finds several texts in a row, its pads among them."""
+    if config.packing != "packed" or is_flattened(config):
+        return np.zeros(len(lengths), dtype=np.bool_)
+    return (rows.counts() > 1) | (lengths < config.seq_len)
+
+
+def _largest(lengths: Integers, config: TrialConfig) -> Shape:
+    if is_flattened(config):
+        return Shape(rows=1, width=padded_width(int(lengths.sum()), config))
+    return Shape(rows=len(lengths), width=padded_width(int(lengths.max()), config))

@@ -1,0 +1,23 @@
+"""Owns opening the tokens of prepared texts, for processes that import datasets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from datasets import Dataset, load_from_disk
+
+from sweep.data.request import TOKENS
+
+
+def open_tokens(directory: Path) -> Dataset:
+    """Return the rows of prepared texts, mapped from the disk.
+
+    ``input_ids`` (list of int32) and, where completions alone carry loss, ``completion_mask`` (list
+    of int8, 1 where a token carries loss).
+
+    Raises:
+        OSError: they are not there any more.
+    """
+    dataset = load_from_disk(str(directory / TOKENS), keep_in_memory=False)
+    assert isinstance(dataset, Dataset)
+    return dataset

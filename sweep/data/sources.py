@@ -1,0 +1,283 @@
+"""Owns reading texts row by row: JSON lines, JSON arrays, CSV, Parquet, a directory of them, the
+hub.
+
+Every row comes with where it stands, also one that cannot be read. Knows nothing of what rows mean.
+datasets is imported where it is needed alone.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import io
+import lzma
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from search_spaces.documents import exists, home_expanded, is_directory, open_file
+from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from search_spaces.hub import SECONDS_MAX, is_hub_id
+from sweep.data.formats import (
+    Numbered,
+    array_rows,
+    csv_rows,
+    is_array,
+    line_rows,
+    parquet_rows,
+    values_of,
+)
+from sweep.data.kinds import Broken
+from sweep.data.request import Place
+
+_LINES, _JSON, _CSV, _PARQUET = "lines", "json", "csv", "parquet"
+_ENDINGS = {
+    ".jsonl": _LINES,
+    ".ndjson": _LINES,
+    ".json": _JSON,
+    ".csv": _CSV,
+    ".tsv": _CSV,
+    ".parquet": _PARQUET,
+}
+_COMPRESSIONS: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+}
+_KNOWN = ".jsonl, .ndjson, .json, .csv, .tsv or .parquet, and .gz, .bz2 or .xz behind all but these"
+_TRAIN = "train"
+_ROWS_AT_ONCE = 1024
+"""Of the hub."""
+
+
+Read = tuple[Place, dict[str, Any] | Broken]
+
+
+def is_on_hub(name: str) -> bool:
+    """Return whether texts are on the hub: named like it, and nothing here has that name."""
+    return (
+        is_hub_id(name) and not exists(home_expanded(name), label=name) and _how(Path(name)) is None
+    )
+
+
+def text_files(name: str) -> list[tuple[str, Path]]:
+    """Return the files of texts that are here, each with the name that a person would use.
+
+    Raises:
+        InputError: there is no such file or directory, or nothing in it can be read as texts.
+        EnvironmentFault: it is there and cannot be read.
+    """
+    path = home_expanded(name)
+    if not exists(path, label=name):
+        raise InputError(f"{quote(name)}: no such file or directory, and no hub id (org/name)")
+    if not is_directory(path, label=name):
+        if _how(path) is None:
+            raise InputError(f"{name}: its name must end in {_KNOWN}")
+        return [(name, path)]
+    try:
+        found = sorted(file for file in _walked(path) if _how(file) is not None)
+    except OSError as error:
+        raise EnvironmentFault(f"{name}: cannot be read: {words_of(error)}") from error
+    if not found:
+        raise InputError(f"{name}: no file in this directory ends in {_KNOWN}")
+    return [(f"{name.rstrip('/')}/{file.relative_to(path)}", file) for file in found]
+
+
+def _walked(directory: Path) -> Iterator[Path]:
+    """Yield the files below a directory, without what is hidden."""
+    for folder, folders, files in os.walk(directory, onerror=_raise):
+        # In place: what is left out is not walked either.
+        folders[:] = filter(_is_shown, folders)
+        yield from (Path(folder, file) for file in files if _is_shown(file))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _is_shown(name: str) -> bool:
+    return not name.startswith((".", "__"))
+
+
+def _how(path: Path) -> str | None:
+    """Return how a file is read, by its name; None for no texts."""
+    name = path.name.lower()
+    for ending in _COMPRESSIONS:
+        if name.endswith(ending):
+            how = _ENDINGS.get(Path(name.removesuffix(ending)).suffix)
+            return None if how == _PARQUET else how
+    return _ENDINGS.get(Path(name).suffix)
+
+
+class Files:
+    """Texts in files, one after another in the order of their names."""
+
+    unit = "MB read"
+    """What `done` and `total` count."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        files = text_files(name)
+        self._files, self.notes = _of_training(files, name)
+        self._before = self._within = 0
+
+    @property
+    def total(self) -> int:
+        """Megabytes of all files, as they lie on the disk."""
+        return sum(path.stat().st_size for _, path in self._files) // 10**6
+
+    @property
+    def done(self) -> int:
+        """Megabytes that have been read."""
+        return (self._before + self._within) // 10**6
+
+    def rows(self) -> Iterator[Read]:
+        """Yield each row of each file.
+
+        Raises:
+            InputError: a file is not what its name says, from its first row on.
+            EnvironmentFault: it cannot be read.
+        """
+        self._before = self._within = 0
+        for label, path in self._files:
+            try:
+                with open_file(path, label=label) as raw:
+                    yield from self._rows_of(cast(io.BufferedReader, raw), path, label)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise InputError(f"{label}: no such file") from error
+            except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+                raise InputError(f"{label}: cannot be unpacked: {words_of(error)}") from error
+            except OSError as error:
+                raise EnvironmentFault(f"{label}: cannot be read: {words_of(error)}") from error
+            self._before, self._within = self._before + path.stat().st_size, 0
+
+    def _rows_of(self, raw: io.BufferedReader, path: Path, label: str) -> Iterator[Read]:
+        how = _how(path)
+        if how == _PARQUET:
+            for line, values, share in parquet_rows(raw, label):
+                self._within = int(share * path.stat().st_size)
+                yield Place(label, line), values
+            return
+        unpack = _COMPRESSIONS.get(path.suffix.lower())
+        file = raw if unpack is None else io.BufferedReader(unpack(raw))
+        for line, values in self._rows_in(file, path, label):
+            self._within = raw.tell()
+            yield Place(label, line), values
+
+    def _rows_in(self, file: io.BufferedReader, path: Path, label: str) -> Iterator[Numbered]:
+        how = _how(path)
+        if how == _CSV:
+            return csv_rows(file, label, delimiter="\t" if ".tsv" in path.name.lower() else ",")
+        return array_rows(file) if how == _JSON and is_array(file) else line_rows(file)
+
+
+def _of_training(
+    files: list[tuple[str, Path]], name: str
+) -> tuple[list[tuple[str, Path]], tuple[str, ...]]:
+    """Return the files of the training split, where a directory's names tell splits apart.
+
+    They are told as datasets does it, so that no row of a test is trained on.
+    """
+    directory = home_expanded(name)
+    if len(files) == 1 or not directory.is_dir():
+        return files, ()
+    from datasets.data_files import get_data_patterns, resolve_pattern
+
+    patterns = get_data_patterns(str(directory))
+    others = sorted(map(str, set(patterns) - {_TRAIN}))
+    if _TRAIN not in patterns or not others:
+        return files, ()
+    chosen: set[Path] = set()
+    for pattern in patterns[_TRAIN]:
+        # Of the ways to name a split no directory uses all.
+        with contextlib.suppress(FileNotFoundError):
+            chosen |= {Path(found).resolve() for found in resolve_pattern(pattern, str(directory))}
+    kept = [(label, path) for label, path in files if path.resolve() in chosen]
+    if not kept or len(kept) == len(files):
+        return files, ()
+    left = f"{len(files) - len(kept)} of its {len(files)} files are left out"
+    return kept, (f"its split {_TRAIN} is read; {left} ({', '.join(others)})",)
+
+
+class Hub:
+    """Texts on the hub, or in its cache here: the split ``train`` of its default configuration."""
+
+    unit = "rows read"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._data = _loaded(name)
+        self.done = 0
+        self.notes: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """What datasets knows the content by."""
+        return str(self._data._fingerprint)
+
+    @property
+    def total(self) -> int:
+        """Rows of all of it."""
+        return len(self._data)
+
+    def rows(self) -> Iterator[Read]:
+        """Yield each row."""
+        self.done = 0
+        # As Arrow has them: what pictures and sounds there are beside is not decoded.
+        for table in self._data.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+            for values in values_of(table):
+                self.done += 1
+                yield Place(self.name, self.done), values
+
+
+def _loaded(name: str) -> Any:
+    """Return a data set's training rows, mapped from the disk.
+
+    Raises:
+        InputError: the hub has no such data set, or none with such a split.
+        EnvironmentFault: the hub cannot be reached and its cache does not hold it.
+    """
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    _look_once(name)
+    try:
+        return load_dataset(name, split=_TRAIN)
+    except DatasetNotFoundError as error:
+        raise InputError(
+            f"{quote(name)}: neither a file or directory here nor a data set that the hub shows you"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{name}: {words_of(error)}") from error
+    except ConnectionError as error:
+        raise EnvironmentFault(
+            f"{name}: neither a file or directory here nor a data set in the cache, and the hub "
+            "cannot be reached: name a file, or fetch it where there is a network"
+        ) from error
+    except Exception as error:
+        # The hub's client, its HTTP library and datasets each raise errors of their own.
+        raise EnvironmentFault(f"{name}: cannot be fetched: {words_of(error)}") from error
+
+
+def _look_once(name: str) -> None:
+    """Take this process off the network where the hub does not answer: datasets then looks into
+    its cache at once, and asks for half a minute otherwise."""
+    import datasets
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=SECONDS_MAX)
+    except HfHubHTTPError:
+        # It answers; what it says is datasets' to put into words.
+        return
+    except Exception:  # noqa: BLE001 - the network's errors are each library's own
+        datasets.config.HF_HUB_OFFLINE = True
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+
+
+def source_of(name: str) -> Files | Hub:
+    """Return the texts of a name: a file or directory that is here, else a data set of the hub."""
+    return Hub(name) if is_on_hub(name) else Files(name)

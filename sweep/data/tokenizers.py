@@ -1,0 +1,144 @@
+"""Owns finding a tokenizer's files: beside the model, shipped with it, named, or on the hub.
+
+Knows nothing of what is in them, but for what tells two tokenizers apart. Imports no transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from search_spaces.documents import home_expanded, is_directory
+from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
+from search_spaces.hub import SECONDS_MAX, is_hub_id, translate
+from search_spaces.models import ModelSpec
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+)
+"""Whatever transformers may read of a tokenizer, the config for its class included."""
+_TELLING = frozenset(_FILES) - {"config.json", "chat_template.jinja", "chat_template.json"}
+NEEDS = "name the directory or hub id that has one, with --model or --tokenizer"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Where a tokenizer is."""
+
+    name: str
+    """As the person named it, or the model that it belongs to."""
+    directory: Path
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those of its files that are there; the model's config is none of them."""
+        found = (self.directory / name for name in _FILES if name != "config.json")
+        return tuple(file for file in found if file.is_file())
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of its files: equal for equal tokenizers, wherever they are."""
+        hashed = hashlib.sha256()
+        for name in _FILES[:-1]:
+            file = self.directory / name
+            if file.is_file():
+                hashed.update(f"{name}\0".encode())
+                hashed.update(hashlib.sha256(file.read_bytes()).digest())
+        return hashed.hexdigest()[:16]
+
+
+def fetch_tokenizer(name: str) -> Path:
+    """Return the directory of a hub id's tokenizer, from the local cache where it is there.
+
+    Raises:
+        InputError: the hub has no such model, or none that this account may read.
+        EnvironmentFault: the hub cannot be reached, or its cache cannot be written.
+    """
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    patterns = [*_FILES, "additional_chat_templates/*"]
+    try:
+        found = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        if _has_tokenizer(found):
+            return found
+    except LocalEntryNotFoundError:
+        pass
+    except HFValidationError as error:
+        raise InputError(f"tokenizer '{name}' is neither a directory nor a hub id") from error
+    try:
+        # Asked first because it tries once; the download alone retries for half a minute.
+        HfApi().model_info(name, timeout=SECONDS_MAX)
+        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=SECONDS_MAX))
+    except (OSError, httpx.HTTPError) as error:
+        raise _of_tokenizer(translate(error, name=name), name) from error
+
+
+def _of_tokenizer(error: SweepError, name: str) -> SweepError:
+    """Return an error of the hub as one about a tokenizer."""
+    words = str(error).replace(f"model '{name}'", f"tokenizer '{name}'")
+    return type(error)(words.replace("its config.json", "its tokenizer's files"))
+
+
+def find_tokenizer(
+    named: str | None,
+    model: ModelSpec | None,
+    *,
+    fetch: Callable[[str], Path] = fetch_tokenizer,
+) -> TokenizerFiles:
+    """Return the tokenizer that was named, else the model's own.
+
+    Raises:
+        InputError: there is none, or none is named.
+        EnvironmentFault: the hub cannot be reached and its cache does not hold it.
+    """
+    if named is not None:
+        return _named(named, fetch=fetch)
+    if model is None:
+        raise InputError(f"texts are counted in a tokenizer's tokens: {NEEDS}")
+    if model.source == "hub":
+        return _checked(model.name, fetch(model.name))
+    if model.tokenizer_path is None:
+        raise InputError(
+            f"model '{model.name}' ships as an architecture, without a tokenizer: {NEEDS}"
+        )
+    return _checked(model.name, model.tokenizer_path)
+
+
+def _named(name: str, *, fetch: Callable[[str], Path]) -> TokenizerFiles:
+    directory = home_expanded(name)
+    if name and is_directory(directory, label=f"tokenizer '{name}'"):
+        return _checked(name, directory.resolve())
+    if is_hub_id(name):
+        return _checked(name, fetch(name))
+    raise InputError(f"tokenizer '{name}': no such directory, and no hub id (org/name)")
+
+
+def _checked(name: str, directory: Path) -> TokenizerFiles:
+    try:
+        if _has_tokenizer(directory):
+            return TokenizerFiles(name, directory)
+    except OSError as error:
+        raise EnvironmentFault(f"tokenizer '{name}': {words_of(error)}") from error
+    raise InputError(f"'{name}' has no tokenizer (tokenizer.json or its like): {NEEDS}")
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in _TELLING)

@@ -1,0 +1,183 @@
+"""Micro-batches of prepared texts are what an epoch says, in a trial as in a training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.trainer_pt_utils import get_length_grouped_indices
+from trl import pack_dataset
+
+from search_spaces.texts import TextsChoice
+from sweep.data import epoch as epochs
+from sweep.data.batches import epoch_of, training_rows, trial_batches
+from sweep.data.collating import IGNORED, collator
+from sweep.data.cutting import cut_exactly
+from sweep.data.opening import open_tokens
+from sweep.data.study_epochs import StudyEpochs
+from tests.sweep.data.prepared import configured, prepared
+
+PACKINGS = ("none", "grouped", "packed")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lengths = np.clip(np.random.default_rng(0).lognormal(3, 0.8, 2500).astype(int), 2, 400)
+    return prepared(tmp_path_factory.mktemp("plain"), lengths)
+
+
+@pytest.fixture(scope="module")
+def completions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    random = np.random.default_rng(1)
+    lengths = np.clip(random.lognormal(3, 0.8, 400).astype(int), 3, 400)
+    return prepared(
+        tmp_path_factory.mktemp("completions"), lengths, completions=random.integers(1, lengths - 1)
+    )
+
+
+def _carrying(batch: dict[str, torch.Tensor]) -> int:
+    """Return the labels that a causal model predicts: those behind the shift."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("kind", ["texts", "completions"])
+def test_a_round_is_what_the_epoch_says_of_it(
+    kind: str, packing: str, attention: str, request: pytest.FixtureRequest
+) -> None:
+    directory = request.getfixturevalue(kind)
+    config = configured(packing, seq_len=64, effective_batch_size=12, attention=attention)
+
+    batches = trial_batches(directory, config, seed=0, eval_fraction=0.05)
+
+    assert len(batches.round) == 6  # two steps of three micro-batches hold four strata
+    assert batches.loss_tokens == sum(map(_carrying, batches.round)) > 0
+    assert batches.padded_tokens == sum(batch["input_ids"].numel() for batch in batches.round)
+    assert batches.loss_tokens < batches.tokens <= batches.padded_tokens
+    assert all("attention_mask" not in batch for batch in batches.round + batches.largest)
+    shapes = {tuple(batch["input_ids"].shape) for batch in batches.largest}
+    largest = batches.epoch.largest
+    assert shapes == {(largest.rows, largest.width)}
+
+
+def test_what_is_held_out_is_in_no_micro_batch(texts: Path) -> None:
+    rows = trial_batches(texts, configured(), seed=7, eval_fraction=0.5).epoch.rows
+    assert len(rows) == 1250
+
+
+def test_pads_are_on_the_right_and_carry_no_loss(texts: Path) -> None:
+    rows = open_tokens(texts).with_format("numpy")
+    batch = collator(configured(seq_len=64), pad_token_id=0)([rows[0], rows[1], rows[2]])
+
+    for index, tokens in enumerate(batch["input_ids"]):
+        length = min(len(rows[index]["input_ids"]), 64)
+        assert tokens[:length].tolist() == rows[index]["input_ids"][:64].tolist()
+        assert not tokens[length:].any()
+        assert batch["labels"][index, 1:length].tolist() == tokens[1:length].tolist()
+        assert (batch["labels"][index, length:] == IGNORED).all()
+
+
+def test_a_prompt_carries_no_loss(completions: Path) -> None:
+    rows, loss = open_tokens(completions), np.load(completions / "loss_lengths.npy")
+    collate = collator(configured(seq_len=4096), pad_token_id=0)
+    for index in range(5):
+        labels = collate([rows[index]])["labels"][0]
+        assert (labels != IGNORED).sum() == loss[index]
+        assert (labels[-int(loss[index]) :] != IGNORED).all()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("kind", ["texts", "completions"])
+def test_no_packed_text_begins_with_a_token_that_carries_loss(
+    kind: str, attention: str, request: pytest.FixtureRequest
+) -> None:
+    config = configured("packed", seq_len=64, attention=attention)
+    batches = trial_batches(request.getfixturevalue(kind), config, seed=0, eval_fraction=0.0)
+    for batch in batches.round:
+        begins = batch["position_ids"] == 0
+        assert begins.sum() > len(begins)
+        assert (batch["labels"][begins] == IGNORED).all()
+
+
+def test_packing_is_trls_to_the_text(texts: Path) -> None:
+    lengths = np.load(texts / "lengths.npy")
+    theirs = pack_dataset(open_tokens(texts), 64, strategy="bfd")["seq_lengths"]
+
+    ours = [np.minimum(lengths[row], 64).tolist() for row in epochs.packed(lengths, 64)]
+
+    assert [list(row) for row in theirs] == ours
+
+
+def test_grouping_is_transformers_own() -> None:
+    lengths = np.random.default_rng(0).integers(2, 99, 1003)
+    for batch in (4, 64, 1003, 5000):
+        theirs = get_length_grouped_indices(
+            lengths.tolist(), batch, generator=torch.Generator().manual_seed(5)
+        )
+        order = torch.randperm(1003, generator=torch.Generator().manual_seed(5)).numpy()
+        assert epochs._grouped(order, lengths, batch).tolist() == theirs
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("kind", ["texts", "completions"])
+def test_a_training_has_the_rows_of_the_epoch(
+    kind: str, packing: str, request: pytest.FixtureRequest
+) -> None:
+    directory = request.getfixturevalue(kind)
+    config = configured(packing, seq_len=64, micro_batch_size=5)
+    count = len(np.load(directory / "lengths.npy"))
+    indices = np.arange(0, count, 2)
+
+    rows = training_rows(directory, config, indices=indices, seed=0)
+
+    whole = epoch_of(directory, config, indices=indices, seed=0)
+    assert len(rows) == len(whole.rows)
+    collate = collator(config, pad_token_id=0)
+    loss = [_carrying(collate([row])) for row in rows]
+    assert sum(loss) == whole.loss_tokens
+    if packing != "packed":
+        assert [int(row["length"]) for row in rows] == [
+            min(len(row["input_ids"]), 64) for row in rows
+        ]
+
+
+def test_of_a_chat_with_several_answers_a_cut_is_counted_to_the_token(tmp_path: Path) -> None:
+    random = np.random.default_rng(2)
+    lengths = random.integers(2, 90, 300)
+    masks = [random.random(length) < random.random() for length in lengths]
+    prepared(tmp_path, lengths, masks=masks)
+    config = configured(seq_len=32, micro_batch_size=3)
+
+    whole = epoch_of(tmp_path, config, indices=np.arange(0, 300, 3), seed=0)
+
+    left = [int(mask[1:32].sum()) for mask in masks[::3]]
+    assert whole.loss_tokens == sum(left)
+    summary = SimpleNamespace(completions_only=True)
+    texts: Any = SimpleNamespace(
+        directory=tmp_path,
+        summary=summary,
+        lengths=lambda: lengths,
+        loss_lengths=lambda: np.load(tmp_path / "loss_lengths.npy"),
+    )
+    study = StudyEpochs.of(texts, TextsChoice(texts="chats", eval_fraction=0.0), seed=0)
+    chosen = study.of_rows(np.arange(0, 300, 3))
+    assert chosen.epoch(config).loss_tokens == whole.loss_tokens
+    assert whole.rows_left_out == left.count(0) > 0
+    rows = training_rows(tmp_path, config, indices=np.arange(0, 300, 3), seed=0)
+    collate = collator(config, pad_token_id=0)
+    assert [_carrying(collate([row])) for row in rows] == [count for count in left if count]
+
+
+@pytest.mark.parametrize("seq_len", [1, 16, 4096])
+def test_where_answers_are_last_their_count_says_what_a_cut_leaves(
+    completions: Path, texts: Path, seq_len: int
+) -> None:
+    for directory in (completions, texts):
+        lengths, loss = (np.load(directory / f"{n}.npy") for n in ("lengths", "loss_lengths"))
+        counted = cut_exactly(directory, lengths, loss, seq_len)
+        assert np.array_equal(counted, epochs.cut(lengths, loss, seq_len))
