@@ -144,7 +144,8 @@ class Measurement(_Frozen):
     flags: tuple[str, ...] = ()
     """``throttled``, ``noisy``, ``neighbour``, ``remeasured``, ``emulated``, ``allocator_retries``,
     ``accumulation_extrapolated`` (the step's seconds were derived from fewer micro-steps),
-    ``documents_together`` (the texts of a packed row see each other), ..."""
+    ``documents_together`` (the texts of a packed row see each other), ``speed_reused`` (measured at
+    another learning rate), ``no_room_to_evaluate`` (the held-out texts), ..."""
     sm_clock_mhz: int | None = None
     throttle_reasons: tuple[str, ...] = ()
     quantized_share: float | None = None

@@ -82,7 +82,7 @@ def trial_batches(
     collate = collator(config, pad_token_id)
 
     def made(places: Iterable[int]) -> list[dict[str, Any]]:
-        return [_row(rows, indices[whole.rows.of(place)], config) for place in places]
+        return [row_of(rows, indices[whole.rows.of(place)], config) for place in places]
 
     longest = made(map(int, whole.largest_rows))
     return TrialBatches(
@@ -140,8 +140,9 @@ def training_rows(
     return packed.with_format("numpy")
 
 
-def _row(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, Any]:
-    """Return one row, its texts cut and where there are several put behind one another."""
+def row_of(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, Any]:
+    """Return one row of the texts of these numbers, each cut, put behind one another; `collator`
+    takes it."""
     texts = [rows[int(number)] for number in numbers]
     columns = [name for name in (INPUT, COMPLETIONS) if name in rows.column_names]
     row: dict[str, Any] = {

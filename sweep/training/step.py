@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,33 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedConfig, get_linear_schedule_with_warmup
 
 from search_spaces.config import TrialConfig
 from search_spaces.linears import attention_width, training_flops_per_token
 from storage.records import Stage
+from sweep.data.batches import Batch
 from sweep.training.adapters import Attached
 from sweep.training.data import endless, random_token_loader
 from sweep.training.texts import TextsRound, loader_of
 
 _MAX_GRAD_NORM = 1.0
-_SCHEDULE_STEPS = 1000
+WEIGHT = "weight"
+"""Key of a micro-batch for how much its mean loss counts; 1 where there is none."""
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning rate that rises to the configuration's and then falls to 0, in optimizer steps."""
+
+    warmup: int = 0
+    steps: int = 1000
+
+
+AS_MEASURED = Schedule()
+"""Of steps that are not to learn anything: nothing measured depends on it."""
 
 
 class TrainingLoop:
@@ -47,6 +62,8 @@ class TrainingLoop:
         micro_steps: that make one optimizer step; None for as many as the configuration says.
         texts: what it trains on, first their largest micro-batches; None for full-length random
             rows.
+        batches: what it trains on instead, each micro-batch once and in order.
+        schedule: of the learning rate.
         on_stage: told of each stage that begins.
     """
 
@@ -59,6 +76,8 @@ class TrainingLoop:
         seed: int,
         micro_steps: int | None = None,
         texts: TextsRound | None = None,
+        batches: Dataset[Batch] | None = None,
+        schedule: Schedule = AS_MEASURED,
         on_stage: Callable[[Stage], None] = lambda _: None,
     ) -> None:
         torch.manual_seed(seed)
@@ -80,10 +99,15 @@ class TrainingLoop:
             is_on_cpu=is_on_cpu,
         )
         optimizer = make_optimizer(config, self._parameters)
-        schedule = get_linear_schedule_with_warmup(optimizer, 0, _SCHEDULE_STEPS)
-        loaders = _loaders(config, texts, vocab_size=vocab_size, seed=seed, is_pinned=not is_on_cpu)
+        rates = get_linear_schedule_with_warmup(optimizer, schedule.warmup, schedule.steps)
+        is_pinned = not is_on_cpu
+        loaders = (
+            _loaders(config, texts, vocab_size=vocab_size, seed=seed, is_pinned=is_pinned)
+            if batches is None
+            else [loader_of(batches, is_pinned=is_pinned)]
+        )
         self._model, self.optimizer, self._schedule, *prepared = self._accelerator.prepare(
-            attached.model, optimizer, schedule, *loaders
+            attached.model, optimizer, rates, *loaders
         )
         self._largest, self._steady = prepared[0], prepared[-1]
         self._batches: Iterator[dict[str, torch.Tensor]] = endless(self._largest)
@@ -127,6 +151,13 @@ class TrainingLoop:
         As Trainer evaluates: in evaluation mode, under the same precision, the loss alone kept.
         """
         source = self._batches if self.texts is None else endless(self._largest)
+        with self.evaluating():
+            losses = [self.loss_of(next(source)) for _ in range(batches)]
+        return sum(losses) / batches
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Be in evaluation mode, without gradients."""
         self._enter("forward")
         for module in self._model.modules():
             if isinstance(module, bnb.nn.Linear4bit):
@@ -136,10 +167,13 @@ class TrainingLoop:
         self._model.eval()
         try:
             with torch.no_grad():
-                losses = [float(self._model(**next(source)).loss) for _ in range(batches)]
+                yield
         finally:
             self._model.train()
-        return sum(losses) / batches
+
+    def loss_of(self, batch: Batch) -> float:
+        """Return the mean loss of a micro-batch that is on the device."""
+        return float(self._model(**batch).loss)
 
     def as_trained(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model computes as it does in a step: its precision."""
@@ -168,9 +202,12 @@ class TrainingLoop:
         asked = time.perf_counter()
         batch = next(self._batches)
         self.wait_seconds += time.perf_counter() - asked
+        weight = batch.pop(WEIGHT, 1.0)
         self.batch_shape = tuple(batch["input_ids"].shape)
         with self._accelerator.accumulate(self._model):
             loss = self._model(**batch).loss
+            if weight != 1.0:
+                loss = loss * weight
             self._enter("backward")
             self._accelerator.backward(loss)
             self._enter("optimizer")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from search_spaces.config import TrialConfig
 from sweep.data.batches import Batch, TrialBatches, epoch_of, trial_batches
@@ -108,15 +108,15 @@ class TextsRound:
         return [(rows, width) for rows, width in shapes]
 
 
-def loader_of(batches: Sequence[Batch], *, is_pinned: bool) -> DataLoader[Any]:
-    """Return a loader of micro-batches that are there already.
+def loader_of(batches: Sequence[Batch] | Dataset[Batch], *, is_pinned: bool) -> DataLoader[Any]:
+    """Return a loader of whole micro-batches, in order.
 
     Args:
         batches: tensors on the host.
         is_pinned: whether a card can fetch them while the host goes on.
     """
     return DataLoader(
-        list(batches),  # type: ignore[arg-type]
+        batches,  # type: ignore[arg-type]
         batch_size=1,
         collate_fn=_only,
         pin_memory=is_pinned,
