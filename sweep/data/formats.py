@@ -179,14 +179,14 @@ def parquet_rows(
         table = pq.ParquetFile(file)
         count, number = max(table.metadata.num_rows, 1), 0
         for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE):
-            for values in _values_of(batch):
+            for values in values_of(batch):
                 number += 1
                 yield number, values, number / count
     except (pa.ArrowException, pa.ArrowInvalid) as error:
         raise InputError(f"{label}: not Parquet that can be read: {words_of(error)}") from error
 
 
-def _values_of(batch: Any) -> Iterator[dict[str, Any] | Broken]:
+def values_of(batch: Any) -> Iterator[dict[str, Any] | Broken]:
     """Yield the rows of a batch of Arrow; where texts are no UTF-8, row by row."""
     try:
         yield from batch.to_pylist()

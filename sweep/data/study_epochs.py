@@ -5,9 +5,10 @@ Numbers in, numbers out: knows nothing of tokens, trials or prices.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Hashable
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +71,13 @@ class StudyEpochs:
         is_chat = texts.summary.completions_only
         cut_at = partial(_part_of, exact, train) if is_chat else None
         return cls(lengths[train], loss_lengths[train], seed=seed, cut_at=cut_at)
+
+    @cached_property
+    def digest(self) -> str:
+        """Tell these rows, in their order, from any others."""
+        hashed = hashlib.sha256(np.ascontiguousarray(self.lengths).tobytes())
+        hashed.update(np.ascontiguousarray(self.loss_lengths).tobytes())
+        return f"{hashed.hexdigest()[:32]}-{self._seed}"
 
     def of_rows(self, rows: Lengths) -> StudyEpochs:
         """Return the epochs of some of the rows, by their place."""

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from search_spaces.documents import home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsChoice, TextsSummary
@@ -234,8 +235,10 @@ def _question(request: TextsRequest, tell: Progress) -> Question:
 def _telling_names(files: list[tuple[str, Path]], source: str) -> Iterator[tuple[str, Path]]:
     """Yield files with their names in a directory, which tell splits apart; a file of its own has
     but its ending."""
-    for label, path in files:
-        yield label.removeprefix(source) or "".join(path.suffixes), path
+    named = home_expanded(source)
+    for _, path in files:
+        inside = "" if path == named else str(path.relative_to(named))
+        yield inside or "".join(path.suffixes), path
 
 
 def _known(question: Question, content: str) -> Path | None:

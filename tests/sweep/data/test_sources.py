@@ -14,11 +14,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetInfo, Features, Image, Value
+from datasets.table import InMemoryTable
 
 from search_spaces.errors import InputError
+from sweep.data import sources
 from sweep.data.kinds import Broken
 from sweep.data.request import Place
-from sweep.data.sources import Files, is_on_hub
+from sweep.data.sources import Files, Hub, is_on_hub, text_files
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 
@@ -143,6 +146,30 @@ def test_a_directory_is_its_files_in_order_without_what_is_hidden(tmp_path: Path
     places = [place for place, _ in Files(str(tmp_path / "d")).rows()]
     names = [str(tmp_path / "d" / name) for name in ("a.jsonl", "b.csv", "sub/c.jsonl")]
     assert places == [Place(names[0], 1), Place(names[1], 2), Place(names[2], 1)]
+
+
+def test_files_of_a_directory_are_named_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "d" / "a.jsonl", LINES)
+    for name in ("d", "d/", "./d"):
+        assert [label for label, _ in text_files(name)] == [f"{name.rstrip('/')}/a.jsonl"]
+
+
+def test_rows_of_the_hub_are_numbered_and_nothing_beside_them_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = {"text": ["a", "b"], "picture": [{"bytes": b"no picture", "path": None}] * 2}
+    features = Features({"text": Value("string"), "picture": Image()})
+    table = InMemoryTable(pa.table(rows, schema=features.arrow_schema))
+    data = Dataset(table, info=DatasetInfo(features=features))
+    monkeypatch.setattr(sources, "_loaded", lambda _: data)
+    hub = Hub("org/texts")
+    found = list(hub.rows())
+    assert [place for place, _ in found] == [Place("org/texts", 1), Place("org/texts", 2)]
+    assert [values["text"] for _, values in found if isinstance(values, dict)] == ["a", "b"]
+    assert (hub.done, hub.total) == (2, 2)
 
 
 def test_of_a_directory_with_splits_the_training_split_is_read(tmp_path: Path) -> None:

@@ -271,12 +271,15 @@ def test_a_directorys_names_are_part_of_its_texts(
         raise EnvironmentFault("enough")
 
     monkeypatch.setattr(module, "_ask", ask)
+    monkeypatch.chdir(tmp_path)
     for name in ("d/train.jsonl", "e/test.jsonl", "f/train.jsonl"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("{}\n")
+        Path(name).parent.mkdir()
+        Path(name).write_text("{}\n")
+    for directory in ("d", "e", "f", "./d/", str(tmp_path / "d")):
         with pytest.raises(EnvironmentFault):
-            prepare_texts(TextsRequest(str((tmp_path / name).parent), DEMO))
-    assert asked[0] == asked[2] != asked[1]
+            prepare_texts(TextsRequest(directory, DEMO))
+    assert asked[0] != asked[1]
+    assert asked[0] == asked[2] == asked[3] == asked[4]
 
 
 def test_the_demos_tokenizer_and_texts_are_as_their_script_makes_them() -> None:
