@@ -47,7 +47,7 @@ from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
 from sweep.training.soak import Interlude
 from sweep.training.step import TrainingLoop, flops_per_token
-from sweep.training.texts import Texts, TextsRound, are_apart, is_packed
+from sweep.training.texts import Texts, TextsRound, are_apart, is_packed, takes_positions
 
 _OBSERVED_STEPS = 2
 """The first step makes the optimizer's state, the second has it from the start: the peak is in one
@@ -176,8 +176,8 @@ class Trial:
         self.device.release()
         return _with_setup(outcome, time.perf_counter() - self.started)
 
-    def _unfit_texts(self) -> Invalid | None:
-        """Make the micro-batches of the texts; return why there are none."""
+    def _unfit_texts(self) -> Invalid | Ineffective | None:
+        """Make the micro-batches of the texts; return why they cannot be trained on."""
         if self.texts is None:
             return None
         micro_steps = min(self.config.accumulation_steps, self.micro_steps_max)
@@ -189,6 +189,8 @@ class Trial:
         if made.largest_token >= known:
             words = f"the texts hold token {made.largest_token:,}, and the model knows {known:,}"
             return Invalid(rule=TOKENS_OF_TEXTS, detail=words)
+        if is_packed(self.config) and not takes_positions(self.base.model):
+            return Ineffective(knob="packing", detail="the model is told no positions of tokens")
         self._round = made
         each = made.loss_tokens_per_step
         self._meter.work = StepWork(each, each / self.config.accumulation_steps)
