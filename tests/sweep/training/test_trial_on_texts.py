@@ -11,11 +11,20 @@ import torch
 from datasets import Dataset, Features, List, Value
 
 from search_spaces.config import TrialConfig
+from search_spaces.models import ModelSpec
 from storage.records import Ineffective, Invalid, Measured, Measurement, Outcome
 from sweep.training.adapters import attached
+from sweep.training.model import build_base
 from sweep.training.step import TrainingLoop, flops_per_token
 from sweep.training.texts import Texts, TextsRound, are_apart
-from sweep.training.trial import DOCUMENTS_TOGETHER, ROWS_OF_TEXTS, TOKENS_OF_TEXTS, Beat
+from sweep.training.trial import (
+    AHEAD_OF_TEXTS,
+    DOCUMENTS_TOGETHER,
+    ROWS_OF_TEXTS,
+    TOKENS_OF_TEXTS,
+    Beat,
+)
+from tests.bench.try_models import spec_of
 from tests.sweep.data.prepared import prepared
 from tests.sweep.training.tiny import BRIEF, tiny_base, tiny_config, trial_on
 
@@ -225,6 +234,22 @@ def test_work_is_counted_of_what_is_computed(texts: Texts) -> None:
         ) / len(made.shapes)
     expected = work / measurement.step_seconds / peak
     assert measurement.flops_utilization == pytest.approx(expected)
+
+
+def test_a_model_that_looks_ahead_is_not_trained_on_padded_rows(texts: Texts) -> None:
+    tiny = spec_of("gemma3_text")
+    values = {**tiny.config, "use_bidirectional_attention": True, "vocab_size": 512}
+    config = tiny_config(attention="eager")
+    spec = ModelSpec("both-ways", "directory", values)
+    cpu = torch.device("cpu")
+    base = build_base(config, spec=spec, weights="random", device=cpu, seed=0)
+    try:
+        outcome = trial_on(base, config, texts=texts, steps=BRIEF).run()
+    finally:
+        base.close()
+    assert isinstance(outcome, Invalid)
+    assert outcome.rule == AHEAD_OF_TEXTS
+    assert "'gemma3_text' looks ahead" in outcome.detail
 
 
 def test_a_model_that_is_told_no_positions_packs_nothing(
