@@ -65,11 +65,18 @@ def promised_and_reached(job: TrainingJob, result: TrainingResult) -> tuple[Row,
     )
 
 
-def incomparable(job: TrainingJob) -> str | None:
-    """Return why what was promised is no measure of what was reached; None where it is one."""
+def incomparable(job: TrainingJob, *, device: str) -> str | None:
+    """Return why what was promised is no measure of what was reached; None where it is one.
+
+    Args:
+        job: with what was promised.
+        device: that trained, as `TrainingResult` names it.
+    """
     promise = job.promise
     if promise is None:
         return "nothing was measured of this configuration"
+    if promise.device != device:
+        return f"promised on another device, {promise.device}"
     if promise.texts is None and job.texts is not None:
         return (
             "promised on full rows of random tokens, where every token counts; rows of texts are "
@@ -105,7 +112,7 @@ def _sections(
     yield "## Promised and reached\n\n" + _table(
         ("", "promised", "reached", "reached / promised"), promised_and_reached(job, result)
     )
-    why_not = incomparable(job)
+    why_not = incomparable(job, device=result.device_name)
     if why_not is not None:
         yield f"Not comparable: {why_not}."
     if job.promise is not None:

@@ -32,7 +32,7 @@ from sweep.finetuning.finishing import finish
 from sweep.finetuning.fitting import Smaller, next_smaller, refuse_too_large
 from sweep.finetuning.job import Observer, follow_job
 from sweep.finetuning.subject import Subject, subject_of, with_changes
-from sweep.finetuning.wire import CHECKPOINT_SECONDS, End, Stopped, TrainingJob, TrainingResult
+from sweep.finetuning.wire import End, Stopped, TrainingJob, TrainingResult
 from sweep.paths import cache_directory
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
@@ -151,15 +151,11 @@ def prepare_training(
         fingerprint=texts.summary.fingerprint,
         tokenizer=texts.summary.tokenizer,
         eval_fraction=choice.eval_fraction,
-        epochs=_first(request.epochs, 1.0),
-        max_steps=request.max_steps,
         seed=seed,
         device=target.device,
         budget_bytes=_budget(subject, resolved),
-        output=str(request.output.absolute()),
-        checkpoint_steps=request.checkpoint_every,
-        checkpoint_seconds=CHECKPOINT_SECONDS,
         promise=subject.promise,
+        **_typed(request),
     )
     prepared = PreparedTraining(
         job=job,
@@ -174,14 +170,23 @@ def prepare_training(
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
     elif target.device == "cuda":
-        refuse_too_large(
-            config,
-            predictor=predictor_of(prepared),
-            budget_bytes=target.budget_bytes,
-            is_valid=lambda other: rules(other) is None,
-            warn=warn,
-        )
+        _refuse_too_large(prepared, is_valid=lambda other: rules(other) is None, warn=warn)
     return prepared
+
+
+def _refuse_too_large(
+    prepared: PreparedTraining,
+    *,
+    is_valid: Callable[[TrialConfig], bool],
+    warn: Callable[[str], None],
+) -> None:
+    refuse_too_large(
+        prepared.job.config,
+        predictor=predictor_of(prepared),
+        budget_bytes=prepared.resolved.target.budget_bytes,
+        is_valid=is_valid,
+        warn=warn,
+    )
 
 
 def predictor_of(prepared: PreparedTraining) -> MemoryPredictor:
@@ -252,6 +257,16 @@ def finished(prepared: PreparedTraining, result: TrainingResult) -> dict[str, An
         subject=prepared.subject.words,
         environment=environment,
     )
+
+
+def _typed(request: TrainingRequest) -> dict[str, Any]:
+    """Return what a job takes from what was typed as it is."""
+    return {
+        "epochs": _first(request.epochs, 1.0),
+        "max_steps": request.max_steps,
+        "output": str(request.output.absolute()),
+        "checkpoint_steps": request.checkpoint_every,
+    }
 
 
 def _first(*values: Any) -> Any:

@@ -21,6 +21,7 @@ from search_spaces.errors import EnvironmentFault, InputError, NothingFits, quot
 from search_spaces.space import Weights
 from storage.definition import StudySnapshot
 from storage.reading import read_study
+from sweep.finetuning import checkpoints
 from sweep.finetuning import output as directories
 from sweep.finetuning.card import incomparable, promised_and_reached
 from sweep.finetuning.training import (
@@ -151,6 +152,8 @@ def _train(request: TrainingRequest, *, storage: str | None, as_json: bool) -> i
     note(folded(f"Training {prepared.subject.words} on {_words(prepared)}.", width))
     for text in prepared.notes:
         note(folded(text, width))
+    if request.is_resumed and checkpoints.newest(request.output) is None:
+        note("No checkpoint had been written yet: it begins at the first step.")
     with _watching() as observe, _holding(request):
         end = run_training(prepared, is_resumed=request.is_resumed, observe=observe)
     return _conclude(prepared, end, as_json=as_json)
@@ -224,7 +227,7 @@ def _result_text(prepared: PreparedTraining, result: TrainingResult) -> str:
     job, width = prepared.job, width_of(sys.stdout)
     held = result.eval_loss
     rows = promised_and_reached(job, result)
-    why_not = incomparable(job)
+    why_not = incomparable(job, device=result.device_name)
     lines = [
         f"{result.steps:,} steps, {units.count(result.tokens)} tokens that carry loss, in "
         f"{units.duration(result.seconds)}",

@@ -195,10 +195,14 @@ RESULT = TrainingResult(
 
 
 def test_only_what_was_measured_on_the_same_texts_is_a_measure_of_what_is_reached() -> None:
-    assert incomparable(a_job(promised("abc"))) is None
-    assert "other texts" in str(incomparable(a_job(promised("def"))))
-    assert "random tokens" in str(incomparable(a_job(promised(None))))
-    assert "nothing was measured" in str(incomparable(a_job(None)))
+    def why_not(promise: Promise | None, device: str = "CPU") -> str:
+        return str(incomparable(a_job(promise), device=device))
+
+    assert why_not(promised("abc")) == "None"
+    assert "other texts" in why_not(promised("def"))
+    assert "random tokens" in why_not(promised(None))
+    assert "nothing was measured" in why_not(None)
+    assert "another device, CPU" in why_not(promised("abc"), "NVIDIA L4")
 
 
 def test_the_card_says_what_was_promised_and_reached() -> None:
