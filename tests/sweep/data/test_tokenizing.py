@@ -111,6 +111,20 @@ def test_turns_are_told_apart_where_the_template_marks_none(tokenizer: Any, temp
     assert learned(tokenizer, Chat(TURNS)) == expected
 
 
+def test_turns_are_found_by_their_words_where_what_is_before_them_changes(tokenizer: Any) -> None:
+    # As Mistral's: the system's words stand in the last turn where that is the user's.
+    tokenizer.chat_template = (
+        "{% for m in messages[1:] %}{% if m['role'] == 'user' %}[INST] "
+        "{% if loop.last %}{{ messages[0]['content'] }} {% endif %}{{ m['content'] }}[/INST]"
+        "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
+    )
+    chat = [TURNS[0], {"role": "user", "content": "Yes or no?"}, TURNS[2] | {"content": "no"}]
+    assert learned(tokenizer, Chat(chat)).strip() == "no</s>"
+    assert (
+        tokenizer.decode(tokens_of(tokenizer, Chat(chat)).ids) == "[INST] Yes or no?[/INST] no</s>"
+    )
+
+
 def test_of_a_prompt_in_turns_nothing_is_learned(tokenizer: Any) -> None:
     chat = Chat(TURNS, prompt_turns=4)
     assert learned(tokenizer, chat) == "It is in the hall: \N{HOURGLASS}</s>"

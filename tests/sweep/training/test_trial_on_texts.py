@@ -236,6 +236,22 @@ def test_work_is_counted_of_what_is_computed(texts: Texts) -> None:
     assert measurement.flops_utilization == pytest.approx(expected)
 
 
+def test_a_model_that_looks_ahead_is_not_trained_on_padded_rows(texts: Texts) -> None:
+    tiny = spec_of("gemma3_text")
+    values = {**tiny.config, "use_bidirectional_attention": True, "vocab_size": 512}
+    config = tiny_config(attention="eager")
+    spec = ModelSpec("both-ways", "directory", values)
+    cpu = torch.device("cpu")
+    base = build_base(config, spec=spec, weights="random", device=cpu, seed=0)
+    try:
+        outcome = trial_on(base, config, texts=texts, steps=BRIEF).run()
+    finally:
+        base.close()
+    assert isinstance(outcome, Invalid)
+    assert outcome.rule == AHEAD_OF_TEXTS
+    assert "'gemma3_text' looks ahead" in outcome.detail
+
+
 def test_a_model_that_is_told_no_positions_packs_nothing(
     texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,19 +292,3 @@ def test_every_width_of_the_round_is_trained_on_before_anything_is_measured(
     made = round_of(texts, config)
     assert measurement.steps_warmup == 1
     assert before[0] == {*made.shapes, tuple(made.batches.largest[0]["input_ids"].shape)}
-
-
-def test_a_model_that_looks_ahead_is_not_trained_on_padded_rows(texts: Texts) -> None:
-    tiny = spec_of("gemma3_text")
-    values = {**tiny.config, "use_bidirectional_attention": True, "vocab_size": 512}
-    config = tiny_config(attention="eager")
-    spec = ModelSpec("both-ways", "directory", values)
-    cpu = torch.device("cpu")
-    base = build_base(config, spec=spec, weights="random", device=cpu, seed=0)
-    try:
-        outcome = trial_on(base, config, texts=texts, steps=BRIEF).run()
-    finally:
-        base.close()
-    assert isinstance(outcome, Invalid)
-    assert outcome.rule == AHEAD_OF_TEXTS
-    assert "'gemma3_text' looks ahead" in outcome.detail
