@@ -29,7 +29,6 @@ from storage.records import TrialRecord
 from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from storage.urls import parse_url
-from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import (
     STORAGE,
     report_path,
@@ -59,7 +58,7 @@ from sweep.terminal.summary import (
     not_ruled_out,
     why_invalid,
 )
-from sweep.terminal.working import working
+from sweep.terminal.texts import prepared as read_texts
 
 _REASONS = {
     StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
@@ -88,7 +87,7 @@ def run(
         held=held,
         study=study,
         card=read_card,
-        read_texts=_read_texts,
+        read_texts=read_texts,
         stored=partial(_stored, url=url),
     )
     for line in prepared.notes:
@@ -101,12 +100,6 @@ def run(
         carried=None if carried is None else _source(carried, of=prepared.name, url=url),
     )
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
-
-
-def _read_texts(request: TextsRequest) -> PreparedTexts:
-    """Read texts, and show how far that is where it takes long."""
-    with working("reading the texts") as progress:
-        return prepare_texts(request, on_progress=lambda what, done, of: progress(what)(done, of))
 
 
 def _stored(study: str, *, url: str) -> StudyDefinition | None:
@@ -147,7 +140,7 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
     """Measure a study's winner again; then end as a run does."""
     url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
-    prepared = prepare_again(study, stored, confirm=typed, card=read_card, read_texts=_read_texts)
+    prepared = prepare_again(study, stored, confirm=typed, card=read_card, read_texts=read_texts)
     reason = drive(
         prepared,
         storage=url,

@@ -48,9 +48,14 @@ def prepared(request: TextsRequest) -> PreparedTexts:
     """
     with working("reading the texts") as part:
         texts = prepare_texts(request, on_progress=lambda what, done, of: part(what)(done, of))
-    for words in texts.notes(request.model):
-        note(folded(f"warning: {words}", width_of(sys.stderr), indent=2))
+    tell_notes(texts, request.model)
     return texts
+
+
+def tell_notes(texts: PreparedTexts, model: ModelSpec | None) -> None:
+    """Print on stderr what a person should know of texts: which rows are broken, say."""
+    for words in texts.notes(model):
+        note(folded(f"warning: {words}", width_of(sys.stderr), indent=2))
 
 
 def data(

@@ -59,6 +59,7 @@ from sweep.terminal.plan.backwards import cheapest_view, longest_views
 from sweep.terminal.plan.forecast import configurations_view
 from sweep.terminal.plan.layout import rendered
 from sweep.terminal.plan.view import plan_view, plans_view
+from sweep.terminal.texts import tell_notes
 from sweep.terminal.working import working
 
 DONE, NOTHING_FITS = 0, 1
@@ -114,7 +115,9 @@ def plan(
 
 
 def _read_texts(request: TextsRequest, *, progress: Progress) -> PreparedTexts:
-    return prepare_texts(request, on_progress=lambda what, done, of: progress(what)(done, of))
+    texts = prepare_texts(request, on_progress=lambda what, done, of: progress(what)(done, of))
+    tell_notes(texts, request.model)
+    return texts
 
 
 def _text_notes(question: Question) -> tuple[str, ...]:

@@ -6,12 +6,15 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from search_spaces.models import load_model_spec
 from sweep.cli import main
+from sweep.data.texts import TextsRequest
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "texts.jsonl"
 Typed = Callable[..., tuple[int, str, str]]
@@ -94,6 +97,20 @@ def test_a_terminal_without_unicode_gets_a_histogram_too(
     _, out, _ = typed("texts.jsonl", "--model", "demo")
     assert "######" in out
     assert "█" not in out
+
+
+def test_run_and_plan_say_which_rows_are_left_out_too(
+    typed: Typed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sweep.terminal import driving
+    from sweep.terminal.plan import command
+
+    document(typed)
+    quiet = partial(command._read_texts, progress=lambda _: lambda _done, _of: None)
+    for read in (driving.read_texts, quiet):
+        texts = read(TextsRequest("texts.jsonl", load_model_spec("demo")))
+        assert texts.summary.broken == 2
+        assert "line 201: messages is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
