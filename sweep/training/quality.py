@@ -22,8 +22,10 @@ from search_spaces.errors import InputError, words_of
 from storage.records import Diverged, OutOfMemory, QualityReport
 from sweep.data.batches import Batch, row_of
 from sweep.data.collating import IGNORED, collator
-from sweep.data.epoch import Integers, cut, epoch, packed
+from sweep.data.cutting import cut_exactly
+from sweep.data.epoch import Integers, epoch, packed
 from sweep.data.opening import open_tokens
+from sweep.data.request import LENGTHS, LOSS_LENGTHS
 from sweep.data.split import split
 from sweep.training.adapters import Attached, attached
 from sweep.training.compiling import eager
@@ -306,9 +308,8 @@ def _whole_steps(rows: list[Integers], loss: Integers, tokens: int, size: int) -
 
 
 def _cut(texts: Texts, seq_len: int) -> tuple[Integers, Integers]:
-    lengths = np.load(texts.directory / "lengths.npy", mmap_mode="r")
-    loss_lengths = np.load(texts.directory / "loss_lengths.npy", mmap_mode="r")
-    return cut(lengths, loss_lengths, seq_len)
+    lengths, loss = (np.load(texts.directory / n, mmap_mode="r") for n in (LENGTHS, LOSS_LENGTHS))
+    return cut_exactly(texts.directory, lengths, loss, seq_len)
 
 
 def _in_order(texts: Texts, loss: Integers, *, seed: int) -> Iterator[int]:
