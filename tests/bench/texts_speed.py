@@ -129,11 +129,18 @@ def main() -> None:
             "chat": (str(files["chat"]), *with_tokenizer),
             "chat, completions only": (str(files["chat"]), *with_tokenizer, "--completions-only"),
         }
-        found = {name: measured(home, *typed) for name, typed in runs.items()}
         bytes_read = {kind: path.stat().st_size for kind, path in files.items()}
-    load = {"processors": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()[0]}
-    result = {"stamp": stamp(), "file_bytes": bytes_read, **load, "runs": found}
-    asked.out.write_text(json.dumps(result, indent=1) + "\n")
+        found: dict[str, Any] = {}
+        for run, typed in runs.items():
+            load = os.getloadavg()[0]
+            found[run] = measured(home, *typed) | {"load_average_before": round(load, 1)}
+            _save(asked.out, {"stamp": stamp(), "file_bytes": bytes_read, "runs": found})
+
+
+def _save(path: Path, result: dict[str, Any]) -> None:
+    """Write what was measured so far: a run of a busy machine takes long."""
+    processors = {"processors": len(os.sched_getaffinity(0))}
+    path.write_text(json.dumps(result | processors, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -921,7 +921,8 @@ def test_a_kept_answer_that_cannot_be_read_is_worked_out_anew(
 def test_a_kept_answer_is_of_no_use_once_any_code_that_predicts_changes() -> None:
     """All of ours that is imported, but for `storage`, which only a study's evidence needs.
 
-    What looks at names before anything is imported decides no number, nor what starts processes.
+    What looks at names before anything is imported decides no number, nor what starts processes
+    or says where things are kept.
     """
     program = (
         "import json, sys, sweep.planning.cache as _; "
@@ -933,7 +934,7 @@ def test_a_kept_answer_is_of_no_use_once_any_code_that_predicts_changes() -> Non
     files = json.loads(done.stdout)
     ours = [name for name in files if name.startswith(("search_spaces", "sweep.", "reports"))]
     assert len(ours) > 30
-    decides_nothing = {"namesakes", "processes", "pools", "child_environment"}
+    decides_nothing = {"namesakes", "processes", "paths", "pools", "child_environment"}
     ours = [name for name in ours if name.removeprefix("sweep.") not in decides_nothing]
     assert {Path(files[name]) for name in ours} <= set(source_files(*SURVEYED_BY))
 
