@@ -13,7 +13,9 @@ from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from sweep.export.formats import export
 from sweep.export.recipe import recipe_of
+from sweep.export.trainer_files import lost
 from sweep.verifying.record import record_of_export, record_of_study
+from sweep.verifying.runs import told_to_be_lost
 from tests.sweep.export.studies import HOSTILE, a_measurement, a_study
 
 CONFIG = TrialConfig(lora_rank=64, kernels="fused-loss", upcast_fp32=False, micro_batch_size=8)
@@ -56,6 +58,14 @@ def test_a_study_of_any_name_has_its_record_in_one_line(tmp_path: Path) -> None:
 
 
 STUDY_MODEL = load_model_spec("tinyllama-1.1b")
+
+
+def test_what_trl_cannot_do_is_read_from_its_file(tmp_path: Path) -> None:
+    found = list(told_to_be_lost(exported(tmp_path, "trl").read_text(encoding="utf-8")))
+    recipe = recipe_of(STUDY)
+    assert found == [f"TRL: {sentence}" for sentence in lost(recipe, "trl")]
+    assert found
+    assert list(told_to_be_lost("# nothing\na: 1\n")) == []
 
 
 def test_a_directory_is_the_export_in_it(tmp_path: Path) -> None:
