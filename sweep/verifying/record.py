@@ -200,17 +200,23 @@ def _record(values: Mapping[str, Any], *, path: Path, kind: Kind) -> Record:
         peak_allocated_bytes=int(measured["peak_allocated_bytes"]),
         flags=tuple(measured.get("flags", ())),
         is_confirmed=bool(values.get("confirmed")),
-        environment=_environment(values.get("provenance") or {}, values.get("versions") or {}),
+        environment=_environment(
+            values.get("provenance") or {}, values.get("versions") or {}, is_cpu=is_cpu
+        ),
         texts=None if texts is None else TextsSummary.model_validate(texts),
         path=path.resolve(),
     )
 
 
-def _environment(provenance: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
+def _environment(
+    provenance: Mapping[str, Any], versions: Mapping[str, Any], *, is_cpu: bool
+) -> dict[str, Any]:
     """Return a study's environment from what an export tells of it."""
     told = {key: provenance.get(key) for key in ("driver", "cuda_driver", "python")}
     commit = (provenance.get("sweep") or {}).get("commit")
-    return told | {"gpu": provenance.get("card"), "commit": commit, "versions": dict(versions)}
+    # Of a study on the CPU an export calls that its card.
+    gpu = None if is_cpu else provenance.get("card")
+    return told | {"gpu": gpu, "commit": commit, "versions": dict(versions)}
 
 
 def _label(study: str, number: int) -> str:
