@@ -10,9 +10,9 @@ LOWEST := .venv-lowest
 
 # Each worker takes a core and up to 1.5 GB.
 WORKERS ?= logical
-PYTEST := -m pytest -m "not gpu and not faults" -n $(WORKERS) --maxprocesses 4
+PYTEST := -m pytest -m "not gpu and not faults and not exports" -n $(WORKERS) --maxprocesses 4
 
-.PHONY: demo test test-faults test-lowest test-gpu lint format docs wheel clean help
+.PHONY: demo test test-exports test-faults test-lowest test-gpu lint format docs wheel clean help
 
 # Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
 waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo "another make $(2): waiting for it" >&2; flock 9; fi
@@ -38,6 +38,10 @@ test: $(READY)   ## the test suite without a GPU
 
 test-faults: $(READY)  ## every fault at every operation, minutes to an hour; some need root, some a PostgreSQL server
 	$(BIN)/python -m pytest -m faults -n $(WORKERS) --maxprocesses 4
+
+test-exports: $(READY)  ## exported files in axolotl and LLaMA-Factory: environments of their own in build/exports, 8 GB and a quarter of an hour
+	tests/exports/environments $(PYTHON) build/exports
+	EXPORTS=$(CURDIR)/build/exports $(BIN)/python -m pytest -m exports tests/exports
 
 test-lowest:     ## the same under the lowest versions that pyproject.toml allows, in an environment of its own
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)

@@ -34,12 +34,18 @@ class Trained(Protocol):
 
     @property
     def target_modules(self) -> tuple[str, ...] | None:
-        """Names of the layers with an adapter; None for every linear layer."""
+        """Names of the layers with an adapter; None for every linear layer of a model type whose
+        layers' names nobody knows."""
         ...
 
     @property
     def recomputed(self) -> tuple[int, ...]:
         """Decoder layers whose activations are recomputed, in order."""
+        ...
+
+    @property
+    def texts_kind(self) -> str | None:
+        """What the rows of the texts are; None where full random rows were trained on."""
         ...
 
 
@@ -77,13 +83,13 @@ def lost_alpha(trained: Trained) -> str | None:
 
 
 def trl_targets(trained: Trained) -> dict[str, Any]:
-    """Every linear layer has a name of its own."""
+    """PEFT finds the layers where their names are not known."""
     names = trained.target_modules
     return {"lora_target_modules": ["all-linear"] if names is None else list(names)}
 
 
 def axolotl_targets(trained: Trained) -> dict[str, Any]:
-    """Every linear layer has an option of its own."""
+    """Every linear layer of an unknown model has an option of its own."""
     names = trained.target_modules
     return {"lora_target_linear": True} if names is None else {"lora_target_modules": list(names)}
 
@@ -105,7 +111,10 @@ def trl_lost_adapter_dtype(trained: Trained) -> str | None:
     """TRL casts the adapters of a 4-bit base to bf16; PEFT widens those of a 16-bit one."""
     match trained.config.adapter_dtype:
         case "fp32" if trained.config.is_quantized:
-            return "Adapters: on a 4-bit base it keeps them in bf16; they were measured in fp32."
+            return (
+                "Adapters: on a 4-bit base it keeps them in bf16; they were measured in fp32: less "
+                "memory than measured, and coarser updates."
+            )
         case "bf16" if not trained.config.is_quantized:
             return "Adapters: on a 16-bit base it keeps them in fp32; they were measured in bf16."
         case _:
@@ -284,11 +293,13 @@ def liger_kernels(kernels: str) -> dict[str, bool] | None:
 
 
 def trl_kernels(trained: Trained) -> dict[str, Any]:
-    """Liger's own names."""
+    """Its own head computes the loss in chunks, and it refuses Liger's; of that only the layers'
+    kernels are left."""
     measured = liger_kernels(trained.config.kernels)
-    if measured is None:
+    if measured is None or trained.config.kernels == "fused-loss":
         return {}
-    return {"use_liger_kernel": True, "liger_kernel_config": measured}
+    layers = {**measured, "fused_linear_cross_entropy": False}
+    return {"use_liger_kernel": True, "liger_kernel_config": layers}
 
 
 _AXOLOTL_LIGER = {
@@ -313,11 +324,21 @@ def llama_factory_kernels(trained: Trained) -> dict[str, Any]:
     return {"enable_liger_kernel": trained.config.kernels != "hf"}
 
 
-trl_lost_kernels = _says(
-    "Logging: it works out entropy and accuracy from the logits of every micro-batch, which takes "
-    "time and memory that were not measured.",
-    kernels="hf",
-)
+_TRL_LOST_KERNELS = {
+    "hf": "kernels hf: TRL 1.15 and later compute the loss in chunks by a head of their own, "
+    "whatever loss_type says: less memory than measured, and another speed.",
+    "fused-loss": "kernels fused-loss: it refuses Liger's, and its own head computes the loss in "
+    "chunks in its place: memory and speed differ a little from what was measured.",
+    "liger": "kernels liger: it refuses Liger's fused loss, so Liger's layers and its own head, "
+    "which computes the loss in chunks: memory and speed differ a little from what was measured.",
+}
+
+
+def trl_lost_kernels(trained: Trained) -> str:
+    """See `trl_kernels`."""
+    return _TRL_LOST_KERNELS[trained.config.kernels]
+
+
 llama_factory_lost_kernels = _says(
     "kernels fused-loss: it has Liger's whole set or none, so the whole set here: fused loss, "
     "RMSNorm, SwiGLU and RoPE.",
@@ -348,49 +369,109 @@ lost_compile = _says(
 )
 
 
+# The rows
+
+
 def trl_packing(trained: Trained) -> dict[str, Any]:
     """Texts joined and cut at max_length make full rows, in which every token carries loss; ``bfd``
     keeps each text whole and apart."""
+    if trained.texts_kind is None:
+        return {"packing": True, "packing_strategy": "wrapped"}
     match trained.config.packing:
         case "packed":
             return {"packing": True, "packing_strategy": "bfd"}
         case "grouped":
             return {"packing": False, "train_sampling_strategy": "group_by_length"}
         case _:
-            return {"packing": True, "packing_strategy": "wrapped"}
+            return {"packing": False}
 
 
 def axolotl_packing(trained: Trained) -> dict[str, Any]:
-    """Whether it packs depends on the attention as well; the file says."""
-    return {"group_by_length": True} if trained.config.packing == "grouped" else {}
+    """It has no full rows of joined texts: packed, with texts kept apart, are the nearest."""
+    packs = trained.texts_kind is None or trained.config.packing == "packed"
+    options: dict[str, Any] = {"sample_packing": packs, "pad_to_sequence_len": packs}
+    if trained.config.packing == "grouped":
+        options["group_by_length"] = True
+    return options
 
 
 def llama_factory_packing(trained: Trained) -> dict[str, Any]:
-    """`neat_packing` is the one that keeps texts apart."""
+    """Stage pt joins texts where nothing is said, and makes rows a token shorter where it is told
+    to; in the other stage `neat_packing` keeps texts apart."""
+    if trained.texts_kind is None:
+        return {}
     match trained.config.packing:
+        case "packed" if trained.texts_kind == "text":
+            return {}
         case "packed":
             return {"packing": True, "neat_packing": True}
         case "grouped":
-            return {"train_sampling_strategy": "group_by_length"}
+            return {"packing": False, "train_sampling_strategy": "group_by_length"}
         case _:
-            return {}
+            return {"packing": False}
 
 
-trl_lost_packing = _says(
-    "packing packed: with attention other than flash_attention_2 it may not keep the texts of a "
-    "row apart, as was measured.",
-    packing="packed",
-    attention="sdpa",
+def _padded(trained: Trained) -> bool:
+    return trained.texts_kind is not None and trained.config.packing != "packed"
+
+
+_MASKED = (
+    "Padded rows: it passes a mask with them, so attention may be slower than measured, which was "
+    "without one."
 )
-axolotl_lost_packing = _says(
-    "packing packed: its packing is multipack, which fills rows by another rule than the one "
-    "measured.",
-    packing="packed",
-)
-llama_factory_lost_packing = _says(
-    "packing packed: it fills rows by a rule of its own, not the one measured.",
-    packing="packed",
-)
+
+
+def trl_lost_packing(trained: Trained) -> str | None:
+    """Its padding-free batches are one long row."""
+    if _padded(trained):
+        return _MASKED
+    if trained.texts_kind is None or trained.config.attention == "flash_attention_2":
+        return None
+    if trained.config.micro_batch_size == 1:
+        return None
+    return (
+        "packing packed: it joins the rows of a micro-batch to one long row, for which attention "
+        f"{trained.config.attention} masks texts from one another in a matrix of all its tokens: "
+        "more memory than measured, and slower."
+    )
+
+
+def axolotl_lost_packing(trained: Trained) -> str | None:
+    """Its packing is called multipack."""
+    if _padded(trained):
+        return _MASKED
+    if trained.texts_kind is None:
+        rows = (
+            "Rows: it packs texts with attention kept inside each of them; measured were full rows "
+            "with attention over the whole row."
+        )
+    else:
+        rows = "packing packed: it fills rows by another rule than the one measured."
+    config = trained.config
+    if config.attention != "sdpa" or config.compute_dtype != "bf16":
+        return rows
+    return f"{rows} On cards before Hopper it warns that sdpa in bf16 may then give a loss of 0."
+
+
+def llama_factory_lost_packing(trained: Trained) -> str | None:
+    """See `llama_factory_packing`."""
+    if trained.texts_kind is None:
+        return None
+    match trained.config.packing:
+        case "packed" if trained.texts_kind == "text":
+            return (
+                "packing packed: of plain texts it makes full rows in which they see one another; "
+                "measured were whole texts, kept apart."
+            )
+        case "packed":
+            return (
+                "packing packed: it fills rows by another rule than the one measured, and leaves "
+                "out what is longer than one."
+            )
+        case "grouped":
+            return f"{_MASKED} transformers 4 has group_by_length in place of the option below."
+        case _:
+            return _MASKED
 
 
 # The process

@@ -383,9 +383,7 @@ def export(
     )
 
 
-@app.command(
-    epilog=opt.examples("sweep merge out --output merged --model path/to/base --dtype bf16")
-)
+@app.command(epilog=opt.examples("sweep merge adapter --output merged --model base --dtype bf16"))
 def merge(
     adapter: opt.AdapterArgument,
     output: opt.DirectoryOption,
@@ -404,9 +402,7 @@ def merge(
     return merging.run(adapter, output=output, model=model, dtype=dtype, rows=rows, as_json=as_json)
 
 
-@app.command(
-    epilog=opt.examples("sweep verify a10 --steps 20", "sweep verify winner.py --steps 8 --json")
-)
+@app.command(epilog=opt.examples("sweep verify a10 --steps 20"))
 def verify(
     what: opt.VerifiedArgument,
     steps: opt.VerifyStepsOption = 40,

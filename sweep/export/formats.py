@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
 from storage.files import write_chosen
 from storage.surfaces import surface_text
+from sweep.export.documents import PEFT_LOST, json_document, peft, yaml_document
 from sweep.export.recipe import Recipe, recipe_of
-from sweep.export.record import document
-from sweep.export.script import script
-from sweep.export.trainer_files import axolotl, llama_factory, trl
+from sweep.export.script import script, script_lost
+from sweep.export.trainer_files import axolotl, llama_factory, lost, trl
 
 
-def _document(recipe: Recipe) -> str:
-    return json.dumps(document(recipe), indent=2) + "\n"
+@dataclass(frozen=True)
+class Export:
+    """What is written of a study in one format."""
+
+    text: str
+    """Of one file."""
+    lost: tuple[str, ...] = ()
+    """What the format cannot say of what was measured, and what its file does instead."""
 
 
-_FORMATS: dict[str, Callable[[Recipe], str]] = {
-    "script": script,
-    "json": _document,
-    "axolotl": axolotl,
-    "llama-factory": llama_factory,
-    "trl": trl,
+@dataclass(frozen=True)
+class _Format:
+    text: Callable[[Recipe], str]
+    lost: Callable[[Recipe], tuple[str, ...]] = lambda _: ()
+
+
+_FORMATS: dict[str, _Format] = {
+    "script": _Format(script, script_lost),
+    "json": _Format(json_document),
+    "yaml": _Format(yaml_document),
+    "peft": _Format(peft, lambda _: PEFT_LOST),
+    "axolotl": _Format(axolotl, lambda recipe: lost(recipe, "axolotl")),
+    "llama-factory": _Format(llama_factory, lambda recipe: lost(recipe, "llama-factory")),
+    "trl": _Format(trl, lambda recipe: lost(recipe, "trl")),
 }
 
 SURFACE = "surface"
@@ -38,7 +52,12 @@ def format_names() -> tuple[str, ...]:
 
 
 def export(snapshot: StudySnapshot, *, format: str, number: int | None = None) -> str:
-    """Return the winner of a study as a recipe, or its trials as a surface: the text of one file.
+    """Return the text of `exported`."""
+    return exported(snapshot, format=format, number=number).text
+
+
+def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None) -> Export:
+    """Return the winner of a study as a recipe, or its trials as a surface.
 
     Args:
         snapshot: the study.
@@ -52,12 +71,13 @@ def export(snapshot: StudySnapshot, *, format: str, number: int | None = None) -
     if format == SURFACE:
         if number is not None:
             raise InputError("--trial: a surface is of all trials; leave it out")
-        return surface_text(snapshot)
+        return Export(surface_text(snapshot))
     if format not in _FORMATS:
         raise InputError(
             f"unknown format {quote(format)}{did_you_mean(format, (*_FORMATS, SURFACE))}"
         )
-    return _FORMATS[format](recipe_of(snapshot, number=number))
+    recipe, chosen = recipe_of(snapshot, number=number), _FORMATS[format]
+    return Export(chosen.text(recipe), chosen.lost(recipe))
 
 
 def save(text: str, path: Path) -> None:

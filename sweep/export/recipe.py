@@ -5,20 +5,25 @@ Knows nothing of any format. Names are people's own text: here they become singl
 
 from __future__ import annotations
 
+import hashlib
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from reports import objectives, uncertainty, units
 from reports.confirmation import status_words
 from reports.summary import emulation_note
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, NothingFits, quote
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
+from search_spaces.texts import TextsChoice, TextsSummary
 from storage.definition import StudySnapshot, Target
+from storage.gain import Gain, NoGain, gain_of
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
 from storage.records import Measurement, TrialRecord, Verdict
@@ -28,8 +33,77 @@ MAX_GRAD_NORM = 1.0
 SCHEDULE = "linear"
 """What a measured step does beside the configuration; none of it changes memory or speed."""
 
-_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel")
+_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel", "trl")
+_OURS = "qlora-sweep"
 _COMMENT_WIDTH = 96
+_NAME_MAX = 60
+_EVERY_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class RecipeTexts:
+    """The texts that a study trained on, and how it read them."""
+
+    summary: TextsSummary
+    source: str
+    """Where they are: an absolute path, or a hub id."""
+    eval_fraction: float
+    """Share of the rows that no training saw."""
+    seed: int
+    """Of the choice of those."""
+
+    @property
+    def column(self) -> str:
+        """The column with the text, where each row is one."""
+        return self.summary.text_column or "text"
+
+    def provenance(self) -> dict[str, Any]:
+        """Return what they are, in plain JSON values."""
+        keys = {"kind", "fingerprint", "tokenizer", "completions_only", "rows", "tokens"}
+        stated = self.summary.model_dump(mode="json", include=keys)
+        return {"source": self.source, **stated, "eval_fraction": self.eval_fraction}
+
+
+@dataclass(frozen=True)
+class GainOver:
+    """How a trial compares with the study's baseline."""
+
+    baseline: TrialRecord | None
+    """Or its recipe in the trial's capacity class; None where that was not measured."""
+    gain: Gain | None
+    reason: NoGain | None
+    """Why no gain is stated; None where one is, or nothing was measured to compare with."""
+
+    def words(self) -> str:
+        """Return that as a sentence."""
+        if self.baseline is None:
+            return "Baseline: none was measured beside it, so no gain is stated."
+        measured = measured_of(self.baseline)
+        beside = (
+            f"Baseline: trial {self.baseline.number}, {units.rate(measured.tokens_per_second)} "
+            "tokens/s; gain "
+        )
+        if self.gain is None:
+            return f"{beside}not stated: {(self.reason or 'no interval').replace('_', ' ')}."
+        ends = uncertainty.factor_interval(self.gain)
+        return f"{beside}{uncertainty.factor(self.gain)} (95 % interval {ends})."
+
+    def provenance(self, model: ModelSpec) -> dict[str, Any]:
+        """Return that in plain JSON values."""
+        base, gain = self.baseline, self.gain
+        return {
+            "baseline": None
+            if base is None
+            else {
+                "trial": base.number,
+                "tokens_per_second": measured_of(base).tokens_per_second,
+                "config": _resolved(base.config, model),
+            },
+            "gain": None
+            if gain is None
+            else {"value": gain.ratio, "low": gain.low, "high": gain.high},
+            "no_gain": self.reason,
+        }
 
 
 @dataclass(frozen=True)
@@ -51,6 +125,16 @@ class Recipe:
     """That in words, and what to type where it was not."""
     is_best: bool = True
     """Whether it is the study's winner."""
+    date: str | None = None
+    """When the trial began, UTC, ISO 8601; None where an earlier version ran it."""
+    comparison: GainOver = GainOver(None, None, None)
+    texts: RecipeTexts | None = None
+    """None where full random rows were trained on."""
+
+    @property
+    def texts_kind(self) -> str | None:
+        """What the rows of the texts are; None where full random rows were trained on."""
+        return None if self.texts is None else self.texts.summary.kind
 
     @property
     def model_type(self) -> str:
@@ -64,10 +148,30 @@ class Recipe:
 
     @property
     def target_modules(self) -> tuple[str, ...] | None:
-        """Names of the layers with an adapter; None for every linear layer."""
-        if self.config.target_modules == "all-linear":
-            return None
-        return resolve_targets(self.config, self.model)
+        """Names of the layers with an adapter; None for every linear layer of a model type whose
+        layers' names nobody knows."""
+        names = resolve_targets(self.config, self.model)
+        return None if _EVERY_LINEAR in names else names
+
+    @cached_property
+    def resolved(self) -> dict[str, Any]:
+        """The configuration with every default written out, in plain JSON values."""
+        return _resolved(self.config, self.model)
+
+    @property
+    def targets(self) -> str | list[str]:
+        """The layers with an adapter, as PEFT takes them."""
+        targets: str | list[str] = self.resolved["target_modules"]
+        return targets
+
+    def output_directory(self, format: str) -> str:
+        """Return a directory for what a format's training leaves: no other export has it."""
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", self.study)[:_NAME_MAX].strip("-.")
+        if plain != self.study:
+            # Two names may look alike once what is no name of a file is gone.
+            digest = hashlib.sha256(self.study.encode("utf-8", "surrogateescape")).hexdigest()
+            plain = f"{plain or 'study'}-{digest[:8]}"
+        return f"outputs/{plain}-trial{self.number}-{format}"
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -90,7 +194,59 @@ class Recipe:
             f"trial {self.number}{f', {self.certainty}' if self.certainty else ''}.",
             _numbers(self.measurement),
             emulation_note(self.target) or f"Measured on {self._device()}.",
+            f"{self._when()}, by {self._sweep()}, with {self._driver()}.",
+            self.comparison.words(),
             f"Model: {self.model.name}. Libraries: {self._libraries()}.",
+            self._rows(),
+        )
+
+    def provenance(self) -> dict[str, Any]:
+        """Return where all of this comes from, in plain JSON values; null where nobody knows."""
+        environment, versions = self.environment, self._versions
+        return {
+            "study": self.study,
+            "trial": self.number,
+            "date": self.date,
+            "card": environment.get("gpu") or self.target.gpu,
+            "target": self.target.model_dump(mode="json"),
+            "driver": environment.get("driver"),
+            "cuda_driver": environment.get("cuda_driver"),
+            "python": environment.get("python"),
+            "sweep": {"version": versions.get(_OURS), "commit": environment.get("commit")},
+            "versions": {name: version for name, version in versions.items() if name != _OURS},
+            "model": {"name": self.model.name, "fingerprint": self.model.fingerprint},
+            "tokens_per_second": self.measurement.tokens_per_second,
+            "tokens_per_second_ci95": self.measurement.speed_interval,
+            "peak_allocated_bytes": self.measurement.peak_allocated_bytes,
+            "confirmed": self.is_confirmed,
+            **self.comparison.provenance(self.model),
+            "texts": None if self.texts is None else self.texts.provenance(),
+        }
+
+    @property
+    def _versions(self) -> dict[str, Any]:
+        return dict(self.environment.get("versions") or {})
+
+    def _when(self) -> str:
+        return "At a time that is not recorded" if self.date is None else f"Begun {self.date}"
+
+    def _sweep(self) -> str:
+        version, commit = self._versions.get(_OURS), self.environment.get("commit")
+        return f"qlora-sweep {version or 'of no known version'} (commit {commit or 'not recorded'})"
+
+    def _driver(self) -> str:
+        if self.target.device == "cpu":
+            return "no GPU driver"
+        return f"driver {self.environment.get('driver') or 'not recorded'}"
+
+    def _rows(self) -> str:
+        if self.texts is None:
+            return f"Rows: random tokens, each row full ({self.config.seq_len} tokens)."
+        summary = self.texts.summary
+        loss = "completions alone carry loss" if summary.completions_only else "every token counts"
+        return (
+            f"Texts: {quote(self.texts.source)} ({summary.kind}, {loss}; fingerprint "
+            f"{summary.fingerprint}), {100 * self.texts.eval_fraction:g} % of the rows held out."
         )
 
     @property
@@ -141,7 +297,30 @@ def recipe_of(snapshot: StudySnapshot, *, number: int | None = None) -> Recipe:
         if is_best
         else f"{'' if again else 'not '}measured again",
         is_best=is_best,
+        date=chosen.started_at,
+        comparison=_comparison(ranking, chosen),
+        texts=_texts(snapshot),
     )
+
+
+def _resolved(config: TrialConfig, model: ModelSpec) -> dict[str, Any]:
+    """Return a configuration with every default and set of layers written out."""
+    names = resolve_targets(config, model)
+    targets = _EVERY_LINEAR if _EVERY_LINEAR in names else list(names)
+    return {**canonical(config).model_dump(mode="json"), "target_modules": targets}
+
+
+def _comparison(ranking: Ranking, chosen: TrialRecord) -> GainOver:
+    gain, reason = gain_of(ranking, chosen)
+    return GainOver(ranking.reference_for(chosen.config) or ranking.baseline, gain, reason)
+
+
+def _texts(snapshot: StudySnapshot) -> RecipeTexts | None:
+    summary, space = snapshot.definition.texts, snapshot.definition.space
+    if summary is None:
+        return None
+    choice = space.data or TextsChoice(texts=summary.source)
+    return RecipeTexts(summary, choice.texts, float(choice.eval_fraction), space.seed)
 
 
 def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecord:
@@ -177,6 +356,11 @@ def _numbers(measured: Measurement) -> str:
         f"peak {units.gib(measured.peak_allocated_bytes)} allocated{also}, "
         f"{units.count(measured.trainable_parameters)} trainable parameters.{flags}{doubt}"
     )
+
+
+def plain_number(value: float) -> float | int:
+    """Return a whole number without its decimal point."""
+    return int(value) if value == int(value) else value
 
 
 def comment(paragraphs: Iterable[str]) -> str:

@@ -9,32 +9,34 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from search_spaces.config import TrialConfig
 from search_spaces.trainers import TORCH_DTYPES, allocator_settings, liger_kernels
+from sweep.export.documents import record_line
 from sweep.export.recipe import (
     MAX_GRAD_NORM,
     SCHEDULE,
     WEIGHT_DECAY,
     Recipe,
     comment,
+    plain_number,
 )
-from sweep.export.record import record_line
+
+TRIED = "Tried with transformers 5.10.1 to 5.17.0, PEFT 0.19 to 0.21.2 and TRL 1.15 to 1.16."
 
 
 def script(recipe: Recipe) -> str:
     """Return the training script of a recipe, ready to run."""
-    config, names = recipe.config, recipe.target_modules
+    config, texts = recipe.config, recipe.texts
     imports = ["LoraConfig", "get_peft_model"]
     is_whole = config.quantized_count(recipe.layers) == recipe.layers
     if config.upcast_fp32 and is_whole:
         imports.append("prepare_model_for_kbit_training")
     return _template().render(
-        header=f"{comment((*recipe.facts(), *_rows(config)))}\n{record_line(recipe)}",
+        header=f"{comment((*recipe.facts(), TRIED, *script_lost(recipe)))}\n{record_line(recipe)}",
         config=config,
         measurement=recipe.measurement,
         weights=recipe.weights,
         alpha=plain_number(config.alpha),
-        target_modules="all-linear" if names is None else list(names),
+        target_modules=recipe.targets,
         dtype=TORCH_DTYPES[config.compute_dtype],
         adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
         is_quantized=config.is_quantized,
@@ -42,7 +44,10 @@ def script(recipe: Recipe) -> str:
         peft_imports=", ".join(imports),
         liger=liger_kernels(config.kernels),
         environment=allocator_settings(config.expandable_segments),
-        needs="" if config.kernels == "hf" else ", liger-kernel",
+        needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),
+        texts=texts,
+        is_flattened=config.packing == "packed" and config.attention == "flash_attention_2",
+        output=recipe.output_directory("script"),
         learning_rate=config.learning_rate,
         weight_decay=WEIGHT_DECAY,
         max_grad_norm=MAX_GRAD_NORM,
@@ -50,20 +55,17 @@ def script(recipe: Recipe) -> str:
     )
 
 
-def _rows(config: TrialConfig) -> tuple[str, ...]:
-    """Return what to know where other rows were measured than the script makes."""
-    if config.packing == "none":
+def script_lost(recipe: Recipe) -> tuple[str, ...]:
+    """Return what the script cannot do as it was measured."""
+    kind = recipe.texts_kind
+    if recipe.texts is None or kind not in ("messages", "conversations"):
+        return ()
+    if not recipe.texts.summary.completions_only:
         return ()
     return (
-        "",
-        f"Rows: measured with packing {config.packing}; this script joins texts and cuts them into "
-        "full rows.",
+        "Loss on the assistant's turns alone: the script needs a chat template that marks them "
+        "with {% generation %}, and ends with a message where the tokenizer's does not.",
     )
-
-
-def plain_number(value: float) -> float | int:
-    """Return a whole number without its decimal point."""
-    return int(value) if value == int(value) else value
 
 
 @cache

@@ -1,19 +1,21 @@
 """Owns a recipe as each trainer's file: YAML under a comment that hides nothing.
 
-How a trainer spells each knob is declared with the knob (`search_spaces.trainers`); here is what
-is not searched. Knows nothing of studies.
+How a trainer spells each knob is declared with the knob (`search_spaces.trainers`), how it is told
+of texts in `rows`; here is what is not searched. Knows nothing of studies.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from search_spaces.config import TrialConfig
 from search_spaces.knobs import KNOBS
 from search_spaces.trainers import Trainer
+from sweep.export.documents import record_line
 from sweep.export.recipe import (
     MAX_GRAD_NORM,
     SCHEDULE,
@@ -21,11 +23,7 @@ from sweep.export.recipe import (
     Recipe,
     comment,
 )
-from sweep.export.record import record_line
-
-_DATA_FILE = "data.jsonl"
-"""Stands for the user's texts, one ``{"text": "..."}`` a line."""
-_OUTPUT_DIRECTORY = "outputs"
+from sweep.export.rows import DATA_FILE, dataset_info, dataset_options, lost_rows
 
 _NON_BLOCKING: Mapping[str, Any] = {"accelerator_config": {"non_blocking": True}}
 _WITHOUT_WAITING: Mapping[str, Any] = {"logging_nan_inf_filter": False, **_NON_BLOCKING}
@@ -39,9 +37,43 @@ _TRAINING_ARGUMENTS: Mapping[str, Any] = {
     "logging_steps": 10,
     **_WITHOUT_WAITING,
     "report_to": "none",
-    "output_dir": _OUTPUT_DIRECTORY,
 }
 """What was not searched, for trainers that use the names of transformers' `TrainingArguments`."""
+
+
+@dataclass(frozen=True)
+class TriedWith:
+    """A trainer as its files were tried: built, and two steps trained."""
+
+    name: str
+    """As it writes itself."""
+    versions: str
+    pins: str
+    """What those versions want of others, by their own metadata."""
+
+    def __str__(self) -> str:
+        return f"Tried with {self.name} {self.versions}, {self.pins}."
+
+
+TRIED: Mapping[Trainer, TriedWith] = {
+    "trl": TriedWith(
+        "TRL",
+        "1.15.0 and 1.16.0",
+        "which want transformers 4.56.2 or newer; earlier ones compute the loss in another way",
+    ),
+    "axolotl": TriedWith(
+        "axolotl",
+        "0.19.0",
+        "which pins transformers 5.16.1, peft 0.20.0, trl 1.9.0, accelerate 1.13.0 and "
+        "liger-kernel 0.8.1",
+    ),
+    "llama-factory": TriedWith(
+        "LLaMA-Factory",
+        "0.9.5",
+        "which wants transformers up to 5.6.0, peft 0.18.0 to 0.18.1, accelerate up to 1.11.0 and "
+        "trl up to 0.24.0",
+    ),
+}
 
 
 def trl(recipe: Recipe) -> str:
@@ -50,19 +82,12 @@ def trl(recipe: Recipe) -> str:
         "model_name_or_path": _model(recipe),
         "use_peft": True,
         **_spelled(recipe, trainer="trl"),
-        "datasets": [{"path": "json", "data_files": _DATA_FILE, "columns": ["text"]}],
-        # Left out, it may be computed in chunks: less memory, and not what was measured.
+        **dataset_options(recipe, "trl"),
         "loss_type": "nll",
         **_TRAINING_ARGUMENTS,
+        "output_dir": recipe.output_directory("trl"),
     }
-    return _file(
-        recipe,
-        trainer="TRL",
-        command=_command(recipe, "trl sft --config FILE", trainer="trl"),
-        edits=("datasets", "output_dir"),
-        options=options,
-        differences=_lost(recipe, trainer="trl"),
-    )
+    return _file(recipe, trainer="trl", command="trl sft --config FILE", options=options)
 
 
 def axolotl(recipe: Recipe) -> str:
@@ -74,12 +99,8 @@ def axolotl(recipe: Recipe) -> str:
         "lora_mlp_kernel": False,
         "lora_qkv_kernel": False,
         "lora_o_kernel": False,
-        "datasets": [
-            {"path": _DATA_FILE, "ds_type": "json", "type": "completion", "field": "text"}
-        ],
-        "val_set_size": 0.0,
-        "sample_packing": _axolotl_packs(recipe.config),
-        "pad_to_sequence_len": recipe.config.packing != "grouped",
+        **dataset_options(recipe, "axolotl"),
+        "dataset_prepared_path": f"{recipe.output_directory('axolotl')}/prepared",
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": MAX_GRAD_NORM,
         "lr_scheduler": SCHEDULE,
@@ -87,105 +108,76 @@ def axolotl(recipe: Recipe) -> str:
         "num_epochs": 1,
         "logging_steps": 10,
         **_NON_BLOCKING,
-        "output_dir": _OUTPUT_DIRECTORY,
+        "output_dir": recipe.output_directory("axolotl"),
     }
-    return _file(
-        recipe,
-        trainer="axolotl",
-        command=_command(recipe, "axolotl train FILE", trainer="axolotl"),
-        edits=("datasets", "output_dir"),
-        options=options,
-        differences=_axolotl_differences(recipe),
-    )
-
-
-def _axolotl_packs(config: TrialConfig) -> bool:
-    """Whether its packing works: it needs attention that keeps the texts of a row apart."""
-    if config.packing == "grouped":
-        return False
-    return config.attention == "flash_attention_2"
-
-
-def _axolotl_differences(recipe: Recipe) -> Iterator[str]:
-    yield from _lost(recipe, trainer="axolotl")
-    if _axolotl_packs(recipe.config):
-        yield (
-            "Rows: it packs texts with attention kept inside each of them; measured were full rows "
-            "with attention over the whole row."
-        )
-    else:
-        yield (
-            f"Rows: it does not pack with attention {recipe.config.attention}, so each text is a "
-            "row of its own, padded to sequence_len. Padding takes time and carries no loss: fewer "
-            "useful tokens/s than measured."
-        )
-    yield (
-        "Older releases have no attn_implementation: they want flash_attention, sdp_attention or "
-        "eager_attention true in its place."
-    )
-
-
-_DATASET = "texts"
-_DATASET_INFO = (
-    f'{{"{_DATASET}": {{"file_name": "{_DATA_FILE}", "columns": {{"prompt": "text"}}}}}}'
-)
+    return _file(recipe, trainer="axolotl", command="axolotl train FILE", options=options)
 
 
 def llama_factory(recipe: Recipe) -> str:
     """Return a recipe as a LLaMA-Factory YAML file."""
     options = {
         "model_name_or_path": _model(recipe),
-        # Stage pt joins the texts and cuts them into rows of cutoff_len: every token carries loss.
-        "stage": "pt",
         "do_train": True,
         "finetuning_type": "lora",
         **_spelled(recipe, trainer="llama-factory"),
-        "dataset": _DATASET,
-        "dataset_dir": "data",
+        **dataset_options(recipe, "llama-factory"),
         **_TRAINING_ARGUMENTS,
+        "output_dir": recipe.output_directory("llama-factory"),
     }
     return _file(
-        recipe,
-        trainer="LLaMA-Factory",
-        command=_command(recipe, "llamafactory-cli train FILE", trainer="llama-factory"),
-        edits=(
-            f"dataset_dir, with your {_DATA_FILE} and a dataset_info.json of {_DATASET_INFO}",
-            "output_dir",
-        ),
-        options=options,
-        differences=_lost(recipe, trainer="llama-factory"),
+        recipe, trainer="llama-factory", command="llamafactory-cli train FILE", options=options
     )
 
 
-def _file(
-    recipe: Recipe,
-    *,
-    trainer: str,
-    command: str,
-    edits: Iterable[str],
-    options: Mapping[str, Any],
-    differences: Iterable[str],
-) -> str:
+def lost(recipe: Recipe, trainer: Trainer) -> tuple[str, ...]:
+    """Return what a trainer cannot express of what was measured, and what its file does instead."""
+    knobs = (knob.lost[trainer](recipe) for knob in KNOBS.values() if trainer in knob.lost)
+    known = tuple(sentence for sentence in knobs if sentence is not None)
+    return (*known, *_OLDER.get(trainer, ()), *lost_rows(recipe, trainer))
+
+
+_OLDER: Mapping[Trainer, tuple[str, ...]] = {
+    "axolotl": (
+        "Older releases have no attn_implementation: they want flash_attention, sdp_attention or "
+        "eager_attention true in its place, and leave out what they do not know without a word.",
+    )
+}
+
+
+def _to_fill_in(recipe: Recipe, trainer: Trainer) -> Iterator[str]:
+    """Yield what of a file is the user's to do."""
+    if not recipe.weights:
+        yield "the model: its architecture alone was measured"
+    if trainer == "llama-factory":
+        beside = f", with your {DATA_FILE}" if recipe.texts is None else ""
+        info = json.dumps(dataset_info(recipe))
+        yield f"dataset_dir{beside} and a dataset_info.json of {info}"
+    elif recipe.texts is None:
+        yield "datasets"
+
+
+def _file(recipe: Recipe, *, trainer: Trainer, command: str, options: Mapping[str, Any]) -> str:
     """Return the text of a trainer's file.
 
     Args:
         recipe: what was measured.
-        trainer: its name.
+        trainer: whose file it is.
         command: how to start it; ``FILE`` stands for the file.
-        edits: what is the user's to fill in.
         options: the file's content.
-        differences: what the trainer cannot express, and what the file does instead.
     """
-    missing = () if recipe.weights else ("the model: its architecture alone was measured",)
+    tried = TRIED[trainer]
+    edits = tuple(_to_fill_in(recipe, trainer))
     paragraphs = (
         *recipe.facts(),
         "",
-        f"For {trainer}: {command}",
-        "Schedule and epochs were not searched. To fill in:",
-        *_items((*missing, *edits)),
+        f"For {tried.name}: {_command(recipe, command, trainer=trainer)}",
+        str(tried),
+        "Schedule and epochs were not searched."
+        + (" To fill in:" if edits else " Nothing is to be filled in."),
+        *_items(edits),
         "",
-        f"Where {trainer} cannot do what was measured:",
-        *_items(tuple(differences) or ("nothing known: every knob is below",)),
+        f"Where {tried.name} cannot do what was measured:",
+        *_items(lost(recipe, trainer) or ("nothing known: every knob is below",)),
     )
     body = yaml.safe_dump(dict(options), sort_keys=False, default_flow_style=False)
     return f"{comment(paragraphs)}\n{record_line(recipe)}\n\n{body}"
@@ -219,9 +211,3 @@ def _command(recipe: Recipe, command: str, *, trainer: Trainer) -> str:
     spelled = [knob.environment[trainer] for knob in KNOBS.values() if trainer in knob.environment]
     variables = {name: value for spell in spelled for name, value in spell(recipe).items()}
     return " ".join([*(f"{name}={value}" for name, value in variables.items()), command])
-
-
-def _lost(recipe: Recipe, *, trainer: Trainer) -> Iterator[str]:
-    """Yield what a trainer cannot express of what was measured, and what its file does instead."""
-    sentences = (knob.lost[trainer](recipe) for knob in KNOBS.values() if trainer in knob.lost)
-    return (sentence for sentence in sentences if sentence is not None)

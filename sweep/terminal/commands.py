@@ -152,7 +152,10 @@ def export(
     """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
     snapshot = read(study, url=storage_url(storage))
     warn_of_unreadable(snapshot)
-    text = formats.export(snapshot, format=format, number=trial)
+    export = formats.exported(snapshot, format=format, number=trial)
+    text = export.text
+    for sentence in export.lost:
+        note(f"{format}: {sentence}")
     if output is None or str(output) == STDOUT:
         say_as_is(text.removesuffix("\n"))
     else:

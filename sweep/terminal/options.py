@@ -321,7 +321,11 @@ ResumeOption = Annotated[
 # Of what is written
 
 FormatOption = Annotated[
-    str, typer.Option("--format", help="script, json, axolotl, llama-factory, trl or surface.")
+    str,
+    typer.Option(
+        "--format",
+        help="script, trl, axolotl, llama-factory, peft, json, yaml or surface.",
+    ),
 ]
 FigureOption = Annotated[
     str | None,

@@ -22,8 +22,8 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.space import Weights
 from search_spaces.texts import TextsSummary
 from storage.definition import StudySnapshot, Target
+from sweep.export.documents import recorded
 from sweep.export.recipe import recipe_of
-from sweep.export.record import recorded
 
 Kind = Literal["training", "script", "trl"]
 """What runs: our own `sweep train`, an exported script, TRL's own command on an exported file."""
@@ -200,10 +200,23 @@ def _record(values: Mapping[str, Any], *, path: Path, kind: Kind) -> Record:
         peak_allocated_bytes=int(measured["peak_allocated_bytes"]),
         flags=tuple(measured.get("flags", ())),
         is_confirmed=bool(values.get("confirmed")),
-        environment=values.get("environment") or {"versions": values.get("versions") or {}},
+        environment=_environment(
+            values.get("provenance") or {}, values.get("versions") or {}, is_cpu=is_cpu
+        ),
         texts=None if texts is None else TextsSummary.model_validate(texts),
         path=path.resolve(),
     )
+
+
+def _environment(
+    provenance: Mapping[str, Any], versions: Mapping[str, Any], *, is_cpu: bool
+) -> dict[str, Any]:
+    """Return a study's environment from what an export tells of it."""
+    told = {key: provenance.get(key) for key in ("driver", "cuda_driver", "python")}
+    commit = (provenance.get("sweep") or {}).get("commit")
+    # Of a study on the CPU an export calls that its card.
+    gpu = None if is_cpu else provenance.get("card")
+    return told | {"gpu": gpu, "commit": commit, "versions": dict(versions)}
 
 
 def _label(study: str, number: int) -> str:

@@ -204,10 +204,28 @@ def _texts_to_read(record: Record, place: Path, weights: Path, *, steps: int) ->
 def _notes(record: Record, reached: Mapping[str, Any]) -> Iterator[str]:
     if reached["peak_allocated_bytes"] is None:
         yield "peak allocated is not compared: nothing counts a script's memory on a CPU"
+    if record.kind == "trl" and record.path is not None:
+        yield from told_to_be_lost(record.path.read_text(encoding="utf-8"))
     kinds = reached.get("adapter_dtypes")
     measured = TORCH_DTYPES[record.config.adapter_dtype]
     if kinds and kinds != [measured]:
         yield f"TRL trained adapters of {' and '.join(kinds)}, measured were {measured}"
+
+
+def told_to_be_lost(text: str) -> Iterator[str]:
+    """Yield what an exported file says that its trainer cannot do of what was measured."""
+    lines = iter(text.splitlines())
+    if not any(line.startswith("# Where ") and line.endswith("measured:") for line in lines):
+        return
+    item = ""
+    for line in lines:
+        is_of_the_list = line.startswith(("# - ", "#   "))
+        if item and (line.startswith("# - ") or not is_of_the_list):
+            yield f"TRL: {item}"
+            item = ""
+        if not is_of_the_list:
+            return
+        item = f"{item} {line[4:].strip()}".strip()
 
 
 def _script(

@@ -16,9 +16,11 @@ import typer
 
 from search_spaces.knobs import KNOBS
 from search_spaces.loading import preset_texts
+from search_spaces.models import load_model_spec
 from sweep import cli
 from sweep.cli import app, main
 from sweep.terminal.knob_options import add_knobs
+from tests.sweep.merging.made import make_adapter, make_base
 
 REFUSED_WITHOUT_A_CARD = 3
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
@@ -53,6 +55,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         at_home(home, patch)
         assert main(["run", "quick.yaml", "--study", "a10", "--no-confirm"]) == 0
     shutil.copy(TEXTS, home / "texts.jsonl")
+    base = make_base(home / "base", load_model_spec("demo").config)
+    make_adapter(home / "adapter", base)
     surface = SURFACE.read_text(encoding="utf-8").splitlines(keepends=True)
     (home / "surface.jsonl").write_text("".join(surface[:40]), encoding="utf-8")
     return home

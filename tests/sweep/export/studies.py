@@ -8,6 +8,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
+from search_spaces.texts import LengthQuantiles, TextsKind, TextsSummary
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import Measured, Measurement, TrialRecord
 
@@ -17,6 +18,26 @@ MODEL = ModelSpec(
     config={"model_type": "mistral", "num_hidden_layers": 32},
 )
 HOSTILE = "x'''\"\"\"\\\n__import__('os').abort()\r# {{ 7*7 }} {% raw %}\u2028: - &a !!python\udcff"
+
+
+def some_texts(
+    kind: TextsKind = "messages", *, completions_only: bool = False, source: str = "/texts.jsonl"
+) -> TextsSummary:
+    """Return what a study keeps of texts of a kind."""
+    return TextsSummary(
+        source=source,
+        kind=kind,
+        format="auto",
+        fingerprint="f00d",
+        tokenizer="mine",
+        completions_only=completions_only,
+        rows=60,
+        broken=0,
+        tokens=6000,
+        loss_tokens=5000,
+        longest=200,
+        quantiles=LengthQuantiles(p50=90, p90=120, p95=150, p99=180, max=200),
+    )
 
 
 def a_measurement(**changes: Any) -> Measurement:
@@ -45,6 +66,7 @@ def a_study(
     name: str = "a10-mistral",
     model: ModelSpec = MODEL,
     emulated_on: str | None = "NVIDIA H200",
+    texts: TextsSummary | None = None,
 ) -> StudySnapshot:
     """Return a study of one trial, which fits, over a space that holds it."""
     tried = config or TrialConfig()
@@ -54,6 +76,7 @@ def a_study(
         "name": "small",
         "dimensions": {"micro_batch_size": {"choices": [fixed.pop("micro_batch_size")]}},
         "fixed": fixed,
+        "data": None if texts is None else {"texts": texts.source},
     }
     definition = StudyDefinition(
         space=SearchSpace.model_validate(space),
@@ -62,10 +85,20 @@ def a_study(
         target=Target(
             gpu="a10", device="cuda", budget_bytes=int(21.5 * GIB), emulated_on=emulated_on
         ),
+        texts=texts,
     )
     return StudySnapshot(
         name=name,
         definition=definition,
-        environment={"gpu": "NVIDIA A10", "versions": {"torch": "2.13.0", "triton": None}},
-        records=(TrialRecord(number=17, config=tried, outcome=outcome),),
+        environment={
+            "gpu": "NVIDIA A10",
+            "driver": "580.65.06",
+            "commit": "0123abcd",
+            "versions": {"torch": "2.13.0", "triton": None, "qlora-sweep": "0.1.0"},
+        },
+        records=(
+            TrialRecord(
+                number=17, config=tried, outcome=outcome, started_at="2026-11-21T10:00:00+00:00"
+            ),
+        ),
     )

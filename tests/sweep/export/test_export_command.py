@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
+from search_spaces.linears import CapacityClass
 from storage.reading import read_study
 from sweep.cli import main
 from sweep.export.formats import format_names
@@ -61,7 +62,10 @@ def test_another_trial_than_the_winner_is_exported_and_says_that_it_is_not_the_b
     assert main(["export", study, "--format", "json", "--trial", str(other.number)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["number"] == other.number
-    assert TrialConfig(**document["config"]) == other.config
+    written = TrialConfig(**document["config"])
+    assert CapacityClass.of(written, MODEL) == CapacityClass.of(other.config, MODEL)
+    same = {"target_modules": other.config.target_modules}
+    assert written.model_copy(update=same) == canonical(other.config)
     assert main(["export", study, "--trial", str(other.number)]) == 0
     assert "One of the configurations that fit, not the best" in capsys.readouterr().out
     assert main(["export", study, "--trial", str(best)]) == 0
@@ -111,3 +115,16 @@ def test_the_help_names_every_format(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["export", "--help"]) == 0
     said = capsys.readouterr().out
     assert [name for name in format_names() if name not in said] == []
+
+
+def test_what_the_trainer_cannot_do_is_said_on_stderr(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = finished_study(home)
+    assert main(["export", study, "--format", "trl"]) == 0
+    said = capsys.readouterr()
+    assert "trl: kernels" in said.err
+    assert "trl: kernels" not in said.out
+    yaml.safe_load(said.out)
+    assert main(["export", study, "--format", "json"]) == 0
+    assert capsys.readouterr().err == ""

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from search_spaces.config import CONFIG_KEYS, TrialConfig
+from search_spaces.config import CONFIG_KEYS, TrialConfig, canonical
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits
 from search_spaces.models import ModelSpec
-from sweep.export.formats import export, format_names, save
+from sweep.export.formats import export, exported, format_names, save
 from tests.storage.builders import confirmed
-from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study
+from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study, some_texts
 
 TRAINERS = ("axolotl", "llama-factory", "trl")
 BASE = TrialConfig(upcast_fp32=False, checkpoint_fraction=0.0)
@@ -53,7 +53,7 @@ CONFIGS = [
 
 def read(text: str, *, format: str) -> dict[str, Any]:
     """Return what a file says, by the names it says it with."""
-    if format == "json":
+    if format in ("json", "peft"):
         return dict(json.loads(text))
     if format != "script":
         return dict(yaml.safe_load(text))
@@ -81,8 +81,10 @@ def test_every_configuration_makes_a_file_that_parses(config: TrialConfig, forma
 @pytest.mark.parametrize("format", format_names())
 @pytest.mark.parametrize("key", CONFIG_KEYS)
 def test_no_knob_is_silently_dropped(key: str, format: str) -> None:
+    texts = some_texts() if key == "packing" else None
     changed = BASE.model_copy(update={key: OTHER[key]})
-    assert export(a_study(changed), format=format) != export(a_study(BASE), format=format)
+    written = export(a_study(changed, texts=texts), format=format)
+    assert written != export(a_study(BASE, texts=texts), format=format)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,8 @@ def test_what_a_format_can_express_is_what_was_measured(
 def test_the_document_holds_the_configuration_and_the_measurement_whole() -> None:
     config = TrialConfig(lora_rank=64, target_modules=("q_proj", "up_proj"))
     document = json.loads(export(a_study(config), format="json"))
-    assert TrialConfig.model_validate(document["config"]) == config
+    resolved = canonical(config).model_copy(update={"target_modules": ("q_proj", "up_proj")})
+    assert TrialConfig.model_validate(document["config"]) == resolved
     assert type(a_measurement()).model_validate(document["measurement"]) == a_measurement()
     assert document["gpu"]["emulated_on"] == "NVIDIA H200"
 
@@ -239,7 +242,10 @@ def test_the_header_says_that_a_winner_is_confirmed(format: str) -> None:
         ("axolotl", {"checkpoint_fraction": 0.5}, "checkpoint_fraction 0.5"),
         ("axolotl", {"compile": True}, "it may not fit"),
         ("axolotl", {"lora_alpha": 24.5}, "lora_alpha 24.5"),
-        ("axolotl", {"attention": "sdpa"}, "does not pack"),
+        ("axolotl", {"attention": "sdpa"}, "attention kept inside each of them"),
+        ("trl", {"kernels": "hf"}, "in chunks by a head of their own"),
+        ("trl", {"kernels": "fused-loss"}, "kernels fused-loss"),
+        ("trl", {"kernels": "liger"}, "it refuses Liger's fused loss"),
         ("llama-factory", {"upcast_fp32": True}, "upcast_fp32"),
         ("llama-factory", {"kernels": "fused-loss"}, "kernels fused-loss"),
         ("llama-factory", {"compute_dtype": "fp32"}, "compute_dtype fp32"),
@@ -342,12 +348,21 @@ def test_a_share_too_small_for_one_layer_recomputes_none(
         ("axolotl", "lora_target_linear", True),
         ("llama-factory", "lora_target", "all"),
         ("trl", "lora_target_modules", ["all-linear"]),
+        ("peft", "target_modules", "all-linear"),
         ("script", "TARGET_MODULES", "all-linear"),
     ],
 )
-def test_all_linear_layers_have_a_name_in_every_format(format: str, key: str, every: Any) -> None:
+def test_all_linear_layers_are_named_or_left_to_peft_where_nobody_knows_them(
+    format: str, key: str, every: Any
+) -> None:
     config = TrialConfig(target_modules="all-linear")
-    assert read(export(a_study(config), format=format), format=format)[key] == every
+    known = read(export(a_study(config), format=format), format=format)
+    names = known[key.replace("_linear", "_modules")]
+    layers = names.split(",") if isinstance(names, str) else names
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    assert set(layers) == {*attention, *mlp}
+    odd = replace(MODEL, config={**MODEL.config, "model_type": "odd"})
+    assert read(export(a_study(config, model=odd), format=format), format=format)[key] == every
 
 
 @pytest.mark.parametrize("format", format_names())
@@ -367,6 +382,8 @@ def test_names_that_try_to_break_out_stay_data(format: str) -> None:
     modules = {
         "script": lambda: values["TARGET_MODULES"],
         "json": lambda: values["config"]["target_modules"],
+        "yaml": lambda: values["config"]["target_modules"],
+        "peft": lambda: values["target_modules"],
         "axolotl": lambda: values["lora_target_modules"],
         "llama-factory": lambda: [values["lora_target"].removeprefix("q_proj,"), "q_proj"],
         "trl": lambda: values["lora_target_modules"],
@@ -420,3 +437,83 @@ def test_a_place_that_cannot_be_written_says_so_and_keeps_what_was_there(tmp_pat
         save("text", taken)
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
     assert (taken / "kept").read_text() == "kept"
+
+
+PROVENANCE = ("a10-mistral", "17", "2026-11-21", "580.65.06", "0.1.0", "0123abcd", "2.13.0", "A10")
+
+
+@pytest.mark.parametrize("format", format_names())
+def test_every_file_says_where_it_comes_from(format: str) -> None:
+    text = export(a_study(emulated_on=None), format=format)
+    assert [fact for fact in PROVENANCE if fact not in text] == []
+
+
+@pytest.mark.parametrize("format", ["json", "yaml", "peft"])
+def test_provenance_is_a_value_of_its_own_in_documents(format: str) -> None:
+    values = read(export(a_study(), format=format), format=format)
+    provenance = values["auto_mapping"]["provenance"] if format == "peft" else values["provenance"]
+    assert (provenance["study"], provenance["trial"]) == ("a10-mistral", 17)
+    assert provenance["sweep"] == {"version": "0.1.0", "commit": "0123abcd"}
+    assert (
+        provenance["tokens_per_second_ci95"][0] < 16_800 < provenance["tokens_per_second_ci95"][1]
+    )
+    assert provenance["gain"] is None
+    assert provenance["no_gain"] == "not_confirmed"
+
+
+def test_a_document_has_no_default_left_to_whoever_reads_it() -> None:
+    config = TrialConfig(lora_rank=8, micro_batch_size=2, target_modules="qv", quantization="none")
+    document = json.loads(export(a_study(config), format="json"))
+    written = document["config"]
+    assert (written["lora_alpha"], written["effective_batch_size"]) == (16.0, 2)
+    assert written["target_modules"] == ["q_proj", "v_proj"]
+    assert (written["double_quant"], document["gradient_accumulation_steps"]) == (False, 1)
+    assert None not in written.values()
+    assert yaml.safe_load(export(a_study(config), format="yaml"))["config"] == written
+
+
+def test_no_two_exports_share_an_output_directory() -> None:
+    studies = [a_study(name=name) for name in ("a", "a b", "a-b", "a/b", "../a", "")]
+    places = {
+        read(export(study, format=format), format=format)["output_dir"]
+        for study in studies
+        for format in (*TRAINERS, "json")
+    }
+    assert len(places) == len(studies) * 4
+    assert all(Path(place).parts[0] == "outputs" and ".." not in place for place in places)
+
+
+def test_peft_loads_the_configuration_of_the_adapters(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftConfig
+
+    config = TrialConfig(lora_rank=8, lora_alpha=24.5, lora_dropout=0.1, target_modules="qv")
+    save(export(a_study(config), format="peft"), tmp_path / "adapter_config.json")
+    # A key that PEFT does not know would be a warning, and so an error here.
+    loaded = PeftConfig.from_pretrained(str(tmp_path))
+    assert isinstance(loaded, LoraConfig)
+    assert (loaded.r, loaded.lora_alpha, loaded.lora_dropout) == (8, 24.5, 0.1)
+    assert set(loaded.target_modules) == {"q_proj", "v_proj"}
+    loaded.save_pretrained(str(tmp_path / "again"))
+    again = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert again["auto_mapping"]["provenance"]["study"] == "a10-mistral"
+
+
+@pytest.mark.parametrize("format", TRAINERS)
+def test_a_file_says_what_it_was_tried_with_and_what_that_pins(format: str) -> None:
+    header = said(export(a_study(), format=format))
+    pins = {
+        "trl": ("1.15.0", "1.16.0", "transformers 4.56.2"),
+        "axolotl": ("0.19.0", "transformers 5.16.1", "peft 0.20.0", "liger-kernel 0.8.1"),
+        "llama-factory": ("0.9.5", "transformers up to 5.6.0", "peft 0.18.0 to 0.18.1"),
+    }[format]
+    assert [pin for pin in pins if pin not in header] == []
+
+
+def test_what_a_format_cannot_say_is_at_hand_beside_its_text() -> None:
+    for format in TRAINERS:
+        found = exported(a_study(TrialConfig(compile=True)), format=format)
+        assert any("compile true" in sentence for sentence in found.lost)
+        header = said(found.text)
+        assert [sentence for sentence in found.lost if sentence not in header] == []
+    assert exported(a_study(), format="peft").lost
+    assert exported(a_study(), format="json").lost == ()

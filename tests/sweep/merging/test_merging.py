@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
@@ -20,6 +20,7 @@ from sweep.merging.adapter import WEIGHTS, read_adapter
 from sweep.merging.job import MergeRequest, _base_tensors, merge
 from sweep.merging.plan import natural_dtype, plan_merge
 from sweep.merging.streaming import Sources, write_merged
+from tests.sweep.merging.made import make_adapter, make_base
 
 GPT2 = {
     "model_type": "gpt2",
@@ -30,30 +31,6 @@ GPT2 = {
     "n_positions": 64,
     "tie_word_embeddings": False,
 }
-
-
-def make_base(directory: Path, config: dict[str, Any], *, shard: str = "400KB") -> Path:
-    values = dict(config)
-    kind = values.pop("model_type")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **values), dtype=torch.bfloat16
-    )
-    model.save_pretrained(directory, max_shard_size=shard)
-    return directory
-
-
-def make_adapter(directory: Path, base: Path, **options: Any) -> Path:
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    options.setdefault("target_modules", ["q_proj", "v_proj"])
-    lora = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=24, **options)
-    peft = get_peft_model(model, lora)
-    for parameter in peft.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
-    peft.save_pretrained(directory)
-    return directory
 
 
 def rewrite(path: Path, **values: Any) -> None:

@@ -12,7 +12,10 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from sweep.export.formats import export
+from sweep.export.recipe import recipe_of
+from sweep.export.trainer_files import lost
 from sweep.verifying.record import record_of_export, record_of_study
+from sweep.verifying.runs import told_to_be_lost
 from tests.sweep.export.studies import HOSTILE, a_measurement, a_study
 
 CONFIG = TrialConfig(lora_rank=64, kernels="fused-loss", upcast_fp32=False, micro_batch_size=8)
@@ -35,12 +38,14 @@ def test_an_export_promises_what_its_study_measured(format: str, kind: str, tmp_
 
     assert found.kind == kind
     for name in (
-        *("config", "model", "weights", "target", "tokens_per_second", "peak_allocated_bytes"),
+        *("model", "weights", "target", "tokens_per_second", "peak_allocated_bytes"),
         *("flags", "is_confirmed", "texts"),
     ):
         assert getattr(found, name) == getattr(study, name), name
-    assert found.environment["versions"] == STUDY.environment["versions"]
-    assert found.environment["gpu"] == "NVIDIA A10"
+    # With every default written out, as every export has it.
+    assert found.config == TrialConfig(**recipe_of(STUDY).resolved)
+    for key, value in found.environment.items():
+        assert value == STUDY.environment.get(key), key
     assert study.kind == "training"
 
 
@@ -53,6 +58,14 @@ def test_a_study_of_any_name_has_its_record_in_one_line(tmp_path: Path) -> None:
 
 
 STUDY_MODEL = load_model_spec("tinyllama-1.1b")
+
+
+def test_what_trl_cannot_do_is_read_from_its_file(tmp_path: Path) -> None:
+    found = list(told_to_be_lost(exported(tmp_path, "trl").read_text(encoding="utf-8")))
+    recipe = recipe_of(STUDY)
+    assert found == [f"TRL: {sentence}" for sentence in lost(recipe, "trl")]
+    assert found
+    assert list(told_to_be_lost("# nothing\na: 1\n")) == []
 
 
 def test_a_directory_is_the_export_in_it(tmp_path: Path) -> None:
@@ -99,7 +112,7 @@ def test_a_record_in_yaml_trains_by_us(tmp_path: Path) -> None:
     values = json.loads(export(STUDY, format="json"))
     (tmp_path / "winner.yaml").write_text(f"# a comment\n{yaml.safe_dump(values)}")
     found = record_of_export(str(tmp_path / "winner.yaml"))
-    assert (found.kind, found.config) == ("training", CONFIG)
+    assert (found.kind, found.config.lora_rank) == ("training", 64)
     (tmp_path / "winner.yaml").write_text("a: [1")
     with pytest.raises(InputError, match=r"winner\.yaml: no YAML"):
         record_of_export(str(tmp_path / "winner.yaml"))

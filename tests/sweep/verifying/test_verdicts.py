@@ -14,10 +14,12 @@ from sweep.verifying.verdict import Reached, judge
 from tests.sweep.export.studies import a_measurement, a_study
 
 PEAK = a_measurement().peak_allocated_bytes
+HERE = {"gpu": "NVIDIA A10", "driver": "580", "versions": {"torch": "2.13.0", "triton": None}}
 RECORD = replace(
-    record_of_study(a_study(model=load_model_spec("mistral-7b-v0.3"))), is_confirmed=True
+    record_of_study(a_study(model=load_model_spec("mistral-7b-v0.3"))),
+    is_confirmed=True,
+    environment=HERE,
 )
-HERE = {"gpu": "NVIDIA A10", "versions": {"torch": "2.13.0", "triton": None}}
 
 
 def reached(speed: float = 1.0, peak: float | None = 1.0, **changes: Any) -> Reached:
@@ -76,7 +78,8 @@ def test_a_figure_that_nothing_measured_is_null() -> None:
 
 
 def test_another_card_and_other_versions_are_named() -> None:
-    here = {"gpu": "NVIDIA H200", "versions": {"torch": "2.14.0", "triton": None, "peft": "1.0"}}
+    versions = {"torch": "2.14.0", "triton": None, "peft": "1.0"}
+    here = {"gpu": "NVIDIA H200", "driver": "580", "commit": "f00d", "versions": versions}
     found = judge(RECORD, reached(), environment=here)
     # What the record does not know of is no difference.
     assert found.differences == ("gpu NVIDIA A10 -> NVIDIA H200", "torch 2.13.0 -> 2.14.0")

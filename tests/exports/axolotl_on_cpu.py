@@ -1,0 +1,70 @@
+"""Trains two steps of each axolotl file on the CPU, in axolotl's own environment.
+
+Prints a JSON object a line: the file, steps and loss, keys that axolotl's schema does not know, or
+the error. It imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import transformers.training_args
+import yaml
+
+# A CPU does bf16, and axolotl has no option by which Trainer would be told to use one.
+transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+
+from axolotl.cli.args import TrainerCliArgs  # noqa: E402
+from axolotl.cli.config import load_cfg  # noqa: E402
+from axolotl.common.datasets import load_datasets  # noqa: E402
+from axolotl.integrations.liger.args import LigerArgs  # noqa: E402
+from axolotl.train import train  # noqa: E402
+from axolotl.utils.schemas.config import AxolotlInputConfig  # noqa: E402
+from axolotl.utils.schemas.datasets import SFTDataset, UserDefinedPrompterType  # noqa: E402
+
+
+def known_keys() -> dict[str, list[str]]:
+    schemas = {
+        "config": AxolotlInputConfig,
+        "liger": LigerArgs,
+        "dataset": SFTDataset,
+        "dataset.type": UserDefinedPrompterType,
+    }
+    return {name: sorted(schema.model_fields) for name, schema in schemas.items()}
+
+
+def two_steps(file: str) -> dict[str, Any]:
+    written = yaml.safe_load(Path(file).read_text())
+    with tempfile.TemporaryDirectory() as directory:
+        places = {"output_dir": directory, "dataset_prepared_path": f"{directory}/prepared"}
+        cfg = load_cfg(file, **places, max_steps=2)
+        kept = {key: cfg.get(key) for key in written if key not in places}
+        data = load_datasets(cfg=cfg, cli_args=TrainerCliArgs())
+        _, _, trainer = train(cfg=cfg, dataset_meta=data)
+        return {
+            "steps": trainer.state.global_step,
+            "loss": next(
+                log["train_loss"] for log in trainer.state.log_history if "train_loss" in log
+            ),
+            "changed": {
+                key: [written[key], value]
+                for key, value in json.loads(json.dumps(kept, default=str)).items()
+                if key != "datasets" and value != written[key]
+            },
+        }
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--keys"]:
+        print(json.dumps(known_keys()))
+    for name in sys.argv[1:] if sys.argv[1:] != ["--keys"] else []:
+        try:
+            found = two_steps(name)
+        except (Exception, SystemExit):  # noqa: BLE001
+            found = {"error": traceback.format_exc()[-3000:]}
+        print("\n" + json.dumps({"file": name, **found}), flush=True)

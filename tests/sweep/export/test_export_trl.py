@@ -1,0 +1,105 @@
+"""TRL's own command takes the exported file: its trainer is built from it and trains two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from search_spaces.models import ModelSpec
+from sweep.export.formats import export
+from tests.sweep.export.studies import a_study, some_texts
+from tests.sweep.export.weights import saved_model, written_texts
+from tests.sweep.training.tiny import tiny_config
+
+pytestmark = [
+    # TRL deprecates Liger, and pins nothing in a loader that never has a card.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return saved_model(tmp_path_factory.mktemp("model"))
+
+
+def trainer_of(text: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the trainer that `trl sft` builds of a file, and what its configuration said."""
+    from trl import SFTTrainer
+    from trl.scripts import sft
+
+    options = {**yaml.safe_load(text), "use_cpu": True, "max_steps": 2}
+    file = directory / "trl.yaml"
+    file.write_text(yaml.safe_dump({**options, "output_dir": str(directory / "out")}))
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr("sys.argv", ["trl", "--config", str(file)])
+    built: list[Any] = []
+    monkeypatch.setattr(SFTTrainer, "train", lambda self, **_: built.append(self))
+    monkeypatch.setattr(SFTTrainer, "save_model", lambda *_: None)
+    # A file with a key that no class of TRL's has is refused here.
+    parsed = sft.make_parser().parse_args_and_config(fail_with_unknown_args=True)
+    sft.main(*parsed)
+    monkeypatch.undo()
+    return built[0]
+
+
+def trained(trainer: Any) -> None:
+    assert trainer.train().global_step == 2
+    assert 5.0 < trainer.state.log_history[-1]["train_loss"] < 7.0, "of random weights: ln 512"
+
+
+@pytest.mark.parametrize("kernels", ["hf", "fused-loss", "liger"])
+def test_trl_builds_its_trainer_of_every_kernels_file(
+    kernels: str, model: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_texts(tmp_path / "data.jsonl", "text")
+    config = tiny_config(kernels=kernels, checkpoint_fraction=0.0, upcast_fp32=False)
+    trainer = trainer_of(export(a_study(config, model=model), format="trl"), tmp_path, monkeypatch)
+    assert trainer.args.use_liger_kernel is (kernels == "liger")
+    assert not (trainer.args.liger_kernel_config or {}).get("fused_linear_cross_entropy")
+    lengths = [len(row["input_ids"]) for row in trainer.train_dataset]
+    assert set(lengths[:-1]) == {config.seq_len}, "joined and cut; the last is what is left over"
+    adapters = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
+    assert adapters == {torch.bfloat16}, "as the file says at its top"
+    if kernels != "liger":
+        trained(trainer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing", "completions_only"),
+    [
+        ("text", "packed", False),
+        ("prompt-completion", "grouped", True),
+        ("instruction", "none", False),
+        ("messages", "packed", True),
+        ("conversations", "none", False),
+    ],
+)
+def test_trl_trains_on_the_texts_of_a_study(
+    kind: Any,
+    packing: str,
+    completions_only: bool,
+    model: ModelSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # It reads no instructions: the file says to write them as prompts and completions.
+    written = "prompt-completion" if kind == "instruction" else kind
+    source = str(written_texts(tmp_path / "texts.jsonl", written))
+    texts = some_texts(kind, completions_only=completions_only, source=source)
+    config = tiny_config(packing=packing, seq_len=128)
+    text = export(a_study(config, model=model, texts=texts), format="trl")
+    trainer = trainer_of(text, tmp_path, monkeypatch)
+    assert len(trainer.eval_dataset) == 3, "5 % of the rows are held out"
+    sampling = getattr(trainer.args.train_sampling_strategy, "value", None)
+    sampling = sampling or trainer.args.train_sampling_strategy
+    assert (sampling == "group_by_length") is (packing == "grouped")
+    assert trainer.args.packing is (packing == "packed")
+    batch = next(iter(trainer.get_train_dataloader()))
+    learned = (batch["labels"] != -100).sum() / batch["labels"].numel()
+    if completions_only:
+        assert 0 < learned < 0.95, "a prompt carries no loss"
+    trained(trainer)

@@ -1,0 +1,66 @@
+"""A directory with the tiny model's random weights and a tokenizer of bytes that knows chats."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from search_spaces.models import ModelSpec
+from tests.sweep.training.tiny import TINY
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
+_CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + eos_token }}"
+    "{% endgeneration %}{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def saved_model(directory: Path) -> ModelSpec:
+    """Write weights and tokenizer, and return the model that is there."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY.config)).save_pretrained(directory)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    fast.chat_template = _CHAT
+    fast.save_pretrained(directory)
+    return dataclasses.replace(TINY, source="directory", path=directory)
+
+
+def a_row(kind: str, index: int) -> dict[str, Any]:
+    """Return a row of a kind, of nine to forty-five words."""
+    answer, question = " ".join(WORDS * (1 + index % 5)), f"what is {WORDS[index % 9]}"
+    match kind:
+        case "text":
+            return {"text": answer}
+        case "instruction":
+            given = {"input": "brown" if index % 2 else ""}
+            return {"instruction": question, **given, "output": answer}
+        case "prompt-completion":
+            return {"prompt": f"{question} ", "completion": answer}
+        case "messages":
+            turns = (("user", question), ("assistant", answer))
+            return {kind: [{"role": role, "content": content} for role, content in turns]}
+        case _:
+            turns = (("human", question), ("gpt", answer))
+            return {kind: [{"from": role, "value": value} for role, value in turns]}
+
+
+def written_texts(path: Path, kind: str, *, rows: int = 60) -> Path:
+    """Write rows of a kind as JSON lines."""
+    lines = (json.dumps(a_row(kind, index)) for index in range(rows))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
