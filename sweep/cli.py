@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
-SLOW_TO_LOAD = ("run", "confirm", "status", "best", "report", "export", "rm")
+SLOW_TO_LOAD = ("run", "confirm", "status", "best", "report", "export", "train", "rm")
 """What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
 
@@ -384,6 +384,69 @@ def export(
     )
 
 
+@app.command(
+    epilog=opt.examples(
+        "sweep train a10 --data texts.jsonl --output adapter --max-steps 200",
+        "sweep train demo --data texts.jsonl --output adapter --max-steps 10",
+    )
+)
+def train(
+    subject: opt.SubjectArgument,
+    output: opt.AdapterOption,
+    data: opt.DataOption = None,
+    text_column: opt.TextColumnOption = None,
+    format: opt.TextsFormatOption = None,
+    completions_only: opt.CompletionsOnlyOption = None,
+    tokenizer: opt.TokenizerOption = None,
+    trial: opt.TrialOption = None,
+    model: opt.ModelOption = None,
+    weights: opt.WeightsOption = None,
+    max_steps: opt.MaxStepsOption = None,
+    epochs: opt.TrainEpochsOption = None,
+    eval_fraction: opt.EvalFractionOption = None,
+    learning_rate: opt.LearningRateOption = None,
+    seed: opt.SeedOption = None,
+    checkpoint_every: opt.CheckpointEveryOption = None,
+    resume: opt.ResumeOption = False,
+    storage: opt.StorageOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Train an adapter on your texts, with the settings that were measured.
+
+    The winner of a study, or another trial of it, or a configuration of a file: what
+    `sweep export --format json` writes, or its keys alone. At the end: tokens/s and memory beside
+    what was promised.
+    """
+    from sweep.terminal import training as command
+
+    texts = {
+        "texts": data,
+        "text_column": text_column,
+        "format": format,
+        "completions_only": completions_only,
+        "tokenizer": tokenizer,
+        "eval_fraction": eval_fraction,
+    }
+    return command.train(
+        subject,
+        output=Path(output),
+        texts=texts,
+        trial=trial,
+        model=model,
+        weights=weights,
+        numbers={
+            "max_steps": max_steps,
+            "epochs": epochs,
+            "learning_rate": learning_rate,
+            "seed": seed,
+            "checkpoint_every": checkpoint_every,
+        },
+        is_resumed=resume,
+        storage=storage,
+        as_json=as_json,
+    )
+
+
 @app.command(epilog=opt.examples("sweep replay surface.jsonl --samplers guided,random --seeds 5"))
 def replay(
     surface: opt.SurfaceArgument,
@@ -505,7 +568,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
             add_knobs(command, KNOBS)
     # A script that reads a list wants no news of it; who follows a study does, in a pipe too.
-    is_told = typed[:1] in (["run"], ["confirm"]) or sys.stderr.isatty()
+    is_told = typed[:1] in (["run"], ["confirm"], ["train"]) or sys.stderr.isatty()
     if typed and typed[0] in SLOW_TO_LOAD and is_told:
         announce_if_slow("Loading libraries ...")
     with waits_told_to(wait_lines()):

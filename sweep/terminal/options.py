@@ -276,6 +276,48 @@ BudgetOption = Annotated[
     typer.Option("--budget-gib", help="Memory to fit; the budget of the surface's card."),
 ]
 
+# Of a training
+
+SubjectArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="STUDY|CONFIG",
+        help="A study, a file with a configuration, or a shipped model.",
+        autocompletion=completion.studies,
+    ),
+]
+AdapterOption = Annotated[
+    str,
+    typer.Option(
+        "-o", "--output", help="New directory for the adapter.", callback=_named("--output")
+    ),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option("--weights", help="pretrained or random; pretrained wherever the model has any."),
+]
+MaxStepsOption = Annotated[
+    int | None, typer.Option("--max-steps", help="Optimizer steps, however many epochs.")
+]
+TrainEpochsOption = Annotated[
+    float | None, typer.Option("--epochs", help="Passes over the texts; 1.")
+]
+EvalFractionOption = Annotated[
+    float | None,
+    typer.Option("--eval-fraction", help="Share of the rows that is held out; 0.05."),
+]
+LearningRateOption = Annotated[
+    float | None,
+    typer.Option("--learning-rate", help="At the first step; the configuration's, 2e-4."),
+]
+CheckpointEveryOption = Annotated[
+    int | None,
+    typer.Option("--checkpoint-every", help="Steps between checkpoints; about ten minutes."),
+]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on from the newest checkpoint of the output.")
+]
+
 # Of what is written
 
 FormatOption = Annotated[

@@ -6,6 +6,7 @@ Knows nothing of steps, time or outcomes.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -178,3 +179,12 @@ def _activations(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 def is_packed(config: TrialConfig) -> bool:
     """Whether several texts may share a row."""
     return config.packing == "packed"
+
+
+def takes_positions(model: torch.nn.Module) -> bool:
+    """Whether a model can be told where in its text a token is; without that, no texts share a
+    row."""
+    parameters = inspect.signature(model.forward).parameters
+    return "position_ids" in parameters or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )

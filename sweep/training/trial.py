@@ -30,6 +30,7 @@ from storage.records import (
     Stage,
     over_budget,
 )
+from sweep.data.probing import check_is_causal
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device
 from sweep.training.exceptions import knob_of_kernel, lacks_kernel_resources, requested_bytes
@@ -46,7 +47,7 @@ from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
 from sweep.training.soak import Interlude
 from sweep.training.step import TrainingLoop, flops_per_token
-from sweep.training.texts import Texts, TextsRound, are_apart, is_packed
+from sweep.training.texts import Texts, TextsRound, are_apart, is_packed, takes_positions
 
 _OBSERVED_STEPS = 2
 """The first step makes the optimizer's state, the second has it from the start: the peak is in one
@@ -54,6 +55,7 @@ of them."""
 _DETAIL_LENGTH = 600
 ROWS_OF_TEXTS = "texts-make-no-micro-batch"
 TOKENS_OF_TEXTS = "tokens-beyond-vocabulary"
+AHEAD_OF_TEXTS = "texts-need-a-causal-model"
 DOCUMENTS_TOGETHER = "documents_together"
 """Flag of packed rows whose texts see each other."""
 _SILENCE_SECONDS = 10.0
@@ -174,8 +176,8 @@ class Trial:
         self.device.release()
         return _with_setup(outcome, time.perf_counter() - self.started)
 
-    def _unfit_texts(self) -> Invalid | None:
-        """Make the micro-batches of the texts; return why there are none."""
+    def _unfit_texts(self) -> Invalid | Ineffective | None:
+        """Make the micro-batches of the texts; return why they cannot be trained on."""
         if self.texts is None:
             return None
         micro_steps = min(self.config.accumulation_steps, self.micro_steps_max)
@@ -187,6 +189,8 @@ class Trial:
         if made.largest_token >= known:
             words = f"the texts hold token {made.largest_token:,}, and the model knows {known:,}"
             return Invalid(rule=TOKENS_OF_TEXTS, detail=words)
+        if is_packed(self.config) and not takes_positions(self.base.model):
+            return Ineffective(knob="packing", detail="the model is told no positions of tokens")
         self._round = made
         each = made.loss_tokens_per_step
         self._meter.work = StepWork(each, each / self.config.accumulation_steps)
@@ -284,12 +288,24 @@ class Trial:
         fault: Outcome | None = self._excess() or ineffective(
             self.config, attached=attachment, loop=loop, watch=watch
         )
+        fault = fault or self._looks_ahead(attachment, loop)
         if fault is None and is_packed(self.config):
             self._documents_apart = self._keeps_documents_apart(attachment, loop)
         loop.leave_largest()
         while fault is None and not self._meter.is_warm():
             fault = self._advance(loop)
         return fault
+
+    def _looks_ahead(self, attachment: Attached, loop: TrainingLoop) -> Invalid | None:
+        """Return why rows of texts cannot be padded for this model; None where they can."""
+        if self.texts is None:
+            return None
+        try:
+            with loop.as_trained():
+                check_is_causal(attachment.model.get_base_model())
+        except InputError as error:
+            return Invalid(rule=AHEAD_OF_TEXTS, detail=str(error))
+        return None
 
     def _keeps_documents_apart(self, attachment: Attached, loop: TrainingLoop) -> bool | None:
         with loop.as_trained():

@@ -23,7 +23,7 @@ from sweep.terminal.knob_options import add_knobs
 REFUSED_WITHOUT_A_CARD = 3
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
 TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "texts.jsonl"
-SHORTER = {"10m": "1s"}
+SHORTER = {"10m": "1s", "200": "8"}
 """What is typed instead, where an example takes as long as a person means it to."""
 
 

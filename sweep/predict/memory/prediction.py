@@ -46,10 +46,9 @@ COMPILED_RECOMPUTED = Uncertainty(allocated=0.24, reserved=0.285)
 """Where all are recomputed: of eight rows, 17.2 % and 20.5 % at worst. The graph that a layer goes
 back through is then all that is alive, and the compiler decides what is alive in it."""
 PACKED = Uncertainty(allocated=0.08, reserved=0.20)
-"""Of packed rows whose texts a mask keeps apart: wider than any other of layers that are not
-compiled, as no row on a card backs it. On a CPU, whose kernels keep the same tensors, what a sample
-adds is within 0.2 % of the prediction under sdpa (1.0 % with windows) and 5.5 % below it under
-eager.
+"""Of packed rows whose texts a mask keeps apart: wider than of eager layers, as no row on a card
+backs it. On a CPU, whose kernels keep the same tensors, what a sample adds is within 1 % of the
+prediction under sdpa (1.5 % with windows) and up to 6 % below it under eager.
 """
 CAPPED = 0.015
 """How far the least cap that a step runs under may be from the replay's, where its peak is known.

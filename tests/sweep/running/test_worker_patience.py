@@ -120,7 +120,7 @@ def test_a_round_of_micro_batches_gets_the_time_of_all_of_them() -> None:
     limit = DEADLINES.of_progress("measure")
     assert DEADLINES.of_progress("measure", micro_steps=4) == 2 * limit
     driver.hear("measure", 1)
-    for _ in range(round(2 * limit / 100) - 1):
+    for _ in range(int(2 * limit / 100)):
         assert not driver.wait(100)
         driver.hear("measure", 1)
     assert driver.wait(101)

@@ -14,7 +14,7 @@ from datasets import Dataset, Features, List, Value
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from storage.records import Diverged, OutOfMemory, QualityReport
-from sweep.data.batches import open_tokens
+from sweep.data.opening import open_tokens
 from sweep.data.split import split
 from sweep.training.device import CpuDevice
 from sweep.training.model import BaseModel

@@ -11,11 +11,20 @@ import torch
 from datasets import Dataset, Features, List, Value
 
 from search_spaces.config import TrialConfig
+from search_spaces.models import ModelSpec
 from storage.records import Ineffective, Invalid, Measured, Measurement, Outcome
 from sweep.training.adapters import attached
+from sweep.training.model import build_base
 from sweep.training.step import TrainingLoop, flops_per_token
 from sweep.training.texts import Texts, TextsRound, are_apart
-from sweep.training.trial import DOCUMENTS_TOGETHER, ROWS_OF_TEXTS, TOKENS_OF_TEXTS
+from sweep.training.trial import (
+    AHEAD_OF_TEXTS,
+    DOCUMENTS_TOGETHER,
+    ROWS_OF_TEXTS,
+    TOKENS_OF_TEXTS,
+    Beat,
+)
+from tests.bench.try_models import spec_of
 from tests.sweep.data.prepared import prepared
 from tests.sweep.training.tiny import BRIEF, tiny_base, tiny_config, trial_on
 
@@ -225,3 +234,61 @@ def test_work_is_counted_of_what_is_computed(texts: Texts) -> None:
         ) / len(made.shapes)
     expected = work / measurement.step_seconds / peak
     assert measurement.flops_utilization == pytest.approx(expected)
+
+
+def test_a_model_that_looks_ahead_is_not_trained_on_padded_rows(texts: Texts) -> None:
+    tiny = spec_of("gemma3_text")
+    values = {**tiny.config, "use_bidirectional_attention": True, "vocab_size": 512}
+    config = tiny_config(attention="eager")
+    spec = ModelSpec("both-ways", "directory", values)
+    cpu = torch.device("cpu")
+    base = build_base(config, spec=spec, weights="random", device=cpu, seed=0)
+    try:
+        outcome = trial_on(base, config, texts=texts, steps=BRIEF).run()
+    finally:
+        base.close()
+    assert isinstance(outcome, Invalid)
+    assert outcome.rule == AHEAD_OF_TEXTS
+    assert "'gemma3_text' looks ahead" in outcome.detail
+
+
+def test_a_model_that_is_told_no_positions_packs_nothing(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(packing="packed")
+    with tiny_base(config) as base:
+        real = base.model.forward
+
+        def forward(input_ids: Any, labels: Any = None) -> Any:
+            return real(input_ids=input_ids, labels=labels)
+
+        monkeypatch.setattr(base.model, "forward", forward)
+        outcome = trial_on(base, config, texts=texts, steps=BRIEF).run()
+    assert isinstance(outcome, Ineffective)
+    assert (outcome.knob, "no positions" in outcome.detail) == ("packing", True)
+
+
+def test_every_width_of_the_round_is_trained_on_before_anything_is_measured(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config()
+    shapes: list[tuple[int, ...]] = []
+    before: list[set[tuple[int, ...]]] = []
+    real = TrainingLoop._micro_step
+
+    def noting(self: TrainingLoop, *args: Any) -> torch.Tensor:
+        loss = real(self, *args)
+        shapes.append(self.batch_shape)
+        return loss
+
+    def watch(beat: Beat) -> bool:
+        if beat.phase == "measure" and not before:
+            before.append(set(shapes))
+        return False
+
+    monkeypatch.setattr(TrainingLoop, "_micro_step", noting)
+    steps = BRIEF.model_copy(update={"warmup_max": 1})
+    measurement = measured(texts, config, steps=steps, report=watch)
+    made = round_of(texts, config)
+    assert measurement.steps_warmup == 1
+    assert before[0] == {*made.shapes, tuple(made.batches.largest[0]["input_ids"].shape)}
