@@ -1,0 +1,170 @@
+"""Plans for texts: tokens that carry loss, an epoch's time and dollars, and which study counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.gpus import find_gpu
+from search_spaces.space import SearchSpace
+from storage.definition import StudySnapshot
+from sweep.data.study_epochs import StudyEpochs
+from sweep.planning.documents import card_document
+from sweep.planning.evidence import evidence_from
+from sweep.planning.forecast import Forecaster
+from sweep.planning.plan import AskedWork, plan_configuration, plan_space
+from sweep.planning.question import PlanRequest, resolve_request
+from sweep.planning.survey import survey
+from sweep.predict.on_texts import ShapesOnTexts
+from tests.sweep.imagined_memory import ImaginedPredictor
+from tests.sweep.imagined_study import MISTRAL, a_snapshot
+from tests.sweep.planning.imagined import an_offer
+from tests.sweep.prepared_texts import Reader, a_summary, prepared_texts
+
+A10 = find_gpu("a10")
+CONFIG = TrialConfig(micro_batch_size=4, seq_len=512)
+ROWS = np.random.default_rng(0).lognormal(4.5, 0.8, 3000).astype(np.int64) + 2
+
+
+def shapes(rows: Any = ROWS) -> ShapesOnTexts:
+    lengths = np.asarray(rows, dtype=np.int64)
+    return ShapesOnTexts(StudyEpochs(lengths, lengths - 1, seed=0))
+
+
+def a_forecaster(rows: Any = ROWS, **changes: Any) -> Forecaster:
+    values: dict[str, Any] = {
+        "model": MISTRAL,
+        "gpu": A10,
+        "budget_bytes": A10.budget_bytes,
+        "memory": ImaginedPredictor(),
+        "shapes": shapes(rows),
+    }
+    return Forecaster(**(values | changes))
+
+
+def test_a_plan_prices_an_epoch_and_says_what_it_takes() -> None:
+    plan = plan_configuration(
+        CONFIG, forecaster=a_forecaster(), work=AskedWork(has_texts=True), offers=[an_offer()]
+    )
+    document = card_document(plan)
+    epoch, speed = document["epoch"], document["tokens_per_second"]
+    assert epoch["seconds"] == pytest.approx(epoch["loss_tokens"] / speed)
+    assert epoch["dollars"] == pytest.approx(epoch["seconds"] / 3600 * 3.6)
+    assert epoch["seconds_low"] < epoch["seconds"] < epoch["seconds_high"]
+    (bill,) = plan.bills
+    assert bill.workload.steps == epoch["steps"]
+    assert bill.workload.tokens == pytest.approx(epoch["loss_tokens"], rel=0.01)
+    assert json.loads(json.dumps(document)) == document
+
+
+def test_epochs_of_texts_are_asked_about_as_epochs() -> None:
+    once, twice = (
+        AskedWork(epochs=epochs, has_texts=True).workload(CONFIG, model=MISTRAL, shapes=shapes())
+        for epochs in (1.0, 2.0)
+    )
+    assert twice.steps == 2 * once.steps
+    with pytest.raises(InputError, match="--epochs is of the texts"):
+        AskedWork(epochs=2.0, samples=10, has_texts=True)
+
+
+def test_without_texts_no_epoch_is_spoken_of() -> None:
+    plan = plan_configuration(
+        CONFIG, forecaster=a_forecaster(shapes=None), work=AskedWork(), offers=[an_offer()]
+    )
+    assert "epoch" not in card_document(plan)
+
+
+def test_the_fastest_on_texts_need_not_be_the_largest_micro_batch() -> None:
+    # Random rows of very different lengths: the more in a micro-batch, the more of it is pads.
+    rows = np.tile([20, 20, 20, 20, 20, 20, 20, 1000], 200)
+    space = SearchSpace.model_validate(
+        {
+            "name": "mine",
+            "gpu": "a10",
+            "dimensions": {
+                "micro_batch_size": {"choices": [1, 2, 4, 8, 16]},
+                "packing": {"choices": ["none"]},
+            },
+            "fixed": {"seq_len": 1024},
+        }
+    )
+    forecaster = a_forecaster(rows)
+    plan = plan_space(survey(space, forecaster), forecaster=forecaster, work=AskedWork(), offers=[])
+    assert plan.shown is not None
+    speeds = {
+        size: forecaster.tokens_per_second(
+            space.config({"micro_batch_size": size, "packing": "none"})
+        )
+        for size in (1, 2, 4, 8, 16)
+    }
+    assert plan.shown.config.micro_batch_size == max(speeds, key=lambda size: speeds[size] or 0.0)
+    assert plan.shown.config.micro_batch_size < 16
+
+
+def test_what_the_texts_make_no_batch_of_is_forbidden() -> None:
+    forecast = a_forecaster([50, 60, 70]).forecast(CONFIG)
+    assert forecast.broken is not None
+    assert forecast.broken.rule == "texts-make-no-micro-batch"
+
+
+@pytest.mark.parametrize(
+    ("studied", "asked", "said"),
+    [
+        ("cafe", None, "name them with --data mine.jsonl"),
+        (None, "cafe", "leave --study out"),
+        ("cafe", "beef", "trained on mine.jsonl"),
+    ],
+)
+def test_a_study_of_other_texts_calibrates_no_plan(
+    studied: str | None, asked: str | None, said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        evidence_from(study_of(studied), model=MISTRAL, gpu=A10, texts=summary(asked))
+
+
+def test_a_study_of_the_same_texts_does() -> None:
+    known = evidence_from(
+        study_of("cafe"), model=MISTRAL, gpu=A10, texts=summary("cafe"), shapes=shapes()
+    )
+    assert known.study == "mine"
+
+
+def summary(fingerprint: str | None) -> Any:
+    return None if fingerprint is None else a_summary(fingerprint=fingerprint)
+
+
+def study_of(fingerprint: str | None) -> StudySnapshot:
+    snapshot = a_snapshot()
+    about = snapshot.definition.model_copy(update={"texts": summary(fingerprint)})
+    return StudySnapshot(name="mine", definition=about, environment={}, records=())
+
+
+def question(tmp_path: Path, **typed: Any) -> Any:
+    return resolve_request(
+        PlanRequest(**typed),
+        predictor=lambda _model, _gpu: ImaginedPredictor(),
+        card=lambda: None,
+        read_study=lambda _name, _url: a_snapshot(),
+        read_texts=Reader(prepared_texts(tmp_path / "prepared")),
+    )
+
+
+def test_a_presets_space_is_searched_with_the_texts_lengths_and_packing(tmp_path: Path) -> None:
+    known = question(tmp_path, space="a10", data={"texts": "mine.jsonl"})
+    about = known.about(A10)
+    assert about.values_of("seq_len") == (384, 448)
+    assert about.values_of("packing") == ("none", "packed", "grouped")
+    assert len(known.text_notes(A10)) == 2
+
+
+def test_packing_and_options_of_texts_need_texts(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--text-column is about texts"):
+        question(tmp_path, space="a10", data={"text_column": "body"})
+    with pytest.raises(InputError, match="--longest"):
+        question(tmp_path, space="a10", data={"texts": "x.jsonl"}, is_longest=True)
