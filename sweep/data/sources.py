@@ -12,14 +12,14 @@ import contextlib
 import gzip
 import io
 import lzma
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from search_spaces.documents import exists, home_expanded, is_directory, open_file
+from search_spaces.documents import home_expanded, open_file
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
-from search_spaces.hub import SECONDS_MAX, is_hub_id
+from search_spaces.hub import SECONDS_MAX
+from sweep.data.files import CSV, JSON, PARQUET, how_read, is_on_hub, text_files
 from sweep.data.formats import (
     Numbered,
     array_rows,
@@ -32,83 +32,17 @@ from sweep.data.formats import (
 from sweep.data.kinds import Broken
 from sweep.data.request import Place
 
-_LINES, _JSON, _CSV, _PARQUET = "lines", "json", "csv", "parquet"
-_ENDINGS = {
-    ".jsonl": _LINES,
-    ".ndjson": _LINES,
-    ".json": _JSON,
-    ".csv": _CSV,
-    ".tsv": _CSV,
-    ".parquet": _PARQUET,
-}
-_COMPRESSIONS: dict[str, Callable[[IO[bytes]], Any]] = {
+_UNPACKERS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": lambda file: gzip.GzipFile(fileobj=file),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
 }
-_KNOWN = ".jsonl, .ndjson, .json, .csv, .tsv or .parquet, and .gz, .bz2 or .xz behind all but these"
 _TRAIN = "train"
 _ROWS_AT_ONCE = 1024
 """Of the hub."""
 
 
 Read = tuple[Place, dict[str, Any] | Broken]
-
-
-def is_on_hub(name: str) -> bool:
-    """Return whether texts are on the hub: named like it, and nothing here has that name."""
-    return (
-        is_hub_id(name) and not exists(home_expanded(name), label=name) and _how(Path(name)) is None
-    )
-
-
-def text_files(name: str) -> list[tuple[str, Path]]:
-    """Return the files of texts that are here, each with the name that a person would use.
-
-    Raises:
-        InputError: there is no such file or directory, or nothing in it can be read as texts.
-        EnvironmentFault: it is there and cannot be read.
-    """
-    path = home_expanded(name)
-    if not exists(path, label=name):
-        raise InputError(f"{quote(name)}: no such file or directory, and no hub id (org/name)")
-    if not is_directory(path, label=name):
-        if _how(path) is None:
-            raise InputError(f"{name}: its name must end in {_KNOWN}")
-        return [(name, path)]
-    try:
-        found = sorted(file for file in _walked(path) if _how(file) is not None)
-    except OSError as error:
-        raise EnvironmentFault(f"{name}: cannot be read: {words_of(error)}") from error
-    if not found:
-        raise InputError(f"{name}: no file in this directory ends in {_KNOWN}")
-    return [(f"{name.rstrip('/')}/{file.relative_to(path)}", file) for file in found]
-
-
-def _walked(directory: Path) -> Iterator[Path]:
-    """Yield the files below a directory, without what is hidden."""
-    for folder, folders, files in os.walk(directory, onerror=_raise):
-        # In place: what is left out is not walked either.
-        folders[:] = filter(_is_shown, folders)
-        yield from (Path(folder, file) for file in files if _is_shown(file))
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _is_shown(name: str) -> bool:
-    return not name.startswith((".", "__"))
-
-
-def _how(path: Path) -> str | None:
-    """Return how a file is read, by its name; None for no texts."""
-    name = path.name.lower()
-    for ending in _COMPRESSIONS:
-        if name.endswith(ending):
-            how = _ENDINGS.get(Path(name.removesuffix(ending)).suffix)
-            return None if how == _PARQUET else how
-    return _ENDINGS.get(Path(name).suffix)
 
 
 class Files:
@@ -154,23 +88,23 @@ class Files:
             self._before, self._within = self._before + path.stat().st_size, 0
 
     def _rows_of(self, raw: io.BufferedReader, path: Path, label: str) -> Iterator[Read]:
-        how = _how(path)
-        if how == _PARQUET:
+        how = how_read(path)
+        if how == PARQUET:
             for line, values, share in parquet_rows(raw, label):
                 self._within = int(share * path.stat().st_size)
                 yield Place(label, line), values
             return
-        unpack = _COMPRESSIONS.get(path.suffix.lower())
+        unpack = _UNPACKERS.get(path.suffix.lower())
         file = raw if unpack is None else io.BufferedReader(unpack(raw))
         for line, values in self._rows_in(file, path, label):
             self._within = raw.tell()
             yield Place(label, line), values
 
     def _rows_in(self, file: io.BufferedReader, path: Path, label: str) -> Iterator[Numbered]:
-        how = _how(path)
-        if how == _CSV:
+        how = how_read(path)
+        if how == CSV:
             return csv_rows(file, label, delimiter="\t" if ".tsv" in path.name.lower() else ",")
-        return array_rows(file) if how == _JSON and is_array(file) else line_rows(file)
+        return array_rows(file) if how == JSON and is_array(file) else line_rows(file)
 
 
 def _of_training(

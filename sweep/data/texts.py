@@ -27,8 +27,8 @@ from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsChoice, TextsSummary
 from sweep.child_environment import child_environment
 from sweep.data import request as own
+from sweep.data.files import is_on_hub, text_files
 from sweep.data.request import BrokenRow, Progress, Question, content_of
-from sweep.data.sources import is_on_hub, text_files
 from sweep.data.tokenizers import find_tokenizer
 from sweep.paths import runs_directory
 from sweep.processes import Child

@@ -19,9 +19,10 @@ from datasets.table import InMemoryTable
 
 from search_spaces.errors import InputError
 from sweep.data import sources
+from sweep.data.files import is_on_hub, text_files
 from sweep.data.kinds import Broken
 from sweep.data.request import Place
-from sweep.data.sources import Files, Hub, is_on_hub, text_files
+from sweep.data.sources import Files, Hub
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 
