@@ -351,7 +351,10 @@ def _gain(ranking: Ranking, record: TrialRecord) -> tuple[str, str]:
 
 
 def _job_tokens(snapshot: StudySnapshot) -> float:
-    return snapshot.job_tokens or JOB_TOKENS
+    """Return the tokens that are priced: as asked, an epoch of the texts, or a round number."""
+    winner = rank_study(snapshot).winner
+    epoch = None if winner is None else winner.epoch
+    return snapshot.job_tokens or (JOB_TOKENS if epoch is None else float(epoch.loss_tokens))
 
 
 def _job(

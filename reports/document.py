@@ -50,6 +50,7 @@ def columns_of(snapshot: StudySnapshot) -> dict[str, Column]:
         "usd_per_million_tokens": Column("dollars per million tokens", False, "usd"),
         "trainable_parameters": Column("trainable parameters", True, "count"),
         "final_loss": Column("final loss", False, "number"),
+        "eval_loss": Column("held-out loss", False, "number"),
     }
 
 
@@ -194,10 +195,19 @@ def _measured(measured: Measurement, snapshot: StudySnapshot) -> dict[str, Any]:
         "trainable_parameters": measured.trainable_parameters,
         # Of random weights a loss says nothing about quality.
         "final_loss": measured.final_loss if is_real else None,
+        **_quality(measured),
         "joules_per_token": measured.joules_per_token,
         "doubts": uncertainty.doubts(measured) or None,
         "flags": list(measured.flags) or None,
     }
+
+
+def _quality(measured: Measurement) -> dict[str, Any]:
+    quality = measured.quality
+    if quality is None:
+        return {}
+    low, high = quality.eval_loss_ci95 or (None, None)
+    return {"eval_loss": quality.eval_loss, "eval_loss_low": low, "eval_loss_high": high}
 
 
 def _target(record: TrialRecord, snapshot: StudySnapshot) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from reports.document import document_of, no_document
 from reports.figures.comparison import words_of
 from reports.figures.effects import knobs_of
 from reports.figures.figure import PageFigure
+from reports.figures.quality import quality_of
 from reports.figures.style import themes
 from reports.figures.trust import trust_section
 from reports.front import front_of
@@ -58,6 +59,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("decision", decision_of),
     Section("texts", texts_of),
     Section("front", front_of),
+    Section("quality", quality_of),
     Section("wall", wall_of),
     Section("knobs", knobs_of),
     Section("next", next_steps_of),

@@ -19,7 +19,7 @@ from storage.epochs import epoch_cost
 from storage.gain import Comparison, compare
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
-from storage.records import RETRYABLE, Measurement, TrialRecord, Verdict
+from storage.records import RETRYABLE, Measurement, QualityReport, TrialRecord, Verdict
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,8 @@ def _facts(
         yield from (memory, speed, gain)
     else:
         yield from (speed, gain, memory)
+    if measured.quality is not None:
+        yield Fact(*_loss(measured.quality))
     if "trainable_parameters" in ranking.objectives:
         detail = uncertainty.capacity(winner.config)
         yield Fact(units.count(measured.trainable_parameters), "trainable parameters", detail)
@@ -178,6 +180,14 @@ def _epoch(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[Fact]:
     if cost is not None and cost.seconds is not None:
         what = "one epoch of the texts"
         yield Fact(units.duration(cost.seconds), what, epoch_details(cost, winner))
+
+
+def _loss(quality: QualityReport) -> tuple[str, str, str]:
+    """Return a held-out loss, what it is, and after how much training over how many seeds."""
+    ends, seeds = quality.eval_loss_ci95, len(quality.seeds) or 1
+    within = "" if ends is None else f"{ends[0]:.4g}–{ends[1]:.4g} over {seeds} seeds, "
+    after = f"after {quality.train_tokens:,} tokens; {quality.eval_tokens:,} held out"
+    return f"{quality.eval_loss:.4f}", "held-out loss", within + after
 
 
 def _cost(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[Fact]:

@@ -14,7 +14,7 @@ from storage.definition import StudySnapshot
 from storage.epochs import EpochCost, epoch_cost
 from storage.objectives import measured_of
 from storage.ranking import rank_study
-from storage.records import TrialRecord
+from storage.records import EpochRecord, TrialRecord
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,12 @@ def lengths_words(texts: TextsSummary) -> str:
 
 def cut_words(record: TrialRecord) -> str | None:
     """Return what a trial's length cuts off the texts; None without texts."""
-    epoch = record.epoch
-    if epoch is None:
-        return None
-    length = units.count(record.config.seq_len)
+    return None if record.epoch is None else cut_in_words(record.epoch, record.config.seq_len)
+
+
+def cut_in_words(epoch: EpochRecord, seq_len: int) -> str:
+    """Return what a length cuts off the texts, in tokens and in rows."""
+    length = units.count(seq_len)
     if not epoch.rows_cut and not epoch.rows_left_out:
         return f"length {length} cuts nothing off"
     left = f"; {epoch.rows_left_out:,} rows are left out" if epoch.rows_left_out else ""

@@ -80,3 +80,29 @@ def translate(error: Exception, *, name: str) -> SweepError:
             return EnvironmentFault(
                 f"model '{name}': the hub cannot be reached ({words_of(error)}): {ADVICE}"
             )
+
+
+_WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model"]
+_TEXT_FILES = ["merges.txt", "*.jinja"]
+
+
+def fetch_weights(name: str) -> Path:
+    """Return the directory of a hub id's weights and tokenizer, fetched where they are not cached.
+
+    Weights in safetensors alone: others are pickles.
+
+    Raises:
+        InputError: the hub has no such model, or none that this account may read.
+        EnvironmentFault: the hub cannot be reached, or its cache cannot be written.
+    """
+    import httpx
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name, allow_patterns=[*_WEIGHT_FILES, *_TEXT_FILES], etag_timeout=SECONDS_MAX
+            )
+        )
+    except (OSError, httpx.HTTPError) as error:
+        raise translate(error, name=name) from error

@@ -503,6 +503,9 @@ class Knobs(BaseModel):
             label="packing",
             phrase=_packing_in_words,
             help="Rows of your texts: none (padded), grouped (by length) or packed; with --data.",
+            lean_first=("none", "grouped"),
+            # A mask keeps packed texts apart; grouped rows are rows like any other.
+            traced=lambda value: "packed" if value == "packed" else "none",
             options={
                 "trl": trainers.trl_packing,
                 "axolotl": trainers.axolotl_packing,

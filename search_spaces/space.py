@@ -91,6 +91,9 @@ class ConfirmBudget(Strict):
     """How long the recommended one then trains in one go; 0 for no soak."""
     soak_steps: StrictInt = Field(default=500, ge=10)
     """Steps after which it has trained long enough, sooner than that."""
+    quality_seeds: StrictInt = Field(default=3, ge=1, le=10)
+    """With how many seeds the few are trained that the choice is between, where eval_loss is an
+    objective."""
 
 
 class SearchSpace(Strict):

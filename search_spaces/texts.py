@@ -83,3 +83,5 @@ class TextsSummary(BaseModel):
     loss_tokens: Count
     longest: Count
     quantiles: LengthQuantiles
+    notes: tuple[str, ...] = ()
+    """What a person should know of how they were read."""

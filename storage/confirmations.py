@@ -37,7 +37,7 @@ RUNS_TO_CONFIRM = 2
 """The fewest runs between which there is a spread."""
 UNSURE_FROM = 0.10
 """A pooled speed whose interval reaches this far is too unsure to be set against another."""
-_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t, 97.5 %, of 1 to 10 degrees of freedom; with more the last is a little too wide."""
 
 
@@ -197,7 +197,7 @@ def pool(
 def _half_width(runs: Sequence[Measurement], spread: Spread) -> float:
     """Return half the 95 % interval of the runs' middle, in logarithms."""
     own = statistics.stdev(_logarithms(runs))
-    t = _T_975[min(spread.degrees, len(_T_975)) - 1]
+    t = T_975[min(spread.degrees, len(T_975)) - 1]
     between = t * max(spread.deviation, own) / math.sqrt(len(runs))
     within = math.sqrt(sum(_own_half_width(run) ** 2 for run in runs)) / len(runs)
     return max(between, within)

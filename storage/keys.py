@@ -4,6 +4,7 @@ from __future__ import annotations
 
 DEFINITION, RUNS, WALL_SECONDS, IDENTITY = "definition", "runs", "wall_seconds", "identity"
 ENDED = "ended"
+QUALITY_TOKENS = "quality_tokens"
 STUDY_KEYS = (DEFINITION, RUNS, WALL_SECONDS, IDENTITY, ENDED)
 """Of a study's user attributes."""
 

@@ -37,12 +37,14 @@ from storage.objectives import (
     distance_to_the_corner,
     fastest_first,
     fitting,
+    is_judged,
     is_tied,
     measured_of,
     merits_of,
     pareto_front,
     rankable,
 )
+from storage.qualities import pooled_qualities
 from storage.records import Measured, Measurement, TrialRecord, Verdict
 
 
@@ -102,7 +104,9 @@ class Ranking:
         Of several objectives the front comes first, and in both parts what is nearest to the best
         of every objective at once. Equals are ordered by speed, less memory, and number.
         """
-        candidates = fitting(self.of_space)
+        fits = fitting(self.of_space)
+        # A fit without the held-out loss that was asked for says nothing of that.
+        candidates = tuple(r for r in fits if is_judged(measured_of(r), self.objectives))
         if self.objectives == ("tokens_per_second",):
             # They are in that order already, and the front is whatever is as fast as the first.
             return tuple(sorted(candidates, key=self._outran_the_confirmed(candidates)))
@@ -345,9 +349,12 @@ def rank(
         definition: the study's.
         confirmations: what measured some of them again.
     """
+    records = tuple(records)
     known = Confirmations(tuple(by_number(rankable(confirmations))))
     if not known.records:
         return Ranking(definition, tuple(by_number(rankable(records))))
+    if "eval_loss" in definition.space.objectives:
+        records = _with_qualities(records, known.records)
     effective: list[TrialRecord] = []
     searched, fallen = {}, {}
     for record in by_number(rankable(records)):
@@ -359,8 +366,26 @@ def rank(
             effective.append(record.model_copy(update={"outcome": fell.outcome}))
         elif pooled is not None:
             searched[record.number] = measured_of(record)
-            effective.append(record.model_copy(update={"outcome": Measured(measurement=pooled)}))
+            again = pooled.model_copy(update={"quality": measured_of(record).quality})
+            effective.append(record.model_copy(update={"outcome": Measured(measurement=again)}))
     return Ranking(definition, tuple(effective), known, searched, fallen)
+
+
+def _with_qualities(
+    records: Iterable[TrialRecord], confirmations: Iterable[TrialRecord]
+) -> tuple[TrialRecord, ...]:
+    """Return the trials, each with the loss of all seeds that it was trained with."""
+    records = tuple(records)
+    known = pooled_qualities(records, confirmations)
+
+    def judged(record: TrialRecord) -> TrialRecord:
+        quality = known.get(canonical(record.config))
+        if record.verdict is not Verdict.FITS or quality is None:
+            return record
+        measured = measured_of(record).model_copy(update={"quality": quality})
+        return record.model_copy(update={"outcome": Measured(measurement=measured)})
+
+    return tuple(map(judged, records))
 
 
 _RANKINGS: WeakKeyDictionary[StudySnapshot, Ranking] = WeakKeyDictionary()

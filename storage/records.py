@@ -54,8 +54,9 @@ CrashCause = Literal[
 a signal, it said what it was not asked, or what nobody can read; the memory of the host, and not of
 the card, was used up; it could open no further file."""
 
-Purpose = Literal["search", "confirm", "soak"]
-"""Why a configuration is run: to find the best, to measure it again, or to keep it running."""
+Purpose = Literal["search", "confirm", "soak", "quality"]
+"""Why a configuration is run: to find the best, to measure it again, to keep it running, or to see
+what it learns with another seed."""
 
 
 STEPS_FOR_INTERVAL = 6
@@ -143,7 +144,8 @@ class Measurement(_Frozen):
     flags: tuple[str, ...] = ()
     """``throttled``, ``noisy``, ``neighbour``, ``remeasured``, ``emulated``, ``allocator_retries``,
     ``accumulation_extrapolated`` (the step's seconds were derived from fewer micro-steps),
-    ``documents_together`` (the texts of a packed row see each other), ..."""
+    ``documents_together`` (the texts of a packed row see each other), ``speed_reused`` (measured at
+    another learning rate), ``no_room_to_evaluate`` (the held-out texts), ..."""
     sm_clock_mhz: int | None = None
     throttle_reasons: tuple[str, ...] = ()
     quantized_share: float | None = None

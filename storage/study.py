@@ -36,7 +36,7 @@ from storage.kept import (
     unsettled,
     unsettled_words,
 )
-from storage.keys import ENDED, IDENTITY, WALL_SECONDS
+from storage.keys import ENDED, IDENTITY, QUALITY_TOKENS, WALL_SECONDS
 from storage.lease import Lease
 from storage.ledger import Ledger
 from storage.outcome_file import NAME as OUTCOME
@@ -380,6 +380,16 @@ class OpenStudy:
             stored = self._patiently(lambda: self.study.user_attrs)
             self._wall_seconds = float(stored.get(WALL_SECONDS, 0.0))
         return self._wall_seconds
+
+    def quality_tokens(self) -> int | None:
+        """Return on how many tokens a trial trains for its held-out loss; None before that is
+        chosen."""
+        stored = self._patiently(lambda: self.study.user_attrs).get(QUALITY_TOKENS)
+        return stored if isinstance(stored, int) and stored > 0 else None
+
+    def note_quality_tokens(self, tokens: int) -> None:
+        """Keep on how many tokens every trial of the study trains for its held-out loss."""
+        self._patiently(lambda: self.study.set_user_attr(QUALITY_TOKENS, tokens))
 
     def note_end(self, values: Mapping[str, Any]) -> None:
         """Keep why the search ended, in plain JSON values; an earlier run's gives way."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
-SLOW_TO_LOAD = ("run", "confirm", "status", "best", "report", "export", "rm")
+SLOW_TO_LOAD = ("run", "confirm", "status", "best", "report", "export", "train", "rm")
 """What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
 
@@ -172,6 +172,7 @@ def _soak(typed: str | None) -> dict[str, float] | None:
         "sweep plan a10 --rank 64 --target-modules all-linear --seq-len 1024 --gpu a100-40gb",
         "sweep plan a10 --exact --batch-size 8 --seq-len 512",
         "sweep plan a10 --longest",
+        "sweep plan a10 --data texts.jsonl --tokenizer models/mine",
         "sweep plan --gpu a10 --gpu l4 --cheapest --within 6h --samples 10000",
         "sweep plan --gpu a10 --gpu l4 --rank 64 --price a10=0.75",
     )
@@ -183,6 +184,11 @@ def plan(
     model: opt.ModelOption = None,
     exact: opt.ExactOption = False,
     from_file: opt.FromFileOption = None,
+    data: opt.DataOption = None,
+    text_column: opt.TextColumnOption = None,
+    texts_format: opt.TextsFormatOption = None,
+    completions_only: opt.CompletionsOnlyOption = None,
+    tokenizer: opt.TokenizerOption = None,
     longest: opt.LongestOption = False,
     cheapest: opt.CheapestOption = False,
     within: opt.WithinOption = None,
@@ -216,7 +222,8 @@ def plan(
         configuration=configuration,
         is_exact=exact,
         from_file=from_file,
-        work=AskedWork(steps, samples, tokens, dataset_samples, epochs),
+        work=AskedWork(steps, samples, tokens, dataset_samples, epochs, has_texts=data is not None),
+        data=_texts(data, text_column, texts_format, completions_only, tokenizer),
         prices=None if prices is None else Path(prices),
         typed_prices=tuple(price or ()),
         is_longest=longest,
@@ -234,6 +241,40 @@ def _read_study(name: str, storage: str | None) -> StudySnapshot:
     from storage.reading import read_study
 
     return read_study(name, url=storage_url(storage), home=runs_directory())
+
+
+@app.command(
+    epilog=opt.examples(
+        "sweep data texts.jsonl --model demo",
+        "sweep data texts.jsonl --model demo --completions-only --json",
+    )
+)
+def data(
+    texts: opt.TextsArgument,
+    model: opt.ModelOption = None,
+    text_column: opt.TextColumnOption = None,
+    format: opt.TextsFormatOption = None,
+    completions_only: opt.CompletionsOnlyOption = None,
+    tokenizer: opt.TokenizerOption = None,
+    batch_size: opt.WasteBatchOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Say how long your texts are, what a length cuts off, and what packing saves; needs no GPU.
+
+    They are counted in tokens of the model, or of a tokenizer that is named.
+    """
+    from sweep.terminal import texts as command
+
+    return command.data(
+        texts,
+        model=model,
+        text_column=text_column,
+        format=format,
+        completions_only=completions_only,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        as_json=as_json,
+    )
 
 
 @app.command(
@@ -340,6 +381,113 @@ def export(
 
     return commands.export(
         study, format=format, trial=trial, storage=storage, output=_output(output)
+    )
+
+
+@app.command(
+    epilog=opt.examples("sweep merge out --output merged --model path/to/base --dtype bf16")
+)
+def merge(
+    adapter: opt.AdapterArgument,
+    output: opt.DirectoryOption,
+    model: opt.BaseOption = None,
+    dtype: opt.MergedDtypeOption = None,
+    rows: opt.RowsOption = 4,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Merge an adapter into its 16-bit base, shard by shard.
+
+    The merged model's logits are compared with those of base and adapter. Merging into 4-bit
+    weights would make another model, and is not offered.
+    """
+    from sweep.terminal import merging
+
+    return merging.run(adapter, output=output, model=model, dtype=dtype, rows=rows, as_json=as_json)
+
+
+@app.command(
+    epilog=opt.examples("sweep verify a10 --steps 20", "sweep verify winner.py --steps 8 --json")
+)
+def verify(
+    what: opt.VerifiedArgument,
+    steps: opt.VerifyStepsOption = 40,
+    trial: opt.TrialOption = None,
+    model: opt.VerifyModelOption = None,
+    storage: opt.StorageOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Run a study's winner, or what was exported, and compare with what was measured.
+
+    Tokens/s of the median step are to be within 5 %, peak allocated memory within 2 %; else the
+    exit code is 1, and it says what differs.
+    """
+    from sweep.terminal import verifying
+
+    return verifying.run(
+        what, steps=steps, trial=trial, model=model, storage=storage, as_json=as_json
+    )
+
+
+@app.command(
+    epilog=opt.examples(
+        "sweep train a10 --data texts.jsonl --output adapter --max-steps 200",
+        "sweep train demo --data texts.jsonl --output adapter --max-steps 10",
+    )
+)
+def train(
+    subject: opt.SubjectArgument,
+    output: opt.AdapterOption,
+    data: opt.DataOption = None,
+    text_column: opt.TextColumnOption = None,
+    format: opt.TextsFormatOption = None,
+    completions_only: opt.CompletionsOnlyOption = None,
+    tokenizer: opt.TokenizerOption = None,
+    trial: opt.TrialOption = None,
+    model: opt.ModelOption = None,
+    weights: opt.WeightsOption = None,
+    max_steps: opt.MaxStepsOption = None,
+    epochs: opt.TrainEpochsOption = None,
+    eval_fraction: opt.EvalFractionOption = None,
+    learning_rate: opt.LearningRateOption = None,
+    seed: opt.SeedOption = None,
+    checkpoint_every: opt.CheckpointEveryOption = None,
+    resume: opt.ResumeOption = False,
+    storage: opt.StorageOption = None,
+    as_json: opt.JsonOption = False,
+) -> int:
+    """Train an adapter on your texts, with the settings that were measured.
+
+    The winner of a study, or another trial of it, or a configuration of a file: what
+    `sweep export --format json` writes, or its keys alone. At the end: tokens/s and memory beside
+    what was promised.
+    """
+    from sweep.terminal import training as command
+
+    texts = {
+        "texts": data,
+        "text_column": text_column,
+        "format": format,
+        "completions_only": completions_only,
+        "tokenizer": tokenizer,
+        "eval_fraction": eval_fraction,
+    }
+    return command.train(
+        subject,
+        output=Path(output),
+        texts=texts,
+        trial=trial,
+        model=model,
+        weights=weights,
+        numbers={
+            "max_steps": max_steps,
+            "epochs": epochs,
+            "learning_rate": learning_rate,
+            "seed": seed,
+            "checkpoint_every": checkpoint_every,
+        },
+        is_resumed=resume,
+        storage=storage,
+        as_json=as_json,
     )
 
 
@@ -464,7 +612,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
             add_knobs(command, KNOBS)
     # A script that reads a list wants no news of it; who follows a study does, in a pipe too.
-    is_told = typed[:1] in (["run"], ["confirm"]) or sys.stderr.isatty()
+    is_told = typed[:1] in (["run"], ["confirm"], ["train"]) or sys.stderr.isatty()
     if typed and typed[0] in SLOW_TO_LOAD and is_told:
         announce_if_slow("Loading libraries ...")
     with waits_told_to(wait_lines()):

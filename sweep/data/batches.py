@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from trl import pack_dataset
 
 from search_spaces.config import TrialConfig
 from sweep.data.collating import COMPLETIONS, INPUT, SEQ_LENGTHS, collator
-from sweep.data.epoch import PACKED_AT_ONCE, Epoch, Integers, epoch, packing_of
+from sweep.data.cutting import cut_exactly
+from sweep.data.epoch import PACKED_AT_ONCE, Epoch, Integers, epoch
+from sweep.data.opening import open_tokens
+from sweep.data.request import LENGTHS, LOSS_LENGTHS
 from sweep.data.split import split
 from sweep.data.strata import STRATA, representative
 
-TOKENS = "tokens"
 LENGTH = "length"
 """The column by which transformers' sampler groups rows of like length."""
 _ALIKE = 3
@@ -71,7 +73,7 @@ def trial_batches(
     Raises:
         InputError: the texts make no micro-batch of this size.
     """
-    rows = open_tokens(directory)
+    rows = open_tokens(directory).with_format("numpy")
     indices, _ = split(len(rows), eval_fraction, seed)
     whole = epoch_of(directory, config, indices=indices, seed=seed)
     chosen = representative(
@@ -80,7 +82,7 @@ def trial_batches(
     collate = collator(config, pad_token_id)
 
     def made(places: Iterable[int]) -> list[dict[str, Any]]:
-        return [_row(rows, indices[whole.rows.of(place)], config) for place in places]
+        return [row_of(rows, indices[whole.rows.of(place)], config) for place in places]
 
     longest = made(map(int, whole.largest_rows))
     return TrialBatches(
@@ -99,9 +101,11 @@ def epoch_of(directory: Path, config: TrialConfig, *, indices: Integers, seed: i
     Raises:
         InputError: the texts make no micro-batch of this size.
     """
-    lengths = np.load(directory / "lengths.npy", mmap_mode="r")[indices]
-    loss_lengths = np.load(directory / "loss_lengths.npy", mmap_mode="r")[indices]
-    return epoch(lengths, loss_lengths, config, seed=seed)
+    lengths, loss_lengths = (
+        np.load(directory / name, mmap_mode="r") for name in (LENGTHS, LOSS_LENGTHS)
+    )
+    _, loss = cut_exactly(directory, lengths, loss_lengths, config.seq_len)
+    return epoch(lengths[indices], loss[indices], config, seed=seed, are_cut=True)
 
 
 def training_rows(
@@ -125,9 +129,9 @@ def training_rows(
     numbers = np.asarray(indices, dtype=np.int64)
     whole = epoch_of(directory, config, indices=numbers, seed=seed)
     kept = np.sort(numbers[whole.rows.documents])
-    rows = open_tokens(directory)
-    if packing_of(config) != "packed":
-        lengths = np.minimum(np.load(directory / "lengths.npy", mmap_mode="r"), config.seq_len)
+    rows = open_tokens(directory).with_format("numpy")
+    if config.packing != "packed":
+        lengths = np.minimum(np.load(directory / LENGTHS, mmap_mode="r"), config.seq_len)
         return rows.add_column(LENGTH, lengths).select(kept).with_format("numpy")
     chosen = rows.select(kept)
     packed = pack_dataset(
@@ -136,18 +140,14 @@ def training_rows(
     return packed.with_format("numpy")
 
 
-def open_tokens(directory: Path) -> Dataset:
-    """Return the tokens of prepared texts, read from the disk as they are asked for."""
-    return load_from_disk(str(directory / TOKENS)).with_format("numpy")
-
-
-def _row(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, Any]:
-    """Return one row, its texts cut and where there are several put behind one another."""
+def row_of(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, Any]:
+    """Return one row of the texts of these numbers, each cut, put behind one another; `collator`
+    takes it."""
     texts = [rows[int(number)] for number in numbers]
     columns = [name for name in (INPUT, COMPLETIONS) if name in rows.column_names]
     row: dict[str, Any] = {
         name: np.concatenate([text[name][: config.seq_len] for text in texts]) for name in columns
     }
-    if packing_of(config) == "packed":
+    if config.packing == "packed":
         row[SEQ_LENGTHS] = [min(len(text[INPUT]), config.seq_len) for text in texts]
     return row

@@ -20,7 +20,7 @@ import numpy as np
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from search_spaces.config import TrialConfig
-from sweep.data.epoch import is_flattened, packing_of, padded_width
+from sweep.data.epoch import is_flattened, padded_width
 
 IGNORED = -100
 """The label of a token that carries no loss."""
@@ -52,7 +52,7 @@ class Collator:
         collate = DataCollatorForLanguageModeling(
             pad_token_id=self.pad_token_id,
             padding_free=is_flattened(self.config),
-            return_position_ids=packing_of(self.config) == "packed",
+            return_position_ids=self.config.packing == "packed",
             pad_to_multiple_of=padded_width(longest, self.config),
         )
         batch: dict[str, Any] = collate(examples)

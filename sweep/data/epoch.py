@@ -27,6 +27,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 
 Integers = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 PACKED_AT_ONCE = 1000
 """Rows that are packed with one another: what `datasets` maps at once, and so TRL packs."""
@@ -36,30 +37,31 @@ _DRAWS_AT_ONCE_MAX = 50
 where that is less."""
 
 
-def packing_of(config: TrialConfig) -> str:
-    """Return how rows become micro-batches: none, packed or grouped."""
-    return str(getattr(config, "packing", "none"))
-
-
 def is_flattened(config: TrialConfig) -> bool:
     """Whether packed rows go through as one long row: how flash attention is told of documents."""
-    return packing_of(config) == "packed" and config.attention == "flash_attention_2"
+    return config.packing == "packed" and config.attention == "flash_attention_2"
+
+
+def padded_widths(longest: ArrayLike, config: TrialConfig) -> Integers:
+    """Return the tokens to which the rows of micro-batches are padded.
+
+    Args:
+        longest: tokens of each one's longest row, cut; flattened, the tokens of all its rows.
+        config: what trains on them.
+    """
+    lengths = np.asarray(longest, dtype=np.int64)
+    most = config.tokens_per_micro_batch if is_flattened(config) else config.seq_len
+    if config.packing == "packed" and not is_flattened(config):
+        return np.full_like(lengths, most)
+    if not config.compile:
+        return lengths
+    quarter = -(-most // _STATIC_SHAPES)
+    return np.minimum(most, -(-lengths // quarter) * quarter)
 
 
 def padded_width(longest: int, config: TrialConfig) -> int:
-    """Return the tokens to which the rows of a micro-batch are padded.
-
-    Args:
-        longest: tokens of its longest row, cut; flattened, the tokens of all its rows.
-        config: what trains on it.
-    """
-    most = config.tokens_per_micro_batch if is_flattened(config) else config.seq_len
-    if packing_of(config) == "packed" and not is_flattened(config):
-        return most
-    if not config.compile:
-        return longest
-    quarter = -(-most // _STATIC_SHAPES)
-    return min(most, -(-longest // quarter) * quarter)
+    """Return `padded_widths` of one micro-batch."""
+    return int(padded_widths(longest, config))
 
 
 def cut(lengths: ArrayLike, loss_lengths: ArrayLike, seq_len: int) -> tuple[Integers, Integers]:
@@ -146,6 +148,8 @@ class Epoch:
     rows_cut: int
     rows_left_out: int
     """For want of a token that carries loss."""
+    is_masked: bool
+    """Whether a mask keeps texts apart: not where no row has two, and not with flash attention."""
 
     @property
     def tokens(self) -> int:
@@ -161,6 +165,11 @@ class Epoch:
     def padded_tokens(self) -> int:
         """Tokens that are computed in the whole epoch, pads among them."""
         return int(self.padded.sum())
+
+    @property
+    def waste(self) -> float:
+        """Share of the computed tokens that are pads."""
+        return 1.0 - self.tokens / self.padded_tokens
 
     @property
     def micro_batches(self) -> int:
@@ -208,7 +217,8 @@ def epoch(
     row_lengths, row_loss = rows.sums(kept), rows.sums(loss)
     starts = np.arange(0, len(rows), config.micro_batch_size)
     widths, padded = _widths(row_lengths, starts, config)
-    longest = _largest_rows(rows, row_lengths, config)
+    masked = _masked_rows(rows, row_lengths, config)
+    longest = _largest_rows(row_lengths, masked, config)
     return Epoch(
         config=config,
         rows=rows,
@@ -221,6 +231,7 @@ def epoch(
         largest=_largest(row_lengths[longest], config),
         rows_cut=int(np.count_nonzero(np.asarray(lengths)[chosen] > config.seq_len)),
         rows_left_out=len(kept) - len(chosen),
+        is_masked=bool(masked.any()),
     )
 
 
@@ -234,7 +245,7 @@ def _check_texts(documents: int, config: TrialConfig) -> None:
 
 def _check_rows(rows: int, documents: int, config: TrialConfig) -> None:
     if rows < config.micro_batch_size:
-        packed = f" ({documents:,} texts, packed)" if packing_of(config) == "packed" else ""
+        packed = f" ({documents:,} texts, packed)" if config.packing == "packed" else ""
         raise InputError(
             f"micro_batch_size is {config.micro_batch_size}, and the texts make no more than "
             f"{rows:,} rows{packed} at seq_len {config.seq_len}; take a smaller micro_batch_size"
@@ -244,7 +255,7 @@ def _check_rows(rows: int, documents: int, config: TrialConfig) -> None:
 def _rows(chosen: Integers, lengths: Integers, config: TrialConfig, *, seed: int) -> Rows:
     """Return the rows in the order of the epoch, where texts are numbered by ``chosen``."""
     random = np.random.default_rng(seed)
-    match packing_of(config):
+    match config.packing:
         case "packed":
             members = packed(lengths, config.seq_len)
             order = random.permutation(len(members))
@@ -312,18 +323,22 @@ def _widths(lengths: Integers, starts: Integers, config: TrialConfig) -> tuple[I
     """Return the width and the computed tokens of each micro-batch."""
     reduce: Any = np.add if is_flattened(config) else np.maximum
     longest = reduce.reduceat(lengths, starts)
-    widths = np.asarray([padded_width(int(most), config) for most in longest], dtype=np.int64)
+    widths = padded_widths(longest, config)
     rows = np.diff(np.append(starts, len(lengths)))
     return widths, widths if is_flattened(config) else widths * rows
 
 
-def _largest_rows(rows: Rows, lengths: Integers, config: TrialConfig) -> Integers:
-    """Return the longest rows of the epoch; where all are as wide, those of the most texts."""
-    size = config.micro_batch_size
-    if packing_of(config) == "packed" and not is_flattened(config):
-        # The mask that keeps texts apart costs memory, and a row of one whole text has none.
-        return np.lexsort((-lengths, -rows.counts()))[:size]
-    return np.argsort(-lengths, kind="stable")[:size]
+def _largest_rows(lengths: Integers, masked: Mask, config: TrialConfig) -> Integers:
+    """Return the longest rows of the epoch, those that a mask comes of before others."""
+    # Packed rows are all as wide, and the mask that keeps texts apart is what costs memory.
+    return np.lexsort((-lengths, ~masked))[: config.micro_batch_size]
+
+
+def _masked_rows(rows: Rows, lengths: Integers, config: TrialConfig) -> Mask:
+    """Return whether transformers finds several texts in a row, its pads among them."""
+    if config.packing != "packed" or is_flattened(config):
+        return np.zeros(len(lengths), dtype=np.bool_)
+    return (rows.counts() > 1) | (lengths < config.seq_len)
 
 
 def _largest(lengths: Integers, config: TrialConfig) -> Shape:

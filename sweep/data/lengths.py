@@ -1,11 +1,28 @@
-"""Owns what the lengths of texts say before anything is trained: which sequence lengths are worth
-searching. Knows nothing of texts or tokens.
+"""Owns what the lengths of texts say before anything is trained: how they are spread, what a
+sequence length cuts off and wastes, and which lengths are worth searching.
+
+Knows nothing of texts or tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
+
+from search_spaces.config import TrialConfig
+from sweep.data.epoch import cut, epoch, packed
+
+Lengths = NDArray[np.int32]
+
+MICRO_BATCH_SIZE = 4
+"""Rows of a micro-batch that waste is said for unless another is named: the standard recipe's."""
+SHORTEST = 64
+"""Tokens of the shortest length that is looked at."""
+_QUANTILES = (0.50, 0.90, 0.95, 0.99, 1.0)
+_SEED = 0
+_BINS_MAX = 16
 
 _SHARES = (0.90, 0.95, 0.99)
 """Of the rows that a length worth searching leaves whole."""
@@ -21,9 +38,7 @@ def rounded_up(length: int) -> int:
     return -(-length // step) * step
 
 
-def worthwhile_lengths(
-    lengths: NDArray[np.int32], *, max_positions: int | None = None
-) -> tuple[int, ...]:
+def worthwhile_lengths(lengths: Lengths, *, max_positions: int | None = None) -> tuple[int, ...]:
     """Return the sequence lengths worth searching for rows of these lengths, in rising order.
 
     They leave 90, 95, 99 and all of 100 rows whole, rounded up; the last only where the longest
@@ -41,3 +56,110 @@ def worthwhile_lengths(
         wanted.append(longest)
     limit = max_positions or rounded_up(longest)
     return tuple(sorted({min(rounded_up(value), limit) for value in wanted}))
+
+
+def candidate_lengths(lengths: Lengths, *, max_positions: int | None = None) -> tuple[int, ...]:
+    """Return the sequence lengths that are looked at, in rising order.
+
+    Powers of two up to the longest row, quantiles rounded up, and the model's own limit, which none
+    of them passes.
+
+    Args:
+        lengths: tokens of each row, at least one.
+        max_positions: of the model; None where nobody says.
+    """
+    longest = int(np.max(lengths))
+    quantiles = np.quantile(lengths, _QUANTILES, method="inverted_cdf")
+    wanted = {rounded_up(int(value)) for value in quantiles}
+    power = SHORTEST
+    while power < longest:
+        wanted.add(power)
+        power *= 2
+    if max_positions is None:
+        return tuple(sorted(wanted))
+    return tuple(sorted({min(length, max_positions) for length in (*wanted, max_positions)}))
+
+
+@dataclass(frozen=True)
+class Waste:
+    """What a sequence length does to texts. All but the first are shares, 0 to 1."""
+
+    seq_len: int
+    rows_cut: float
+    """Of the rows, those that are longer."""
+    tokens_cut: float
+    """Of the tokens, those behind the cut."""
+    rows_left_out: float
+    """Of the rows, those whose cut leaves no token that carries loss, so that no epoch has them."""
+    padding_waste: float
+    """Of the tokens that are computed, those that are pads: rows drawn at random, each micro-batch
+    padded to its longest row."""
+    grouped_waste: float
+    """The same where micro-batches hold rows of like length."""
+    packed_waste: float
+    """The same where rows of ``seq_len`` are filled with several texts, best fit decreasing."""
+
+
+def waste_at(
+    seq_len: int, lengths: Lengths, loss_lengths: Lengths, *, micro_batch_size: int
+) -> Waste | None:
+    """Return what a sequence length does to texts; None where it leaves nothing to learn.
+
+    Args:
+        seq_len: to which rows are cut.
+        lengths: tokens of each row.
+        loss_lengths: those of them that carry loss.
+        micro_batch_size: rows of a micro-batch, on which it depends what padding wastes; all of
+            them where there are fewer.
+    """
+    kept, loss = cut(lengths, loss_lengths, seq_len)
+    whole, left = int(np.sum(lengths, dtype=np.int64)), kept[loss > 0]
+    if not len(left):
+        return None
+    size = min(micro_batch_size, len(left))
+
+    def padded(packing: str) -> float:
+        config = TrialConfig.model_validate(
+            {"seq_len": seq_len, "micro_batch_size": size, "packing": packing}
+        )
+        return epoch(lengths, loss_lengths, config, seed=_SEED).waste
+
+    return Waste(
+        seq_len=seq_len,
+        rows_cut=float(np.mean(np.asarray(lengths) > seq_len)),
+        tokens_cut=1.0 - int(kept.sum()) / whole,
+        rows_left_out=1.0 - len(left) / len(kept),
+        padding_waste=padded("none"),
+        grouped_waste=padded("grouped"),
+        # Not by an epoch: that may have fewer rows than a micro-batch once texts are packed.
+        packed_waste=1.0 - int(left.sum()) / (len(packed(left, seq_len)) * seq_len),
+    )
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Rows of a range of lengths."""
+
+    at_least: int
+    at_most: int
+    """Tokens, both ends included."""
+    rows: int
+
+
+def histogram(lengths: Lengths) -> tuple[Bin, ...]:
+    """Return how many rows there are of each range of lengths, in rising order.
+
+    Ranges are equal powers of two up to where 99 in 100 rows end; the last holds what is longer.
+    """
+    end = int(np.quantile(lengths, 0.99, method="inverted_cdf"))
+    width = 1
+    while width * _BINS_MAX < end:
+        width *= 2
+    count, longest = -(-end // width), int(np.max(lengths))
+    edges = [1 + width * index for index in range(count + 1)]
+    rows = np.histogram(lengths, bins=[*edges, max(longest + 1, edges[-1] + 1)])[0]
+    bins = [
+        Bin(first, last - 1, int(found))
+        for first, last, found in zip(edges, edges[1:], rows, strict=False)
+    ]
+    return (*bins, Bin(edges[-1], longest, int(rows[-1]))) if rows[-1] else tuple(bins)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from datasets import Dataset, load_from_disk
 
-TOKENS = "tokens"
-"""The saved `Dataset` in the directory of prepared texts."""
+from sweep.data.request import TOKENS
 
 
 def open_tokens(directory: Path) -> Dataset:

@@ -30,7 +30,6 @@ from search_spaces.texts import LengthQuantiles, TextsFormat, TextsKind, TextsSu
 from storage import files
 from sweep.data import request as own
 from sweep.data.kinds import Broken, Row, parsed, recognised
-from sweep.data.opening import TOKENS
 from sweep.data.rendering import Rendered, renderer
 from sweep.data.request import BrokenRow, Place, Progress, Question
 from sweep.data.sources import Files, Hub, Read, source_of
@@ -58,9 +57,9 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
         OSError: something cannot be written.
     """
     source = source_of(question.source)
-    content = question.content or _content_of(source)
+    content = _content_of(source) if question.content is None else question.content
     directory = Path(question.home) / question.fingerprint(content)
-    if (directory / own.SUMMARY).is_file():
+    if own.is_whole(directory):
         return directory
     files.make_directory(directory.parent)
     _remove_unfinished(directory.parent)
@@ -100,12 +99,12 @@ def _remove_unfinished(home: Path) -> None:
 def _put(unfinished: Path, directory: Path) -> None:
     """Give a whole directory its name, unless another process was faster with the same."""
     (unfinished / _LOCK).unlink()
-    if directory.exists() and not (directory / own.SUMMARY).is_file():
+    if directory.exists() and not own.is_whole(directory):
         shutil.rmtree(directory)
     try:
         unfinished.rename(directory)
     except OSError:
-        if not (directory / own.SUMMARY).is_file():
+        if not own.is_whole(directory):
             raise
 
 
@@ -152,6 +151,7 @@ class _Preparation:
             loss_tokens=int(loss_lengths.sum(dtype=np.int64)),
             longest=int(lengths.max()),
             quantiles=quantiles_of(lengths),
+            notes=self._source.notes,
         )
         self._save(summary, lengths, loss_lengths)
 
@@ -162,11 +162,13 @@ class _Preparation:
         """Return the columns of the first rows, and all rows."""
         seen: list[Read] = []
         columns: dict[str, None] = {}
+        readable = 0
         for place, values in rows:
             seen.append((place, values))
             if isinstance(values, dict):
+                readable += 1
                 columns |= dict.fromkeys(map(str, values))
-            if columns and len(seen) >= _ROWS_LOOKED_AT:
+            if columns and readable >= _ROWS_LOOKED_AT:
                 break
         if not seen:
             raise InputError(f"{self._question.source}: no rows in it")
@@ -251,7 +253,7 @@ class _Preparation:
             if not lengths:
                 raise InputError(self._all_broken())
             writer.finalize()
-        Dataset.from_file(str(path)).save_to_disk(str(self._directory / TOKENS))
+        Dataset.from_file(str(path)).save_to_disk(str(self._directory / own.TOKENS))
         path.unlink()
         return np.concatenate(lengths), np.concatenate(loss_lengths), largest
 

@@ -69,8 +69,7 @@ class ChatTemplate:
             return self._with_spans(chat)
         except TemplateError as error:
             return Broken(f"the chat template refuses it: {words_of(error)}")
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            # A template is code of somebody's, written for rows of theirs.
+        except Exception as error:  # noqa: BLE001 - code of somebody's, written for rows of theirs
             return Broken(f"the chat template fails: {words_of(error)}")
 
     def _text(self, chat: Chat, messages: list[Any], *, prompts: bool = False) -> str:
@@ -117,11 +116,12 @@ class ChatTemplate:
             before = self._text(chat, chat.messages[:index], prompts=prompts) if index else ""
             if text.startswith(before):
                 return len(before)
-        return None
+        return _own_words(chat, text, index)
 
     def _end(self, chat: Chat, text: str, index: int, begin: int) -> int | None:
         """Return where a turn ends, with what the template closes it by."""
-        through = self._text(chat, chat.messages[: index + 1])
+        is_last = index + 1 == len(chat.messages)
+        through = text if is_last else self._text(chat, chat.messages[: index + 1])
         if text.startswith(through):
             return len(through)
         # Some templates leave an earlier turn's thoughts out: then its own words are looked for.
@@ -132,6 +132,21 @@ class ChatTemplate:
         end = found + len(content)
         closing = through[through.rfind(content) + len(content) :]
         return end + _common_length(closing, text[end:])
+
+
+def _own_words(chat: Chat, text: str, index: int) -> int | None:
+    """Return where a turn's own words begin, for templates that tell the turns before it otherwise
+    once it follows; None where they are not in the text.
+
+    Words are looked for one turn after another, as an answer may repeat what was asked.
+    """
+    found, end = -1, 0
+    for message in chat.messages[: index + 1]:
+        content = str(message.get("content") or "").strip()
+        found = text.find(content, end) if content else -1
+        if found >= 0:
+            end = found + len(content)
+    return found if found >= 0 else None
 
 
 def _with_marks(tokenizer: PreTrainedTokenizerBase) -> str | None:

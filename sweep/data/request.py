@@ -6,15 +6,18 @@ Light to import, as the parent does. Knows nothing of how texts are read.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from search_spaces.documents import open_file
 
 LAYOUT = 1
 """Of the directory of prepared texts; a directory of another is prepared again."""
-SUMMARY, BROKEN = "texts.json", "broken.jsonl"
+SUMMARY, BROKEN, TOKENS = "texts.json", "broken.jsonl", "tokens"
 LENGTHS, LOSS_LENGTHS = "lengths.npy", "loss_lengths.npy"
 BROKEN_KEPT = 10_000
 """Broken rows that are named; further ones are counted."""
@@ -74,20 +77,30 @@ class Question:
         return asdict(self)
 
 
+def is_whole(directory: Path) -> bool:
+    """Return whether all that there is of prepared texts is in a directory."""
+    names = (SUMMARY, BROKEN, TOKENS, LENGTHS, LOSS_LENGTHS)
+    return all((directory / name).exists() for name in names)
+
+
 def content_of(files: Iterable[tuple[str, Path]], *, on_progress: Progress) -> str:
     """Return a digest of files and the order they are read in, blind to where they lie.
 
+    Args:
+        files: each with what of its name says how it is read.
+        on_progress: hears how much has been looked at.
+
     Raises:
+        InputError: one is no file.
         OSError: one cannot be read.
     """
     found = list(files)
     total, done = sum(path.stat().st_size for _, path in found) // 10**6, 0
     hashed = hashlib.sha256()
-    for _, path in found:
+    for name, path in found:
         on_progress("MB looked at", done // 10**6, total)
-        with path.open("rb") as file:
-            # The ending says how it is read.
-            hashed.update(f"{''.join(path.suffixes)}\0".encode())
-            hashed.update(hashlib.file_digest(file, "sha256").digest())
+        with open_file(path, label=str(path)) as file:
+            hashed.update(f"{name}\0".encode(errors="surrogateescape"))
+            hashed.update(hashlib.file_digest(cast(io.BufferedReader, file), "sha256").digest())
             done += file.tell()
     return hashed.hexdigest()

@@ -9,54 +9,67 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sweep.data.epoch import Epoch, packing_of
+from sweep.data.epoch import Epoch
 
 STRATA = 4
+_ROUNDS = 8
+"""Of exchanges; two or three leave nothing to exchange."""
 
 
 def representative(epoch: Epoch, *, strata: int = STRATA, micro_steps: int) -> list[int]:
     """Return the micro-batches of a round: one of each stratum, a whole number of optimizer steps.
 
-    Of each stratum that micro-batch is taken which keeps the round's computed tokens, their squares
-    (attention's work) and its loss-carrying tokens, all so far, nearest to the strata's means: what
-    one is too large the next makes up for. A stratum of an epoch with fewer micro-batches than that
-    takes them more than once.
+    They are chosen together, so that computed tokens, their squares (attention's work) and
+    loss-carrying tokens come to the epoch's mean: where one is too large another makes up for it.
+    In an epoch with fewer micro-batches than strata some stand for several.
 
     Args:
-        epoch: whose micro-batches they are; those with fewer rows are none of them.
+        epoch: whose micro-batches they are; one with fewer rows is none of them.
         strata: the least number.
         micro_steps: micro-batches of an optimizer step.
     """
     whole = len(epoch.rows) // epoch.config.micro_batch_size
     padded, widths, loss = epoch.padded[:whole], epoch.widths[:whole], epoch.loss[:whole]
     # Packed rows are all as wide: there the tokens that carry loss tell the strata apart.
-    size = loss if packing_of(epoch.config) == "packed" else padded
+    size = loss if epoch.config.packing == "packed" else padded
     by_size = np.lexsort((loss, size))
     features = np.stack([padded, padded * widths, loss], axis=1)[by_size].astype(float)
     count = -(-strata // micro_steps) * micro_steps
-    return [int(by_size[place]) for place in _balanced(features, count)]
+    relative = features / np.maximum(features.mean(axis=0), 1e-9)
+    return [int(by_size[place]) for place in _balanced(relative, _strata(whole, count))]
 
 
-def _balanced(features: NDArray[np.float64], count: int) -> list[int]:
-    """Return one index of each of so many equal strata, the sums held near the strata's."""
-    scale = np.maximum(features.mean(axis=0), 1e-9)
-    edges = np.linspace(0, len(features), count + 1)
-    owed = np.zeros(features.shape[1])
-    chosen = []
-    for share, first, end in zip(_means(features, edges), edges[:-1], edges[1:], strict=True):
-        begin = min(int(first), len(features) - 1)
-        stratum = features[begin : max(int(np.ceil(end)), begin + 1)]
-        owed = owed + share
-        best = int(np.argmin(np.abs((owed - stratum) / scale).sum(axis=1)))
-        owed = owed - stratum[best]
-        chosen.append(begin + best)
+def _strata(entries: int, count: int) -> list[slice]:
+    """Return equal shares of so many entries, of one at least; what is on an edge is in both."""
+    edges = np.linspace(0, entries, count + 1)
+    firsts = np.minimum(edges[:-1].astype(int), entries - 1)
+    ends = np.maximum(np.ceil(edges[1:]).astype(int), firsts + 1)
+    return [slice(int(first), int(end)) for first, end in zip(firsts, ends, strict=True)]
+
+
+def _balanced(features: NDArray[np.float64], strata: list[slice]) -> list[int]:
+    """Return one index of each stratum, so that each feature's mean over them is near one.
+
+    From each stratum's middle on, one after another is exchanged for what serves the sum best.
+    """
+    chosen = [(stratum.start + stratum.stop) // 2 for stratum in strata]
+    for _ in range(_ROUNDS):
+        before = list(chosen)
+        for turn, stratum in enumerate(strata):
+            others = features[chosen].sum(axis=0) - features[chosen[turn]]
+            means = (others + features[stratum]) / len(strata)
+            chosen[turn] = stratum.start + int(np.argmin(_misses(means)))
+        if chosen == before:
+            break
     return chosen
 
 
-def _means(features: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean of each stratum, of which a micro-batch on an edge is a part alone."""
-    sums = np.concatenate([np.zeros((1, features.shape[1])), features.cumsum(axis=0)])
-    places = np.arange(len(sums))
-    at_edges = np.stack([np.interp(edges, places, column) for column in sums.T], axis=1)
-    means: NDArray[np.float64] = np.diff(at_edges, axis=0) / np.diff(edges)[:, None]
-    return means
+def _misses(means: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return how far off the rates are that rounds of such means would show.
+
+    A rate is loss-carrying tokens over time, which goes with computed tokens, less with their
+    squares, and in part with neither.
+    """
+    padded, squares, loss = means.T
+    parts = [(loss / padded, 1.0), (loss, 0.5), (loss / squares, 0.25)]
+    return np.sum([weight * np.square(rate - 1.0) for rate, weight in parts], axis=0)

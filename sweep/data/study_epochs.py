@@ -5,8 +5,10 @@ Numbers in, numbers out: knows nothing of tokens, trials or prices.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import cache, cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +18,25 @@ from search_spaces.errors import InputError
 from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.records import EpochRecord
+from sweep.data.cutting import cut_exactly
 from sweep.data.epoch import Epoch, cut, epoch, packed
 from sweep.data.split import split
 from sweep.data.texts import PreparedTexts
 
 Lengths = NDArray[np.int64]
+CutAt = Callable[[int], tuple[Lengths, Lengths]]
+
+
+def batch_key(config: TrialConfig) -> Hashable:
+    """Return what of a configuration decides how texts become micro-batches."""
+    return (
+        config.seq_len,
+        config.packing,
+        config.micro_batch_size,
+        config.samples_per_step,
+        config.compile,
+        config.attention == "flash_attention_2",
+    )
 
 
 class StudyEpochs:
@@ -30,15 +46,20 @@ class StudyEpochs:
         lengths: tokens of each row.
         loss_lengths: those that carry loss.
         seed: of the order.
+        cut_at: says what a sequence length leaves of each row, and how much of that carries loss;
+            None where the tokens that carry loss are a row's last.
     """
 
-    def __init__(self, lengths: Lengths, loss_lengths: Lengths, *, seed: int) -> None:
+    def __init__(
+        self, lengths: Lengths, loss_lengths: Lengths, *, seed: int, cut_at: CutAt | None = None
+    ) -> None:
         self.lengths = lengths
         self.loss_lengths = loss_lengths
         self._seed = seed
         self._tokens = int(lengths.sum())
         self._epochs: dict[Hashable, Epoch] = {}
         self._rows: dict[Hashable, int] = {}
+        self._cut_at: CutAt = cache(cut_at or partial(cut, lengths, loss_lengths))
 
     @classmethod
     def of(cls, texts: PreparedTexts, choice: TextsChoice, *, seed: int) -> StudyEpochs:
@@ -46,7 +67,26 @@ class StudyEpochs:
         lengths = np.asarray(texts.lengths(), dtype=np.int64)
         loss_lengths = np.asarray(texts.loss_lengths(), dtype=np.int64)
         train, _ = split(len(lengths), choice.eval_fraction, seed)
-        return cls(lengths[train], loss_lengths[train], seed=seed)
+        exact = partial(cut_exactly, texts.directory, lengths, loss_lengths)
+        is_chat = texts.summary.completions_only
+        cut_at = partial(_part_of, exact, train) if is_chat else None
+        return cls(lengths[train], loss_lengths[train], seed=seed, cut_at=cut_at)
+
+    @cached_property
+    def digest(self) -> str:
+        """Tell these rows, in their order, from any others."""
+        hashed = hashlib.sha256(np.ascontiguousarray(self.lengths).tobytes())
+        hashed.update(np.ascontiguousarray(self.loss_lengths).tobytes())
+        return f"{hashed.hexdigest()[:32]}-{self._seed}"
+
+    def of_rows(self, rows: Lengths) -> StudyEpochs:
+        """Return the epochs of some of the rows, by their place."""
+        return StudyEpochs(
+            self.lengths[rows],
+            self.loss_lengths[rows],
+            seed=self._seed,
+            cut_at=partial(_part_of, self._cut_at, rows),
+        )
 
     def refusal(self, config: TrialConfig) -> str | None:
         """Return why a configuration cannot train on these texts; None where it can.
@@ -73,17 +113,15 @@ class StudyEpochs:
         Raises:
             InputError: it has no row that carries loss, or fewer than a micro-batch takes.
         """
-        key = (
-            config.seq_len,
-            config.packing,
-            config.micro_batch_size,
-            config.samples_per_step,
-            config.compile,
-            config.attention,
-        )
+        key = batch_key(config)
         if key not in self._epochs:
-            self._epochs[key] = epoch(self.lengths, self.loss_lengths, config, seed=self._seed)
+            self._epochs[key] = self.fresh(config)
         return self._epochs[key]
+
+    def fresh(self, config: TrialConfig) -> Epoch:
+        """Return the same without keeping it. Raises what `epoch` raises."""
+        _, loss = self._cut_at(config.seq_len)
+        return epoch(self.lengths, loss, config, seed=self._seed, are_cut=True)
 
     def record(self, config: TrialConfig) -> EpochRecord | None:
         """Return what a trial's record keeps of its epoch; None where there is none."""
@@ -105,11 +143,17 @@ class StudyEpochs:
     def _rows_of(self, config: TrialConfig) -> int:
         key = config.seq_len, config.packing == "packed"
         if key not in self._rows:
-            kept, loss = cut(self.lengths, self.loss_lengths, config.seq_len)
+            kept, loss = self._cut_at(config.seq_len)
             chosen = kept[loss > 0]
             is_packed = config.packing == "packed"
             self._rows[key] = len(packed(chosen, config.seq_len)) if is_packed else len(chosen)
         return self._rows[key]
+
+
+def _part_of(cut_at: CutAt, rows: Lengths, seq_len: int) -> tuple[Lengths, Lengths]:
+    """Return what a sequence length leaves of some of the rows."""
+    kept, loss = cut_at(seq_len)
+    return kept[rows], loss[rows]
 
 
 def refuse_too_few(space: SearchSpace, epochs: StudyEpochs) -> None:

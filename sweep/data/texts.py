@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from search_spaces.documents import home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsChoice, TextsSummary
@@ -37,6 +38,7 @@ _COMMAND = (sys.executable, "-P", "-m", "sweep.data")
 _LAST_MOMENT_SECONDS = 5.0
 """A child that has answered gets so long to end by itself."""
 _LAST_WORDS_BYTES = 16384
+_BROKEN_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,9 @@ class PreparedTexts:
 
     directory: Path
     summary: TextsSummary
-    notes: tuple[str, ...] = ()
-    """What a person should know of how they were read."""
+    """With the source as it was named now; it may have been another when they were prepared."""
+    prepared_as: str
+    """The source as it was named then."""
 
     def lengths(self) -> NDArray[np.int32]:
         """Return the tokens of each row, in order, mapped from the disk."""
@@ -88,15 +91,61 @@ class PreparedTexts:
         """Return the rows that cannot be trained on: the first ten thousand of them."""
         try:
             text = (self.directory / own.BROKEN).read_text(encoding="utf-8")
-            return [BrokenRow(**json.loads(line)) for line in text.splitlines()]
+            rows = [BrokenRow(**json.loads(line)) for line in text.splitlines()]
         except (OSError, ValueError, TypeError) as error:
             raise EnvironmentFault(_gone(self.directory, error)) from error
+        return [replace(row, file=self._named(row.file)) for row in rows]
+
+    def _named(self, file: str) -> str:
+        """Return a file as it is called where its source is named as it is now."""
+        inside = file.removeprefix(self.prepared_as)
+        return f"{self.summary.source}{inside}" if inside != file else file
+
+    def notes(self, model: ModelSpec | None = None) -> tuple[str, ...]:
+        """Return what a person should know of these texts, for this model: broken rows, rows
+        longer than its positions, a tokenizer that knows more tokens than it has."""
+        summary = self.summary
+        found = [f"{summary.source}: {note}" for note in summary.notes]
+        if summary.broken:
+            found.append(_of_broken(summary, self.broken()))
+        if model is None:
+            return tuple(found)
+        limit = model.max_positions
+        if limit is not None and summary.longest > limit:
+            longer = int(np.count_nonzero(self.lengths() > limit))
+            found.append(
+                f"{summary.source}: {_rows(longer)} longer than the {limit:,} positions of model "
+                f"'{model.name}' (up to {summary.longest:,} tokens), and cut at no more than that"
+            )
+        if summary.tokenizer_size > model.vocab_size:
+            found.append(
+                f"tokenizer '{summary.tokenizer}' knows {summary.tokenizer_size:,} tokens, and "
+                f"model '{model.name}' has embeddings for {model.vocab_size:,}; the largest in "
+                f"these texts is {summary.largest_token:,}, so they can be trained on"
+            )
+        return tuple(found)
 
     def _mapped(self, name: str) -> NDArray[np.int32]:
         try:
             return np.load(self.directory / name, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise EnvironmentFault(_gone(self.directory, error)) from error
+
+
+def _of_broken(summary: TextsSummary, rows: list[BrokenRow]) -> str:
+    """Return how many rows are broken, and the first few of them."""
+    few = "; ".join(f"line {row.line}: {row.reason}" for row in rows[:_BROKEN_SHOWN])
+    more = (
+        f"; and {summary.broken - _BROKEN_SHOWN:,} more" if summary.broken > _BROKEN_SHOWN else ""
+    )
+    of = summary.rows + summary.broken
+    return (
+        f"{summary.source}: {summary.broken:,} of {of:,} rows are broken and left out: {few}{more}"
+    )
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} rows are" if count > 1 else "one row is"
 
 
 def _gone(directory: Path, error: Exception) -> str:
@@ -118,7 +167,8 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
     Raises:
         InputError: the texts, an option, the tokenizer or the model are not right, or do not go
             together.
-        EnvironmentFault: something cannot be read or written, or the hub cannot be reached.
+        EnvironmentFault: something cannot be read, or the hub cannot be reached.
+        OSError: something cannot be written.
     """
     tell = on_progress or _tell_nobody
     question = _question(request, tell)
@@ -126,9 +176,10 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
     if directory is None:
         directory = _ask(question, tell)
     summary = _summary(directory)
+    named = summary.model_copy(update={"source": request.source})
     if request.model is not None:
-        require_vocabulary(summary, request.model)
-    return PreparedTexts(directory, summary.model_copy(update={"source": request.source}))
+        require_vocabulary(named, request.model)
+    return PreparedTexts(directory, named, summary.source)
 
 
 def _tell_nobody(_what: str, _done: int, _of: int) -> None:
@@ -137,7 +188,8 @@ def _tell_nobody(_what: str, _done: int, _of: int) -> None:
 
 def open_prepared(directory: Path) -> PreparedTexts:
     """Return texts that were prepared before. Raises EnvironmentFault where they are gone."""
-    return PreparedTexts(directory, _summary(directory))
+    summary = _summary(directory)
+    return PreparedTexts(directory, summary, summary.source)
 
 
 def require_vocabulary(summary: TextsSummary, model: ModelSpec) -> None:
@@ -162,7 +214,7 @@ def _question(request: TextsRequest, tell: Progress) -> Question:
     if not is_on_hub(request.source):
         files = text_files(request.source)
         try:
-            content = content_of(files, on_progress=tell)
+            content = content_of(_telling_names(files, request.source), on_progress=tell)
         except OSError as error:
             raise EnvironmentFault(
                 f"{request.source}: cannot be read: {words_of(error)}"
@@ -180,9 +232,20 @@ def _question(request: TextsRequest, tell: Progress) -> Question:
     )
 
 
+def _telling_names(files: list[tuple[str, Path]], source: str) -> Iterator[tuple[str, Path]]:
+    """Yield files with their names in a directory, which tell splits apart; a file of its own has
+    but its ending."""
+    named = home_expanded(source)
+    for _, path in files:
+        inside = "" if path == named else str(path.relative_to(named))
+        yield inside or "".join(path.suffixes), path
+
+
 def _known(question: Question, content: str) -> Path | None:
     """Return where these texts were prepared before; None where they were not."""
     directory = Path(question.home) / question.fingerprint(content)
+    if not own.is_whole(directory):
+        return None
     try:
         _summary(directory)
     except EnvironmentFault:

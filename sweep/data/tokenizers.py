@@ -46,6 +46,12 @@ class TokenizerFiles:
     directory: Path
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """Those of its files that are there; the model's config is none of them."""
+        found = (self.directory / name for name in _FILES if name != "config.json")
+        return tuple(file for file in found if file.is_file())
+
+    @property
     def digest(self) -> str:
         """Hex digest of its files: equal for equal tokenizers, wherever they are."""
         hashed = hashlib.sha256()

@@ -37,8 +37,8 @@ class Tokens:
 
     @property
     def loss_count(self) -> int:
-        """Tokens that carry loss."""
-        return len(self.ids) if self.loss is None else int(self.loss.sum())
+        """Tokens that carry loss: never the first, which nothing comes before to predict it."""
+        return max(len(self.ids) - 1, 0) if self.loss is None else int(self.loss[1:].sum())
 
 
 def load_tokenizer(directory: Path, *, name: str) -> PreTrainedTokenizerBase:

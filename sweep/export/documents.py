@@ -13,6 +13,7 @@ import yaml
 
 from sweep.export.recipe import Recipe, comment, plain_number
 
+_RECORD = "# record: "
 PEFT_LOST = (
     "adapter_config.json holds the adapters alone: rank, alpha, dropout and layers. What was "
     "measured depends on the rest too, which formats json and script hold.",
@@ -21,7 +22,7 @@ PEFT_LOST = (
 
 def json_document(recipe: Recipe) -> str:
     """Return configuration, measurement and provenance as JSON."""
-    return json.dumps(_values(recipe), indent=2) + "\n"
+    return json.dumps(document(recipe), indent=2) + "\n"
 
 
 def yaml_document(recipe: Recipe) -> str:
@@ -56,7 +57,23 @@ def peft(recipe: Recipe) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-def _values(recipe: Recipe) -> dict[str, Any]:
+def record_line(recipe: Recipe) -> str:
+    """Return the document in a comment of one line, as the head of every other export has it.
+
+    So a run of a file can be held against what was measured wherever the file is.
+    """
+    # ASCII alone, so that nothing in it can end the line.
+    return _RECORD + json.dumps(document(recipe))
+
+
+def recorded(text: str) -> str | None:
+    """Return the JSON of the document that an export has in its head; None where it has none."""
+    lines = (line for line in text.splitlines() if line.startswith(_RECORD))
+    return next((line.removeprefix(_RECORD) for line in lines), None)
+
+
+def document(recipe: Recipe) -> dict[str, Any]:
+    """Return configuration, measurement and provenance in plain JSON values."""
     return {
         "study": recipe.study,
         "number": recipe.number,
@@ -72,5 +89,6 @@ def _values(recipe: Recipe) -> dict[str, Any]:
         "measurement": recipe.measurement.model_dump(mode="json", exclude={"soak"}),
         "confirmed": recipe.is_confirmed,
         "versions": recipe.environment.get("versions"),
+        "texts": None if recipe.texts is None else recipe.texts.summary.model_dump(mode="json"),
         "provenance": recipe.provenance(),
     }

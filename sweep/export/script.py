@@ -10,6 +10,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from search_spaces.trainers import TORCH_DTYPES, allocator_settings, liger_kernels
+from sweep.export.documents import record_line
 from sweep.export.recipe import (
     MAX_GRAD_NORM,
     SCHEDULE,
@@ -30,7 +31,7 @@ def script(recipe: Recipe) -> str:
     if config.upcast_fp32 and is_whole:
         imports.append("prepare_model_for_kbit_training")
     return _template().render(
-        header=comment((*recipe.facts(), TRIED, *script_lost(recipe))),
+        header=f"{comment((*recipe.facts(), TRIED, *script_lost(recipe)))}\n{record_line(recipe)}",
         config=config,
         measurement=recipe.measurement,
         weights=recipe.weights,

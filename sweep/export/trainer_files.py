@@ -15,6 +15,7 @@ import yaml
 
 from search_spaces.knobs import KNOBS
 from search_spaces.trainers import Trainer
+from sweep.export.documents import record_line
 from sweep.export.recipe import (
     MAX_GRAD_NORM,
     SCHEDULE,
@@ -179,7 +180,7 @@ def _file(recipe: Recipe, *, trainer: Trainer, command: str, options: Mapping[st
         *_items(lost(recipe, trainer) or ("nothing known: every knob is below",)),
     )
     body = yaml.safe_dump(dict(options), sort_keys=False, default_flow_style=False)
-    return f"{comment(paragraphs)}\n\n{body}"
+    return f"{comment(paragraphs)}\n{record_line(recipe)}\n\n{body}"
 
 
 def _items(texts: Iterable[str]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from sweep.planning.table import LargestBatch, ShapeTable
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
 
-SURVEYED_BY = ("search_spaces", "sweep/predict", "sweep/planning")
+SURVEYED_BY = ("search_spaces", "sweep/data", "sweep/predict", "sweep/planning")
 """Directories whose code decides what a survey holds."""
 
 
@@ -46,6 +46,7 @@ def cached_survey(
 
 def _digest(space: SearchSpace, forecaster: Forecaster) -> str:
     parts = [
+        None if forecaster.shapes is None else forecaster.shapes.epochs.digest,
         space.model_dump(mode="json"),
         forecaster.model.fingerprint,
         forecaster.gpu.model_dump(mode="json"),

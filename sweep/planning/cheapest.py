@@ -158,7 +158,9 @@ def on_card(
     if best is None:
         least = min(map(forecaster.least_bytes, predicted))
         return JobCard(gpu, Outcome.TOO_SMALL, None, least_bytes=least)
-    bills = bill_offers(best, work=work, offers=offers, model=forecaster.model)
+    bills = bill_offers(
+        best, work=work, offers=offers, model=forecaster.model, shapes=forecaster.shapes
+    )
     if not bills:
         why = best.notes[0] if best.speed is None and best.notes else ""
         return JobCard(gpu, Outcome.NO_PRICE, best, reason=why)

@@ -89,9 +89,11 @@ def compare_cards(
             work=work,
             offers=offers.get(plan.gpu.name, ()),
             model=plan.model,
+            shapes=plan.shapes,
         )
     ]
-    workload = work.workload(next(iter(chosen.values())).config, model=able[0].model)
+    first = next(iter(chosen.values())).config
+    workload = work.workload(first, model=able[0].model, shapes=able[0].shapes)
     return CardComparison(chosen, workload, compare_offers(bills) if bills else None)
 
 
@@ -147,7 +149,8 @@ def _accumulating(
     """Return a card's preferred way to make an effective batch, in the class and at the length of
     ``shared``; None where it has none.
     """
-    held = {key: getattr(shared, key) for key in (*CAPACITY_KEYS, "seq_len")}
+    same = (*CAPACITY_KEYS, "seq_len", *(() if plan.shapes is None else ("packing",)))
+    held = {key: getattr(shared, key) for key in same}
     try:
         return look(plan, with_fixed(space, {**held, "effective_batch_size": whole}))
     except InputError:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from search_spaces.linears import CapacityClass
+from search_spaces.prices import Offer
+from storage.records import EpochRecord
 from sweep.planning.cheapest import Cheapest, JobCard, Outcome
 from sweep.planning.comparison import CardComparison
 from sweep.planning.forecast import Forecast
@@ -16,10 +18,37 @@ from sweep.planning.recommendation import STANDARD
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable
 from sweep.planning.whatif import WhatIf
-from sweep.predict.cost import Bill
+from sweep.predict.cost import SECONDS_PER_HOUR, Bill
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.offers import BreakEven, OfferComparison
+
+
+def epoch_document(
+    epoch: EpochRecord | None, forecast: Forecast, offer: Offer | None
+) -> dict[str, Any]:
+    """Return what one epoch of the texts takes, at the cheapest offer; nothing without texts.
+
+    Seconds are of training alone; a bill has what comes on top.
+    """
+    speed = forecast.tokens_per_second
+    if epoch is None or speed is None:
+        return {}
+    ends = forecast.tokens_per_second_range or (speed, speed)
+    seconds, low, high = (epoch.loss_tokens / rate for rate in (speed, ends[1], ends[0]))
+    hour = None if offer is None else offer.usd_per_hour / SECONDS_PER_HOUR
+    dollars = [None if hour is None else hour * time for time in (seconds, low, high)]
+    return {
+        "epoch": {
+            **epoch.model_dump(mode="json"),
+            "seconds": seconds,
+            "seconds_low": low,
+            "seconds_high": high,
+            "dollars": dollars[0],
+            "dollars_low": dollars[1],
+            "dollars_high": dollars[2],
+        }
+    }
 
 
 def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str, Any]:
@@ -111,9 +140,16 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
         **({} if plan.survey is None else _survey(plan.survey)),
         "what_ifs": [_what_if(change) for change in plan.what_ifs],
         "bills": [bill.to_json() for bill in plan.bills],
+        **_texts(plan),
         "study": _evidence(plan),
         "notes": list(plan.notes),
     }
+
+
+def _texts(plan: CardPlan) -> dict[str, Any]:
+    if plan.shown is None:
+        return {}
+    return epoch_document(plan.epoch, plan.shown, plan.bills[0].offer if plan.bills else None)
 
 
 def _what_if(change: WhatIf) -> dict[str, Any]:

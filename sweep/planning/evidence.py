@@ -13,10 +13,12 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, gpu_catalogue, match_product
 from search_spaces.models import ModelSpec
+from search_spaces.texts import TextsSummary
 from storage.definition import StudySnapshot, Target
 from storage.objectives import fitting, rankable
 from storage.records import OutOfMemory, TrialRecord
 from sweep.predict.memory.predictor import Residuals
+from sweep.predict.on_texts import ShapesOnTexts
 from sweep.predict.speed.calibration import Calibration, calibrate
 
 
@@ -67,12 +69,27 @@ class Evidence:
 NO_EVIDENCE = Evidence()
 
 
-def evidence_from(snapshot: StudySnapshot, *, model: ModelSpec, gpu: GpuSpec) -> Evidence:
+def evidence_from(
+    snapshot: StudySnapshot,
+    *,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    texts: TextsSummary | None = None,
+    shapes: ShapesOnTexts | None = None,
+) -> Evidence:
     """Return what a study says of ``model`` on ``gpu``.
 
+    Args:
+        snapshot: the study.
+        model: what would be trained.
+        gpu: the card of the plan.
+        texts: what the plan is about; None for full rows.
+        shapes: what configurations come to on those.
+
     Raises:
-        InputError: the study is about another model, or ran on a CPU.
+        InputError: the study is about another model or other texts, or ran on a CPU.
     """
+    _refuse_other_texts(snapshot, texts)
     definition, target = snapshot.definition, snapshot.definition.target
     if definition.model_fingerprint != model.fingerprint:
         raise InputError(
@@ -85,7 +102,9 @@ def evidence_from(snapshot: StudySnapshot, *, model: ModelSpec, gpu: GpuSpec) ->
     is_same_card = host is not None and host.name == gpu.name
     # As everywhere, the last trial of a configuration that came to a conclusion decides.
     measured = {canonical(r.config): r for r in fitting(rankable(snapshot.records))}
-    calibration = _calibration(measured.values(), model=model, gpu=gpu) if is_same_card else None
+    calibration = None
+    if is_same_card:
+        calibration = _calibration(measured.values(), model=model, gpu=gpu, shapes=shapes)
     notes = () if is_same_card else (_other_card(snapshot.name, target, gpu),)
     return Evidence(
         study=snapshot.name,
@@ -104,6 +123,18 @@ def evidence_from(snapshot: StudySnapshot, *, model: ModelSpec, gpu: GpuSpec) ->
     )
 
 
+def _refuse_other_texts(snapshot: StudySnapshot, texts: TextsSummary | None) -> None:
+    known = snapshot.definition.texts
+    if (known and known.fingerprint) == (texts and texts.fingerprint):
+        return
+    trained = "full rows of random tokens" if known is None else known.source
+    asked = "full rows" if texts is None else texts.source
+    do = "leave --study out" if known is None else f"name them with --data {known.source}"
+    raise InputError(
+        f"study '{snapshot.name}' trained on {trained}, and the plan is about {asked}: {do}"
+    )
+
+
 def _host(target: Target) -> GpuSpec | None:
     """Return the catalogue's card that really ran the trials; None where it has none."""
     if target.emulated_on is not None:
@@ -112,10 +143,14 @@ def _host(target: Target) -> GpuSpec | None:
 
 
 def _calibration(
-    records: Iterable[TrialRecord], *, model: ModelSpec, gpu: GpuSpec
+    records: Iterable[TrialRecord],
+    *,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    shapes: ShapesOnTexts | None,
 ) -> Calibration | None:
     observations = [
-        (record.config, record.measurement.step_seconds)
+        _full_rows(record.config, record.measurement.step_seconds, shapes)
         for record in records
         if record.measurement is not None and not record.measurement.is_noisy
     ]
@@ -124,6 +159,15 @@ def _calibration(
     except InputError:
         # The architecture has no speed prediction, which the forecast says itself.
         return None
+
+
+def _full_rows(
+    config: TrialConfig, seconds: float, shapes: ShapesOnTexts | None
+) -> tuple[TrialConfig, float]:
+    """Return the full rows that a measured step stands for, and what they take."""
+    if shapes is None:
+        return config, seconds
+    return shapes.for_speed(config), shapes.full_seconds(config, seconds)
 
 
 def _memory_errors(records: Iterable[TrialRecord]) -> tuple[float, ...]:

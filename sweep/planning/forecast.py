@@ -26,8 +26,11 @@ from sweep.predict.memory.prediction import Fit, MemoryPrediction
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
 from sweep.predict.speed.predictor import SpeedPrediction, predict_steps
 
+TOO_FEW_TEXTS = "texts-make-no-micro-batch"
+"""The rule of a configuration for which texts are too few, or cut too short."""
 UNBUILDABLE = "cannot-be-built"
 """The rule of what only the model's own code forbids: a target module that it does not have."""
 
@@ -63,6 +66,8 @@ class Forecast:
     """None where the architecture or the compute type has no prediction, or a rule forbids it."""
     trial: TrialRecord | None = None
     """The trial of a study that measured this configuration on this card."""
+    tokens_per_step: float | None = None
+    """That carry loss, as a mean of texts; None for full rows, all of whose tokens do."""
     notes: tuple[str, ...] = ()
     """Why something is missing."""
 
@@ -75,9 +80,11 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens that carry loss per second, at full rows."""
+        """Tokens that carry loss per second: of texts, or of full rows."""
         seconds = self.step_seconds
-        return None if seconds is None else self.config.tokens_per_step / seconds
+        if seconds is None:
+            return None
+        return (self.tokens_per_step or self.config.tokens_per_step) / seconds
 
     @property
     def speed_uncertainty(self) -> float | None:
@@ -122,6 +129,7 @@ class Forecaster:
         budget_bytes: what a training may take of it.
         memory: predicts the peak.
         evidence: what a study has shown of this model.
+        shapes: of the texts that would be trained on; None for full rows.
     """
 
     def __init__(
@@ -132,12 +140,14 @@ class Forecaster:
         budget_bytes: int,
         memory: MemoryPredictor,
         evidence: Evidence = NO_EVIDENCE,
+        shapes: ShapesOnTexts | None = None,
     ) -> None:
+        self.shapes = shapes
         self.model = model
         self.gpu = gpu
         self.budget_bytes = budget_bytes
         self.evidence = evidence
-        self._predictor = memory
+        self._predictor = memory if shapes is None else MemoryOnTexts(memory, shapes)
         self._predicted: dict[TrialConfig, MemoryPrediction] = {}
         self._fits: dict[TrialConfig, Fit] = {}
         self._speeds: dict[TrialConfig, SpeedPrediction | InputError] = {}
@@ -169,9 +179,7 @@ class Forecaster:
         self._rows = {config: row for row, config in enumerate(configs)}
         unsure = self._unsure = self.evidence.residuals.widest(whole.uncertainty, configs)
         codes = whole.quick_fits(self.budget_bytes, uncertainty=unsure).tolist()
-        predicted = predict_steps(
-            configs, model=self.model, gpu=self.gpu, calibration=self.evidence.calibration
-        )
+        predicted = self._steps(configs)
         for row, config in enumerate(configs):
             if codes[row] != UNKNOWN and row not in whole.refused and self._shown(config) is None:
                 self._fits[config] = FITS[codes[row]]
@@ -186,13 +194,28 @@ class Forecaster:
         self._predictor.prepare(configs, on_progress=progress(TRACED))
 
     def broken(self, config: TrialConfig) -> Violation | None:
-        """Return the rule that forbids ``config`` on this model and card, or None."""
-        return violation(
+        """Return the rule that forbids ``config`` on this model, card and texts, or None."""
+        broken = violation(
             config,
             model=self.model,
             compute_capability=self.gpu.compute_capability,
             device="cuda",
+            has_texts=self.shapes is not None,
         )
+        if broken is not None or self.shapes is None:
+            return broken
+        refusal = self.shapes.epochs.refusal(config)
+        return None if refusal is None else Violation(TOO_FEW_TEXTS, refusal)
+
+    def _steps(self, configs: Sequence[TrialConfig]) -> list[SpeedPrediction | InputError]:
+        predict = predict_steps if self.shapes is None else self.shapes.predict_steps
+        return predict(
+            configs, model=self.model, gpu=self.gpu, calibration=self.evidence.calibration
+        )
+
+    def tokens_per_step(self, config: TrialConfig) -> float | None:
+        """Return the tokens of a step that carry loss; None where rows are full."""
+        return None if self.shapes is None else self.shapes.loss_tokens_per_step(config)
 
     def memory(self, config: TrialConfig) -> MemoryPrediction:
         """Return the predicted memory, no surer than the study's trials allow.
@@ -277,6 +300,7 @@ class Forecaster:
             fits=is_likely,
             speed=speed,
             trial=self.evidence.trial(config),
+            tokens_per_step=self.tokens_per_step(config),
             notes=notes,
         )
 
@@ -284,7 +308,15 @@ class Forecaster:
         self, config: TrialConfig, broken: Violation, memory: MemoryPrediction | None = None
     ) -> Forecast:
         """What a rule forbids does not fit; its memory is given where it can be predicted."""
-        return Forecast(config, broken, memory, fit=Fit.NO, fits=False, speed=None)
+        return Forecast(
+            config,
+            broken,
+            memory,
+            fit=Fit.NO,
+            fits=False,
+            speed=None,
+            tokens_per_step=self.tokens_per_step(config),
+        )
 
     def _unknown(self, config: TrialConfig, error: Untraceable) -> Forecast:
         """Without a prediction only a trial tells whether it fits."""
@@ -298,6 +330,7 @@ class Forecaster:
             fits=known,
             speed=speed,
             trial=self.evidence.trial(config),
+            tokens_per_step=self.tokens_per_step(config),
             notes=(f"memory is not predicted: {error}", *notes),
         )
 
@@ -305,16 +338,15 @@ class Forecaster:
         """Return the speed that `forecast` tells of a valid configuration, without its memory."""
         trial = self.evidence.trial(config)
         if trial is not None and trial.measurement is not None:
-            return config.tokens_per_step / trial.measurement.step_seconds
+            tokens = self.tokens_per_step(config) or config.tokens_per_step
+            return tokens / trial.measurement.step_seconds
         speed, _ = self.speed(config)
         return None if speed is None else speed.tokens_per_second
 
     def speed(self, config: TrialConfig) -> tuple[SpeedPrediction | None, tuple[str, ...]]:
         """Return the predicted speed, and why there is none."""
         if config not in self._speeds:
-            (self._speeds[config],) = predict_steps(
-                [config], model=self.model, gpu=self.gpu, calibration=self.evidence.calibration
-            )
+            (self._speeds[config],) = self._steps([config])
         known = self._speeds[config]
         if isinstance(known, InputError):
             return None, (f"speed and cost are not predicted: {known}",)

@@ -6,6 +6,7 @@ forecaster and offers in, a plan out. Billing itself is `sweep.predict.cost`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,12 +17,14 @@ from search_spaces.gpus import GpuSpec
 from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
+from storage.records import EpochRecord
 from sweep.planning.evidence import Evidence
 from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable, shape_table
 from sweep.planning.whatif import WhatIf, single_changes, what_ifs
 from sweep.predict.cost import Bill, Workload, bill
+from sweep.predict.on_texts import ShapesOnTexts
 
 STEPS = 1000
 """Optimizer steps where nothing else is asked."""
@@ -48,6 +51,8 @@ class AskedWork:
     tokens: int | None = None
     dataset_samples: int | None = None
     epochs: float | None = None
+    has_texts: bool = False
+    """Whether there are texts, of which an epoch is asked about where nothing else is."""
 
     def __post_init__(self) -> None:
         amounts = {
@@ -65,12 +70,23 @@ class AskedWork:
         given = [option for option, value in amounts.items() if value is not None]
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} both say how much to train: keep one")
-        if self.epochs is not None and self.dataset_samples is None:
-            raise InputError("--epochs needs --dataset-samples: how many samples an epoch has")
+        if self.epochs is not None and self.dataset_samples is None and not self.has_texts:
+            raise InputError(
+                "--epochs needs --dataset-samples, how many samples an epoch has, or --data"
+            )
+        if self.epochs is not None and self.has_texts and given:
+            raise InputError(f"--epochs is of the texts, and {given[0]} says how much to train")
 
-    def workload(self, config: TrialConfig, *, model: ModelSpec) -> Workload:
-        """Return the work for ``config``: the fewest whole steps of its effective batch."""
+    def workload(
+        self, config: TrialConfig, *, model: ModelSpec, shapes: ShapesOnTexts | None = None
+    ) -> Workload:
+        """Return the work for ``config``: the fewest whole steps of its effective batch.
+
+        A sample of texts is a row as it is trained on, and its tokens are those that carry loss.
+        """
         per_step, per_sample = config.samples_per_step, float(config.seq_len)
+        if shapes is not None:
+            per_sample = shapes.loss_tokens_per_step(config) / per_step
         download = float((parameters(model) or 0) * CHECKPOINT_BYTES)
         if self.samples is not None:
             return Workload.of_samples(
@@ -95,16 +111,31 @@ class AskedWork:
                 download_bytes=download,
             )
         steps = STEPS if self.steps is None else self.steps
+        epoch = None if shapes is None else shapes.epochs.record(config)
+        if epoch is not None and self.steps is None:
+            steps = math.ceil(epoch.steps * (self.epochs or 1.0))
         return Workload(steps, per_step, per_sample, download_bytes=download)
 
 
+def epoch_of(forecast: Forecast | None, shapes: ShapesOnTexts | None) -> EpochRecord | None:
+    """Return one pass over the texts as a configuration trains on them; None without texts."""
+    if forecast is None or shapes is None:
+        return None
+    return shapes.epochs.record(forecast.config)
+
+
 def bill_offers(
-    forecast: Forecast, *, work: AskedWork, offers: Sequence[Offer], model: ModelSpec
+    forecast: Forecast,
+    *,
+    work: AskedWork,
+    offers: Sequence[Offer],
+    model: ModelSpec,
+    shapes: ShapesOnTexts | None = None,
 ) -> tuple[Bill, ...]:
     """Return the work's bills, the cheapest first; none where the speed is unknown."""
     if forecast.step_seconds is None:
         return ()
-    workload = work.workload(forecast.config, model=model)
+    workload = work.workload(forecast.config, model=model, shapes=shapes)
     bills = (
         bill(
             workload,
@@ -146,6 +177,13 @@ class CardPlan:
     what_ifs: tuple[WhatIf, ...] = ()
     """Single changes of the shown configuration, the most useful first."""
     asked: Asked = Asked()
+    shapes: ShapesOnTexts | None = None
+    """What configurations come to on the texts; None without texts."""
+
+    @property
+    def epoch(self) -> EpochRecord | None:
+        """One pass over the texts, as the shown configuration trains on them."""
+        return epoch_of(self.shown, self.shapes)
 
     @property
     def fits(self) -> bool:
@@ -217,7 +255,9 @@ def _bills(
 ) -> tuple[Bill, ...]:
     if shown is None:
         return ()
-    return bill_offers(shown, work=work, offers=offers, model=forecaster.model)
+    return bill_offers(
+        shown, work=work, offers=offers, model=forecaster.model, shapes=forecaster.shapes
+    )
 
 
 def _card_plan(
@@ -239,6 +279,7 @@ def _card_plan(
         survey=survey,
         bills=bills,
         evidence=forecaster.evidence,
+        shapes=forecaster.shapes,
         what_ifs=() if shown is None else what_ifs(shown, forecaster, progress=progress),
         asked=asked,
     )

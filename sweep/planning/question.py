@@ -18,9 +18,14 @@ from search_spaces.errors import InputError, did_you_mean
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names, match_product
 from search_spaces.loading import load_space, preset_name, shipped_presets, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.offering import Offered, refuse_without_texts
 from search_spaces.prices import Offer, load_prices
 from search_spaces.space import DEFAULT_MODEL, SearchSpace
+from search_spaces.texts import TextsChoice
 from storage.definition import StudySnapshot
+from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
+from sweep.data.study_epochs import StudyEpochs
+from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import own_price_file
 from sweep.planning.cheapest import job
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
@@ -28,6 +33,7 @@ from sweep.planning.forecast import Forecaster
 from sweep.planning.plan import Asked, AskedWork, SpaceKind
 from sweep.planning.spaces import fitted_to, standard_space
 from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.device_info import Card
 
 STDIN = "-"
@@ -50,6 +56,8 @@ class PlanRequest:
     """A preset, a YAML file, or a card."""
     gpus: tuple[str, ...] = ()
     model: str | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What was typed of texts, by the keys of a space's section about them."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a configuration: held fixed while the rest of the space is searched."""
     is_exact: bool = False
@@ -87,6 +95,10 @@ class Question:
     """By card."""
     predictor: Predictor
     read_study: StudyReader
+    texts: PreparedTexts | None = None
+    """What would be trained on; None for full rows."""
+    shapes: ShapesOnTexts | None = None
+    """What configurations come to on them."""
     predictors: dict[tuple[int, int], MemoryPredictor] = field(default_factory=dict)
     """By compute capability: cards that share one share all that is traced and read."""
 
@@ -106,8 +118,24 @@ class Question:
         """
         if self.request.is_exact:
             return parse_config(self.held, where="options")
-        space, _ = self._space_of(gpu)
+        space, kind = self._space_of(gpu)
+        refuse_without_texts(space)
+        space = self._on_texts(space, is_own=kind == "file").space
         return with_fixed(space, self.held) if self.held else space
+
+    def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:
+        """Return what the texts make of a card's space, for a person."""
+        if self.request.is_exact or self.texts is None:
+            return ()
+        space, kind = self._space_of(gpu)
+        return self._on_texts(space, is_own=kind == "file").notes
+
+    def _on_texts(self, space: SearchSpace, *, is_own: bool) -> Offered:
+        if self.texts is None:
+            return Offered(space)
+        return space_with_texts(
+            space, self.texts, model=self.model, is_preset=not is_own, held=self.held
+        )
 
     def asked(self, gpu: GpuSpec) -> Asked:
         """Return what was asked of a card, for the answer to say."""
@@ -137,6 +165,7 @@ class Question:
             budget_bytes=_budget(self.space, gpu),
             memory=self._predictor_of(gpu),
             evidence=self._evidence(gpu),
+            shapes=self.shapes,
         )
 
     def _predictor_of(self, gpu: GpuSpec) -> MemoryPredictor:
@@ -149,7 +178,8 @@ class Question:
         if self.request.study is None:
             return NO_EVIDENCE
         snapshot = self.read_study(self.request.study, self.request.storage)
-        return evidence_from(snapshot, model=self.model, gpu=gpu)
+        texts = None if self.texts is None else self.texts.summary
+        return evidence_from(snapshot, model=self.model, gpu=gpu, texts=texts, shapes=self.shapes)
 
 
 def resolve_request(
@@ -158,6 +188,7 @@ def resolve_request(
     predictor: Predictor,
     card: Callable[[], Card | None],
     read_study: StudyReader,
+    read_texts: ReadTexts = prepare_texts,
 ) -> Question:
     """Look up every name that was typed.
 
@@ -166,6 +197,7 @@ def resolve_request(
         predictor: makes what predicts memory.
         card: reads the card in this machine, for where none is named.
         read_study: reads the study whose trials calibrate, for where one is named.
+        read_texts: reads and tokenizes texts, or finds what did so before.
 
     Raises:
         InputError: something that was typed or named is not right.
@@ -177,7 +209,13 @@ def resolve_request(
     if request.from_file is not None and len(gpus) > 1:
         raise InputError(f"--from-file answers for one card, got {len(gpus)}: name one --gpu")
     model = load_model_spec(request.model or (space.model if space else DEFAULT_MODEL))
+    choice = typed_texts(None if space is None else space.data, request.data)
+    texts = None if choice is None else read_texts(TextsRequest.of(choice, model))
+    if space is not None:
+        space = space.model_copy(update={"data": choice})
     return Question(
+        texts=texts,
+        shapes=None if texts is None or choice is None else _shapes(texts, choice, space),
         request=request,
         space=space,
         kind=kind,
@@ -188,6 +226,11 @@ def resolve_request(
         predictor=predictor,
         read_study=read_study,
     )
+
+
+def _shapes(texts: PreparedTexts, choice: TextsChoice, space: SearchSpace | None) -> ShapesOnTexts:
+    seed = 0 if space is None else space.seed
+    return ShapesOnTexts(StudyEpochs.of(texts, choice, seed=seed))
 
 
 def _cards(
@@ -224,6 +267,8 @@ def _check(request: PlanRequest) -> None:
         raise InputError(f"{key} and --from-file are both given: keep one")
     if request.is_longest and "seq_len" in request.configuration:
         raise InputError("--longest asks for the length: leave --seq-len out")
+    if request.is_longest and request.data.get("texts") is not None:
+        raise InputError("--longest asks for the length, and texts have theirs: leave one out")
     if request.within_seconds is not None and not request.is_cheapest:
         raise InputError("--within needs --cheapest: which job has to be done by then")
     if request.storage is not None and request.study is None:

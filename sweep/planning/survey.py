@@ -256,8 +256,10 @@ class _Tally:
             return
         self.rows.append(row)
         self.near = max(1, row.possible)
-        # The largest micro-batch is the fastest of its row: of the sure ones, and of the others.
-        for count in {row.sure, row.possible} - {0}:
+        # The largest micro-batch is the fastest of its row: of the sure ones, and of the others. Of
+        # texts a larger one may be padded more than it gains.
+        counts = range(row.possible + 1) if forecaster.shapes else (row.sure, row.possible)
+        for count in {*counts} - {0}:
             self._keep(valid[count - 1], forecaster)
         if not row.possible:
             self._note_least(valid[0], forecaster)

@@ -19,8 +19,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from typing import Literal, Protocol
 
 from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, words_of
+from search_spaces.space import Weights
 from storage import files
 from sweep.child_environment import child_environment
 from sweep.paths import cache_directory
@@ -30,7 +32,6 @@ from sweep.running.wire import (
     LINE_BYTES_MAX,
     UnreadableError,
     WorkerMessage,
-    WorkerSettings,
     read_message,
 )
 from sweep.running.worker_log import WorkerLog
@@ -71,11 +72,29 @@ class WorkerMisbehaved(Exception):  # noqa: N818 - what it did is the exception'
     """The worker did what no worker does, and is to be ended; says what that was."""
 
 
+class ChildSettings(Protocol):
+    """What a child is for, as far as starting it goes."""
+
+    @property
+    def device(self) -> Literal["cuda", "cpu"]:
+        """A child for the CPU never sees a card."""
+        ...
+
+    @property
+    def weights(self) -> Weights:
+        """Whoever loads real ones may need the hub's token."""
+        ...
+
+    def model_dump_json(self) -> str:
+        """Return all of it as a line of JSON."""
+        ...
+
+
 class WorkerProcess:
     """One worker: a process group of its own, and two pipes that never make anybody wait.
 
     Args:
-        settings: the first thing that it is told.
+        settings: the first thing that it is told, and the device and weights that it is for.
         log: where it prints.
         module: what it runs.
         clock: what deadlines are told by.
@@ -87,7 +106,7 @@ class WorkerProcess:
 
     def __init__(
         self,
-        settings: WorkerSettings,
+        settings: ChildSettings,
         *,
         log: WorkerLog,
         module: str,
@@ -108,6 +127,11 @@ class WorkerProcess:
         self.send(first_line)
 
     @property
+    def clock(self) -> AttentiveClock:
+        """What its deadlines are told by."""
+        return self._clock
+
+    @property
     def process(self) -> subprocess.Popen[bytes]:
         """The process itself."""
         return self._child.process
@@ -118,7 +142,14 @@ class WorkerProcess:
         self._write()
 
     def next_message(self, *, until: float) -> WorkerMessage:
-        """Return its next message.
+        """Return its next message. Raises what `next_line` raises, and on what is no message."""
+        try:
+            return read_message(self.next_line(until=until))
+        except UnreadableError as error:
+            raise WorkerMisbehaved(f"it said {error}") from None
+
+    def next_line(self, *, until: float) -> bytes:
+        """Return the next line that it says.
 
         Args:
             until: by the clock, when it is to be there.
@@ -126,7 +157,7 @@ class WorkerProcess:
         Raises:
             WorkerSilent: it was not. What came in the meantime is read first.
             WorkerEnded: its process ended without one.
-            WorkerMisbehaved: what came is no message, or nothing can come any more.
+            WorkerMisbehaved: nothing can come any more, or a line does not end.
         """
         while not self._lines:
             now = self._clock.look()
@@ -137,10 +168,7 @@ class WorkerProcess:
             self._turn(0 if is_late else _TURN_SECONDS)
             if is_late and not self._lines:
                 raise WorkerSilent
-        try:
-            return read_message(self._lines.popleft())
-        except UnreadableError as error:
-            raise WorkerMisbehaved(f"it said {error}") from None
+        return self._lines.popleft()
 
     def fault(self) -> str | None:
         """Return why it cannot be given anything to do; None where it waits for that in silence."""
@@ -251,7 +279,7 @@ class WorkerProcess:
         return self.process.stdin.fileno()
 
 
-def _start(settings: WorkerSettings, log: WorkerLog, module: str) -> tuple[Child, int]:
+def _start(settings: ChildSettings, log: WorkerLog, module: str) -> tuple[Child, int]:
     """Return the started process, and the end of the pipe that its messages come out of."""
     try:
         read_end, write_end = os.pipe()
@@ -328,7 +356,7 @@ def _no_room(error: OSError | RuntimeError) -> EnvironmentFault:
     return EnvironmentFault(f"the worker cannot be started: {why}")
 
 
-def _environment(settings: WorkerSettings) -> dict[str, str]:
+def _environment(settings: ChildSettings) -> dict[str, str]:
     """Return the variables that a worker starts with."""
     inherited = child_environment(with_hub_token=settings.weights == "pretrained")
     # By default the compiler's files are in /tmp, and gone with the next start of the machine.

@@ -166,10 +166,11 @@ def _measuring(
     """Yield the beats of a measured trial; the interval of the median is there from the fewest
     steps on."""
     peak = measurement.peak_allocated_bytes
+    tokens = measurement.loss_tokens_per_step or tokens_per_step
     for step in range(1, measurement.steps_warmup + 1):
         yield Progress(phase="warmup", step=step, allocated_bytes=peak)
     interval = measurement.step_seconds_ci95
-    fastest = None if interval is None else tokens_per_step / interval[0]
+    fastest = None if interval is None else tokens / interval[0]
     for step in range(1, measurement.steps_measured + 1):
         yield Progress(
             phase="measure",

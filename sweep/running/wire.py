@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -18,6 +18,8 @@ from search_spaces.knobs import ComputeDtype
 from search_spaces.redaction import visible
 from search_spaces.space import StepBudget, Weights
 from storage.records import Attempt, Outcome, Phase
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class _Message(BaseModel):
@@ -150,6 +152,11 @@ def to_line(message: BaseModel) -> bytes:
 
 
 def read_message(line: bytes) -> WorkerMessage:
+    """Return the worker's message that a line holds. Raises what `read_line` raises."""
+    return read_line(line, worker_message_adapter)
+
+
+def read_line(line: bytes, adapter: TypeAdapter[M]) -> M:
     """Return the message that a line holds; its words with nothing in them that works unseen.
 
     Raises:
@@ -157,7 +164,7 @@ def read_message(line: bytes) -> WorkerMessage:
     """
     try:
         values = json.loads(line.decode("utf-8"))
-        message = worker_message_adapter.validate_python(_shown(values))
+        message = adapter.validate_python(_shown(values))
     except UnicodeDecodeError:
         raise UnreadableError(f"{_quoted(line)}, which is not UTF-8") from None
     except RecursionError:

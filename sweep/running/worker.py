@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import queue
 import sys
@@ -21,20 +22,33 @@ from typing import IO, Any
 
 import torch
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.outcome_file import OutcomeFile
-from storage.records import CrashCause, Crashed, Ineffective, Invalid, Outcome, OutOfMemory, Phase
+from storage.records import (
+    CrashCause,
+    Crashed,
+    Diverged,
+    Ineffective,
+    Invalid,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    Phase,
+)
+from sweep.data.request import SUMMARY
 from sweep.nvml import card_at
 from sweep.running.ends import with_cure
 from sweep.running.wire import (
     Alive,
     Finished,
+    QualityCommand,
     Ready,
     RunCommand,
     StopCommand,
+    TextsSettings,
     Unusable,
     WorkerMessage,
     WorkerSettings,
@@ -50,9 +64,15 @@ from sweep.training.exceptions import (
 )
 from sweep.training.meter import NEIGHBOUR, CardReader, NeighbourWatch
 from sweep.training.model import BaseModel, Unavailable, build_base
+from sweep.training.quality import NoRoomToEvaluateError, Quality, Question
+from sweep.training.texts import Texts
 from sweep.training.trial import Beat, Trial
 
 _DETAIL_LENGTH = 2000
+SPEED_REUSED = "speed_reused"
+"""Flag of a speed that was measured at another learning rate, on which it does not depend."""
+NO_ROOM_TO_EVALUATE = "no_room_to_evaluate"
+"""Flag of what trained within the budget, and could not be asked what it learned."""
 # What a base may leave behind without being called a leak: a library's late workspace.
 _BASELINE_SLACK_BYTES = 64 * 2**20
 _REHEARSAL_MODEL = ModelSpec(
@@ -80,7 +100,10 @@ class Worker:
         self._send = send
         self._spec = ModelSpec.from_json(settings.model)
         self._base: BaseModel | None = None
+        self._speeds: dict[str, tuple[float, Measured]] = {}
+        """What was measured on the way to a configuration's quality, with its learning rate."""
         self._stop = threading.Event()
+        self._texts = None if settings.texts is None else _texts(settings.texts, settings.seed)
         self._device: Device = open_device(settings.device)
         self._card = CardReader(card_at(_pci_bus_id()) if settings.device == "cuda" else None)
         self._neighbours = NeighbourWatch(self._device, self._card, settings.budget_bytes)
@@ -116,17 +139,65 @@ class Worker:
         assert self._base is not None
         self.phase = "attach"
         before = self._device.allocated_bytes()
+        outcome = self._known_speed(command) or self._measured(command, self._base, started)
+        if command.quality is not None and isinstance(outcome, Measured):
+            self._speeds[_speed_key(command)] = config.learning_rate, outcome
+            outcome = self._with_quality(outcome, config, command.quality)
+        return _finished(command, outcome, retire=self._reason_to_retire(config, before))
+
+    def _measured(self, command: RunCommand, base: BaseModel, started: float) -> Outcome:
+        config = command.config
         trial = self._trial(
-            self._base,
+            base,
             config,
             command.steps,
             started=started,
             budget_bytes=self._settings.budget_bytes,
+            texts=self._texts,
             is_soak=command.is_soak,
             report=lambda beat: self._report(beat, config),
         )
-        outcome = trial.run()
-        return _finished(command, outcome, retire=self._reason_to_retire(config, before))
+        return trial.run()
+
+    def _known_speed(self, command: RunCommand) -> Measured | None:
+        """Return what was measured of a configuration that has another learning rate, and nothing
+        else: neither speed nor memory depends on it, and what it learns is asked all the same.
+        """
+        rate, known = self._speeds.get(_speed_key(command), (None, None))
+        if command.quality is None or known is None or rate == command.config.learning_rate:
+            return None
+        flags = {*known.measurement.flags, SPEED_REUSED}
+        changes = {"quality": None, "flags": tuple(sorted(flags))}
+        return Measured(measurement=known.measurement.model_copy(update=changes))
+
+    def _with_quality(
+        self, outcome: Measured, config: TrialConfig, asked: QualityCommand
+    ) -> Outcome:
+        """Train a configuration that fits once more, for what it learns of the texts."""
+        assert self._base is not None, "what was measured has a base"
+        if self._texts is None:
+            return outcome
+        self._report(Beat(phase="quality", step=0), config)
+        quality = Quality(
+            self._base,
+            config,
+            self._texts,
+            Question(asked.tokens, asked.seed, asked.eval_seq_len, asked.eval_tokens),
+            self._device,
+            beat=lambda step: self._report(Beat(phase="quality", step=step), config),
+        )
+        try:
+            learned = quality.run()
+        except InputError as error:
+            return Invalid(rule="quality", detail=str(error)[:_DETAIL_LENGTH])
+        except NoRoomToEvaluateError:
+            # It trains well, and what it learned is not known.
+            learned = None
+        if isinstance(learned, Diverged | OutOfMemory):
+            return learned
+        flags = outcome.measurement.flags + ((NO_ROOM_TO_EVALUATE,) if learned is None else ())
+        changes = {"quality": learned, "flags": flags}
+        return Measured(measurement=outcome.measurement.model_copy(update=changes))
 
     def _trial(
         self, base: BaseModel, config: TrialConfig, steps: StepBudget, **changes: Any
@@ -145,7 +216,7 @@ class Worker:
 
     def _report(self, beat: Beat, config: TrialConfig) -> bool:
         self.phase = beat.phase
-        tokens = config.tokens_per_step
+        tokens = beat.tokens_per_step or config.tokens_per_step
         self._send(
             Alive(
                 phase=beat.phase,
@@ -261,7 +332,31 @@ def _crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
     return Crashed(phase=phase, cause=cause, detail=detail)
 
 
-def _rate(tokens: int, seconds: float | None) -> float | None:
+def _speed_key(command: RunCommand) -> str:
+    """Return what a speed is the speed of."""
+    config = canonical(command.config).model_copy(update={"learning_rate": 1.0})
+    return f"{config.key()} {command.steps.model_dump_json()} {command.is_soak}"
+
+
+def _texts(settings: TextsSettings, seed: int) -> Texts:
+    """Return the texts to train on.
+
+    Raises:
+        EnvironmentFault: they are gone, or others are in their place.
+    """
+    directory = Path(settings.directory)
+    try:
+        found = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))["fingerprint"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise EnvironmentFault(
+            f"the prepared texts in {directory} cannot be read: {words_of(error)}"
+        ) from error
+    if found != settings.fingerprint:
+        raise EnvironmentFault(f"the prepared texts in {directory} are others than the study's")
+    return Texts(directory, settings.eval_fraction, seed)
+
+
+def _rate(tokens: float, seconds: float | None) -> float | None:
     return None if not seconds else tokens / seconds
 
 

@@ -364,7 +364,11 @@ class GuidedSampler(BaseSampler):
         known |= {key: config for key, config in tried.items() if key not in known}
         configs = tuple(known.values())
         foreseen = self._preflight.foresee(configs)
-        log_tokens = np.log([float(config.tokens_per_step) for config in configs])
+        log_tokens = np.log(
+            [float(config.tokens_per_step) for config in configs]
+            if foreseen.tokens_per_step is None
+            else foreseen.tokens_per_step
+        )
         return _World(
             candidates,
             configs,

@@ -35,11 +35,19 @@ class Taken:
     """Of that study's, earlier runs' included."""
 
 
-def refuse_incomparable(source: StudySnapshot, given: StudyDefinition) -> None:
+def refuse_incomparable(
+    source: StudySnapshot, given: StudyDefinition, *, is_own: bool = False
+) -> None:
     """Raise where no trial of one study says anything of another's.
 
+    Args:
+        source: the study that ran them.
+        given: what the other is about.
+        is_own: whether they are the study's own, from its spool.
+
     Raises:
-        InputError: model, weights, card or budget differ.
+        InputError: model, weights, card, budget or texts differ, or a held-out loss is asked for,
+            which only trainings on the same tokens compare in.
     """
     old = source.definition
     pairs = {
@@ -52,6 +60,10 @@ def refuse_incomparable(source: StudySnapshot, given: StudyDefinition) -> None:
             given.target.emulated_on or given.target.gpu,
         ),
     }
+    if old.texts is not None or given.texts is not None:
+        pairs["texts"] = _texts(old), _texts(given)
+    if "eval_loss" in given.space.objectives and not is_own:
+        pairs["held-out loss"] = ("of its own tokens", "of this study's")
     lines = [f"{what}: {a} -> {b}" for what, (a, b) in pairs.items() if a != b]
     if lines:
         raise InputError(
@@ -62,6 +74,15 @@ def refuse_incomparable(source: StudySnapshot, given: StudyDefinition) -> None:
 
 def _model(definition: StudyDefinition) -> str:
     return f"{definition.model.get('name')} (config {definition.model_fingerprint})"
+
+
+def _texts(definition: StudyDefinition) -> str:
+    """Return which rows of which texts a study trains on."""
+    texts, choice = definition.texts, definition.space.data
+    if texts is None or choice is None:
+        return "none"
+    held = f"{choice.eval_fraction:g} of them held out by seed {definition.space.seed}"
+    return f"{texts.source} (fingerprint {texts.fingerprint}), {held}"
 
 
 def carry_over(

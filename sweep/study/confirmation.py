@@ -44,6 +44,7 @@ from sweep.study.events import (
 )
 from sweep.study.machine_faults import lost_with_the_card, run_undisturbed
 from sweep.study.preflight import Preflight
+from sweep.study.quality import Quality, Seeds, is_asked
 
 CONTENDERS_MAX = 4
 """Of all that cannot be told from the winner, so many are measured again at a time."""
@@ -68,6 +69,8 @@ class NextRun:
 
     config: TrialConfig
     errand: Errand
+    seed: int | None = None
+    """With which it is trained for its loss; None where it is not."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,28 @@ class Plan:
         if again is not None:
             return self._run(again, "confirm")
         winner = self.ranking.winner
-        if winner is None or not self._is_to_soak(winner):
+        if winner is not None and self._is_to_soak(winner):
+            return self._run(_contender(winner), "soak")
+        return self._next_seed()
+
+    def _next_seed(self) -> NextRun | None:
+        """Return the next training with another seed, where losses are asked for."""
+        space = self.ranking.definition.space
+        if not is_asked(space):
             return None
-        return self._run(_contender(winner), "soak")
+        tried = [r for r in self.ranking.confirmations.records if r.purpose == "quality"]
+        failed = {
+            canonical(r.config)
+            for r in tried
+            if attempts(tried, r.config, since=self.since) >= MAX_ATTEMPTS
+        }
+        seeds = Seeds(self.ranking, first=space.seed, count=self.budget.quality_seeds)
+        found = seeds.next_run(failed)
+        if found is None:
+            return None
+        record, seed = found
+        errand = Errand(purpose="quality", series=self.series, confirms=record.number)
+        return NextRun(record.config, errand, seed)
 
     def contenders(self) -> tuple[Contender, ...]:
         """Return what is measured again: the winner, what its gain is over, its ties, what was
@@ -309,6 +331,9 @@ class _Confirming:
     settling: Callable[[], AbstractContextManager[None]]
     budget: ConfirmBudget
 
+    def __post_init__(self) -> None:
+        self.quality = Quality(self.study)
+
     def all(self, is_anew: bool) -> bool:
         """Run everything that is still to be run; return False where somebody asked to stop."""
         since = next_number((*self.study.records(), *self.study.confirmations()))
@@ -421,6 +446,8 @@ class _Confirming:
         space, run = self.study.definition.space, begun.run
         is_soak = run.errand.purpose == "soak"
         steps = (soak_steps if is_soak else run_steps)(space.steps, self.budget)
+        if run.seed is not None:
+            steps = fewest_steps(steps)
 
         def observe(progress: Progress) -> bool:
             self.on_event(TrialProgress(number=begun.handle.number, progress=progress))
@@ -434,6 +461,7 @@ class _Confirming:
                     observe=observe,
                     is_soak=is_soak,
                     attempt=begun.identity,
+                    quality=None if run.seed is None else self.quality.command(seed=run.seed),
                 ),
                 budget_bytes=self.study.definition.target.budget_bytes,
             ),
@@ -452,6 +480,11 @@ def run_steps(steps: StepBudget, budget: ConfirmBudget) -> StepBudget:
     """Return how long one run measures: as a trial does, but no more than its share of the time."""
     share = budget.seconds / budget.repeats
     return steps.model_copy(update={"seconds_max": min(steps.seconds_max, share)})
+
+
+def fewest_steps(steps: StepBudget) -> StepBudget:
+    """Return the least that a run measures, where what it learns is what is asked."""
+    return steps.model_copy(update={"measured_max": steps.measured_min})
 
 
 def soak_steps(steps: StepBudget, budget: ConfirmBudget) -> StepBudget:

@@ -31,10 +31,10 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from sweep.data.study_epochs import StudyEpochs
 from sweep.predict.memory.arrays import WholeMemory, predict_nothing
 from sweep.predict.memory.prediction import Fit, MemoryPrediction
 from sweep.predict.memory.predictor import MemoryPredictor, Residuals
+from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
 from sweep.predict.speed.calibration import Calibration, calibrate
 from sweep.predict.speed.log_factors import LogFactors
 from sweep.predict.speed.predictor import predict_step
@@ -44,7 +44,7 @@ from sweep.study.dominance import Footprint, RanOut, base_alone, footprint
 
 PREDICTIONS_KEPT = 4096
 """Predictions of memory that are not made again; one takes some 30 KiB."""
-TOO_FEW_TEXTS = "texts-make-no-batch"
+TOO_FEW_TEXTS = "texts-make-no-micro-batch"
 """The rule of a configuration for which the study's texts are too few, or cut too short."""
 TRIALS_TO_CALIBRATE = 5
 """Measured trials from which the card is known better than its data sheet."""
@@ -160,7 +160,7 @@ class Preflight:
         violation: the rules, bound to model and device.
         predictor: None where memory cannot be predicted; the device then decides.
         speed: None where speed cannot be predicted.
-        epochs: of the study's texts; None where rows are random.
+        shapes: of the study's texts; None where rows are random.
         is_cut_up: whether the allocator may fail below the budget, as free memory is in pieces.
         warn: told once of each reason why something is not predicted; the study goes on without.
     """
@@ -173,16 +173,19 @@ class Preflight:
         violation: Callable[[TrialConfig], Violation | None],
         predictor: MemoryPredictor | None = None,
         speed: SpeedModel | None = None,
-        epochs: StudyEpochs | None = None,
+        shapes: ShapesOnTexts | None = None,
         is_cut_up: bool = True,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._model = model
         self._violation = violation
-        self._predictor = predictor
+        self._predictor = (
+            predictor if predictor is None or shapes is None else MemoryOnTexts(predictor, shapes)
+        )
         self._speed = speed
-        self._epochs = epochs
+        self._shapes = shapes
+        self._epochs = None if shapes is None else shapes.epochs
         self._is_cut_up = is_cut_up
         self._warn = warn
         self._ran_out = RanOut()
@@ -226,6 +229,9 @@ class Preflight:
             budget_bytes=self.budget_bytes,
             is_cut_up=self._is_cut_up,
             trainable_parameters=_trainable(configs, self._model),
+            tokens_per_step=None
+            if self._shapes is None
+            else tokens_per_step(configs, self._shapes),
         )
 
     def prepare(
@@ -334,9 +340,12 @@ class Preflight:
 class SpeedForecast:
     """Predicts speed on one card, the one that really runs, by its data sheet and by the trials."""
 
-    def __init__(self, *, model: ModelSpec, gpu: GpuSpec) -> None:
+    def __init__(
+        self, *, model: ModelSpec, gpu: GpuSpec, shapes: ShapesOnTexts | None = None
+    ) -> None:
         self._model = model
         self._gpu = gpu
+        self._shapes = shapes
         self._observations: list[tuple[TrialConfig, float]] = []
         self._calibration: Calibration | None = None
 
@@ -346,14 +355,22 @@ class SpeedForecast:
             if self._calibration is None and len(self._observations) >= TRIALS_TO_CALIBRATE:
                 newest = self._observations[-TRIALS_CALIBRATED:]
                 self._calibration = calibrate(newest, model=self._model, gpu=self._gpu)
-            return predict_step(
-                config, model=self._model, gpu=self._gpu, calibration=self._calibration
-            ).tokens_per_second
+            if self._shapes is None:
+                return predict_step(
+                    config, model=self._model, gpu=self._gpu, calibration=self._calibration
+                ).tokens_per_second
+            (known,) = self._shapes.predict_steps(
+                [config], model=self._model, gpu=self._gpu, calibration=self._calibration
+            )
+            return None if isinstance(known, InputError) else known.tokens_per_second
         except InputError:
             return None
 
     def physics(self, configs: Sequence[TrialConfig]) -> Physics | None:
         """Return the data sheet's model of the configurations' steps."""
+        shapes = self._shapes
+        if shapes is not None:
+            configs = [shapes.for_speed(config) for config in configs]
         try:
             return LogFactors(configs, model=self._model, gpu=self._gpu)
         except ValueError:
@@ -362,7 +379,11 @@ class SpeedForecast:
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial; only those measured to the end say something of the card."""
         if record.verdict is Verdict.FITS and record.measurement is not None:
-            self._observations.append((record.config, record.measurement.step_seconds))
+            config, seconds = record.config, record.measurement.step_seconds
+            if self._shapes is not None:
+                seconds = self._shapes.full_seconds(config, seconds)
+                config = self._shapes.for_speed(config)
+            self._observations.append((config, seconds))
             self._calibration = None
 
 

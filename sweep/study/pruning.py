@@ -22,6 +22,11 @@ SPEED_MARGIN = 0.02
 """A trial whose best case is this close to a rival goes on: that is a tie, and ties are shown."""
 
 
+LOSS_MARGIN = 1.0
+"""The same where a held-out loss is asked for as well: only what is less than half as fast goes
+untrained. A slow configuration may learn more, and nobody takes one that takes twice as long."""
+
+
 @dataclass(frozen=True)
 class Rival:
     """A finished trial that fits: what a running one would have to beat."""
@@ -153,8 +158,9 @@ def is_hopeless(
     high = progress.tokens_per_second_high
     if progress.phase != "measure" or high is None or "tokens_per_second" not in objectives:
         return False
+    needed = max(margin, LOSS_MARGIN) if "eval_loss" in objectives else margin
     return any(
-        rival.tokens_per_second > high * (1.0 + margin)
+        rival.tokens_per_second > high * (1.0 + needed)
         and all(_is_as_good(rival, objective, progress, config) for objective in objectives)
         for rival in rivals
     )
@@ -174,5 +180,8 @@ def _is_as_good(
         case "trainable_parameters":
             # A running trial does not report its count; equal adapters have equal counts.
             return config.capacity() == rival.config.capacity()
+        case "eval_loss":
+            # What it would learn nobody knows: how far behind it is decides, by `LOSS_MARGIN`.
+            return True
         case _:
             return True  # Speed, in which the rival is ahead already.

@@ -43,6 +43,7 @@ from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.device_info import Card
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
@@ -53,6 +54,7 @@ from sweep.study.carrying import carry_over, refuse_incomparable
 from sweep.study.events import GainForeseen, Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
+from sweep.study.quality import is_asked
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
@@ -151,12 +153,13 @@ def prepare(
         is_preset = preset_name(space_name) is not None
         offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held or ())
     space, changed = _held(offered.space, held or {}, changed)
+    space, sampled = _sampled(space)
     name = default_study_name(space, changed) if study is None else study
     if name in RESERVED:
         raise InputError(
             f"study name '{name}' is that of a file of sweep's; choose another with --study"
         )
-    return _checked(name, space, model, here, texts, offered.notes)
+    return _checked(name, space, model, here, texts, (*offered.notes, *sampled))
 
 
 def prepare_again(
@@ -260,6 +263,20 @@ def _overridden(
     }
     values = {**declared.model_dump(), **changed}
     return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
+
+
+def _sampled(space: SearchSpace) -> tuple[SearchSpace, tuple[str, ...]]:
+    """Return a space with a sampler that learns from losses, and what that changed.
+
+    The guided sampler knows the physics of speed and memory, and nothing of what is learned.
+    """
+    if not is_asked(space) or space.sampler != "guided":
+        return space, ()
+    note = (
+        f"Held-out loss cannot be foreseen, so the sampler is tpe, and the search ends after "
+        f"{space.trials} trials, or its time budget."
+    )
+    return space.model_copy(update={"sampler": "tpe"}), (note,)
 
 
 def _texts(
@@ -505,7 +522,8 @@ def _opened(
     warn: Callable[[str], None],
 ) -> OpenStudy:
     if carried is not None:
-        refuse_incomparable(carried, prepared.definition)
+        is_own = carried.name == prepared.name
+        refuse_incomparable(carried, prepared.definition, is_own=is_own)
     return open_study(
         prepared.name,
         url=storage,
@@ -540,6 +558,7 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
     )
     # Speed is that of the card that really runs, where it has a data sheet.
     host = match_product(target.emulated_on or target.gpu) if is_on_card else None
+    shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
     return Preflight(
         model=model,
         budget_bytes=target.budget_bytes,
@@ -551,7 +570,7 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
             has_texts=prepared.texts is not None,
         ),
         predictor=memory if is_on_card else None,
-        speed=None if host is None else SpeedForecast(model=model, gpu=host),
-        epochs=prepared.epochs,
+        speed=None if host is None else SpeedForecast(model=model, gpu=host, shapes=shapes),
+        shapes=shapes,
         warn=warn,
     )

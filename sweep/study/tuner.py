@@ -44,6 +44,7 @@ from sweep.study.machine_faults import (
 )
 from sweep.study.preflight import Expected, Preflight
 from sweep.study.pruning import Rival, Rivals, is_hopeless
+from sweep.study.quality import Quality
 from sweep.study.stopping import Spent, Stopping, outlook_document
 
 
@@ -174,6 +175,7 @@ class _Driver:
         self._started_seconds = self._counted_seconds = self.clock()
         self._earlier_seconds = self.study.wall_seconds()
         self._tried: set[str] = set()
+        self._quality = Quality(self.study)
 
     def recover(self) -> None:
         """Close what an earlier driver left open, and learn from what it found out."""
@@ -280,20 +282,25 @@ class _Driver:
                 objectives=self._space.objectives,
             )
 
+        def measured() -> Outcome:
+            return held_to_budget(
+                self.runner.run(
+                    trial.config,
+                    steps=self._space.steps,
+                    observe=observe,
+                    attempt=trial.begun,
+                    quality=self._quality.command(),
+                ),
+                budget_bytes=self.study.definition.target.budget_bytes,
+            )
+
         started = self.clock()
         try:
-            return run_undisturbed(
-                lambda: held_to_budget(
-                    self.runner.run(
-                        trial.config,
-                        steps=self._space.steps,
-                        observe=observe,
-                        attempt=trial.begun,
-                    ),
-                    budget_bytes=self.study.definition.target.budget_bytes,
-                ),
-                should_stop=self.should_stop,
-            )
+            outcome = run_undisturbed(measured, should_stop=self.should_stop)
+            if self._quality.choose(outcome, trial.expected.epoch):
+                # Its own speed said on how many tokens all are to train: now it trains on them too.
+                outcome = run_undisturbed(measured, should_stop=self.should_stop)
+            return outcome
         except CardLost as lost:
             # The database matters less now, and the spool has it.
             with suppress(EnvironmentFault):
@@ -380,6 +387,9 @@ class _Driver:
 
     def _is_foreseen(self, *, is_first: bool) -> bool:
         """Whether the first trial is the fastest that is foreseen, and a second may follow."""
+        if self._quality.is_asked:
+            # The recipe's speed says how much every trial is to learn from.
+            return False
         is_guided = self._space.sampler == "guided" and self.preflight.predicts_speed
         return is_guided and is_first and self._space.trials > 1
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from reports import uncertainty, units
 from reports.outcomes import outcome_line, verdict_words
-from storage.records import Phase, TrialRecord
+from storage.records import Phase, Purpose, TrialRecord
 from sweep.planning.forecast import TRACED
 from sweep.study.events import (
     ConfirmationStarted,
@@ -52,6 +52,12 @@ _PHASES: dict[Phase, str] = {
     "measure": "measuring",
     "detach": "cleaning up",
     "quality": "training for the loss",
+}
+_ERRANDS: dict[Purpose, str] = {
+    "search": "trial",
+    "confirm": "again trial",
+    "soak": "soak of trial",
+    "quality": "another seed of trial",
 }
 
 
@@ -177,7 +183,7 @@ def _again_line(board: Board, record: TrialRecord) -> str:
     """Return a run that measured a trial again in one line."""
     ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
     soak = None if record.measurement is None else record.measurement.soak
-    what = "soak of trial" if record.purpose == "soak" else "again trial"
+    what = _ERRANDS[record.purpose]
     steps = f" ({soak.steps} steps in {units.duration(soak.seconds)})" if soak else ""
     if record.confirms is None:
         return f"{uncertainty.at_capacity(record.config)}: {ended}"
@@ -274,6 +280,7 @@ def now_line(board: Board) -> str:
         if errand.confirms is None
         else f"trial {errand.confirms} again",
         "soak": f"trial {errand.confirms}, soak",
+        "quality": f"trial {errand.confirms}, another seed",
     }[errand.purpose]
     return f"{what}, {_phase(board)}, {seconds}: {board.describe(config)}"
 

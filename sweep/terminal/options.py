@@ -147,6 +147,11 @@ TokenizerOption = Annotated[
     ),
 ]
 
+WasteBatchOption = Annotated[
+    int | None,
+    typer.Option("--batch-size", help="Rows of the micro-batches that waste is said for; 4."),
+]
+
 # Of a study that is started or resumed
 
 GpuOption = Annotated[
@@ -271,6 +276,48 @@ BudgetOption = Annotated[
     typer.Option("--budget-gib", help="Memory to fit; the budget of the surface's card."),
 ]
 
+# Of a training
+
+SubjectArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="STUDY|CONFIG",
+        help="A study, a file with a configuration, or a shipped model.",
+        autocompletion=completion.studies,
+    ),
+]
+AdapterOption = Annotated[
+    str,
+    typer.Option(
+        "-o", "--output", help="New directory for the adapter.", callback=_named("--output")
+    ),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option("--weights", help="pretrained or random; pretrained wherever the model has any."),
+]
+MaxStepsOption = Annotated[
+    int | None, typer.Option("--max-steps", help="Optimizer steps, however many epochs.")
+]
+TrainEpochsOption = Annotated[
+    float | None, typer.Option("--epochs", help="Passes over the texts; 1.")
+]
+EvalFractionOption = Annotated[
+    float | None,
+    typer.Option("--eval-fraction", help="Share of the rows that is held out; 0.05."),
+]
+LearningRateOption = Annotated[
+    float | None,
+    typer.Option("--learning-rate", help="At the first step; the configuration's, 2e-4."),
+]
+CheckpointEveryOption = Annotated[
+    int | None,
+    typer.Option("--checkpoint-every", help="Steps between checkpoints; about ten minutes."),
+]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on from the newest checkpoint of the output.")
+]
+
 # Of what is written
 
 FormatOption = Annotated[
@@ -316,5 +363,49 @@ ExportOption = Annotated[
     str | None,
     typer.Option(
         "-o", "--output", help="A file; - or nothing is stdout.", callback=_named("--output")
+    ),
+]
+
+# Of a merge
+
+AdapterArgument = Annotated[
+    str, typer.Argument(metavar="ADAPTER", help="Directory with a LoRA adapter, as PEFT saves it.")
+]
+DirectoryOption = Annotated[
+    str,
+    typer.Option("-o", "--output", help="A new directory.", callback=_named("--output")),
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="The 16-bit base, directory or hub id; the adapter's own by default.",
+        callback=_named("--model"),
+    ),
+]
+MergedDtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="bf16 or fp16; what the base is stored in.")
+]
+RowsOption = Annotated[
+    int, typer.Option("--rows", help="Rows to compare logits on; 0 for no comparison.")
+]
+
+# Of a verification
+
+VerifiedArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="STUDY|EXPORT",
+        help="Name of a study, or a file that sweep export wrote.",
+        autocompletion=completion.studies,
+    ),
+]
+VerifyStepsOption = Annotated[int, typer.Option("--steps", help="Optimizer steps to run.")]
+VerifyModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Weights to load, directory or hub id; random ones of an architecture.",
+        callback=_named("--model"),
     ),
 ]

@@ -6,7 +6,7 @@ Pure: a study's snapshot in, finished text out.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from reports import objectives, tables, uncertainty, units
@@ -17,6 +17,7 @@ from reports.confirmation import (
     status_words,
 )
 from reports.outcomes import verdict_words
+from reports.quality import loss_words
 from reports.summary import emulation_note, summary_of
 from reports.texts import epoch_words
 from search_spaces import redaction
@@ -28,10 +29,16 @@ from storage.definition import StudySnapshot, StudySummary, UnreadableStudy
 from storage.gain import compare
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
-from storage.records import Invalid, Measurement, TrialRecord
+from storage.records import Invalid, Measurement, Purpose, TrialRecord
 from sweep.terminal.console import folded, table
 
 _REASONS_SHOWN = 3
+_DOING: Mapping[Purpose, str] = {
+    "search": "",
+    "confirm": ", measured again",
+    "soak": ", a soak",
+    "quality": ", trained with another seed",
+}
 _CONFIGURATION_COLUMNS = ("trial", "tokens/s", "95 % interval", "peak", "budget", "configuration")
 
 
@@ -88,6 +95,8 @@ def _winner_facts(
     target, measured = snapshot.definition.target, measured_of(winner)
     yield "what", _in_words(winner, snapshot.definition.space)
     yield "speed", _speed(snapshot, winner)
+    if measured.quality is not None:
+        yield "loss", f"{loss_words(measured)} on held-out texts"
     share = units.percent(measured.peak_allocated_bytes / target.budget_bytes)
     peak = units.gib(measured.peak_allocated_bytes)
     yield "memory", f"{peak} of {units.gib(target.budget_bytes)} ({share})"
@@ -189,7 +198,7 @@ def status_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
         since = f" since {trial.started_at}" if trial.started_at else ""
         what = "not yet chosen" if trial.config is None else units.shape(trial.config)
         state = "running" if snapshot.holder is not None else "left unfinished; resuming retries it"
-        doing = {"search": "", "confirm": ", measured again", "soak": ", a soak"}[trial.purpose]
+        doing = _DOING[trial.purpose]
         lines.append(f"Trial {trial.number} ({what}{doing}){since}: {state}.")
     return folded("\n".join([*lines, *_lines("", _winner(snapshot))]), width, indent=2)
 

@@ -100,6 +100,19 @@ def compiled(
         callback_handler.remove_end_callback(counted.end)
 
 
+@contextlib.contextmanager
+def eager(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Run layers as they are without the compiler, which would take seconds for each new shape."""
+    calls = [layer._compiled_call_impl for layer in layers]
+    for layer in layers:
+        layer._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for layer, call in zip(layers, calls, strict=True):
+            layer._compiled_call_impl = call
+
+
 def forget_compiled() -> None:
     """Drop every graph, and with it whatever it refers to; the files on the disk stay."""
     torch._dynamo.reset()

@@ -107,6 +107,42 @@ def whole_step_seconds(ended: Sequence[float], *, micro_steps: int) -> float:
     return (micro_steps - 1) * before / (len(ended) - 1) + last
 
 
+def mean_step_seconds(
+    ended: Sequence[float], gradients: Sequence[float], *, micro_steps: int
+) -> float:
+    """Return the mean seconds of an optimizer step of ``micro_steps`` over several in a row.
+
+    Where fewer of its micro-steps were run, those stand for the missing, which differ in size: the
+    optimizer's own part is told apart by when a step's last gradients were there.
+
+    Args:
+        ended: seconds from the beginning to the end of each micro-step that was run.
+        gradients: to the last gradients of each of the steps.
+        micro_steps: of a whole step.
+    """
+    steps = len(gradients)
+    run = len(ended) // steps
+    if run == micro_steps:
+        return ended[-1] / steps
+    updates = (ended[run * (i + 1) - 1] - there for i, there in enumerate(gradients))
+    update = sum(updates) / steps
+    return micro_steps * (ended[-1] / len(ended) - update / run) + update
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What an optimizer step does, in tokens that carry loss."""
+
+    tokens: float
+    """Of a whole optimizer step."""
+    tokens_per_micro_step: float
+
+    @classmethod
+    def of_random_rows(cls, config: TrialConfig) -> StepWork:
+        """Return that of full-length rows."""
+        return cls(config.tokens_per_step, config.tokens_per_micro_batch)
+
+
 @dataclass(frozen=True)
 class CardReading:
     """One look at the card. Bytes count every process."""
@@ -228,7 +264,7 @@ class EnergyCount:
         else:
             self.joules += now - before
 
-    def per_token(self, tokens: int) -> float | None:
+    def per_token(self, tokens: float) -> float | None:
         """Return the joules of a token; None where they are not known, or not well enough."""
         if self.joules is None or self.seconds < _ENERGY_SECONDS_MIN or not tokens:
             return None
@@ -248,6 +284,8 @@ class Meter:
     device: Device
     neighbours: NeighbourWatch
     is_soak: bool = False
+    work: StepWork | None = None
+    """None for that of full-length random rows."""
     warmup: list[float] = field(default_factory=list)
     """Seconds of each warm-up step."""
     measured: list[float] = field(default_factory=list)
@@ -255,7 +293,7 @@ class Meter:
     _warmup_spent: float = 0.0
     _measured_spent: float = 0.0
     """Seconds really spent in steps, where the step's own are derived."""
-    _tokens: int = 0
+    _tokens: float = 0.0
     """Really trained in measured steps."""
     _readings: list[CardReading] = field(default_factory=list)
     _is_crowded: bool = False
@@ -264,16 +302,34 @@ class Meter:
     def __post_init__(self) -> None:
         self.energy = EnergyCount(self.neighbours.card)
 
-    def add(self, ended: Sequence[float], *, is_warmup: bool) -> None:
-        """Take in a step: the seconds from its beginning to the end of each of its micro-steps."""
-        seconds = whole_step_seconds(ended, micro_steps=self.config.accumulation_steps)
+    def add_other(self, ended: Sequence[float]) -> None:
+        """Take in steps on what the measured ones do not train on: they took their time alone."""
+        self._warmup_spent += ended[-1]
+
+    def add(
+        self, ended: Sequence[float], *, is_warmup: bool, gradients: Sequence[float] | None = None
+    ) -> None:
+        """Take in a step: the seconds from its beginning to the end of each of its micro-steps.
+
+        Args:
+            ended: those seconds.
+            is_warmup: whether it is not measured yet.
+            gradients: of several steps in a row, the seconds to the last gradients of each; what
+                counts is their mean. None for one step whose micro-steps are alike.
+        """
+        micro_steps = self.config.accumulation_steps
+        seconds = (
+            whole_step_seconds(ended, micro_steps=micro_steps)
+            if gradients is None
+            else mean_step_seconds(ended, gradients, micro_steps=micro_steps)
+        )
         if is_warmup:
             self.warmup.append(seconds)
             self._warmup_spent += ended[-1]
         else:
             self.measured.append(seconds)
             self._measured_spent += ended[-1]
-            self._tokens += len(ended) * self.config.tokens_per_micro_batch
+            self._tokens += len(ended) * self._work.tokens_per_micro_step
             self._readings.append(self.neighbours.card.read())
             self._is_crowded = self._is_crowded or self.neighbours.have_taken_memory()
 
@@ -323,7 +379,7 @@ class Meter:
         median = self.median_seconds
         used = [r.used_bytes for r in self._readings if r.used_bytes is not None]
         return Measurement(
-            tokens_per_second=self.config.tokens_per_step / median,
+            tokens_per_second=self._work.tokens / median,
             samples_per_second=self.config.samples_per_step / median,
             step_seconds=median,
             step_seconds_ci95=median_interval(self.measured),
@@ -346,6 +402,10 @@ class Meter:
             compile_seconds=compile_seconds,
             joules_per_token=self.energy.per_token(self._tokens),
         )
+
+    @property
+    def _work(self) -> StepWork:
+        return self.work or StepWork.of_random_rows(self.config)
 
     @property
     def steps_done(self) -> int:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from search_spaces.config import TrialConfig
 from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from storage.records import Ineffective
+from sweep.data.epoch import is_flattened
 from sweep.training.adapters import Attached
 from sweep.training.model import DTYPES
 from sweep.training.step import TrainingLoop
@@ -171,13 +172,27 @@ def _double_quant(config: TrialConfig, evidence: StepEvidence) -> str | None:
 @proves("micro_batch_size")
 def _micro_batch(config: TrialConfig, evidence: StepEvidence) -> str | None:
     rows, _ = evidence.loop.batch_shape
-    return None if rows == config.micro_batch_size else f"a micro-batch has {rows} rows"
+    asked = config.micro_batch_size
+    texts = evidence.loop.texts
+    if texts is not None and is_flattened(texts.config):
+        # Packed rows that go through as one long row.
+        rows = texts.config.micro_batch_size
+    return None if rows == asked else f"a micro-batch has {rows} rows"
 
 
 @proves("seq_len")
 def _length(config: TrialConfig, evidence: StepEvidence) -> str | None:
-    _, tokens = evidence.loop.batch_shape
-    return None if tokens == config.seq_len else f"a row has {tokens} tokens"
+    """Rows of texts are as wide as the longest of the epoch, and no wider than what is asked."""
+    rows, tokens = evidence.loop.batch_shape
+    texts = evidence.loop.texts
+    if texts is None:
+        return None if tokens == config.seq_len else f"a row has {tokens} tokens"
+    largest = texts.batches.epoch.largest
+    if texts.config.seq_len != config.seq_len:
+        return f"rows are cut to {texts.config.seq_len} tokens"
+    if (rows, tokens) == (largest.rows, largest.width):
+        return None
+    return f"the largest micro-batch is {rows} x {tokens}, not {largest.rows} x {largest.width}"
 
 
 @proves("effective_batch_size")
@@ -354,8 +369,20 @@ def _learning_rate(config: TrialConfig, evidence: StepEvidence) -> str | None:
 
 
 @proves("packing")
-def _packing(config: TrialConfig, _: StepEvidence) -> str | None:
-    return None if config.packing == "none" else f"rows are not {config.packing}"
+def _packing(config: TrialConfig, evidence: StepEvidence) -> str | None:
+    """Packed rows hold several texts; grouped ones have fewer pads than rows in random order."""
+    texts = evidence.loop.texts
+    ran = "none" if texts is None else texts.config.packing
+    if ran != config.packing:
+        return f"rows are not {config.packing}" if config.packing != "none" else f"rows are {ran}"
+    if texts is None:
+        return None
+    match config.packing:
+        case "packed" if texts.texts_in_row < 2:
+            return "no row holds more than one text: use packing none"
+        case "grouped" if texts.batches.epoch.padded_tokens >= texts.padded_in_random_order:
+            return "micro-batches have no fewer pads than in random order: use packing none"
+    return None
 
 
 @proves("lora_dropout")

@@ -8,25 +8,45 @@ device and batches come from pinned memory, as with Trainer's ``logging_nan_inf_
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes as bnb
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedConfig, get_linear_schedule_with_warmup
 
 from search_spaces.config import TrialConfig
 from search_spaces.linears import attention_width, training_flops_per_token
 from storage.records import Stage
+from sweep.data.batches import Batch
 from sweep.training.adapters import Attached
 from sweep.training.data import endless, random_token_loader
+from sweep.training.texts import TextsRound, loader_of
 
 _MAX_GRAD_NORM = 1.0
-_SCHEDULE_STEPS = 1000
+WEIGHT = "weight"
+"""Key of a micro-batch for how much its mean loss counts; 1 where there is none."""
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning rate that rises to the configuration's and then falls to 0, in optimizer steps."""
+
+    warmup: int = 0
+    steps: int = 1000
+
+
+AS_MEASURED = Schedule()
+"""Of steps that are not to learn anything: nothing measured depends on it."""
 
 
 class TrainingLoop:
@@ -40,6 +60,10 @@ class TrainingLoop:
         vocab_size: token ids stay below it.
         seed: of the tokens.
         micro_steps: that make one optimizer step; None for as many as the configuration says.
+        texts: what it trains on, first their largest micro-batches; None for full-length random
+            rows.
+        batches: what it trains on instead, each micro-batch once and in order.
+        schedule: of the learning rate.
         on_stage: told of each stage that begins.
     """
 
@@ -51,12 +75,20 @@ class TrainingLoop:
         vocab_size: int,
         seed: int,
         micro_steps: int | None = None,
+        texts: TextsRound | None = None,
+        batches: Dataset[Batch] | None = None,
+        schedule: Schedule = AS_MEASURED,
         on_stage: Callable[[Stage], None] = lambda _: None,
     ) -> None:
         torch.manual_seed(seed)
         self.stage: Stage = "load"
         self.micro_step = 0
         self.micro_steps = micro_steps or config.accumulation_steps
+        self.texts = texts
+        self.is_on_round = False
+        """Whether it trains on what stands for the texts' epoch."""
+        self.wait_seconds = 0.0
+        """In which the host got its micro-batches, so far."""
         self._on_stage = on_stage
         self._parameters = attached.trainable_parameters()
         # Not whether a card is there: a trial for the CPU never goes to it.
@@ -67,44 +99,65 @@ class TrainingLoop:
             is_on_cpu=is_on_cpu,
         )
         optimizer = make_optimizer(config, self._parameters)
-        schedule = get_linear_schedule_with_warmup(optimizer, 0, _SCHEDULE_STEPS)
-        loader = random_token_loader(
-            vocab_size=vocab_size,
-            micro_batch_size=config.micro_batch_size,
-            seq_len=config.seq_len,
-            seed=seed,
-            is_pinned=not is_on_cpu,
+        rates = get_linear_schedule_with_warmup(optimizer, schedule.warmup, schedule.steps)
+        is_pinned = not is_on_cpu
+        loaders = (
+            _loaders(config, texts, vocab_size=vocab_size, seed=seed, is_pinned=is_pinned)
+            if batches is None
+            else [loader_of(batches, is_pinned=is_pinned)]
         )
-        self._model, self.optimizer, self._schedule, prepared = self._accelerator.prepare(
-            attached.model, optimizer, schedule, loader
+        self._model, self.optimizer, self._schedule, *prepared = self._accelerator.prepare(
+            attached.model, optimizer, rates, *loaders
         )
-        self._batches: Iterator[dict[str, torch.Tensor]] = endless(prepared)
+        self._largest, self._steady = prepared[0], prepared[-1]
+        self._batches: Iterator[dict[str, torch.Tensor]] = endless(self._largest)
         self.batch_shape: tuple[int, ...] = ()
         """Rows and tokens of the newest micro-batch."""
 
-    def step(self, *, on_micro_step: Callable[[], None] = lambda: None) -> torch.Tensor:
+    def leave_largest(self) -> None:
+        """Go on with what stands for the texts' epoch; random rows are all alike."""
+        if self.texts is not None:
+            self._batches = endless(self._steady)
+            self.is_on_round = True
+
+    def step(
+        self,
+        *,
+        on_micro_step: Callable[[], None] = lambda: None,
+        on_gradients: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
         """Queue one optimizer step and return its mean loss, on its way to the host.
 
         The loss is there once the device has done all that is queued by now.
 
         Args:
             on_micro_step: called when each micro-batch is queued.
+            on_gradients: called when all is queued but the optimizer's own part.
 
         Raises:
             RuntimeError: whatever the device raises; `stage` says where.
         """
-        total = self._micro_step()
+        total = self._micro_step(on_gradients)
         on_micro_step()
         for _ in range(self.micro_steps - 1):
-            total = total + self._micro_step()
+            total = total + self._micro_step(on_gradients)
             on_micro_step()
         return (total / self.micro_steps).to("cpu", non_blocking=True)
 
     def evaluate(self, *, batches: int) -> float:
-        """Return the mean loss of a pass without gradients over some micro-batches.
+        """Return the mean loss of a pass without gradients over some micro-batches, of texts their
+        largest.
 
         As Trainer evaluates: in evaluation mode, under the same precision, the loss alone kept.
         """
+        source = self._batches if self.texts is None else endless(self._largest)
+        with self.evaluating():
+            losses = [self.loss_of(next(source)) for _ in range(batches)]
+        return sum(losses) / batches
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Be in evaluation mode, without gradients."""
         self._enter("forward")
         for module in self._model.modules():
             if isinstance(module, bnb.nn.Linear4bit):
@@ -114,10 +167,22 @@ class TrainingLoop:
         self._model.eval()
         try:
             with torch.no_grad():
-                losses = [float(self._model(**next(self._batches)).loss) for _ in range(batches)]
+                yield
         finally:
             self._model.train()
-        return sum(losses) / batches
+
+    def loss_of(self, batch: Batch) -> float:
+        """Return the mean loss of a micro-batch that is on the device."""
+        return float(self._model(**batch).loss)
+
+    def as_trained(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the model computes as it does in a step: its precision."""
+        context: contextlib.AbstractContextManager[None] = self._accelerator.autocast()
+        return context
+
+    def largest_batch(self) -> dict[str, torch.Tensor]:
+        """Return one of the largest micro-batches, on the device."""
+        return next(endless(self._largest))
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint as Trainer does: the adapter, the optimizer's and the schedule's
@@ -132,22 +197,45 @@ class TrainingLoop:
         self.stage = stage
         self._on_stage(stage)
 
-    def _micro_step(self) -> torch.Tensor:
+    def _micro_step(self, on_gradients: Callable[[], None]) -> torch.Tensor:
         self._enter("forward")
+        asked = time.perf_counter()
         batch = next(self._batches)
+        self.wait_seconds += time.perf_counter() - asked
+        weight = batch.pop(WEIGHT, 1.0)
         self.batch_shape = tuple(batch["input_ids"].shape)
         with self._accelerator.accumulate(self._model):
             loss = self._model(**batch).loss
+            if weight != 1.0:
+                loss = loss * weight
             self._enter("backward")
             self._accelerator.backward(loss)
             self._enter("optimizer")
             if self._accelerator.sync_gradients:
+                on_gradients()
                 self._accelerator.clip_grad_norm_(self._parameters, _MAX_GRAD_NORM)
             self.optimizer.step()
             self._schedule.step()
             self.optimizer.zero_grad()
         self.micro_step += 1
         return loss.detach()
+
+
+def _loaders(
+    config: TrialConfig, texts: TextsRound | None, *, vocab_size: int, seed: int, is_pinned: bool
+) -> list[DataLoader[Any]]:
+    """Return what the first steps train on and what all others do; one of random rows is both."""
+    if texts is not None:
+        batches = (texts.batches.largest, texts.batches.round)
+        return [loader_of(each, is_pinned=is_pinned) for each in batches]
+    loader = random_token_loader(
+        vocab_size=vocab_size,
+        micro_batch_size=config.micro_batch_size,
+        seq_len=config.seq_len,
+        seed=seed,
+        is_pinned=is_pinned,
+    )
+    return [loader]
 
 
 def make_optimizer(

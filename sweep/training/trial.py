@@ -34,16 +34,28 @@ from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device
 from sweep.training.exceptions import knob_of_kernel, lacks_kernel_resources, requested_bytes
 from sweep.training.marks import Mark
-from sweep.training.meter import NEIGHBOUR, CardReader, Meter, NeighbourWatch, fastest_median
+from sweep.training.meter import (
+    NEIGHBOUR,
+    CardReader,
+    Meter,
+    NeighbourWatch,
+    StepWork,
+    fastest_median,
+)
 from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
 from sweep.training.soak import Interlude
 from sweep.training.step import TrainingLoop, flops_per_token
+from sweep.training.texts import Texts, TextsRound, are_apart, is_packed, takes_positions
 
 _OBSERVED_STEPS = 2
 """The first step makes the optimizer's state, the second has it from the start: the peak is in one
 of them."""
 _DETAIL_LENGTH = 600
+ROWS_OF_TEXTS = "texts-make-no-micro-batch"
+TOKENS_OF_TEXTS = "tokens-beyond-vocabulary"
+DOCUMENTS_TOGETHER = "documents_together"
+"""Flag of packed rows whose texts see each other."""
 _SILENCE_SECONDS = 10.0
 """Of queueing, after which a micro-step that is queued is a sign of life: where one takes so long,
 the host is hardly ahead of the device. A beat costs the host what a short step cannot spare."""
@@ -59,17 +71,23 @@ class Beat:
     median_seconds: float | None = None
     fastest_median_seconds: float | None = None
     """The least that the median step can still turn out to be."""
+    tokens_per_step: float | None = None
+    """That carry loss; None where a step has as many as the configuration says."""
 
 
 @dataclass(frozen=True)
 class _QueuedStep:
-    """An optimizer step that the device may still be busy with."""
+    """An optimizer step, or a round of them, that the device may still be busy with."""
 
     begun: Mark
     ended: list[Mark]
     """The ends of its micro-steps."""
-    loss: torch.Tensor
-    """On its way to the host; there when the step is done."""
+    gradients: list[Mark]
+    """Where all gradients of a step were there; of a round alone."""
+    losses: list[torch.Tensor]
+    """Of each step, on their way to the host; there when it is done."""
+    is_round: bool = False
+    """Whether it is a pass over what stands for the texts' epoch."""
 
     @property
     def is_done(self) -> bool:
@@ -86,6 +104,7 @@ class Trial:
         budget_bytes: a measured peak above it does not fit; None for no budget.
         micro_steps_max: most micro-steps of one optimizer step that are really run; the seconds of
             a longer accumulation are derived.
+        texts: what it trains on; None for full-length random rows.
         is_soak: whether it trains until its budget is spent, and does on the way what a training
             does now and then.
         phase: where the trial is.
@@ -100,6 +119,7 @@ class Trial:
     peak_flops: float | None = None
     is_emulated: bool = False
     budget_bytes: int | None = None
+    texts: Texts | None = None
     micro_steps_max: int = MICRO_STEPS_TIMED
     is_soak: bool = False
     silence_seconds: float = _SILENCE_SECONDS
@@ -114,6 +134,10 @@ class Trial:
     """Of the newest step that is done."""
     _is_slow: bool = False
     _interlude: Interlude | None = None
+    _round: TextsRound | None = None
+    _documents_apart: bool | None = None
+    _waited: float = 0.0
+    """Seconds in which the host got its micro-batches before the measured steps."""
 
     def __post_init__(self) -> None:
         neighbours = NeighbourWatch(
@@ -135,7 +159,7 @@ class Trial:
             self.device.reset_peak()
             self._meter.neighbours.start()
             self._enter("attach")
-            outcome = self._excess() or self._attach_and_train()
+            outcome = self._excess() or self._unfit_texts() or self._attach_and_train()
         except InputError as error:
             outcome = Invalid(rule="target_modules", detail=str(error))
         except Exception as error:
@@ -149,6 +173,29 @@ class Trial:
         self._queued.clear()
         self.device.release()
         return _with_setup(outcome, time.perf_counter() - self.started)
+
+    def _unfit_texts(self) -> Invalid | Ineffective | None:
+        """Make the micro-batches of the texts; return why they cannot be trained on."""
+        if self.texts is None:
+            return None
+        micro_steps = min(self.config.accumulation_steps, self.micro_steps_max)
+        try:
+            made = TextsRound.of(self.texts, self.config, micro_steps=micro_steps)
+        except InputError as error:
+            return Invalid(rule=ROWS_OF_TEXTS, detail=str(error))
+        known = self._vocab_size()
+        if made.largest_token >= known:
+            words = f"the texts hold token {made.largest_token:,}, and the model knows {known:,}"
+            return Invalid(rule=TOKENS_OF_TEXTS, detail=words)
+        if is_packed(self.config) and not takes_positions(self.base.model):
+            return Ineffective(knob="packing", detail="the model is told no positions of tokens")
+        self._round = made
+        each = made.loss_tokens_per_step
+        self._meter.work = StepWork(each, each / self.config.accumulation_steps)
+        return None
+
+    def _vocab_size(self) -> int:
+        return int(self.base.model.get_input_embeddings().num_embeddings)
 
     def _attach_and_train(self) -> Outcome:
         with attached(self.base, self.config) as attachment:
@@ -212,13 +259,13 @@ class Trial:
         return over
 
     def _train(self, attachment: Attached) -> Outcome:
-        vocab_size = int(self.base.model.get_input_embeddings().num_embeddings)
         loop = TrainingLoop(
             attachment,
             self.config,
-            vocab_size=vocab_size,
+            vocab_size=self._vocab_size(),
             seed=self.seed,
             micro_steps=min(self.config.accumulation_steps, self.micro_steps_max),
+            texts=self._round,
             on_stage=self.device.enter,
         )
         self._loop = loop
@@ -232,22 +279,33 @@ class Trial:
         with self.device.observed():
             for index in range(_OBSERVED_STEPS):
                 with watch if watch is not None and index == 0 else contextlib.nullcontext():
-                    self._queue(loop)
+                    self._queue(loop, steps=1)
                     diverged = self._take_in()
                 if diverged is not None:
                     return diverged
         fault: Outcome | None = self._excess() or ineffective(
             self.config, attached=attachment, loop=loop, watch=watch
         )
+        if fault is None and is_packed(self.config):
+            self._documents_apart = self._keeps_documents_apart(attachment, loop)
+        loop.leave_largest()
         while fault is None and not self._meter.is_warm():
             fault = self._advance(loop)
         return fault
+
+    def _keeps_documents_apart(self, attachment: Attached, loop: TrainingLoop) -> bool | None:
+        with loop.as_trained():
+            return are_apart(
+                attachment.model.get_base_model(),
+                loop.largest_batch(),
+                vocab_size=self._vocab_size(),
+            )
 
     def _measure(self, attachment: Attached, loop: TrainingLoop) -> Outcome:
         self._meter.neighbours.start_measuring()
         self._enter("measure")
         fault: Outcome | None = None
-        begun = time.perf_counter()
+        begun, self._waited = time.perf_counter(), loop.wait_seconds
         self._meter.energy.begin()
         while fault is None and not self._is_over(begun):
             fault = self._pause(loop, begun) or self._advance(loop)
@@ -257,7 +315,10 @@ class Trial:
         fault = fault or self._excess()
         if fault is not None:
             return fault
-        measurement = self._measurement(attachment, time.perf_counter() - begun)
+        elapsed = time.perf_counter() - begun
+        measurement = self._of_texts(
+            self._measurement(attachment, elapsed), loop, elapsed_seconds=elapsed
+        )
         if self._is_slow:
             return PrunedSlow(measurement=measurement)
         return Measured(measurement=measurement)
@@ -295,7 +356,7 @@ class Trial:
         return an outcome only where they end the trial."""
         is_last = len(self._meter.measured) + len(self._queued) >= self.steps.measured_max
         if not is_last:
-            self._queue(loop)
+            self._queue(loop, steps=self._steps_in_row)
         left = 0 if is_last else 1
         while len(self._queued) > left or (self._queued and self._queued[0].is_done):
             diverged = self._take_in()
@@ -303,9 +364,16 @@ class Trial:
                 return diverged
         return None
 
-    def _queue(self, loop: TrainingLoop) -> None:
-        """Queue one optimizer step, with a mark where it begins and where each micro-step ends."""
+    @property
+    def _steps_in_row(self) -> int:
+        """Optimizer steps that are timed as one."""
+        return 1 if self._round is None else self._round.steps
+
+    def _queue(self, loop: TrainingLoop, *, steps: int) -> None:
+        """Queue optimizer steps, with a mark where they begin and where each micro-step ends."""
         ended: list[Mark] = []
+        gradients: list[Mark] = []
+        losses: list[torch.Tensor] = []
         started = time.perf_counter()
 
         def note() -> None:
@@ -313,11 +381,14 @@ class Trial:
             if time.perf_counter() - started >= self.silence_seconds:
                 self.report(Beat(phase=self.phase, step=self._steps_of_phase()))
 
+        is_round = loop.is_on_round
+        note_gradients = (lambda: gradients.append(self.device.mark())) if is_round else _nothing
         begun = self.device.mark()
-        loss = loop.step(on_micro_step=note)
-        # The loss is on its way to the host behind the last micro-step.
-        ended[-1] = self.device.mark()
-        self._queued.append(_QueuedStep(begun, ended, loss))
+        for _ in range(steps):
+            losses.append(loop.step(on_micro_step=note, on_gradients=note_gradients))
+            # The loss is on its way to the host behind the last micro-step.
+            ended[-1] = self.device.mark()
+        self._queued.append(_QueuedStep(begun, ended, gradients, losses, is_round))
 
     def _take_in(self) -> Diverged | None:
         """Wait for the oldest step that is queued, and take in its seconds and its loss."""
@@ -327,11 +398,17 @@ class Trial:
         for mark in step.ended:
             mark.wait()
             self.report(Beat(phase=self.phase, step=done))
-        self._loss = float(step.loss)
+        self._loss = sum(map(float, step.losses)) / len(step.losses)
         if not math.isfinite(self._loss):
             return Diverged(step=self._meter.steps_done, detail=f"loss {self._loss}")
         seconds = [mark.seconds_since(step.begun) for mark in step.ended]
-        self._meter.add(seconds, is_warmup=is_warmup)
+        if step.is_round:
+            gradients = [mark.seconds_since(step.begun) for mark in step.gradients]
+            self._meter.add(seconds, is_warmup=is_warmup, gradients=gradients)
+        elif self._round is not None:
+            self._meter.add_other(seconds)
+        else:
+            self._meter.add(seconds, is_warmup=is_warmup)
         if not is_warmup:
             self._is_slow = self._report_rate() or self._is_slow
         return None
@@ -347,6 +424,7 @@ class Trial:
                 step=len(measured),
                 median_seconds=self._meter.median_seconds,
                 fastest_median_seconds=fastest_median(measured),
+                tokens_per_step=None if self._round is None else self._round.loss_tokens_per_step,
             )
         )
 
@@ -366,14 +444,40 @@ class Trial:
         soak = self._interlude.report(steps=self._meter.steps_done, seconds=elapsed_seconds)
         return measured.model_copy(update={"soak": soak})
 
+    def _of_texts(
+        self, measured: Measurement, loop: TrainingLoop, *, elapsed_seconds: float
+    ) -> Measurement:
+        """Return a measurement with what is known of its texts, where it is of any."""
+        if self._round is None:
+            return measured
+        is_leaking = self._documents_apart is False
+        return measured.model_copy(
+            update={
+                "loss_tokens_per_step": self._round.loss_tokens_per_step,
+                "padding_waste": self._round.padding_waste,
+                "documents_apart": self._documents_apart,
+                "batch_wait_share": (loop.wait_seconds - self._waited) / elapsed_seconds,
+                "flags": (*measured.flags, *((DOCUMENTS_TOGETHER,) if is_leaking else ())),
+            }
+        )
+
     def _utilization(self, attachment: Attached) -> float | None:
-        """Model FLOP/s over the peak; recomputation is not counted as work."""
+        """Model FLOP/s over the peak; recomputation is not counted as work, pads are."""
         if self.peak_flops is None:
             return None
-        per_token = flops_per_token(attachment, self.base.model.config, self.config.seq_len)
-        return (
-            per_token * self.config.tokens_per_step / self._meter.median_seconds / self.peak_flops
-        )
+        config, model = self.config, self.base.model.config
+        if self._round is None:
+            each = flops_per_token(attachment, model, config.seq_len)
+            per_step = each * config.tokens_per_step
+        else:
+            shapes = self._round.shapes
+            work = sum(r * w * flops_per_token(attachment, model, w) for r, w in shapes)
+            per_step = config.accumulation_steps * work / len(shapes)
+        return per_step / self._meter.median_seconds / self.peak_flops
+
+
+def _nothing() -> None:
+    """Note nothing."""
 
 
 def _with_setup(outcome: Outcome, total_seconds: float) -> Outcome:

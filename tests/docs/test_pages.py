@@ -12,6 +12,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,6 +148,8 @@ def test_the_commands_of_a_page_run_one_after_another(
 ) -> None:
     monkeypatch.setenv("SWEEP_HOME", str(home))
     monkeypatch.chdir(tmp_path)
+    # What commands on the pages read.
+    shutil.copy(DOCS / "examples" / "texts.jsonl", tmp_path)
     wanted = [block for block in blocks(page) if block.language == "console" and block.is_run]
     for program, *arguments in (command for block in wanted for command in block.commands):
         if program != "sweep":

@@ -48,7 +48,7 @@ def prepared_texts(
     np.save(directory / "loss_lengths.npy", np.maximum(rows - 1, 0))
     summary = a_summary(lengths, **changes)
     (directory / "texts.json").write_text(summary.model_dump_json())
-    return PreparedTexts(directory, summary)
+    return PreparedTexts(directory, summary, summary.source)
 
 
 class Reader:

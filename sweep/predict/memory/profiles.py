@@ -28,6 +28,12 @@ class Untraceable(InputError):  # noqa: N818 - the name says what happened
     """The model's code cannot be walked without data; the message names the module and why."""
 
 
+def is_masked_by_text(config: TrialConfig) -> bool:
+    """Whether a mask keeps the texts of packed rows apart; flash attention is told where they begin
+    instead."""
+    return config.packing == "packed" and config.attention != "flash_attention_2"
+
+
 @dataclass(frozen=True)
 class Structure:
     """What of a configuration decides which tensors exist."""

@@ -18,6 +18,7 @@ from sweep.predict.speed.calibration import FACTORS, Calibration, in_order
 from sweep.predict.speed.phases import StepPhases
 
 _LAUNCH = FACTORS.index("launch")
+_ATTENTION = FACTORS.index("attention")
 
 
 class StepTimes:
@@ -35,6 +36,7 @@ class StepTimes:
     def __init__(self, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> None:
         self.phases = StepPhases.of(configs, model=model, gpu=gpu)
         self._card = gpu.speed_uncertainty
+        self._is_packed = np.array([config.packing == "packed" for config in configs], np.bool_)
 
     def seconds(self, calibration: Calibration | None) -> NDArray[np.float64]:
         """Return the seconds of each step, accumulation included.
@@ -63,10 +65,19 @@ class StepTimes:
 
         The card's own, between what it is for time that the card takes and for time that the host's
         launches take; smaller after trials on the card, for further steps of the same study.
+        Of packed rows all of attention's share is unsure beside that.
         """
         known = self._card if calibration is None else calibration.uncertainty(self._card)
         launches = self.launch_shares(calibration)
-        return np.asarray(launches * known.launch + (1.0 - launches) * known.device)
+        stated = np.asarray(launches * known.launch + (1.0 - launches) * known.device)
+        return stated + self._attention_shares(calibration) * self._is_packed
+
+    def _attention_shares(self, calibration: Calibration | None) -> NDArray[np.float64]:
+        """Return the share of each step that goes with attention: of packed rows, whose kernels no
+        measurement backs, that much more is unsure."""
+        factors = _factors(calibration)
+        attention = self.phases.slopes(factors)[:, _ATTENTION] * factors[_ATTENTION]
+        return np.asarray(attention / self.phases.seconds(factors))
 
 
 def _factors(calibration: Calibration | None) -> NDArray[np.float64]:

@@ -43,6 +43,10 @@ class Amount:
         return Amount(self.flops * often, self.bytes * often, self.launches * often)
 
 
+MASKED_SLOWNESS = 2.0
+"""How many times as long the memory-efficient kernel takes over a product as a flash kernel: about
+that in the FlashAttention-2 paper's figures on an A100. Not measured here."""
+
 Pair = tuple[Amount, Amount]
 """Forward and backward."""
 
@@ -185,8 +189,29 @@ def attention(layout: Layout) -> Pair:
         Amount(products, moved + 32 * scores, 9),
         Amount(2 * products, 2 * moved + 36 * scores, 12),
     )
-    forward, backward = (w * is_eager + f * ~is_eager for w, f in zip(written, flash, strict=True))
+    is_masked = layout.is_masked
+    masked = _masked_attention(layout, products=products, moved=moved)
+    forward, backward = (
+        w * is_eager + m * is_masked + f * ~(is_eager | is_masked)
+        for w, m, f in zip(written, masked, flash, strict=True)
+    )
     return forward, backward
+
+
+def _masked_attention(layout: Layout, *, products: Sizes, moved: Sizes) -> Pair:
+    """sdpa under the mask that keeps packed texts apart: the memory-efficient kernel over all
+    scores, which reads the mask for each head; keys and values repeated for grouped heads."""
+    rows = layout.tokens * layout.seq_len
+    c = layout.compute
+    repeated = 2 * c * layout.tokens * (layout.queries + layout.keys)
+    mask = c * rows * int(layout.model.config["num_attention_heads"])
+    # Truth values become what is added to the scores.
+    added = rows * (1 + c)
+    flops = products * MASKED_SLOWNESS
+    return (
+        Amount(flops, moved + repeated + mask + added, 6),
+        Amount(flops * 2.5, 2 * moved + repeated + mask, 5),
+    )
 
 
 def attention_casts(layout: Layout) -> Amount:

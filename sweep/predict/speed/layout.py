@@ -183,6 +183,11 @@ class Layout:
         return self.are(lambda config: config.compile)
 
     @cached_property
+    def is_masked(self) -> Mask:
+        """Whether sdpa has to go by a mask that keeps packed texts apart."""
+        return self.are(lambda config: config.packing == "packed" and config.attention == "sdpa")
+
+    @cached_property
     def is_liger(self) -> Mask:
         """Whether Liger's kernels do."""
         return self.are(lambda config: config.kernels == "liger") & ~self.is_compiled

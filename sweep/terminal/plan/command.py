@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from search_spaces.config import TrialConfig
@@ -19,6 +20,7 @@ from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import redacted
 from search_spaces.space import SearchSpace
+from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import cache_directory
 from sweep.planning.cache import cached_survey
 from sweep.planning.cheapest import Cheapest, JobCard, on_card, ranked
@@ -27,12 +29,19 @@ from sweep.planning.documents import (
     card_document,
     cheapest_document,
     comparison_document,
+    epoch_document,
     forecast_document,
     longest_document,
 )
 from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress
 from sweep.planning.longest import longest_rows
-from sweep.planning.plan import CardPlan, bill_offers, plan_configuration, plan_space
+from sweep.planning.plan import (
+    CardPlan,
+    bill_offers,
+    epoch_of,
+    plan_configuration,
+    plan_space,
+)
 from sweep.planning.question import (
     PlanRequest,
     Predictor,
@@ -45,7 +54,7 @@ from sweep.planning.survey import Survey
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.memory.tracing_children import Tracer, TracingChildren
 from sweep.running.device_info import Card, read_card
-from sweep.terminal.console import say_as_is
+from sweep.terminal.console import note, say_as_is
 from sweep.terminal.plan.backwards import cheapest_view, longest_views
 from sweep.terminal.plan.forecast import configurations_view
 from sweep.terminal.plan.layout import rendered
@@ -91,11 +100,27 @@ def plan(
     """
     with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
         question = resolve_request(
-            request, predictor=predictor or tracing(children), card=card, read_study=read_study
+            request,
+            predictor=predictor or tracing(children),
+            card=card,
+            read_study=read_study,
+            read_texts=partial(_read_texts, progress=progress),
         )
+        for line in _text_notes(question):
+            note(line)
         text, fits = _answered(question, progress)
     say_as_is(text)
     return DONE if fits else NOTHING_FITS
+
+
+def _read_texts(request: TextsRequest, *, progress: Progress) -> PreparedTexts:
+    return prepare_texts(request, on_progress=lambda what, done, of: progress(what)(done, of))
+
+
+def _text_notes(question: Question) -> tuple[str, ...]:
+    """Return what texts made of the cards' spaces, each once."""
+    notes = (line for gpu in question.gpus for line in question.text_notes(gpu))
+    return tuple(dict.fromkeys(notes))
 
 
 def _answered(question: Question, progress: Progress) -> tuple[str, bool]:
@@ -134,7 +159,7 @@ def _card_plan(question: Question, forecaster: Forecaster, progress: Progress) -
     work = question.request.work
     offers = question.offers.get(forecaster.gpu.name, ())
     about = question.about(forecaster.gpu)
-    refuse_impossible(about, model=question.model)
+    refuse_impossible(about, model=question.model, has_texts=question.texts is not None)
     if isinstance(about, TrialConfig):
         return plan_configuration(
             about, forecaster=forecaster, work=work, offers=offers, progress=progress
@@ -167,7 +192,7 @@ def _longest(question: Question, progress: Progress) -> tuple[str, bool]:
     answers = []
     for gpu in question.gpus:
         about = question.about(gpu)
-        refuse_impossible(about, model=question.model)
+        refuse_impossible(about, model=question.model, has_texts=question.texts is not None)
         forecaster, asked = question.forecaster(gpu), question.asked(gpu)
         answers.append(longest_rows(about, forecaster, asked=asked, progress=progress))
     fits = any(answer.best is not None for answer in answers)
@@ -202,7 +227,7 @@ def _cheapest(question: Question, progress: Progress) -> tuple[str, bool]:
 def _job_card(question: Question, gpu: GpuSpec, progress: Progress) -> JobCard:
     about = question.about(gpu)
     if isinstance(about, TrialConfig):
-        refuse_impossible(about, model=question.model)
+        refuse_impossible(about, model=question.model, has_texts=question.texts is not None)
     return on_card(
         about,
         question.forecaster(gpu),
@@ -223,13 +248,24 @@ def _many(question: Question, name: str, progress: Progress) -> tuple[str, bool]
     forecaster.foresee([config for _, config in lines], progress=progress, one_by_one=True)
     forecasts = [_forecast_line(where, config, forecaster) for where, config in lines]
     bills = [
-        bill_offers(forecast, work=question.request.work, offers=offers, model=question.model)
+        bill_offers(
+            forecast,
+            work=question.request.work,
+            offers=offers,
+            model=question.model,
+            shapes=question.shapes,
+        )
         for forecast in forecasts
     ]
     fits = any(forecast.fits for forecast in forecasts)
     if question.request.as_json:
         documents = zip(forecasts, bills, strict=True)
-        return "\n".join(_json(forecast_document(f, bills=b)) for f, b in documents), fits
+        lines_out = (
+            forecast_document(f, bills=b)
+            | epoch_document(epoch_of(f, question.shapes), f, b[0].offer if b else None)
+            for f, b in documents
+        )
+        return "\n".join(map(_json, lines_out)), fits
     return _text(configurations_view(forecasts, [b[0] if b else None for b in bills])), fits
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from reports import uncertainty, units
+from reports.texts import cut_in_words
 from search_spaces.config import TrialConfig
 from sweep.planning.comparison import CardComparison
 from sweep.planning.forecast import Forecast
@@ -56,9 +57,20 @@ def verdict_lines(plan: CardPlan) -> Iterator[str]:
         yield "; ".join(numbers)
     if plan.bills and plan.shown.fit is not Fit.NO:
         yield _cost(plan.bills[0])
+    yield from _epoch(plan, plan.shown)
     grounds = [*_speed_ground(plan.shown), *_memory_ground(plan.shown)]
     if grounds:
         yield f"how sure: {'; '.join(grounds)}"
+
+
+def _epoch(plan: CardPlan, shown: Forecast) -> Iterator[str]:
+    """Yield what one pass over the texts is, and what the length leaves out of it."""
+    epoch, speed = plan.epoch, shown.tokens_per_second
+    if epoch is None or not speed:
+        return
+    tokens = f"{epoch.loss_tokens:,} tokens that carry loss in {epoch.steps:,} steps"
+    cut = cut_in_words(epoch, shown.config.seq_len)
+    yield f"one epoch of the texts: {units.duration(epoch.loss_tokens / speed)}, {tokens}; {cut}"
 
 
 def _too_small(plan: CardPlan) -> str:

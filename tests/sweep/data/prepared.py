@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -14,19 +16,26 @@ VOCABULARY = 97
 
 
 def prepared(
-    directory: Path, lengths: ArrayLike, *, completions: ArrayLike | None = None, seed: int = 0
+    directory: Path,
+    lengths: ArrayLike,
+    *,
+    completions: ArrayLike | None = None,
+    masks: Sequence[ArrayLike] | None = None,
+    seed: int = 0,
 ) -> Path:
-    """Write rows of so many random tokens, the last ``completions`` of which alone carry loss."""
+    """Write rows of so many random tokens: all of them carry loss, the last ``completions`` do, or
+    those that ``masks`` say."""
     random = np.random.default_rng(seed)
     counts = np.asarray(lengths, dtype=np.int32)
     rows = {"input_ids": [random.integers(1, VOCABULARY, count) for count in counts]}
     features = {"input_ids": List(Value("int32"))}
     loss = np.maximum(counts - 1, 0)
     if completions is not None:
-        loss = np.asarray(completions, dtype=np.int32)
-        rows["completion_mask"] = [
-            np.arange(count) >= count - last for count, last in zip(counts, loss, strict=True)
-        ]
+        last = zip(counts, np.asarray(completions), strict=True)
+        masks = [np.arange(count) >= count - answer for count, answer in last]
+    if masks is not None:
+        loss = np.array([np.sum(np.asarray(mask)[1:]) for mask in masks])
+        rows["completion_mask"] = [np.asarray(mask, dtype=np.int8) for mask in masks]
         features["completion_mask"] = List(Value("int8"))
     Dataset.from_dict(rows, features=Features(features)).save_to_disk(directory / "tokens")
     np.save(directory / "lengths.npy", counts)
@@ -34,8 +43,6 @@ def prepared(
     return directory
 
 
-def configured(packing: str = "none", **values: object) -> TrialConfig:
+def configured(packing: str = "none", **values: Any) -> TrialConfig:
     """Return a configuration with a packing."""
-    config = TrialConfig.model_validate(values)
-    object.__setattr__(config, "packing", packing)
-    return config
+    return TrialConfig(packing=packing, **values)

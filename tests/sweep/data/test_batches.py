@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,13 @@ import torch
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from trl import pack_dataset
 
+from search_spaces.texts import TextsChoice
 from sweep.data import epoch as epochs
-from sweep.data.batches import epoch_of, open_tokens, training_rows, trial_batches
+from sweep.data.batches import epoch_of, training_rows, trial_batches
 from sweep.data.collating import IGNORED, collator
+from sweep.data.cutting import cut_exactly
+from sweep.data.opening import open_tokens
+from sweep.data.study_epochs import StudyEpochs
 from tests.sweep.data.prepared import configured, prepared
 
 PACKINGS = ("none", "grouped", "packed")
@@ -65,7 +71,7 @@ def test_what_is_held_out_is_in_no_micro_batch(texts: Path) -> None:
 
 
 def test_pads_are_on_the_right_and_carry_no_loss(texts: Path) -> None:
-    rows = open_tokens(texts)
+    rows = open_tokens(texts).with_format("numpy")
     batch = collator(configured(seq_len=64), pad_token_id=0)([rows[0], rows[1], rows[2]])
 
     for index, tokens in enumerate(batch["input_ids"]):
@@ -138,3 +144,40 @@ def test_a_training_has_the_rows_of_the_epoch(
         assert [int(row["length"]) for row in rows] == [
             min(len(row["input_ids"]), 64) for row in rows
         ]
+
+
+def test_of_a_chat_with_several_answers_a_cut_is_counted_to_the_token(tmp_path: Path) -> None:
+    random = np.random.default_rng(2)
+    lengths = random.integers(2, 90, 300)
+    masks = [random.random(length) < random.random() for length in lengths]
+    prepared(tmp_path, lengths, masks=masks)
+    config = configured(seq_len=32, micro_batch_size=3)
+
+    whole = epoch_of(tmp_path, config, indices=np.arange(0, 300, 3), seed=0)
+
+    left = [int(mask[1:32].sum()) for mask in masks[::3]]
+    assert whole.loss_tokens == sum(left)
+    summary = SimpleNamespace(completions_only=True)
+    texts: Any = SimpleNamespace(
+        directory=tmp_path,
+        summary=summary,
+        lengths=lambda: lengths,
+        loss_lengths=lambda: np.load(tmp_path / "loss_lengths.npy"),
+    )
+    study = StudyEpochs.of(texts, TextsChoice(texts="chats", eval_fraction=0.0), seed=0)
+    chosen = study.of_rows(np.arange(0, 300, 3))
+    assert chosen.epoch(config).loss_tokens == whole.loss_tokens
+    assert whole.rows_left_out == left.count(0) > 0
+    rows = training_rows(tmp_path, config, indices=np.arange(0, 300, 3), seed=0)
+    collate = collator(config, pad_token_id=0)
+    assert [_carrying(collate([row])) for row in rows] == [count for count in left if count]
+
+
+@pytest.mark.parametrize("seq_len", [1, 16, 4096])
+def test_where_answers_are_last_their_count_says_what_a_cut_leaves(
+    completions: Path, texts: Path, seq_len: int
+) -> None:
+    for directory in (completions, texts):
+        lengths, loss = (np.load(directory / f"{n}.npy") for n in ("lengths", "loss_lengths"))
+        counted = cut_exactly(directory, lengths, loss, seq_len)
+        assert np.array_equal(counted, epochs.cut(lengths, loss, seq_len))

@@ -38,7 +38,7 @@ class Driver:
         self.patience.hear(Alive(phase=phase, step=step))
 
 
-@pytest.mark.parametrize("phase", ["build", "attach", "warmup", "measure", "detach"])
+@pytest.mark.parametrize("phase", ["build", "attach", "warmup", "measure", "detach", "quality"])
 def test_silence_is_up_at_the_deadline_of_its_phase(phase: Phase) -> None:
     driver, deadline = Driver(), DEADLINES.of(phase)
     driver.hear(phase)
@@ -112,3 +112,29 @@ def test_the_limit_of_a_trial_leaves_the_slowest_that_is_legal_its_time() -> Non
     slowest = 2 * DEADLINES.measure * (STEPS.warmup_max + STEPS.measured_min)
     whole = DEADLINES.build + DEADLINES.attach + DEADLINES.detach
     assert DEADLINES.of_trial(STEPS) > whole + slowest
+
+
+def test_a_round_of_micro_batches_gets_the_time_of_all_of_them() -> None:
+    driver = Driver()
+    driver.patience = Patience(DEADLINES, driver.clock, STEPS, micro_steps=4)
+    limit = DEADLINES.of_progress("measure")
+    assert DEADLINES.of_progress("measure", micro_steps=4) == 2 * limit
+    driver.hear("measure", 1)
+    for _ in range(int(2 * limit / 100)):
+        assert not driver.wait(100)
+        driver.hear("measure", 1)
+    assert driver.wait(101)
+
+
+def test_training_for_quality_has_time_of_its_own() -> None:
+    driver = Driver()
+    tokens = 50_000
+    driver.patience = Patience(DEADLINES, driver.clock, STEPS, quality_tokens=tokens)
+    begun = driver.seconds
+    for step in range(400):
+        driver.hear("quality", step)
+        if driver.wait(DEADLINES.quality - 10):
+            break
+    whole = DEADLINES.of_trial(STEPS) + DEADLINES.of_quality(tokens)
+    assert driver.seconds - begun == pytest.approx(whole, abs=1)
+    assert DEADLINES.of_quality(tokens) > tokens

@@ -214,7 +214,7 @@ def test_a_micro_batch_that_the_texts_do_not_fill_never_runs(home: Path) -> None
     records = read_study(what.name, url=url, home=runs_directory()).records
     invalid = [r.outcome for r in records if r.verdict == "invalid"]
     assert invalid
-    assert all(getattr(o, "rule", "") == "texts-make-no-batch" for o in invalid)
+    assert all(getattr(o, "rule", "") == "texts-make-no-micro-batch" for o in invalid)
     assert all("smaller micro_batch_size" in getattr(o, "detail", "") for o in invalid)
 
 

@@ -17,6 +17,7 @@ from sweep.training.meter import (
     EnergyCount,
     is_precise,
     is_steady,
+    mean_step_seconds,
     median_interval,
 )
 from tests.sweep.pretend_nvml import PretendNvml, memory, processes
@@ -125,3 +126,26 @@ def test_energy_is_unknown_where_the_card_does_not_tell_or_the_time_is_short() -
     brief.end()
     assert brief.joules == pytest.approx(4.0)
     assert brief.per_token(1_000) is None
+
+
+def test_a_round_of_whole_steps_counts_as_their_mean() -> None:
+    # Two steps of two micro-batches of 1, 3, 2 and 4 seconds, the optimizer half a second each.
+    ended, gradients = [1.0, 4.5, 6.5, 11.0], [4.0, 10.5]
+    assert mean_step_seconds(ended, gradients, micro_steps=2) == pytest.approx(5.5)
+
+
+@pytest.mark.parametrize("sizes", [(1.0, 3.0, 2.0, 4.0), (4.0, 1.0, 1.0, 4.0), (2.5,) * 4])
+@pytest.mark.parametrize("micro_steps", [3, 8])
+def test_a_long_accumulation_of_uneven_micro_batches_has_their_mean_and_one_update(
+    sizes: tuple[float, ...], micro_steps: int
+) -> None:
+    update = 0.5
+    ended, gradients, now = [], [], 0.0
+    for index, size in enumerate(sizes):
+        now += size
+        if index % 2:
+            gradients.append(now)
+            now += update
+        ended.append(now)
+    expected = micro_steps * sum(sizes) / len(sizes) + update
+    assert mean_step_seconds(ended, gradients, micro_steps=micro_steps) == pytest.approx(expected)

@@ -20,7 +20,7 @@ from search_spaces.errors import InputError, words_of
 from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from search_spaces.models import ModelSpec
 from sweep.predict.memory.polynomials import Symbols
-from sweep.predict.memory.profiles import Structure, Untraceable
+from sweep.predict.memory.profiles import Structure, Untraceable, is_masked_by_text
 from sweep.predict.memory.tracing import fourbit, liger
 from sweep.predict.memory.tracing.building import base_memory
 from sweep.predict.memory.tracing.ledger import Ledger, PlainLoop
@@ -150,6 +150,7 @@ def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
             autocast_dtype=_AUTOCAST[structure.config.compute_dtype],
             has_flash=structure.has_flash,
             is_checkpointed=structure.is_checkpointed,
+            is_packed=is_masked_by_text(structure.config),
         )
     except PlainLoop as error:
         raise Untraceable(f"{_module_at_fault(error, target)} {error}") from error

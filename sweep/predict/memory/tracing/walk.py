@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import masking_utils
 
 from sweep.predict.memory.polynomials import Symbols
 from sweep.predict.memory.tracing.cuda import Cuda
@@ -35,6 +36,7 @@ def walk(
     autocast_dtype: torch.dtype | None,
     has_flash: bool,
     is_checkpointed: bool,
+    is_packed: bool = False,
 ) -> Walk:
     """Run forward and backward once and return what was counted, with a mark at each boundary.
 
@@ -48,22 +50,24 @@ def walk(
         layers=len(target.layers),
         is_odd=symbols.is_unexplained,
     )
-    with ledger, _boundaries(target.layers, ledger):
+    with ledger, _boundaries(target.layers, ledger), _texts_in_rows(is_packed):
         ledger.mark("embed")
         tokens = torch.empty(symbols.b, symbols.s, dtype=torch.int64, device="meta")
-        labels = torch.empty_like(tokens)
-        loss = _forward(target, cuda, tokens, labels, widens=autocast_dtype is not None)
+        batch = {"input_ids": tokens, "labels": torch.empty_like(tokens)}
+        if is_packed:
+            batch["position_ids"] = torch.empty_like(tokens)
+        loss = _forward(target, cuda, batch, widens=autocast_dtype is not None)
         ledger.mark("head_backward")
         torch.autograd.backward(loss)
     return Walk(ledger, tells_halves_apart=cuda.tells_halves_apart)
 
 
 def _forward(
-    target: Traceable, cuda: Cuda, tokens: torch.Tensor, labels: torch.Tensor, *, widens: bool
+    target: Traceable, cuda: Cuda, batch: dict[str, torch.Tensor], *, widens: bool
 ) -> torch.Tensor:
     """As accelerate runs it: under autocast, its 16-bit outputs then widened to fp32."""
     with cuda.region():
-        output = target.model(input_ids=tokens, labels=labels)
+        output = target.model(**batch)
     if widens:
         wide = {name: _widened(value) for name, value in output.items()}
         return wide["loss"]
@@ -85,6 +89,28 @@ def _checkpoint(target: Traceable, cuda: Cuda) -> None:
     )
     for layer in target.layers:
         layer.gradient_checkpointing = True
+
+
+@contextlib.contextmanager
+def _texts_in_rows(is_packed: bool) -> Iterator[None]:
+    """Let transformers find several texts in a packed row: its positions have no values to say."""
+    if not is_packed:
+        yield
+        return
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _texts_of_tokens
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
+
+
+def _texts_of_tokens(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return the text of each token as transformers' function of that place does, by the same
+    operators; but for its question whether there is one alone, which has no answer without data."""
+    before_first = position_ids[:, :1] - 1
+    steps = torch.diff(position_ids, prepend=before_first, dim=-1)
+    return (steps != 1).cumsum(-1)
 
 
 @contextlib.contextmanager

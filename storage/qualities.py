@@ -1,0 +1,73 @@
+"""Owns what a configuration's trainings with several seeds come to: one held-out loss. Pure.
+
+A training's loss depends on the adapters it began with and on the order of the texts, and so on its
+seed. The few configurations that the choice is between are trained with further seeds; their loss
+is then the mean over the seeds, with Student's 95 % interval. As two or three losses say little of
+how far losses spread, the spread is pooled over all configurations that were trained with several
+seeds, as that of speeds is (`confirmations`); one that spread more keeps its own.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from search_spaces.config import TrialConfig, canonical
+from storage.confirmations import T_975
+from storage.records import Measured, QualityReport, TrialRecord
+
+
+def pooled_qualities(
+    records: Iterable[TrialRecord], confirmations: Iterable[TrialRecord]
+) -> Mapping[TrialConfig, QualityReport]:
+    """Return what each canonical configuration learned, over all seeds that it was trained with.
+
+    Args:
+        records: trials of the search, each trained with the study's own seed.
+        confirmations: what trained some of them with further ones.
+    """
+    runs: dict[TrialConfig, dict[int, QualityReport]] = {}
+    for record in (*records, *(r for r in confirmations if r.purpose == "quality")):
+        report = (
+            record.outcome.measurement.quality if isinstance(record.outcome, Measured) else None
+        )
+        if report is not None:
+            runs.setdefault(canonical(record.config), {})[report.seed] = report
+    spread, degrees = _spread(runs.values())
+    return {
+        config: _pooled(tuple(known.values()), spread, degrees) for config, known in runs.items()
+    }
+
+
+def _spread(groups: Iterable[Mapping[int, QualityReport]]) -> tuple[float, int]:
+    """Return the standard deviation that the seeds' losses have in common, and its degrees of
+    freedom."""
+    squares, degrees = 0.0, 0
+    for known in groups:
+        if len(known) > 1:
+            squares += statistics.variance(_losses(known.values())) * (len(known) - 1)
+            degrees += len(known) - 1
+    return (math.sqrt(squares / degrees) if degrees else 0.0), degrees
+
+
+def _pooled(runs: Sequence[QualityReport], spread: float, degrees: int) -> QualityReport:
+    first = runs[0]
+    if len(runs) == 1:
+        return first
+    losses = _losses(runs)
+    mean, own = statistics.fmean(losses), statistics.stdev(losses)
+    half = T_975[min(degrees, len(T_975)) - 1] * max(spread, own) / math.sqrt(len(runs))
+    return first.model_copy(
+        update={
+            "eval_loss": mean,
+            "train_loss": statistics.fmean(run.train_loss for run in runs),
+            "seconds": sum(run.seconds for run in runs),
+            "seeds": tuple(run.seed for run in runs),
+            "eval_loss_ci95": (mean - half, mean + half),
+        }
+    )
+
+
+def _losses(runs: Iterable[QualityReport]) -> list[float]:
+    return [run.eval_loss for run in runs]

@@ -1,0 +1,198 @@
+"""Owns what is in a file of texts, row by row: JSON lines, JSON arrays, CSV and Parquet.
+
+Every row comes with the line on which it begins, also one that cannot be read. No more than a row,
+or a thousand of Parquet, is in memory at a time. The readers of datasets refuse a whole block where
+one line of it is wrong, and name none. Knows nothing of which files there are, or of what rows
+mean. pyarrow is imported where it is needed alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import IO, Any
+
+from search_spaces.errors import InputError, quote, words_of
+from sweep.data.kinds import Broken
+
+Numbered = tuple[int, dict[str, Any] | Broken]
+"""A line from 1, and its row."""
+_ROWS_AT_ONCE = 1024
+"""Of Parquet."""
+_CHUNK_BYTES = 2**20
+
+
+def line_rows(file: io.BufferedReader) -> Iterator[Numbered]:
+    """Yield the objects of JSON lines; a blank line is no row."""
+    for number, line in enumerate(file, start=1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if line.strip():
+            yield number, _parsed(line)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | Broken:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Broken(f"not UTF-8: byte {error.start + 1} of the line is wrong")
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        return Broken(f"not JSON: {error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:
+        return Broken(f"not JSON: {words_of(error)}")
+    return values if isinstance(values, dict) else Broken(f"no JSON object, but {quote(values)}")
+
+
+def is_array(file: io.BufferedReader) -> bool:
+    """Return whether the first thing in a file opens a JSON array."""
+    return file.peek(256).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+class _Array:
+    """A JSON array that is decoded item by item, a chunk of text at a time."""
+
+    def __init__(self, chunks: io.TextIOWrapper) -> None:
+        self._chunks = chunks
+        self.text, self.at, self.line = "", 0, 1
+
+    def more(self) -> bool:
+        """Read on; return whether there was anything."""
+        chunk = self._chunks.read(max(_CHUNK_BYTES, len(self.text) - self.at))
+        self.text, self.at = self.text[self.at :] + chunk, 0
+        return bool(chunk)
+
+    def skip(self, characters: str) -> str:
+        """Go to the next character that is none of these, and return it; empty at the end."""
+        while True:
+            start = self.at
+            while self.at < len(self.text) and self.text[self.at] in characters:
+                self.at += 1
+            self.line += self.text.count("\n", start, self.at)
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.more():
+                return ""
+
+    def item(self) -> Any:
+        """Return the item that begins here. Raises ValueError where it is not JSON."""
+        decoder = json.JSONDecoder()
+        while True:
+            try:
+                value, end = decoder.raw_decode(self.text, self.at)
+            except json.JSONDecodeError:
+                if not self.more():
+                    raise
+                continue
+            self.line += self.text.count("\n", self.at, end)
+            self.at = end
+            return value
+
+
+def array_rows(file: io.BufferedReader) -> Iterator[Numbered]:
+    """Yield the objects of a JSON array, each with the line on which it begins.
+
+    Behind an item that is not JSON nobody can tell where the next begins.
+    """
+    with _text_of(file) as text:
+        array = _Array(text)
+        array.skip(" \t\r\n")
+        array.at += 1
+        while (begun := array.skip(" \t\r\n,")) != "]":
+            line = array.line
+            if not begun:
+                yield line, Broken("not JSON: the array has no end")
+                return
+            try:
+                value = array.item()
+            except (ValueError, RecursionError) as error:
+                # Its line and column would be of the chunk.
+                words = error.msg if isinstance(error, json.JSONDecodeError) else words_of(error)
+                yield line, Broken(f"not JSON, so what follows is not read either: {words}")
+                return
+            yield line, _item(value)
+        array.at += 1
+        if array.skip(" \t\r\n"):
+            yield array.line, Broken("not JSON: what follows the array is not read")
+
+
+def _item(value: Any) -> dict[str, Any] | Broken:
+    if not isinstance(value, dict):
+        return Broken(f"no JSON object, but {quote(value)}")
+    is_text = not _is_escaped(json.dumps(value, ensure_ascii=False))
+    return value if is_text else Broken("not UTF-8")
+
+
+def _text_of(file: io.BufferedReader) -> io.TextIOWrapper:
+    """Return what reads a file as text, in which bytes that are none are marked."""
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _is_escaped(text: str) -> bool:
+    """Return whether a text holds what stands for bytes that are no UTF-8."""
+    return re.search("[\udc80-\udcff]", text) is not None
+
+
+def csv_rows(file: io.BufferedReader, label: str, *, delimiter: str) -> Iterator[Numbered]:
+    """Yield the rows of CSV, each with the line on which it begins; the first names columns."""
+    # A cell may be a book.
+    csv.field_size_limit(2**31 - 1)
+    with _text_of(file) as text:
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        header = next(reader, [])
+        twice = [name for name in header if header.count(name) > 1]
+        if twice:
+            raise InputError(f"{label}: line 1: column {quote(twice[0])} is there twice")
+        while True:
+            line = reader.line_num + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield line, Broken(f"not CSV: {error}")
+                continue
+            if cells:
+                yield line, _row_of(cells, header)
+
+
+def _row_of(cells: list[str], header: list[str]) -> dict[str, Any] | Broken:
+    if len(cells) != len(header):
+        return Broken(f"{len(cells)} cells, where the first line names {len(header)} columns")
+    if any(map(_is_escaped, cells)):
+        return Broken("not UTF-8")
+    return dict(zip(header, cells, strict=True))
+
+
+def parquet_rows(
+    file: IO[bytes], label: str
+) -> Iterator[tuple[int, dict[str, Any] | Broken, float]]:
+    """Yield the rows of Parquet with their numbers from 1, and the share of rows up to there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(file)
+        count, number = max(table.metadata.num_rows, 1), 0
+        for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE):
+            for values in values_of(batch):
+                number += 1
+                yield number, values, number / count
+    except (pa.ArrowException, pa.ArrowInvalid) as error:
+        raise InputError(f"{label}: not Parquet that can be read: {words_of(error)}") from error
+
+
+def values_of(batch: Any) -> Iterator[dict[str, Any] | Broken]:
+    """Yield the rows of a batch of Arrow; where texts are no UTF-8, row by row."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for index in range(batch.num_rows):
+            try:
+                yield batch.slice(index, 1).to_pylist()[0]
+            except UnicodeDecodeError:
+                yield Broken("not UTF-8")

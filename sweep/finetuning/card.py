@@ -1,0 +1,159 @@
+"""Owns the model card of an adapter: what it is of, what it was trained on, what was promised of it
+and reached.
+
+Its header is huggingface_hub's, so that the hub reads it. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from reports import units
+from search_spaces.hub import is_hub_id
+from search_spaces.models import ModelSpec
+from search_spaces.redaction import shown
+from search_spaces.texts import TextsSummary
+from sweep.finetuning.wire import TrainingJob, TrainingResult
+
+Row = Sequence[str]
+
+
+def model_card(
+    job: TrainingJob,
+    result: TrainingResult,
+    *,
+    texts: TextsSummary | None,
+    subject: str,
+    versions: dict[str, Any],
+) -> str:
+    """Return the card, as Markdown with the hub's header."""
+    # Whoever trains nothing does not wait for it.
+    from huggingface_hub import ModelCard, ModelCardData
+
+    spec = job.spec
+    data = ModelCardData(
+        library_name="peft",
+        pipeline_tag="text-generation",
+        base_model=spec.name if spec.source == "hub" else None,
+        datasets=[texts.source] if texts is not None and is_hub_id(texts.source) else None,
+        tags=["lora", "qlora" if job.config.is_quantized else "lora-16bit", "qlora-sweep"],
+    )
+    body = "\n\n".join(_sections(job, result, texts=texts, subject=subject, versions=versions))
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n"))
+
+
+def base_of(spec: ModelSpec) -> str:
+    """Return what an adapter's config names as its base: a hub id, a directory, or a name."""
+    return str(spec.path) if spec.source == "directory" and spec.path else spec.name
+
+
+def promised_and_reached(job: TrainingJob, result: TrainingResult) -> tuple[Row, ...]:
+    """Return rows of what was promised, reached, and how the one is to the other."""
+    promise = job.promise
+    speed = None if promise is None else promise.tokens_per_second
+    peak = None if promise is None else promise.peak_allocated_bytes
+    reached = result.tokens_per_second
+    return (
+        ("tokens/s", units.rate(speed), units.rate(reached), _ratio(reached, speed)),
+        (
+            "peak allocated",
+            units.gib(peak),
+            units.gib(result.peak_allocated_bytes),
+            _ratio(result.peak_allocated_bytes, peak),
+        ),
+    )
+
+
+def incomparable(job: TrainingJob) -> str | None:
+    """Return why what was promised is no measure of what was reached; None where it is one."""
+    promise = job.promise
+    if promise is None:
+        return "nothing was measured of this configuration"
+    if promise.texts is None and job.texts is not None:
+        return (
+            "promised on full rows of random tokens, where every token counts; rows of texts are "
+            "padded, and other work"
+        )
+    if promise.texts != job.fingerprint:
+        return "promised on other texts"
+    return None
+
+
+def _ratio(reached: float | None, promised: float | None) -> str:
+    return units.DASH if not reached or not promised else f"{reached / promised:.3f}"
+
+
+def _sections(
+    job: TrainingJob,
+    result: TrainingResult,
+    *,
+    texts: TextsSummary | None,
+    subject: str,
+    versions: dict[str, Any],
+) -> Iterable[str]:
+    spec = job.spec
+    yield f"# LoRA adapter for {shown(spec.name)}"
+    yield f"Trained by qlora-sweep as {shown(subject)}."
+    if job.weights == "random":
+        yield (
+            "**The base's weights are random**: this shows how a training runs, and the adapter is "
+            "of no other use."
+        )
+    yield "## Trained on\n\n" + _table(("", ""), _texts(job, result, texts))
+    yield "## What came of it\n\n" + _table(("", ""), _outcome(result))
+    yield "## Promised and reached\n\n" + _table(
+        ("", "promised", "reached", "reached / promised"), promised_and_reached(job, result)
+    )
+    why_not = incomparable(job)
+    if why_not is not None:
+        yield f"Not comparable: {why_not}."
+    if job.promise is not None:
+        yield f"Promised: {shown(job.promise.source)}, measured on {shown(job.promise.device)}."
+    config = job.config.model_dump(mode="json")
+    yield "## Configuration\n\n" + _table(
+        ("key", "value"), [(f"`{key}`", f"`{value}`") for key, value in config.items()]
+    )
+    known = [(name, str(version)) for name, version in versions.items() if version]
+    yield "## Versions\n\n" + _table(("package", "version"), known)
+
+
+def _texts(job: TrainingJob, result: TrainingResult, texts: TextsSummary | None) -> list[Row]:
+    if texts is None:
+        return [("texts", "full rows of random tokens")]
+    return [
+        ("base", f"`{shown(base_of(job.spec))}` ({job.weights} weights)"),
+        ("texts", f"`{shown(texts.source)}`"),
+        ("fingerprint", f"`{texts.fingerprint}`"),
+        ("kind", texts.kind + (", loss on completions alone" if texts.completions_only else "")),
+        ("tokenizer", f"`{shown(texts.tokenizer)}`"),
+        ("rows trained on", units.count(result.rows)),
+        ("rows held out", units.count(result.rows_held_out)),
+        ("rows left out, for want of a token that carries loss", units.count(result.rows_left_out)),
+        ("broken rows, left out", units.count(texts.broken)),
+        ("seed", str(job.seed)),
+    ]
+
+
+def _outcome(result: TrainingResult) -> list[Row]:
+    held = result.eval_loss
+    return [
+        ("optimizer steps", units.count(result.steps)),
+        ("epochs", f"{result.epochs:.2f}"),
+        ("tokens that carry loss", units.count(result.tokens)),
+        ("training loss, last tenth", f"{result.final_train_loss:.4f}"),
+        ("training loss, mean", f"{result.train_loss:.4f}"),
+        ("held-out loss", units.DASH if held is None else f"{held:.4f}"),
+        ("trainable parameters", units.count(result.trainable_parameters)),
+        ("time", units.duration(result.seconds)),
+        ("device", shown(result.device_name)),
+    ]
+
+
+def _table(header: Row, rows: Iterable[Row]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,108 @@
+"""Owns the rows of a training and the order in which they come: prepared texts, or full rows of
+random tokens where only speed and memory are wanted.
+
+What a row becomes under a configuration is `sweep.data.batches`' rule, for trials and trainings
+alike. Knows nothing of Trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+from search_spaces.config import TrialConfig
+
+_DISTINCT_BATCHES = 3
+"""As many as a trial has: neither memory nor speed depends on the values."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a training trains on and what it holds out."""
+
+    training: Any
+    """Anything with a length whose items the collator takes."""
+    held_out: Any | None
+    collate: Callable[[list[Any]], dict[str, torch.Tensor]]
+    widths: Sequence[int] | None
+    """Tokens of each row; None where all are full."""
+    left_out: int = 0
+    collate_held_out: Callable[[list[Any]], dict[str, torch.Tensor]] | None = None
+    """None for the same."""
+
+
+class RandomRows(Dataset[torch.Tensor]):
+    """Full rows of random tokens, every one of which carries loss: as a trial has them."""
+
+    def __init__(self, config: TrialConfig, *, vocab_size: int, count: int, seed: int) -> None:
+        shape = (_DISTINCT_BATCHES * config.micro_batch_size, config.seq_len)
+        values = np.random.default_rng(seed).integers(0, vocab_size, shape)
+        self._rows = torch.from_numpy(values)
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._rows[index % len(self._rows)]
+
+
+def stack(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return full rows as a micro-batch: there is neither padding nor a mask."""
+    tokens = torch.stack(rows)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+class EpochOrder(Sampler[int]):
+    """The order of an epoch: of its seed and number alone, so that a resumed training has it again.
+
+    The longest row is in the first micro-batch, as Trainer's own order by length has it: what does
+    not fit shows at once and not after hours.
+
+    Args:
+        count: rows.
+        batch_size: of them in a micro-batch.
+        seed: of all epochs' orders.
+        widths: tokens of each row; None where all are alike.
+        is_grouped: whether micro-batches hold rows of like length.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        batch_size: int,
+        seed: int,
+        widths: Sequence[int] | None = None,
+        is_grouped: bool = False,
+    ) -> None:
+        self._count = count
+        self._batch_size = batch_size
+        self._seed = seed
+        self._widths = widths
+        self._is_grouped = is_grouped
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; accelerate calls it."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed((self._seed << 16) + self._epoch)
+        if self._is_grouped and self._widths is not None:
+            widths = list(self._widths)
+            return iter(get_length_grouped_indices(widths, self._batch_size, generator=generator))
+        order = torch.randperm(self._count, generator=generator).numpy()
+        if self._widths is not None:
+            widest = int(np.argmax(np.asarray(self._widths)[order]))
+            order[[0, widest]] = order[[widest, 0]]
+        return iter(order.tolist())

@@ -1,0 +1,186 @@
+"""Owns predicting for a study's texts: every configuration by what its epoch of them comes to.
+
+Full rows are what predictors know; here each configuration stands for the full rows of its largest
+micro-batch (memory) and of its mean one (speed), worked out once. Of many rows a sample is looked
+at, the longest among them where the largest is asked for. Knows nothing of how either is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.gpus import GpuSpec
+from search_spaces.models import ModelSpec
+from sweep.data.study_epochs import StudyEpochs, batch_key
+from sweep.predict.memory.arrays import WholeMemory
+from sweep.predict.memory.prediction import MemoryPrediction
+from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from sweep.predict.speed.calibration import Calibration
+from sweep.predict.speed.predictor import SpeedPrediction, predict_steps
+from sweep.predict.texts import mean_shape_on_texts, shape_on_texts, speed_on_texts
+
+ROWS_MAX = 10_000
+"""Of more rows a sample of so many tells the mean micro-batch; a space asks for hundreds."""
+LONGEST = 2048
+"""The longest rows are in the sample that tells the largest micro-batch."""
+
+
+class ShapesOnTexts:
+    """What configurations come to on the rows of one study's texts.
+
+    Args:
+        epochs: of those texts.
+        seed: of the sample.
+    """
+
+    def __init__(self, epochs: StudyEpochs, *, seed: int = 0) -> None:
+        self.epochs = epochs
+        few = np.arange(len(epochs.lengths))
+        self._mean = self._longest = epochs
+        if len(few) > ROWS_MAX:
+            longest = np.argsort(epochs.lengths, kind="stable")[-LONGEST:]
+            few = np.sort(np.random.default_rng(seed).permutation(few)[:ROWS_MAX])
+            self._mean = epochs.of_rows(few)
+            self._longest = epochs.of_rows(np.union1d(few, longest))
+        self._known: dict[Hashable, _Shape | None] = {}
+
+    def for_memory(self, config: TrialConfig) -> TrialConfig:
+        """Return the configuration of full rows that needs as much; one that the texts make no
+        batch of stands for itself."""
+        known = self._of(config)
+        return config if known is None else config.model_copy(update=known.largest)
+
+    def for_speed(self, config: TrialConfig) -> TrialConfig:
+        """Return the configuration of full rows that takes as long, but for less than a token."""
+        known = self._of(config)
+        return config if known is None else config.model_copy(update=known.mean)
+
+    def step_seconds(self, config: TrialConfig, full: float) -> float:
+        """Return the mean seconds of a step on texts, from those of `for_speed`'s full rows."""
+        known = self._of(config)
+        return full if known is None else full * known.seconds
+
+    def full_seconds(self, config: TrialConfig, measured: float) -> float:
+        """Return `step_seconds`, the other way round: what a measured step says of full rows."""
+        return measured / self.step_seconds(config, 1.0)
+
+    def loss_tokens_per_step(self, config: TrialConfig) -> float:
+        """Return the tokens that carry loss in an optimizer step, as a mean of the epoch."""
+        known = self._of(config)
+        return float(config.tokens_per_step) if known is None else known.loss_tokens_per_step
+
+    def _of(self, config: TrialConfig) -> _Shape | None:
+        key = batch_key(config)
+        if key not in self._known:
+            try:
+                self._known[key] = self._made(config)
+            except InputError:
+                self._known[key] = None
+        return self._known[key]
+
+    def _made(self, config: TrialConfig) -> _Shape:
+        mean = self._mean.fresh(config)
+        largest = mean if self._longest is self._mean else self._longest.fresh(config)
+        speed = speed_on_texts(config, mean, step_seconds=1.0)
+        return _Shape(
+            largest=_rows_of(shape_on_texts(config, largest)),
+            mean=_rows_of(mean_shape_on_texts(config, mean)),
+            seconds=speed.step_seconds,
+            loss_tokens_per_step=speed.tokens_per_second * speed.step_seconds,
+        )
+
+    def predict_steps(
+        self,
+        configs: Sequence[TrialConfig],
+        *,
+        model: ModelSpec,
+        gpu: GpuSpec,
+        calibration: Calibration | None = None,
+    ) -> list[SpeedPrediction | InputError]:
+        """Return the predicted step of each configuration on these texts, or why it has none.
+
+        Arguments are those of `sweep.predict.speed.predictor.predict_step`.
+        """
+        full = predict_steps(
+            [self.for_speed(config) for config in configs],
+            model=model,
+            gpu=gpu,
+            calibration=calibration,
+        )
+        return [
+            known if isinstance(known, InputError) else self._on_texts(config, known)
+            for config, known in zip(configs, full, strict=True)
+        ]
+
+    def _on_texts(self, config: TrialConfig, full: SpeedPrediction) -> SpeedPrediction:
+        seconds = self.step_seconds(config, full.step_seconds)
+        share = seconds / full.step_seconds
+        return replace(
+            full,
+            step_seconds=seconds,
+            tokens_per_second=self.loss_tokens_per_step(config) / seconds,
+            terms={name: part * share for name, part in full.terms.items()},
+        )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the texts make of one way to batch them."""
+
+    largest: Mapping[str, Any]
+    mean: Mapping[str, Any]
+    """Keys of the configuration of full rows."""
+    seconds: float
+    """Of a mean step, for each second of those full rows'."""
+    loss_tokens_per_step: float
+
+
+def _rows_of(config: TrialConfig) -> Mapping[str, Any]:
+    return {"seq_len": config.seq_len, "packing": config.packing}
+
+
+class MemoryOnTexts:
+    """Predicts memory for texts: of the largest micro-batch that any order of them can have.
+
+    Satisfies `MemoryPredictor`.
+
+    Args:
+        predictor: of full rows.
+        shapes: of the texts.
+    """
+
+    def __init__(self, predictor: MemoryPredictor, shapes: ShapesOnTexts) -> None:
+        self._predictor = predictor
+        self._shapes = shapes
+
+    def predict(self, config: TrialConfig) -> MemoryPrediction:
+        """Return the prediction. Raises what the predictor of full rows raises."""
+        return self._predictor.predict(self._shapes.for_memory(config))
+
+    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
+        """Return what is predicted of many configurations, a row each."""
+        return self._predictor.predict_all([self._shapes.for_memory(c) for c in configs])
+
+    def prepare(
+        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> None:
+        """Do once what predicting these configurations takes first."""
+        on_texts = [self._shapes.for_memory(config) for config in configs]
+        self._predictor.prepare(on_texts, on_progress=on_progress)
+
+
+def tokens_per_step(
+    configs: Sequence[TrialConfig], shapes: ShapesOnTexts | None
+) -> NDArray[np.float64]:
+    """Return the tokens that carry loss in a step of each configuration."""
+    if shapes is None:
+        return np.array([float(config.tokens_per_step) for config in configs])
+    return np.array([shapes.loss_tokens_per_step(config) for config in configs])

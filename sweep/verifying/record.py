@@ -1,0 +1,221 @@
+"""Owns what a verification is held against: a configuration, and what was measured of it.
+
+It is read from a study, or from an export, each of which has it in one line. Knows nothing of how
+it is verified.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import ValidationError
+
+from search_spaces.config import TrialConfig
+from search_spaces.documents import is_directory, parse_object, read_text
+from search_spaces.errors import InputError, quote
+from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.space import Weights
+from search_spaces.texts import TextsSummary
+from storage.definition import StudySnapshot, Target
+from sweep.export.documents import recorded
+from sweep.export.recipe import recipe_of
+
+Kind = Literal["training", "script", "trl"]
+"""What runs: our own `sweep train`, an exported script, TRL's own command on an exported file."""
+_SUFFIXES = (".py", ".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A configuration with what was measured of it, and on what."""
+
+    label: str
+    """In words: ``trial 12 of study 'a10'``."""
+    kind: Kind
+    config: TrialConfig
+    model: ModelSpec
+    weights: Weights
+    target: Target
+    tokens_per_second: float
+    peak_allocated_bytes: int
+    flags: tuple[str, ...] = ()
+    is_confirmed: bool = False
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    texts: TextsSummary | None = None
+    """None where rows were random."""
+    eval_fraction: float = 0.0
+    """Of those texts' rows, held out by every trial."""
+    seed: int = 0
+    path: Path | None = None
+    """The export that runs; None for a training of ours."""
+
+
+def record_of_study(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
+    """Return the record of a study's winner, or of the trial of that number.
+
+    Raises:
+        NothingFits: nothing that was tried was measured to fit.
+        InputError: there is no such trial that fits.
+    """
+    recipe = recipe_of(snapshot, number=number)
+    definition = snapshot.definition
+    return Record(
+        label=_label(recipe.study, recipe.number),
+        kind="training",
+        config=recipe.config,
+        model=recipe.model,
+        weights=definition.space.weights,
+        target=recipe.target,
+        tokens_per_second=recipe.measurement.tokens_per_second,
+        peak_allocated_bytes=recipe.measurement.peak_allocated_bytes,
+        flags=recipe.measurement.flags,
+        is_confirmed=recipe.is_confirmed,
+        environment=recipe.environment,
+        texts=definition.texts,
+        eval_fraction=0.0 if definition.space.data is None else definition.space.data.eval_fraction,
+        seed=definition.space.seed,
+    )
+
+
+def record_of_export(typed: str) -> Record:
+    """Return the record that an exported file has, or the one in a directory.
+
+    Raises:
+        InputError: it has none, or it is for a trainer that cannot be run here.
+    """
+    path = _file_of(Path(typed), typed)
+    text = read_text(path, label=typed)
+    values = _document_in(path, text, label=typed)
+    try:
+        return _record(values, path=path, kind=_kind_of(path, text, typed))
+    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        raise InputError(
+            f"{typed}: the record in it is not whole ({_first_line(error)}): export it again"
+        ) from error
+
+
+def _file_of(path: Path, typed: str) -> Path:
+    if not is_directory(path, label=typed):
+        return path
+    found = [
+        file
+        for file in sorted(path.iterdir())
+        if file.suffix in _SUFFIXES and recorded(_text_or_nothing(file)) is not None
+    ]
+    if len(found) == 1:
+        return found[0]
+    what = "no export" if not found else f"{len(found)} exports: {found[0].name}, {found[1].name}"
+    raise InputError(f"{typed}: {what} in it; name the file that `sweep export` wrote")
+
+
+def _text_or_nothing(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _document_in(path: Path, text: str, *, label: str) -> dict[str, Any]:
+    """Return the record of an export: the document itself, or the line that has it."""
+    found = recorded(text)
+    if found is not None:
+        return parse_object(found, where=f"{label}: its record")
+    values = _whole_document(path, text, label=label)
+    if values is not None:
+        return values
+    raise InputError(
+        f"{label}: no record of what was measured in it; name a study, or a file that "
+        "`sweep export` wrote"
+    )
+
+
+def _whole_document(path: Path, text: str, *, label: str) -> dict[str, Any] | None:
+    """Return the values of a file that is a record as a whole; None where it is something else."""
+    if path.suffix == ".json":
+        values: Any = parse_object(text, where=label)
+    elif path.suffix in (".yaml", ".yml"):
+        values = _yaml(text, label=label)
+    else:
+        return None
+    return values if isinstance(values, dict) and {"measurement", "config"} <= set(values) else None
+
+
+def _yaml(text: str, *, label: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{label}: no YAML: {_first_line(error)}") from error
+
+
+def _kind_of(path: Path, text: str, typed: str) -> Kind:
+    """Return what runs an export.
+
+    Raises:
+        InputError: nothing does here.
+    """
+    if path.suffix == ".json":
+        return "training"
+    if path.suffix == ".py":
+        try:
+            ast.parse(text)
+        except SyntaxError as error:
+            raise InputError(f"{typed}: line {error.lineno}: {error.msg}") from error
+        return "script"
+    values = _yaml(text, label=typed)
+    keys = set(values) if isinstance(values, dict) else set()
+    if {"use_peft", "max_length"} <= keys:
+        return "trl"
+    if "config" in keys and "measurement" in keys:
+        return "training"
+    raise InputError(
+        f"{typed}: a script, TRL's file or the configuration can be verified; for this trainer, "
+        "verify the study"
+    )
+
+
+def _record(values: Mapping[str, Any], *, path: Path, kind: Kind) -> Record:
+    config = TrialConfig.model_validate(values["config"])
+    gpu, model, measured = values["gpu"], values["model"], values["measurement"]
+    weights = model.get("weights")
+    texts = values.get("texts")
+    is_cpu = gpu["name"] == "cpu"
+    return Record(
+        label=f"{_label(values['study'], values['number'])}, as {path.name}",
+        kind=kind,
+        config=config,
+        model=load_model_spec(str(weights or model["name"])),
+        weights="random" if model.get("is_random", weights is None) else "pretrained",
+        target=Target(
+            gpu=gpu["name"],
+            device="cpu" if is_cpu else "cuda",
+            budget_bytes=int(gpu["budget_bytes"]),
+            emulated_on=gpu.get("emulated_on"),
+        ),
+        tokens_per_second=float(measured["tokens_per_second"]),
+        peak_allocated_bytes=int(measured["peak_allocated_bytes"]),
+        flags=tuple(measured.get("flags", ())),
+        is_confirmed=bool(values.get("confirmed")),
+        environment=_environment(values.get("provenance") or {}, values.get("versions") or {}),
+        texts=None if texts is None else TextsSummary.model_validate(texts),
+        path=path.resolve(),
+    )
+
+
+def _environment(provenance: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a study's environment from what an export tells of it."""
+    told = {key: provenance.get(key) for key in ("driver", "cuda_driver", "python")}
+    commit = (provenance.get("sweep") or {}).get("commit")
+    return told | {"gpu": provenance.get("card"), "commit": commit, "versions": dict(versions)}
+
+
+def _label(study: str, number: int) -> str:
+    return f"trial {number} of study {quote(study)}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,346 @@
+"""Owns running what is verified: our training, an exported script or TRL, in a process of its own.
+
+What they need and a study does not have is made for them: weights of an architecture, texts. Knows
+nothing of tolerances, and nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from search_spaces.checkpoints import check_weights
+from search_spaces.errors import EnvironmentFault, InputError, NothingFits
+from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.trainers import TORCH_DTYPES, allocator_settings
+from storage.environment import fingerprint
+from storage.files import make_directory
+from sweep.child_environment import child_environment
+from sweep.errands import run_errand
+from sweep.finetuning.job import run_job
+from sweep.finetuning.wire import Event, Progressed, Promise, TrainingJob
+from sweep.paths import runs_directory
+from sweep.processes import Child
+from sweep.running.device_info import read_card
+from sweep.verifying.record import Record
+from sweep.verifying.verdict import Reached, Verification, judge
+
+STEPS = 40
+STEPS_MIN = 8
+"""Below, nothing is left of the steps behind a training's warm-up."""
+_ERRAND = (sys.executable, "-P", "-m", "sweep.verifying")
+_TEXT_TOKENS_MAX = 2_000_000
+"""Of generated texts; a longer run reads them again."""
+_WORD_TOKENS = 0.5
+"""Tokens that a word makes at least, joined to its neighbours."""
+_WORDS_A_TEXT = 200
+_LAST_WORDS_BYTES = 16384
+
+Tell = Callable[[str, int, int], None]
+"""Hears what is done, how much of it, of how much."""
+
+
+def verify(
+    record: Record,
+    *,
+    steps: int = STEPS,
+    model: str | None = None,
+    tell: Tell = lambda what, done, of: None,
+) -> Verification:
+    """Run what was recorded for some steps and say how it compares.
+
+    Args:
+        record: what was measured.
+        steps: optimizer steps.
+        model: directory or hub id of the weights that a script loads; None for the recorded ones,
+            or for random ones of the same architecture.
+        tell: hears how far it is.
+
+    Raises:
+        InputError: the steps are too few, or something that was named is not right.
+        NothingFits: it ran out of memory.
+        EnvironmentFault: no device, a library that is missing, a process that failed.
+    """
+    if steps < STEPS_MIN:
+        raise InputError(f"--steps must be at least {STEPS_MIN}, got {steps}")
+    _check_device(record)
+    match record.kind:
+        case "training":
+            reached = _train(record, steps=steps, model=model, tell=tell)
+        case "script" | "trl":
+            reached = _run_export(record, steps=steps, model=model, tell=tell)
+    return judge(record, reached, environment=_here(record))
+
+
+def _check_device(record: Record) -> None:
+    if record.target.device == "cuda" and read_card() is None:
+        raise EnvironmentFault(
+            f"{record.label} was measured on a card, and there is none here; `sweep doctor` says "
+            "more"
+        )
+
+
+def _here(record: Record) -> dict[str, Any]:
+    """Return this machine's fingerprint."""
+    card = read_card() if record.target.device == "cuda" else None
+    if card is None:
+        return fingerprint(device=record.target.device)
+    return fingerprint(device="cuda", gpu=card.product, driver=card.driver, cuda_driver=card.cuda)
+
+
+def _train(record: Record, *, steps: int, model: str | None, tell: Tell) -> Reached:
+    """Train as `sweep train` does, on rows like the study's own."""
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Progressed):
+            tell("steps", event.step, steps)
+
+    with _workplace() as place:
+        spec = record.model if model is None else load_model_spec(model)
+        job = TrainingJob(
+            config=record.config,
+            model=spec.to_json(),
+            weights=record.weights if model is None else "pretrained",
+            **_texts_of(record),
+            max_steps=steps,
+            seed=record.seed,
+            device=record.target.device,
+            budget_bytes=record.target.budget_bytes,
+            output=str(place),
+            keeps_checkpoints=False,
+            promise=_promise(record),
+        )
+        result = run_job(job, observe=observe)
+    if result.tokens_per_second is None:
+        raise NothingFits(f"{record.label}: {result.steps} steps are too few to tell a speed")
+    return Reached(
+        steps=result.steps,
+        tokens_per_second=result.tokens_per_second,
+        peak_allocated_bytes=result.peak_allocated_bytes,
+    )
+
+
+def _promise(record: Record) -> Promise:
+    return Promise(
+        tokens_per_second=record.tokens_per_second,
+        peak_allocated_bytes=record.peak_allocated_bytes,
+        source=record.label,
+        device=str(record.environment.get("gpu") or "CPU"),
+        texts=None if record.texts is None else record.texts.fingerprint,
+    )
+
+
+def _texts_of(record: Record) -> dict[str, Any]:
+    """Return the texts that a study was measured on, where it was on any.
+
+    Raises:
+        InputError: they are not prepared here.
+    """
+    if record.texts is None:
+        return {}
+    directory = runs_directory() / ".texts" / record.texts.fingerprint
+    if not directory.is_dir():
+        raise InputError(
+            f"{record.label} was measured on {record.texts.source}, which is not prepared here: "
+            f"`sweep data {record.texts.source}` does that"
+        )
+    return {
+        "texts": str(directory),
+        "fingerprint": record.texts.fingerprint,
+        "tokenizer": record.texts.tokenizer,
+        "eval_fraction": record.eval_fraction,
+    }
+
+
+def _run_export(record: Record, *, steps: int, model: str | None, tell: Tell) -> Reached:
+    """Run an exported file as it is, on texts that are made for it."""
+    assert record.path is not None, "an export is a file"
+    if record.kind == "trl" and find_spec("trl") is None:
+        raise EnvironmentFault("TRL is not installed here: `pip install trl`")
+    with _workplace() as place:
+        weights = _weights(record, place, model=model, tell=tell)
+        texts = _texts_to_read(record, place, weights, steps=steps)
+        tell("steps", 0, steps)
+        run = _script if record.kind == "script" else _trl
+        reached = run(record, weights=weights, texts=texts, place=place, steps=steps)
+    peak, notes = reached["peak_allocated_bytes"], list(_notes(record, reached))
+    return Reached(
+        steps=int(reached["steps"]),
+        tokens_per_second=float(reached["tokens_per_second"]),
+        peak_allocated_bytes=None if peak is None else int(peak),
+        notes=tuple(notes),
+    )
+
+
+def _texts_to_read(record: Record, place: Path, weights: Path, *, steps: int) -> Path:
+    """Return the texts that an export is run on: the study's own, or random words.
+
+    Raises:
+        InputError: the study's own are not here, or what is run does not count their tokens.
+    """
+    if record.texts is None:
+        path = place / "texts.jsonl"
+        _write_texts(path, weights, tokens=steps * record.config.tokens_per_step)
+        return path
+    if record.kind == "trl":
+        raise InputError(
+            f"{record.label} was measured on texts, whose tokens that carry loss TRL does not "
+            "count: verify the study, or its script"
+        )
+    source = Path(record.texts.source)
+    if not source.exists():
+        raise InputError(f"{record.label} was measured on {source}, which is not here")
+    return source.resolve()
+
+
+def _notes(record: Record, reached: Mapping[str, Any]) -> Iterator[str]:
+    if reached["peak_allocated_bytes"] is None:
+        yield "peak allocated is not compared: nothing counts a script's memory on a CPU"
+    if record.kind == "trl" and record.path is not None:
+        yield from told_to_be_lost(record.path.read_text(encoding="utf-8"))
+    kinds = reached.get("adapter_dtypes")
+    measured = TORCH_DTYPES[record.config.adapter_dtype]
+    if kinds and kinds != [measured]:
+        yield f"TRL trained adapters of {' and '.join(kinds)}, measured were {measured}"
+
+
+def told_to_be_lost(text: str) -> Iterator[str]:
+    """Yield what an exported file says that its trainer cannot do of what was measured."""
+    lines = iter(text.splitlines())
+    if not any(line.startswith("# Where ") and line.endswith("measured:") for line in lines):
+        return
+    item = ""
+    for line in lines:
+        is_of_the_list = line.startswith(("# - ", "#   "))
+        if item and (line.startswith("# - ") or not is_of_the_list):
+            yield f"TRL: {item}"
+            item = ""
+        if not is_of_the_list:
+            return
+        item = f"{item} {line[4:].strip()}".strip()
+
+
+def _script(
+    record: Record, *, weights: Path, texts: Path, place: Path, steps: int
+) -> Mapping[str, Any]:
+    metrics = place / "metrics.json"
+    command = [
+        *(sys.executable, str(record.path), "--model", str(weights), "--data", str(texts)),
+        *("--output", str(place / "adapter"), "--max-steps", str(steps)),
+        *("--metrics", str(metrics)),
+    ]
+    with tempfile.TemporaryFile() as printed:
+        child = Child(
+            command,
+            stdin=None,
+            stdout=printed.fileno(),
+            stderr=printed.fileno(),
+            environment=_environment(record),
+        )
+        try:
+            child.process.wait()
+        finally:
+            end = child.end()
+        if end.status == 0 and metrics.exists():
+            return dict(json.loads(metrics.read_text(encoding="utf-8")))
+        size = printed.seek(0, os.SEEK_END)
+        printed.seek(max(0, size - _LAST_WORDS_BYTES))
+        words = printed.read().decode(errors="replace").strip().splitlines()
+    raise _failed(f"{record.label}: the script ended with {end}", words[-1] if words else "")
+
+
+def _failed(what: str, words: str) -> EnvironmentFault | NothingFits:
+    """Return an error for a process that did not come to its end."""
+    text = f"{what}: {words.strip()[:500]}" if words else what
+    is_memory = "out of memory" in words.lower() or "OutOfMemoryError" in words
+    return NothingFits(text) if is_memory else EnvironmentFault(text)
+
+
+def _trl(
+    record: Record, *, weights: Path, texts: Path, place: Path, steps: int
+) -> Mapping[str, Any]:
+    request = {
+        "do": "trl",
+        "file": str(record.path),
+        "model": str(weights),
+        "texts": str(texts),
+        "output": str(place / "adapter"),
+        "steps": steps,
+        "tokens_per_step": record.config.tokens_per_step,
+    }
+    try:
+        return run_errand(
+            _ERRAND, request, on_news=lambda _: None, environment=_environment(record)
+        )
+    except EnvironmentFault as error:
+        raise _failed(f"{record.label}: TRL", str(error)) from error
+
+
+def _environment(record: Record) -> dict[str, str]:
+    """Return the variables of a child that trains on one card, with the recorded allocator."""
+    variables = child_environment(with_hub_token=record.model.source == "hub")
+    if record.target.device == "cpu":
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        variables.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    return variables | allocator_settings(record.config.expandable_segments)
+
+
+def _weights(record: Record, place: Path, *, model: str | None, tell: Tell) -> Path:
+    """Return the directory that an export loads: weights with a tokenizer beside them."""
+    spec = record.model if model is None else load_model_spec(model)
+    if spec.path is not None and spec.source != "shipped":
+        check_weights(spec)
+        return spec.path
+    directory = place / "model"
+    request = {
+        "do": "weights",
+        "model": spec.to_json(),
+        "directory": str(directory),
+        "tokenizer": str(_tokenizer_of(spec)),
+    }
+    run_errand(
+        _ERRAND,
+        request,
+        on_news=lambda news: tell(news["what"], news["done"], news["of"]),
+        environment=child_environment(),
+    )
+    return directory
+
+
+def _tokenizer_of(spec: ModelSpec) -> Path:
+    """Return a tokenizer whose tokens the architecture knows: its own, or the demo's small one."""
+    path = spec.tokenizer_path or load_model_spec("demo").tokenizer_path
+    assert path is not None, "the demo has a tokenizer"
+    return path
+
+
+def _write_texts(path: Path, weights: Path, *, tokens: int) -> None:
+    """Write texts of random words that make at least so many tokens."""
+    tokenizer = json.loads((weights / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    known = [word for word in vocabulary if word.isascii() and word.isalpha()]
+    words = known or ["the", "training", "of", "a", "language", "model"]
+    drawn = random.Random(0)
+    count = int(min(tokens, _TEXT_TOKENS_MAX) / _WORD_TOKENS / _WORDS_A_TEXT) + 1
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(count):
+            text = " ".join(drawn.choices(words, k=_WORDS_A_TEXT))
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+@contextlib.contextmanager
+def _workplace() -> Iterator[Path]:
+    """Yield a directory for what a run needs and leaves; it is gone afterwards."""
+    runs = runs_directory()
+    make_directory(runs)
+    with tempfile.TemporaryDirectory(prefix=".verify-", dir=runs) as place:
+        yield Path(place)

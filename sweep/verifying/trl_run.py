@@ -1,0 +1,127 @@
+"""Owns TRL's own training on an exported file, as ``trl sft --config FILE`` runs it, with a clock.
+
+Runs in a child, as it needs torch; its speed and peak are what TRL's own trainer reaches. Knows
+nothing of what is verified.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import TrainerCallback
+
+WARMUP_STEPS = 3
+
+
+class StepClock(TrainerCallback):
+    """Marks where each optimizer step ends, without waiting for the card."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Let the peak be the training's own."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Mark where the first step begins."""
+        if not self._marks:
+            self._marks.append(self._mark())
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Mark where a step ends."""
+        self._marks.append(self._mark())
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each step."""
+        pairs = list(zip(self._marks, self._marks[1:], strict=False))
+        if not torch.cuda.is_available():
+            return [after - before for before, after in pairs]
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in pairs]
+
+    def _mark(self) -> Any:
+        if not torch.cuda.is_available():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def train_with_trl(
+    file: Path, *, model: Path, texts: Path, output: Path, steps: int, tokens_per_step: int
+) -> dict[str, Any]:
+    """Train some steps as TRL's own script does, and return what was reached.
+
+    Args:
+        file: that was exported.
+        model: the weights.
+        texts: a JSONL file of texts.
+        output: a directory that is TRL's to fill.
+        steps: optimizer steps.
+        tokens_per_step: full rows of an optimizer step.
+    """
+    from trl.scripts import sft
+
+    clock = StepClock()
+    trained: list[Any] = []
+    arguments = sft.make_parser().parse_args_and_config(
+        ["--config", str(_filled_in(file, model=model, texts=texts, output=output, steps=steps))],
+        fail_with_unknown_args=True,
+    )
+    import trl
+
+    own = trl.SFTTrainer
+
+    def with_clock(*args: Any, **kwargs: Any) -> Any:
+        trainer = own(*args, **kwargs, callbacks=[clock])
+        trainer.save_model = lambda *_, **__: None
+        trained.append(trainer)
+        return trainer
+
+    trl.SFTTrainer = with_clock
+    try:
+        sft.main(*arguments)
+    finally:
+        trl.SFTTrainer = own
+    return _reached(clock, trained[0], tokens_per_step=tokens_per_step)
+
+
+def _filled_in(file: Path, **values: Any) -> Path:
+    """Write the file with what a person fills in, and return where."""
+    options: Mapping[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    data = {"path": "json", "data_files": str(values["texts"]), "columns": ["text"]}
+    filled = {
+        **options,
+        "model_name_or_path": str(values["model"]),
+        "datasets": [data],
+        "output_dir": str(values["output"]),
+        "max_steps": values["steps"],
+        "save_strategy": "no",
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    path = values["output"].parent / "trl.yaml"
+    path.write_text(yaml.safe_dump(filled, sort_keys=False), encoding="utf-8")
+    return Path(path)
+
+
+def _reached(clock: StepClock, trainer: Any, *, tokens_per_step: int) -> dict[str, Any]:
+    seconds = clock.seconds()
+    median = statistics.median(seconds[WARMUP_STEPS:] or seconds)
+    kinds = sorted({str(p.dtype) for p in trainer.model.parameters() if p.requires_grad})
+    has_card = torch.cuda.is_available()
+    return {
+        "steps": len(seconds),
+        "step_seconds": median,
+        "seconds": seconds,
+        "tokens_per_second": tokens_per_step / median,
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated() if has_card else None,
+        "adapter_dtypes": [kind.removeprefix("torch.") for kind in kinds],
+    }

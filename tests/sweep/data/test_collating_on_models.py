@@ -1,0 +1,194 @@
+"""What tiny models of the shipped families make of padded and packed rows."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.rules import WITHOUT_SDPA
+from sweep.data.collating import IGNORED, collator
+from sweep.data.probing import check_is_causal, keeps_documents_apart
+from tests.bench.try_models import spec_of
+
+SHIPPED = (
+    "gemma3_text",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+WINDOW = 16
+WINDOWED = {"gemma3_text", "gpt_oss", "mistral"}
+UNAWARE_OF_POSITIONS = {"gpt_oss", "falcon", "mpt", "opt", "bloom"}
+"""Families whose masks transformers does not derive from the positions."""
+STATEFUL = {"jamba", "qwen3_5_text", "recurrent_gemma"}
+LENGTHS = (20, 31, 7)
+"""One longer than the window."""
+
+
+def tiny(family: str, attention: str = "sdpa", **changes: Any) -> Any:
+    if family in WITHOUT_SDPA:
+        attention = "eager"
+    values = {**spec_of(family).config, **changes}
+    if family in WINDOWED:
+        values["sliding_window"] = WINDOW
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
+    model.config.use_cache = False
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    torch.manual_seed(1)
+    return [torch.randint(3, 500, (length,)).tolist() for length in LENGTHS]
+
+
+def _collated(config: TrialConfig, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return collator(config, pad_token_id=0)(rows)
+
+
+@torch.no_grad()
+def _alone(model: Any, texts: list[list[int]]) -> list[torch.Tensor]:
+    return [model(input_ids=torch.tensor([text])).logits[0] for text in texts]
+
+
+EAGER_TOO = [("sdpa", family) for family in SHIPPED] + [
+    pytest.param("eager", family, marks=[] if family == "gemma3_text" else pytest.mark.slow)
+    for family in SHIPPED
+]
+"""The two build their masks apart, and each builds the same ones for every family."""
+
+
+@pytest.mark.parametrize(("attention", "family"), EAGER_TOO)
+def test_right_padding_needs_no_mask(family: str, attention: str, texts: list[list[int]]) -> None:
+    model = tiny(family, attention)
+    batch = _collated(TrialConfig(seq_len=64), [{"input_ids": text} for text in texts])
+    is_text = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+
+    with torch.no_grad():
+        bare = model(**batch)
+        masked = model(**batch, attention_mask=is_text.long())
+
+    torch.testing.assert_close(bare.logits[is_text], masked.logits[is_text], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(bare.loss, masked.loss, rtol=1e-6, atol=1e-6)
+    for row, said in enumerate(_alone(model, texts)):
+        torch.testing.assert_close(bare.logits[row, : len(said)], said, rtol=1e-4, atol=1e-5)
+    check_is_causal(model)
+
+
+@pytest.mark.parametrize(
+    ("attention", "family"),
+    [
+        ("sdpa", "gemma3_text"),
+        ("eager", "gemma3_text"),
+        ("sdpa", "llama"),
+        ("sdpa", "phi3"),
+        ("sdpa", "qwen3_moe"),
+        ("sdpa", "smollm3"),
+        *(
+            pytest.param(attention, family, marks=pytest.mark.slow)
+            for attention, family in (
+                ("eager", "llama"),
+                ("sdpa", "mistral"),
+                ("eager", "mistral"),
+                ("eager", "phi3"),
+                ("sdpa", "qwen2"),
+                ("eager", "qwen2"),
+                ("sdpa", "qwen3"),
+                ("eager", "qwen3"),
+                ("eager", "qwen3_moe"),
+                ("eager", "smollm3"),
+            )
+        ),
+    ],
+)
+def test_packed_texts_are_what_they_are_alone(
+    family: str, attention: str, texts: list[list[int]]
+) -> None:
+    model = tiny(family, attention)
+    config = TrialConfig(packing="packed", seq_len=64, attention=attention)
+    whole = {"input_ids": [*itertools.chain(*texts)], "seq_lengths": list(LENGTHS)}
+    # Behind a full row the pads are texts of their own, beside one that is not full.
+    other = {"input_ids": texts[1], "seq_lengths": [LENGTHS[1]]}
+
+    batch = _collated(config, [whole, other])
+    with torch.no_grad():
+        packed = model(**batch)
+
+    alone = _alone(model, texts)
+    torch.testing.assert_close(packed.logits[0, :58], torch.cat(alone), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed.logits[1, :31], alone[1], rtol=1e-4, atol=1e-5)
+    assert _loss([*alone, alone[1]], [*texts, texts[1]]) == pytest.approx(
+        float(packed.loss), rel=1e-5
+    )
+    assert keeps_documents_apart(model, config)
+
+
+def _loss(logits: list[torch.Tensor], texts: list[list[int]]) -> float:
+    """Return the mean loss over all tokens that have one before them in their text."""
+    said = torch.cat([row[:-1] for row in logits])
+    wanted = torch.cat([torch.tensor(text[1:]) for text in texts])
+    return float(torch.nn.functional.cross_entropy(said, wanted, ignore_index=IGNORED))
+
+
+@pytest.mark.parametrize("family", sorted(UNAWARE_OF_POSITIONS | STATEFUL))
+def test_where_packed_texts_see_one_another_that_is_said(family: str) -> None:
+    config = TrialConfig(packing="packed")
+    assert not keeps_documents_apart(tiny(family), config)
+
+
+def test_a_cache_would_let_packed_texts_see_one_another() -> None:
+    model = tiny("llama")
+    model.config.use_cache = True
+    assert not keeps_documents_apart(model, TrialConfig(packing="packed"))
+
+
+def test_asking_leaves_a_training_as_it_was() -> None:
+    model = tiny("llama").train()
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    keeps_documents_apart(model, TrialConfig(packing="packed", seq_len=8, compile=True))
+    assert model.training
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_decoder")
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    # With transformers' own the attention of so small a model hardly moves anything.
+    config = AutoConfig.for_model("bert", **sizes, vocab_size=512, initializer_range=0.2)
+    encoder = AutoModelForCausalLM.from_config(config).eval()
+    both_ways = tiny("gemma3_text", use_bidirectional_attention=True)
+    for model in (encoder, both_ways):
+        with pytest.raises(InputError, match=f"type '{model.config.model_type}' looks ahead"):
+            check_is_causal(model)
+
+
+def test_flattened_rows_reach_a_model_with_their_boundaries(texts: list[list[int]]) -> None:
+    config = TrialConfig(packing="packed", seq_len=64, attention="flash_attention_2")
+    rows = [{"input_ids": text, "seq_lengths": [len(text)]} for text in texts]
+
+    batch = _collated(config, rows)
+
+    assert batch["input_ids"].tolist() == [[*itertools.chain(*texts)]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 20, 51, 58]
+    # Only flash attention reads them; every other takes them and goes by the positions.
+    model = tiny("llama")
+    with torch.no_grad():
+        said = model(**batch).logits[0]
+    torch.testing.assert_close(said, torch.cat(_alone(model, texts)), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,149 @@
+"""What lengths of texts say of sequence lengths."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from sweep.data.lengths import (
+    candidate_lengths,
+    histogram,
+    rounded_up,
+    waste_at,
+    worthwhile_lengths,
+)
+from sweep.data.split import split
+
+LENGTHS = arrays(np.int32, st.integers(1, 200), elements=st.integers(2, 3000))
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_lengths_are_rounded_up_as_kernels_like_them() -> None:
+    assert [rounded_up(n) for n in (1, 64, 65, 1000, 1024, 1025, 1153)] == [
+        64,
+        64,
+        128,
+        1024,
+        1024,
+        1152,
+        1280,
+    ]
+
+
+def test_worthwhile_lengths_leave_most_rows_whole() -> None:
+    lengths = np.arange(1, 1001, dtype=np.int32)
+    assert worthwhile_lengths(lengths) == (960, 1024)
+    assert worthwhile_lengths(np.append(lengths, 9000).astype(np.int32)) == (960, 1024)
+    assert worthwhile_lengths(lengths, max_positions=512) == (512,)
+    assert worthwhile_lengths(ints(3)) == (64,)
+    assert worthwhile_lengths(ints(3), max_positions=32) == (32,)
+
+
+def test_candidates_are_powers_of_two_quantiles_and_the_models_limit() -> None:
+    lengths = np.arange(1, 1001, dtype=np.int32)
+    assert candidate_lengths(lengths) == (64, 128, 256, 512, 960, 1024)
+    assert candidate_lengths(lengths, max_positions=600) == (64, 128, 256, 512, 600)
+    assert candidate_lengths(lengths, max_positions=4096)[-2:] == (1024, 4096)
+    assert candidate_lengths(ints(3)) == (64,)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=LENGTHS, limit=st.none() | st.integers(1, 5000))
+def test_worthwhile_lengths_are_candidates_within_the_limit(
+    lengths: np.ndarray, limit: int | None
+) -> None:
+    worthwhile = worthwhile_lengths(lengths, max_positions=limit)
+    assert set(worthwhile) <= set(candidate_lengths(lengths, max_positions=limit))
+    assert worthwhile
+    assert list(worthwhile) == sorted(set(worthwhile))
+    assert limit is None or worthwhile[-1] <= limit
+
+
+def test_shares_are_of_rows_tokens_and_what_is_computed() -> None:
+    lengths = ints(10, 20, 30, 40)
+    waste = waste_at(30, lengths, lengths - 1, micro_batch_size=2)
+    assert waste is not None
+    assert waste.rows_cut == 0.25
+    assert waste.tokens_cut == pytest.approx(10 / 100)
+    assert waste.rows_left_out == 0.0
+    # 30, 30, 20 + 10: three rows of 30, full.
+    assert waste.packed_waste == pytest.approx(0.0)
+
+
+def test_grouping_wastes_next_to_nothing_of_what_padding_wastes() -> None:
+    lengths = np.tile(ints(10, 20, 30, 40), 500)
+    waste = waste_at(40, lengths, lengths - 1, micro_batch_size=2)
+    assert waste is not None
+    # Of two rows drawn at random the longer has 31.25 tokens in the mean, and both 25.
+    assert waste.padding_waste == pytest.approx(1 - 25 / 31.25, abs=0.01)
+    assert waste.grouped_waste < 0.02
+    assert waste_at(40, lengths, lengths - 1, micro_batch_size=8).padding_waste > 0.3  # type: ignore[union-attr]
+
+
+def test_rows_whose_answer_is_cut_off_are_left_out() -> None:
+    lengths, loss = ints(100, 10, 10, 10), ints(5, 5, 5, 5)
+    waste = waste_at(50, lengths, loss, micro_batch_size=4)
+    assert waste is not None
+    assert waste.rows_left_out == 0.25
+    assert waste.padding_waste == 0.0
+    assert waste_at(4, lengths, loss, micro_batch_size=4) is None
+
+
+def test_fewer_rows_than_a_micro_batch_are_one() -> None:
+    waste = waste_at(64, ints(10), ints(9), micro_batch_size=4)
+    assert waste is not None
+    assert (waste.padding_waste, waste.packed_waste) == (0.0, 1 - 10 / 64)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=LENGTHS, seq_len=st.integers(2, 3000), size=st.integers(1, 8))
+def test_wastes_are_shares_and_rise_with_the_length(
+    lengths: np.ndarray, seq_len: int, size: int
+) -> None:
+    waste = waste_at(seq_len, lengths, lengths - 1, micro_batch_size=size)
+    longer = waste_at(2 * seq_len, lengths, lengths - 1, micro_batch_size=size)
+    assert waste is not None
+    assert longer is not None
+    for share in (waste.rows_cut, waste.tokens_cut, waste.padding_waste, waste.packed_waste):
+        assert 0.0 <= share < 1.0 or (share == 1.0 and waste.rows_cut == 1.0)
+    assert longer.rows_cut <= waste.rows_cut
+    assert longer.tokens_cut <= waste.tokens_cut
+    if size == 1:
+        assert waste.padding_waste == pytest.approx(0.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS)
+def test_a_histogram_holds_every_row_once(lengths: np.ndarray) -> None:
+    bins = histogram(lengths)
+    assert sum(bin.rows for bin in bins) == len(lengths)
+    for bin in bins:
+        inside = (lengths >= bin.at_least) & (lengths <= bin.at_most)
+        assert int(inside.sum()) == bin.rows
+    assert len(bins) <= 17
+    assert all(one.at_most + 1 == two.at_least for one, two in pairwise(bins))
+
+
+def test_a_split_is_the_same_every_time_and_holds_every_row_once() -> None:
+    train, held = split(100, 0.05, 3)
+    assert [part.tolist() for part in split(100, 0.05, 3)] == [train.tolist(), held.tolist()]
+    assert (len(train), len(held)) == (95, 5)
+    assert sorted([*train, *held]) == list(range(100))
+    assert split(100, 0.05, 4)[1].tolist() != held.tolist()
+    assert held.tolist() == [1, 22, 34, 45, 84]
+
+
+@pytest.mark.parametrize(
+    ("rows", "share", "held"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (10, 0.0, 0), (0, 0.1, 0)]
+)
+def test_small_splits_leave_something_to_train_on(rows: int, share: float, held: int) -> None:
+    train, kept = split(rows, share, 0)
+    assert (len(train), len(kept)) == (rows - held, held)

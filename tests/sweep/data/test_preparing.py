@@ -1,0 +1,215 @@
+"""What the child leaves on the disk, in this process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from search_spaces.errors import InputError
+from search_spaces.models import load_model_spec
+from search_spaces.texts import TextsSummary
+from sweep.data import preparing
+from sweep.data.opening import open_tokens
+from sweep.data.preparing import prepare, quantiles_of
+from sweep.data.request import BROKEN, BROKEN_KEPT, LENGTHS, LOSS_LENGTHS, SUMMARY, Question
+from sweep.data.texts import PreparedTexts, open_prepared
+from sweep.data.tokenizers import find_tokenizer
+
+TURNS = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In the hall."}]
+Prepare = Callable[..., PreparedTexts]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Prepare:
+    """Prepares rows, or a file as it is written."""
+    files = find_tokenizer(None, load_model_spec("demo"))
+
+    def made(rows: list[Any] | str, **options: Any) -> PreparedTexts:
+        path = tmp_path / "mine.jsonl"
+        text = rows if isinstance(rows, str) else "".join(f"{json.dumps(row)}\n" for row in rows)
+        path.write_text(text, encoding="utf-8")
+        question = {
+            "source": str(path),
+            "format": "auto",
+            "text_column": None,
+            "completions_only": False,
+            "tokenizer": "demo",
+            "tokenizer_directory": str(files.directory),
+            "tokenizer_digest": files.digest,
+            "home": str(tmp_path / "home"),
+            "content": text,
+        }
+        question |= options
+        return open_prepared(prepare(Question(**question), on_progress=lambda *_: None))
+
+    return made
+
+
+def test_tokens_lengths_and_summary_are_of_the_same_rows(prepared: Prepare) -> None:
+    rows = [{"messages": TURNS * count} for count in (1, 3, 2)]
+    texts = prepared(rows, completions_only=True)
+    tokens, summary = open_tokens(texts.directory), texts.summary
+    assert [len(ids) for ids in tokens["input_ids"]] == texts.lengths().tolist()
+    assert [sum(mask) for mask in tokens["completion_mask"]] == texts.loss_lengths().tolist()
+    assert tokens.features["input_ids"].feature.dtype == "int32"
+    assert tokens.features["completion_mask"].feature.dtype == "int8"
+    assert texts.lengths().dtype == texts.loss_lengths().dtype == np.int32
+    assert (summary.kind, summary.rows, summary.broken) == ("messages", 3, 0)
+    assert summary.tokens == int(texts.lengths().sum())
+    assert summary.loss_tokens == int(texts.loss_lengths().sum())
+    assert summary.longest == summary.quantiles.max == int(texts.lengths().max())
+    assert summary.largest_token == max(max(ids) for ids in tokens["input_ids"])
+    assert summary.fingerprint == texts.directory.name
+
+
+def test_without_completions_only_no_mask_is_kept(prepared: Prepare) -> None:
+    texts = prepared([{"text": "In the hall."}])
+    assert open_tokens(texts.directory).column_names == ["input_ids"]
+    assert texts.loss_lengths().tolist() == (texts.lengths() - 1).tolist()
+
+
+def test_broken_rows_are_left_out_and_named_in_order(prepared: Prepare) -> None:
+    text = '{"text": "a"}\n{"text": ""}\nno JSON\n{"text": "b"}\n{"txt": 1}\n{"text": "\\ud800"}\n'
+    texts = prepared(text)
+    assert texts.summary.rows == 2
+    assert [(row.line, row.reason) for row in texts.broken()] == [
+        (2, "text is empty"),
+        (3, "not JSON: Expecting value at column 1"),
+        (5, "text is missing"),
+        (6, "holds '\\ud800', half of a surrogate pair, which is no text"),
+    ]
+    assert texts.summary.broken == 4
+    assert all(row.file.endswith("mine.jsonl") for row in texts.broken())
+
+
+def test_of_very_many_broken_rows_the_first_are_named_and_all_counted(prepared: Prepare) -> None:
+    texts = prepared('{"text": "a"}\n' + "x\n" * (BROKEN_KEPT + 5))
+    assert texts.summary.broken == BROKEN_KEPT + 5
+    assert len(texts.broken()) == BROKEN_KEPT
+    assert texts.broken()[-1].line == BROKEN_KEPT + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("", {}, "no rows in it"),
+        ("\n \n", {}, "no rows in it"),
+        ("x\n", {}, "its one row is broken: "),
+        ("x\ny\n", {}, "all 2 rows are broken, the first: "),
+        ("{}\n{}\n", {}, "line 1: an empty object"),
+        ('{"text": ""}\n', {}, "line 1: text is empty"),
+        ('{"txt": "a"}\n', {}, "name the one with the texts with --text-column"),
+        ('{"text": "a"}\n', {"text_column": "txt"}, "did you mean 'text'?"),
+        ('{"text": "a"}\n', {"completions_only": True}, "have no completions of their own"),
+        ('{"prompt": "a", "completion": ""}\n', {}, "completion is empty"),
+    ],
+)
+def test_texts_of_which_nothing_is_left_are_refused(
+    prepared: Prepare, tmp_path: Path, text: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        prepared(text, **options)
+    assert words in str(refused.value)
+    assert not list((tmp_path / "home").glob("*")), "nothing is left behind"
+    assert not list((tmp_path / "home").glob(".*")), "nothing is left behind"
+
+
+def test_columns_are_looked_for_behind_rows_that_cannot_be_read(prepared: Prepare) -> None:
+    texts = prepared("x\n" * 300 + '{"id": 1}\n{"id": 1, "text": "a"}\n')
+    assert (texts.summary.kind, texts.summary.rows, texts.summary.broken) == ("text", 1, 301)
+
+
+def test_a_row_of_one_token_has_nothing_to_learn(prepared: Prepare, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(load_model_spec("demo").tokenizer_path)
+    tokenizer.backend_tokenizer.post_processor = None
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "bare")
+    bare = {"tokenizer_directory": str(tmp_path / "bare"), "tokenizer_digest": "bare"}
+    texts = prepared([{"text": "a"}, {"text": "In the hall."}], **bare)
+    assert texts.broken()[0].reason == "no token of it carries loss"
+    assert texts.summary.rows == 1
+
+
+def test_texts_that_were_prepared_are_not_read_again(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepared([{"text": "a"}])
+    monkeypatch.setattr(preparing, "load_tokenizer", None)
+    assert prepared([{"text": "a"}]).directory == first.directory
+
+
+def test_what_a_killed_preparation_left_is_removed_and_no_others(
+    prepared: Prepare, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    left, locked = home / ".a.unfinished", home / ".b.unfinished"
+    for directory in (left, locked):
+        directory.mkdir(parents=True)
+        (directory / "lock").touch()
+    with (locked / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        prepared([{"text": "a"}])
+        assert (left.exists(), locked.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("missing", [SUMMARY, LENGTHS])
+def test_a_directory_of_which_something_is_missing_is_made_anew(
+    prepared: Prepare, missing: str
+) -> None:
+    directory = prepared([{"text": "a"}]).directory
+    (directory / missing).unlink()
+    again = prepared([{"text": "a"}])
+    assert again.directory == directory
+    assert {path.name for path in directory.iterdir()} == {
+        "tokens",
+        LENGTHS,
+        LOSS_LENGTHS,
+        BROKEN,
+        SUMMARY,
+    }
+
+
+def test_a_disk_that_is_full_leaves_nothing_behind(
+    prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        prepared([{"text": "a"}])
+    assert not list((tmp_path / "home").iterdir())
+
+
+def test_rows_of_many_batches_stay_in_order(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "_ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(preparing, "_CHARACTERS_AT_ONCE", 300)
+    rows = [{"text": "hall " * (1 + number * 13 % 40)} for number in range(100)]
+    lengths = prepared(rows).lengths()
+    monkeypatch.undo()
+    one_by_one = [prepared([row]).lengths()[0] for row in rows[:5]]
+    assert lengths[:5].tolist() == one_by_one
+    assert len(lengths) == 100
+
+
+def test_a_summary_of_a_later_version_can_still_be_read(prepared: Prepare) -> None:
+    summary = prepared([{"text": "a"}]).summary
+    later = summary.model_dump() | {"something": "new"}
+    assert TextsSummary.model_validate(later) == summary
+
+
+def test_quantiles_are_lengths_that_occur() -> None:
+    found = quantiles_of(np.arange(1, 201, dtype=np.int32))
+    assert found.model_dump() == {"p50": 100, "p90": 180, "p95": 190, "p99": 198, "max": 200}
+    one = quantiles_of(np.array([7], np.int32))
+    assert set(one.model_dump().values()) == {7}

@@ -1,0 +1,234 @@
+"""Rows are read from every kind of file, and what cannot be read is named by its line."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetInfo, Features, Image, Value
+from datasets.table import InMemoryTable
+
+from search_spaces.errors import InputError
+from sweep.data import sources
+from sweep.data.kinds import Broken
+from sweep.data.request import Place
+from sweep.data.sources import Files, Hub, is_on_hub, text_files
+
+LINES = b'{"text": "a"}\n{"text": "b"}\n'
+
+
+def read(path: Path) -> list[tuple[int, dict[str, Any] | str]]:
+    """Return lines with values, or with the reason why there are none."""
+    return [
+        (place.line, values.reason if isinstance(values, Broken) else values)
+        for place, values in Files(str(path)).rows()
+    ]
+
+
+def written(path: Path, data: bytes | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [
+        ("a.jsonl", bytes),
+        ("a.ndjson", bytes),
+        ("a.json", bytes),
+        ("A.JSONL", bytes),
+        ("a.jsonl.gz", gzip.compress),
+        ("a.json.bz2", bz2.compress),
+        ("a.jsonl.xz", lzma.compress),
+    ],
+)
+def test_json_lines_are_read_packed_or_not(
+    tmp_path: Path, name: str, pack: Callable[[bytes], bytes]
+) -> None:
+    path = written(tmp_path / name, pack(LINES))
+    assert read(path) == [(1, {"text": "a"}), (2, {"text": "b"})]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_json_array_is_read_item_by_item(tmp_path: Path, name: str) -> None:
+    text = json.dumps([{"text": "a"}, {"text": "[b, \\]"}, 3, {"text": "ü" * 700_000}], indent=1)
+    data = ("\ufeff\n " + text).encode()
+    path = written(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)
+    first, second, third, fourth = read(path)
+    assert (first, second) == ((3, {"text": "a"}), (6, {"text": "[b, \\]"}))
+    assert third == (9, "no JSON object, but 3")
+    assert fourth == (10, {"text": "ü" * 700_000})
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ('[{"a": 1},\n{"a": ', 2, "not JSON, so what follows is not read either"),
+        ('[{"a": 1},\n{"a" 1},\n{"a": 1}]', 2, "not JSON, so what follows is not read either"),
+        ('[{"a": 1},\n', 2, "not JSON: the array has no end"),
+        ('[{"a": 1}]\n[{"a": 2}]', 2, "not JSON: what follows the array is not read"),
+    ],
+)
+def test_an_array_that_breaks_off_is_read_up_to_there(
+    tmp_path: Path, text: str, line: int, reason: str
+) -> None:
+    first, last = read(written(tmp_path / "a.json", text))
+    assert first == (1, {"a": 1})
+    assert last[0] == line
+    assert str(last[1]).startswith(reason)
+
+
+def test_lines_that_are_no_rows_are_named(tmp_path: Path) -> None:
+    data = b'\xef\xbb\xbf{"text": "a"}\n\n{"text": "\xff"}\n[1]\nnull\n{"text"}\n' + b"[" * 9**5
+    assert read(written(tmp_path / "a.jsonl", data)) == [
+        (1, {"text": "a"}),
+        (3, "not UTF-8: byte 11 of the line is wrong"),
+        (4, "no JSON object, but [1]"),
+        (5, "no JSON object, but null"),
+        (6, "not JSON: Expecting ':' delimiter at column 8"),
+        (
+            7,
+            "not JSON: maximum recursion depth exceeded while decoding a JSON array "
+            "from a unicode string",
+        ),
+    ]
+
+
+def test_rows_of_csv_have_the_lines_on_which_they_begin(tmp_path: Path) -> None:
+    data = b'text,label\n"two\nlines",1\nshort\n"a ""word""",2\n' + b"caf\xe9,3\nlast,4"
+    assert read(written(tmp_path / "a.csv", data)) == [
+        (2, {"text": "two\nlines", "label": "1"}),
+        (4, "1 cells, where the first line names 2 columns"),
+        (5, {"text": 'a "word"', "label": "2"}),
+        (6, "not UTF-8"),
+        (7, {"text": "last", "label": "4"}),
+    ]
+    assert read(written(tmp_path / "b.tsv", "text\tn\na,b\t1\n")) == [
+        (2, {"text": "a,b", "n": "1"})
+    ]
+    assert read(written(tmp_path / "c.csv", 'text\n"no end\n')) == [
+        (2, "not CSV: unexpected end of data")
+    ]
+
+
+def test_a_cell_may_be_a_book(tmp_path: Path) -> None:
+    book = "word " * 100_000
+    assert read(written(tmp_path / "a.csv", f"text\n{book}\n")) == [(2, {"text": book})]
+
+
+def test_rows_of_parquet_are_numbered(tmp_path: Path) -> None:
+    bad = pa.Array.from_buffers(pa.string(), 3, pa.array([b"a", b"\xff\xfe", b"c"]).buffers())
+    pq.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [
+        (1, {"text": "a"}),
+        (2, "not UTF-8"),
+        (3, {"text": "c"}),
+    ]
+    turns = [[{"role": "user", "content": "a"}]]
+    pq.write_table(pa.table({"messages": turns}), tmp_path / "b.parquet")
+    assert read(tmp_path / "b.parquet") == [(1, {"messages": turns[0]})]
+
+
+def test_a_directory_is_its_files_in_order_without_what_is_hidden(tmp_path: Path) -> None:
+    for name in ("b.csv", "a.jsonl", "sub/c.jsonl", ".hidden/d.jsonl", ".e.jsonl"):
+        written(tmp_path / "d" / name, "text\nb\n" if name.endswith("csv") else '{"text": "a"}\n')
+    written(tmp_path / "d" / "README.md", "no texts")
+    places = [place for place, _ in Files(str(tmp_path / "d")).rows()]
+    names = [str(tmp_path / "d" / name) for name in ("a.jsonl", "b.csv", "sub/c.jsonl")]
+    assert places == [Place(names[0], 1), Place(names[1], 2), Place(names[2], 1)]
+
+
+def test_files_of_a_directory_are_named_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "d" / "a.jsonl", LINES)
+    for name in ("d", "d/", "./d"):
+        assert [label for label, _ in text_files(name)] == [f"{name.rstrip('/')}/a.jsonl"]
+
+
+def test_rows_of_the_hub_are_numbered_and_nothing_beside_them_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = {"text": ["a", "b"], "picture": [{"bytes": b"no picture", "path": None}] * 2}
+    features = Features({"text": Value("string"), "picture": Image()})
+    table = InMemoryTable(pa.table(rows, schema=features.arrow_schema))
+    data = Dataset(table, info=DatasetInfo(features=features))
+    monkeypatch.setattr(sources, "_loaded", lambda _: data)
+    hub = Hub("org/texts")
+    found = list(hub.rows())
+    assert [place for place, _ in found] == [Place("org/texts", 1), Place("org/texts", 2)]
+    assert [values["text"] for _, values in found if isinstance(values, dict)] == ["a", "b"]
+    assert (hub.done, hub.total) == (2, 2)
+
+
+def test_of_a_directory_with_splits_the_training_split_is_read(tmp_path: Path) -> None:
+    for name in ("train-a.jsonl", "train-b.jsonl", "test.jsonl"):
+        written(tmp_path / name, f'{{"text": "{name}"}}\n')
+    files = Files(str(tmp_path))
+    assert [values["text"] for _, values in files.rows() if isinstance(values, dict)] == [
+        "train-a.jsonl",
+        "train-b.jsonl",
+    ]
+    assert files.notes == ("its split train is read; 1 of its 3 files are left out (test)",)
+
+
+def test_progress_ends_with_all_that_there_is(tmp_path: Path) -> None:
+    line = json.dumps({"text": "x" * 100_000}) + "\n"
+    files = Files(str(written(tmp_path / "a.jsonl", line * 30)))
+    seen = [files.done for _ in files.rows()]
+    assert seen == sorted(seen)
+    assert (files.done, files.total) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("none.jsonl", None, "no such file or directory"),
+        ("a.txt", b"hello", "its name must end in .jsonl"),
+        ("a.parquet.gz", b"", "its name must end in .jsonl"),
+        ("a.parquet", b"hello", "not Parquet that can be read"),
+        ("a.jsonl.gz", b"hello", "cannot be unpacked"),
+        ("b.jsonl.gz", gzip.compress(LINES * 99)[:40], "cannot be unpacked"),
+        ("a.csv", b"text,text\n1,2\n", "line 1: column 'text' is there twice"),
+        ("empty", b"", "its name must end in"),
+    ],
+)
+def test_what_is_no_file_of_texts_is_refused(
+    tmp_path: Path, name: str, data: bytes | None, words: str
+) -> None:
+    if data is not None:
+        written(tmp_path / name, data)
+    with pytest.raises(InputError) as refused:
+        list(Files(str(tmp_path / name)).rows())
+    assert words in str(refused.value)
+    assert name in str(refused.value)
+
+
+def test_a_directory_of_nothing_and_a_pipe_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no file in this directory ends in"):
+        Files(str(tmp_path))
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(InputError, match="is a named pipe, not a file"):
+        list(Files(str(tmp_path / "a.jsonl")).rows())
+
+
+def test_a_name_is_the_hubs_only_where_nothing_here_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "here" / "texts" / "a.jsonl", LINES)
+    assert is_on_hub("org/texts")
+    assert not is_on_hub("here/texts")
+    assert not is_on_hub("org/missing.jsonl")
+    assert not is_on_hub("texts")

@@ -1,0 +1,303 @@
+"""Texts as a person asks for them: prepared by a child, found again, refused in plain words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.texts import TextsChoice
+from sweep.data import texts as module
+from sweep.data.opening import open_tokens
+from sweep.data.split import split
+from sweep.data.texts import (
+    PreparedTexts,
+    TextsRequest,
+    open_prepared,
+    prepare_texts,
+    require_vocabulary,
+)
+from sweep.data.tokenizers import TokenizerFiles, find_tokenizer
+
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "texts.jsonl"
+DEMO = load_model_spec("demo")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def _at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWEEP_HOME", str(home))
+
+
+@pytest.fixture(scope="module")
+def example(home: Path) -> PreparedTexts:
+    """The example's chats with loss on the assistant's turns alone, prepared by a child."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWEEP_HOME", str(home))
+        return prepare_texts(TextsRequest(str(EXAMPLE), DEMO, completions_only=True))
+
+
+def with_sizes(**sizes: int) -> ModelSpec:
+    return ModelSpec("small", "shipped", DEMO.config | sizes)
+
+
+def test_texts_are_prepared_under_their_fingerprint(example: PreparedTexts, home: Path) -> None:
+    summary = example.summary
+    assert example.directory == home / "runs" / ".texts" / summary.fingerprint
+    assert (summary.rows, summary.kind, summary.broken) == (200, "messages", 0)
+    assert summary.source == str(EXAMPLE)
+    assert isinstance(example.lengths(), np.memmap)
+    tokens = open_tokens(example.directory)
+    assert len(tokens) == len(example.lengths()) == len(example.loss_lengths()) == 200
+    assert example.lengths().sum() == summary.tokens
+    assert open_prepared(example.directory).summary == summary
+    assert (home / "runs" / ".texts").stat().st_mode & 0o077 == 0
+
+
+def test_texts_are_found_again_without_a_child(
+    example: PreparedTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_COMMAND", ("/nonexistent",))
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(EXAMPLE.read_bytes())
+    again = prepare_texts(TextsRequest(str(copy), DEMO, completions_only=True))
+    assert again.directory == example.directory
+    assert again.summary.source == str(copy)
+    named = DEMO.tokenizer_path
+    again = prepare_texts(
+        TextsRequest(str(EXAMPLE), None, completions_only=True, tokenizer=str(named))
+    )
+    assert again.directory == example.directory
+    choice = TextsChoice(texts=str(copy), completions_only=True)
+    assert prepare_texts(TextsRequest.of(choice, DEMO)).directory == example.directory
+
+
+@pytest.mark.parametrize(
+    "changed", [{"completions_only": False}, {"format": "messages"}, {"text_column": "x"}]
+)
+def test_other_options_or_content_are_other_texts(
+    example: PreparedTexts, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(module, "_COMMAND", ("/nonexistent",))
+    with pytest.raises(EnvironmentFault, match="the texts' process cannot be started"):
+        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, **({"completions_only": True} | changed)))
+
+
+def test_the_process_that_asks_imports_nothing_heavy(example: PreparedTexts, home: Path) -> None:
+    script = (
+        "import sys\n"
+        "from search_spaces.models import load_model_spec\n"
+        "from sweep.data.texts import TextsRequest, prepare_texts\n"
+        "request = TextsRequest(sys.argv[1], load_model_spec('demo'), completions_only=True)\n"
+        "print(prepare_texts(request).directory)\n"
+        "print(*{'torch', 'transformers', 'datasets', 'pyarrow', 'trl'} & sys.modules.keys())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "SWEEP_HOME": str(home)},
+    )
+    assert done.stdout == f"{example.directory}\n\n"
+
+
+def test_broken_rows_are_named_by_the_file_as_it_is_named_now(
+    tmp_path: Path, example: PreparedTexts
+) -> None:
+    (tmp_path / "broken.jsonl").write_text(
+        json.dumps({"file": "old/a.jsonl", "line": 3, "reason": "text is empty"}) + "\n"
+    )
+    texts = PreparedTexts(tmp_path, example.summary.model_copy(update={"source": "new"}), "old")
+    assert [row.file for row in texts.broken()] == ["new/a.jsonl"]
+
+
+def test_tokens_that_the_model_has_no_embeddings_for_are_refused(example: PreparedTexts) -> None:
+    largest = example.summary.largest_token
+    require_vocabulary(example.summary, with_sizes(vocab_size=largest + 1))
+    with pytest.raises(InputError) as refused:
+        prepare_texts(
+            TextsRequest(
+                str(EXAMPLE),
+                with_sizes(vocab_size=100),
+                completions_only=True,
+                tokenizer=str(DEMO.tokenizer_path),
+            )
+        )
+    assert f"token {largest} of tokenizer" in str(refused.value)
+    assert "(512 tokens) occurs, and model 'small' has embeddings for 100" in str(refused.value)
+
+
+def test_what_is_to_be_known_of_texts_is_said_once_each(example: PreparedTexts) -> None:
+    assert example.notes(DEMO) == ()
+    short = example.notes(with_sizes(max_position_embeddings=400))
+    assert len(short) == 1
+    assert "one row is longer than the 400 positions of model 'small' (up to 415" in short[0]
+    longer = int((example.lengths() > 300).sum())
+    assert f"{longer} rows are longer" in example.notes(with_sizes(max_position_embeddings=300))[0]
+    known = example.summary.model_copy(update={"tokenizer_size": 3000, "notes": ("a split",)})
+    notes = PreparedTexts(example.directory, known, str(EXAMPLE)).notes(DEMO)
+    assert notes[0] == f"{EXAMPLE}: a split"
+    assert "knows 3,000 tokens, and model 'demo' has embeddings for 2,048" in notes[1]
+
+
+def test_an_unknown_column_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="no column 'mesages'; did you mean 'messages'"):
+        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, text_column="mesages"))
+
+
+def test_a_hub_that_cannot_be_reached_is_the_environments_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(EnvironmentFault, match="nobody/texts: neither a file or directory here"):
+        prepare_texts(TextsRequest("nobody/texts", DEMO))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        ("{'input': 'row 3 is odd'}", InputError, "row 3 is odd"),
+        ("{'environment': 'no network'}", EnvironmentFault, "no network"),
+        ("{'system': [28, 'No space left', '/x']}", OSError, "No space left"),
+        ("{'progress': ['rows', 1, 2]}", EnvironmentFault, "ended with exit status 0"),
+    ],
+)
+def test_what_a_child_says_is_said_on(
+    monkeypatch: pytest.MonkeyPatch, answer: str, error: type[Exception], words: str
+) -> None:
+    script = f"import json, sys; sys.stdin.readline(); print('noise'); print(json.dumps({answer}))"
+    monkeypatch.setattr(module, "_COMMAND", (sys.executable, "-c", script))
+    with pytest.raises(error, match=words):
+        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, format="messages"))
+
+
+def test_a_child_that_dies_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys; print('first\\nout of luck', file=sys.stderr); sys.exit(3)"
+    monkeypatch.setattr(module, "_COMMAND", (sys.executable, "-c", script))
+    with pytest.raises(EnvironmentFault) as fault:
+        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, format="messages"))
+    assert str(fault.value) == "the texts' process ended with exit status 3: out of luck"
+
+
+def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import json, os, time; print(json.dumps({'progress': ['rows', os.getpid(), 2]}), "
+        "flush=True); time.sleep(60)"
+    )
+    monkeypatch.setattr(module, "_COMMAND", (sys.executable, "-c", script))
+    heard: list[int] = []
+
+    def interrupt(what: str, done: int, _of: int) -> None:
+        if what == "rows":
+            heard.append(done)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, format="messages"), on_progress=interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(heard[0], 0)
+
+
+def fetched(name: str) -> Path:
+    raise EnvironmentFault(f"asked for {name}")
+
+
+@pytest.mark.parametrize(
+    ("named", "model", "words"),
+    [
+        (None, None, "counted in a tokenizer's tokens: name the directory or hub id"),
+        (None, "mistral-7b-v0.3", "'mistral-7b-v0.3' ships as an architecture, without"),
+        ("nowhere", "demo", "tokenizer 'nowhere': no such directory, and no hub id"),
+        ("", "demo", "no such directory"),
+        ("./here", "demo", "'./here' has no tokenizer"),
+        ("org/name", "demo", "asked for org/name"),
+    ],
+)
+def test_a_tokenizer_that_is_not_there_says_what_is_needed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    named: str | None,
+    model: str | None,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text("{}")
+    spec = None if model is None else load_model_spec(model)
+    with pytest.raises((InputError, EnvironmentFault)) as refused:
+        find_tokenizer(named, spec, fetch=fetched)
+    assert words in str(refused.value)
+
+
+def test_a_models_own_tokenizer_is_beside_it_or_on_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    beside = ModelSpec("mine", "directory", DEMO.config, tmp_path)
+    assert find_tokenizer(None, beside, fetch=fetched) == TokenizerFiles("mine", tmp_path)
+    hub = ModelSpec("org/x", "hub", DEMO.config, tmp_path / "snapshot")
+    assert find_tokenizer(None, hub, fetch=lambda _: tmp_path) == TokenizerFiles("org/x", tmp_path)
+
+
+def test_tokenizers_are_told_apart_by_their_files_alone(tmp_path: Path) -> None:
+    one, same, other = (TokenizerFiles("x", tmp_path / name) for name in ("a", "b", "c"))
+    for files, text in ((one, "1"), (same, "1"), (other, "2")):
+        files.directory.mkdir()
+        (files.directory / "tokenizer.json").write_text("{}")
+        (files.directory / "chat_template.jinja").write_text(text)
+        (files.directory / "weights").write_text(str(files.directory))
+    assert one.digest == same.digest != other.digest
+
+
+def test_a_directorys_names_are_part_of_its_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def ask(question: Any, _tell: object) -> Path:
+        asked.append(question.content)
+        raise EnvironmentFault("enough")
+
+    monkeypatch.setattr(module, "_ask", ask)
+    monkeypatch.chdir(tmp_path)
+    for name in ("d/train.jsonl", "e/test.jsonl", "f/train.jsonl"):
+        Path(name).parent.mkdir()
+        Path(name).write_text("{}\n")
+    for directory in ("d", "e", "f", "./d/", str(tmp_path / "d")):
+        with pytest.raises(EnvironmentFault):
+            prepare_texts(TextsRequest(directory, DEMO))
+    assert asked[0] != asked[1]
+    assert asked[0] == asked[2] == asked[3] == asked[4]
+
+
+def test_the_demos_tokenizer_and_texts_are_as_their_script_makes_them() -> None:
+    from tests.data.demo_texts import TEMPLATE, chats, trained
+
+    rows = list(chats())
+    assert EXAMPLE.read_text(encoding="utf-8") == "".join(f"{json.dumps(row)}\n" for row in rows)
+    directory = DEMO.tokenizer_path
+    assert directory is not None
+    shipped = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    assert json.loads(trained(rows).to_str())["model"] == shipped["model"]
+    assert (directory / "chat_template.jinja").read_text() == TEMPLATE
+    assert len(shipped["model"]["vocab"]) <= DEMO.vocab_size
+    vocabulary = shipped["model"]["vocab"]
+    assert vocabulary["<s>"] == DEMO.config["bos_token_id"]
+    assert vocabulary["</s>"] == DEMO.config["eos_token_id"]
+
+
+def test_every_row_of_the_example_is_on_one_side_of_the_split(example: PreparedTexts) -> None:
+    train, held = split(example.summary.rows, 0.05, 0)
+    assert (len(train), len(held)) == (190, 10)

@@ -1,0 +1,46 @@
+"""A training that goes wrong in the way that the job's seed asks for. It imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from sweep.processes import bind_to_parent
+
+CRASHES, SAYS_NONSENSE, IS_SILENT, STOPS_WHEN_ASKED, IS_DEAF, CLAIMS_INFINITY = range(1, 7)
+
+
+def main() -> None:
+    pipe, parent = int(sys.argv[1]), int(sys.argv[2])
+    bind_to_parent(parent)
+
+    def say(**message: object) -> None:
+        os.write(pipe, json.dumps(message).encode() + b"\n")
+
+    job = json.loads(sys.stdin.readline())
+    (Path(job["output"]) / "checkpoint-4").mkdir(exist_ok=True)
+    say(kind="alive", doing="a training step")
+    say(kind="saved", step=4)
+    match job["seed"]:
+        case 1:
+            print("RuntimeError: it was the cable", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGABRT)
+        case 2:
+            os.write(pipe, b"hello\n")
+            time.sleep(60)
+        case 3 | 5:
+            time.sleep(60)
+        case 4:
+            sys.stdin.readline()
+            say(kind="stopped", step=5, checkpoint_step=5)
+        case 6:
+            say(kind="evaluated", step=1, loss=float("inf"))
+            time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

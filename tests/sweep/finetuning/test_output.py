@@ -1,0 +1,130 @@
+"""Whose an output directory is, what of it is whole, and whether there is room."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from search_spaces.errors import EnvironmentFault, InputError
+from sweep.finetuning import checkpoints, output
+
+RUN = {"config": {"lora_rank": 8}, "seed": 0, "texts": {"fingerprint": "abc"}}
+
+
+def write(directory: Path, step: int) -> None:
+    with checkpoints.being_written(directory, step=step) as checkpoint:
+        (checkpoint / "adapter_model.safetensors").write_bytes(b"whole")
+
+
+def test_a_checkpoint_has_its_name_only_once_it_is_whole(tmp_path: Path) -> None:
+    def fill_the_disk() -> None:
+        with checkpoints.being_written(tmp_path, step=3) as half:
+            (half / "adapter_model.safetensors").write_bytes(b"half")
+            assert checkpoints.steps_of(tmp_path) == []
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fill_the_disk()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_two_are_kept_by_number_and_not_by_name(tmp_path: Path) -> None:
+    for step in (8, 9, 10):
+        write(tmp_path, step)
+        checkpoints.remove_old(tmp_path)
+    assert checkpoints.steps_of(tmp_path) == [10, 9]
+    assert checkpoints.newest(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_what_a_killed_writer_leaves_is_no_checkpoint_and_goes_with_the_next_run(
+    tmp_path: Path,
+) -> None:
+    code = f"""
+        import os, signal
+        from pathlib import Path
+        from sweep.finetuning import checkpoints
+        with checkpoints.being_written(Path({str(tmp_path)!r}), step=7) as half:
+            (half / "optimizer.pt").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment)
+    assert done.returncode == -signal.SIGKILL
+    assert checkpoints.newest(tmp_path) is None
+    assert list(tmp_path.iterdir()), "it left something"
+    checkpoints.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_holds_anything_is_refused_for_a_new_training(tmp_path: Path) -> None:
+    output.refuse_taken(tmp_path / "missing")
+    output.refuse_taken(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="is not empty"):
+        output.refuse_taken(tmp_path)
+    output.begin(tmp_path, RUN)
+    write(tmp_path, 12)
+    with pytest.raises(InputError, match=r"begun \(step 12\): --resume"):
+        output.refuse_taken(tmp_path)
+    (tmp_path / output.TRAINING).write_text("{}")
+    with pytest.raises(InputError, match="is done"):
+        output.refuse_taken(tmp_path)
+    with pytest.raises(InputError, match="is a file"):
+        output.refuse_taken(tmp_path / "notes.txt")
+
+
+def test_what_a_training_leaves_that_came_to_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
+    output.begin(tmp_path, RUN)
+    (tmp_path / "training.log").write_text("out of memory")
+    output.forget(tmp_path)
+    output.refuse_taken(tmp_path)
+
+
+def test_resuming_another_training_is_refused_and_what_differs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nothing to go on with"):
+        output.refuse_another(tmp_path / "missing", RUN)
+    output.begin(tmp_path, RUN)
+    output.refuse_another(tmp_path, RUN)
+    other = {"config": {"lora_rank": 16}, "seed": 1, "texts": {"fingerprint": "def"}}
+    with pytest.raises(InputError) as refused:
+        output.refuse_another(tmp_path, other)
+    for words in (
+        "lora_rank was 8 and is 16",
+        "seed was 0 and is 1",
+        "texts fingerprint was 'abc' and is 'def'",
+    ):
+        assert words in str(refused.value)
+    (tmp_path / output.RUN).write_text("{nonsense")
+    with pytest.raises(InputError, match="cannot be read"):
+        output.refuse_another(tmp_path, RUN)
+
+
+def test_two_trainings_do_not_write_one_directory(tmp_path: Path) -> None:
+    with (
+        output.held(tmp_path / "new"),
+        pytest.raises(InputError, match="another training writes"),
+        output.held(tmp_path / "new"),
+    ):
+        pass
+    with output.held(tmp_path / "new"):
+        pass
+
+
+def test_room_is_asked_for_beforehand_and_kept_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output.reserve(tmp_path, checkpoint_bytes=2**20)
+    assert (tmp_path / output.RESERVED).stat().st_size > 2**20
+    output.release(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage(10, 10, 0))
+    with pytest.raises(EnvironmentFault, match="free some space"):
+        output.reserve(tmp_path, checkpoint_bytes=2**20)

@@ -1,0 +1,231 @@
+"""What a name says is to be trained, and what would be smaller."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError, NothingFits
+from search_spaces.models import load_model_spec
+from storage.definition import StudySnapshot
+from sweep.export.formats import export
+from sweep.finetuning.card import incomparable, model_card
+from sweep.finetuning.fitting import candidates, next_smaller, refuse_too_large
+from sweep.finetuning.loss_page import POINTS_MAX, loss_page
+from sweep.finetuning.subject import Subject, subject_of
+from sweep.finetuning.wire import Promise, TrainingJob, TrainingResult
+from tests.sweep.export.studies import a_study
+
+WINNER = TrialConfig(micro_batch_size=8, lora_rank=32)
+
+
+def missing(name: str) -> StudySnapshot:
+    raise InputError(f"no study '{name}'")
+
+
+def of(name: str, **options: object) -> Subject:
+    values = {"number": None, "model": None, "read_study": missing, **options}
+    return subject_of(name, **values)  # type: ignore[arg-type]
+
+
+def study(**options: object) -> StudySnapshot:
+    return a_study(WINNER, model=load_model_spec("mistral-7b-v0.3"), **options)  # type: ignore[arg-type]
+
+
+def test_the_winner_of_a_study_comes_with_what_was_measured_of_it() -> None:
+    subject = of("a10", read_study=lambda _: study(name="a10"))
+    assert subject.config == WINNER
+    assert subject.words == "the winner of study 'a10', trial 17"
+    assert subject.promise is not None
+    assert subject.promise.tokens_per_second == 16_800.0
+    assert subject.promise.texts is None
+
+
+def test_another_architecture_than_the_studys_has_no_promise() -> None:
+    subject = of("a10", model="demo", read_study=lambda _: study())
+    assert subject.model.name == "demo"
+    assert subject.promise is None
+
+
+def test_a_trial_that_is_not_there_is_named() -> None:
+    with pytest.raises(InputError, match="has no trial 7"):
+        of("a10", number=7, read_study=lambda _: study())
+
+
+def test_a_shipped_model_is_the_standard_recipe_where_no_study_has_its_name() -> None:
+    assert of("demo").config == TrialConfig()
+    assert "no study 'demo'" in of("demo").words
+    assert of("demo", read_study=lambda _: study(name="demo")).config == WINNER
+    with pytest.raises(InputError, match=r"no study 'dmo'.*did you mean 'demo'"):
+        of("dmo")
+    with pytest.raises(InputError, match="no study 'demo'"):
+        of("demo", number=3)
+
+
+def test_a_file_is_a_configuration_alone_or_as_an_export_writes_it(tmp_path: Path) -> None:
+    alone, exported = tmp_path / "alone.json", tmp_path / "exported.json"
+    alone.write_text(json.dumps({"lora_rank": 4}))
+    exported.write_text(export(study(name="a10"), format="json"))
+    assert of(str(alone), model="demo").config == TrialConfig(lora_rank=4)
+    subject = of(str(exported))
+    assert (subject.config, subject.model.name) == (WINNER, "mistral-7b-v0.3")
+    assert subject.promise is not None
+    assert "trial 17 of study 'a10'" in subject.promise.source
+    with pytest.raises(InputError, match="says no model: name one with --model"):
+        of(str(alone))
+    with pytest.raises(InputError, match="--trial is of a study"):
+        of(str(alone), number=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"lora_rnk": 4}', "lora_rank"),
+        ('{"config": 3, "model": "demo"}', "config must be an object"),
+        ("[]", "object"),
+        ("{", "x.json"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(InputError, match=said):
+        of(str(tmp_path / "x.json"), model="demo")
+
+
+def test_smaller_configurations_train_the_same_before_they_train_another_thing() -> None:
+    config = TrialConfig(micro_batch_size=6, seq_len=512, checkpoint_fraction=0.5)
+    found = list(candidates(config))
+    assert [c.micro_batch_size for c in found[:3]] == [3, 2, 1]
+    assert {c.samples_per_step for c in found} == {6}
+    assert found[3].checkpoint_fraction == 1.0
+    shortest = [c.seq_len for c in found]
+    assert shortest == sorted(shortest, reverse=True)
+    assert shortest[-1] == 1
+
+
+class Predicted:
+    """Memory that is a byte for each token of a micro-batch."""
+
+    def __init__(self, bytes_: int) -> None:
+        self._bytes = bytes_
+
+    def fits(self, budget: int) -> object:
+        from sweep.predict.memory.prediction import Fit
+
+        return Fit.YES if self._bytes <= budget else Fit.NO
+
+    def needed_bytes(self, _: int) -> int:
+        return self._bytes
+
+
+class Predictor:
+    def predict(self, config: TrialConfig) -> Predicted:
+        return Predicted(config.tokens_per_micro_batch * 2**20)
+
+
+def test_what_is_predicted_not_to_fit_is_refused_with_the_next_smaller_that_does() -> None:
+    config = TrialConfig(micro_batch_size=4, seq_len=512)
+    predictor: object = Predictor()
+    with pytest.raises(NothingFits) as refused:
+        refuse_too_large(
+            config,
+            predictor=predictor,  # type: ignore[arg-type]
+            budget_bytes=1100 * 2**20,
+            warn=lambda _: None,
+        )
+    for words in ("needs 2.00 GiB", "budget is 1.07 GiB", "micro_batch_size 2", "1.00 GiB"):
+        assert words in str(refused.value)
+    refuse_too_large(
+        config,
+        predictor=predictor,  # type: ignore[arg-type]
+        budget_bytes=2**31,
+        warn=lambda _: None,
+    )
+    assert next_smaller(config, predictor=predictor, budget_bytes=1) is None  # type: ignore[arg-type]
+
+
+def a_job(promise: Promise | None) -> TrainingJob:
+    return TrainingJob(
+        config=TrialConfig(),
+        model=load_model_spec("demo").to_json(),
+        texts="/texts",
+        fingerprint="abc",
+        device="cpu",
+        output="/out",
+        promise=promise,
+    )
+
+
+def promised(texts: str | None) -> Promise:
+    return Promise(
+        tokens_per_second=200.0,
+        peak_allocated_bytes=2**30,
+        source="trial 3 of study 'x | y'",
+        device="CPU",
+        texts=texts,
+    )
+
+
+RESULT = TrainingResult(
+    steps=10,
+    tokens=1000,
+    tokens_computed=1200,
+    tokens_per_second=190.0,
+    run_tokens_per_second=150.0,
+    step_seconds=0.5,
+    seconds=6.0,
+    peak_allocated_bytes=2**30,
+    trainable_parameters=64,
+    train_loss=2.5,
+    final_train_loss=2.25,
+    eval_loss=2.125,
+    eval_tokens=50,
+    rows=40,
+    rows_held_out=2,
+    rows_left_out=0,
+    epochs=1.0,
+    checkpoints=1,
+    checkpoint_seconds=0.1,
+    data_wait_seconds=0.0,
+    device_name="CPU",
+)
+
+
+def test_only_what_was_measured_on_the_same_texts_is_a_measure_of_what_is_reached() -> None:
+    assert incomparable(a_job(promised("abc"))) is None
+    assert "other texts" in str(incomparable(a_job(promised("def"))))
+    assert "random tokens" in str(incomparable(a_job(promised(None))))
+    assert "nothing was measured" in str(incomparable(a_job(None)))
+
+
+def test_the_card_says_what_was_promised_and_reached() -> None:
+    card = model_card(
+        a_job(promised("abc")),
+        RESULT,
+        texts=None,
+        subject="the winner",
+        versions={"torch": "2.13.0", "triton": None},
+    )
+    assert "| tokens/s | 200 | 190 | 0.950 |" in card
+    assert "| peak allocated | 1.00 GiB | 1.00 GiB | 1.000 |" in card
+    assert "| held-out loss | 2.1250 |" in card
+    assert "| torch | 2.13.0 |" in card
+    assert "triton" not in card
+
+
+def test_a_long_course_is_drawn_in_as_many_points_as_can_be_seen() -> None:
+    count = 3 * POINTS_MAX
+    page = loss_page(
+        title="<b>model</b>",
+        losses=[1.0] * count,
+        learning_rates=[1e-4] * count,
+        evaluations=[(count // 2, 1.5)],
+        final=(count, 1.25),
+    )
+    assert "<b>" not in page
+    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+    assert [len(trace["x"]) for trace in data["data"]] == [POINTS_MAX, 1, 1, POINTS_MAX]
+    assert data["data"][0]["x"][-1] == count

@@ -1,0 +1,77 @@
+"""Small trainings on the CPU, in this process: what a child does, without its imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import ModelSpec
+from sweep.finetuning.child import Training
+from sweep.finetuning.wire import End, Saved, TrainingJob
+
+SPEC = ModelSpec(
+    name="tiny",
+    source="shipped",
+    config={
+        "model_type": "mistral",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 128,
+        "max_position_embeddings": 64,
+        "sliding_window": None,
+    },
+)
+
+
+def job(output: Path, texts: Path | None, *, packing: str = "none", **changes: Any) -> TrainingJob:
+    """Return a job of a few steps, with dropout and accumulation."""
+    own = TrialConfig.model_fields.keys() & changes.keys()
+    values: dict[str, Any] = {
+        "micro_batch_size": 2,
+        "effective_batch_size": 4,
+        "seq_len": 32,
+        "lora_rank": 8,
+        "lora_dropout": 0.2,
+        "learning_rate": 5e-3,
+        "checkpoint_fraction": 0.5,
+        "optimizer": "adamw_torch_fused",
+        "packing": packing,
+        **{key: changes.pop(key) for key in own},
+    }
+    return TrainingJob(
+        **{
+            "config": TrialConfig.model_validate(values),
+            "model": SPEC.to_json(),
+            "texts": None if texts is None else str(texts),
+            "fingerprint": None if texts is None else "abc",
+            "eval_fraction": 0.2,
+            "device": "cpu",
+            "output": str(output),
+            **changes,
+        }
+    )
+
+
+def run(job: TrainingJob, *, stop_after: int | None = None) -> tuple[End, list[BaseModel]]:
+    """Train in this process, and return the end and all that was said on the way.
+
+    Args:
+        job: the training.
+        stop_after: asked to stop once the checkpoint of this step is written.
+    """
+    Path(job.output).mkdir(parents=True, exist_ok=True)
+    said: list[BaseModel] = []
+
+    def send(message: BaseModel) -> None:
+        said.append(message)
+        if isinstance(message, Saved) and message.step == stop_after:
+            training.stop.set()
+
+    training = Training(job, send=send)
+    return training.run(), said

@@ -1,0 +1,112 @@
+"""A step of a trial gives the device the work that transformers' Trainer gives it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from sweep.finetuning.trainer import name_quantizer
+from sweep.training.adapters import attached
+from sweep.training.step import TrainingLoop
+from tests.sweep.training.tiny import TINY, tiny_base, tiny_config
+
+WARMUP, STEPS = 3, 4
+WORKED_OUT = (
+    *("aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::embedding"),
+    *("aten::_fused_adamw_", "aten::_foreach_norm", "aten::_foreach_mul_", "aten::silu"),
+    *("aten::log_softmax", "aten::nll_loss_nd", "aten::scaled_dot_product_attention"),
+    "bitsandbytes::dequantize_4bit",
+)
+"""Where a step's time goes."""
+COUNTED_AND_ADDED = {"ne", "slice", "sum", "div", "add", "add_", "mul", "mul_", "fill_", "to"}
+COPIED = {"_to_copy", "copy_", "empty", "empty_strided", "as_strided", "zero_", "zeros", "select"}
+"""What Trainer does besides: it counts the tokens that carry loss, divides by them, and adds the
+loss to its own sum; what that takes of views and copies of scalars."""
+ON_THE_HOST = {"item", "_local_scalar_dense", "random_", "cat", "stack", "clone", "view", "unbind"}
+"""Rows chosen and stacked: a trial has three micro-batches, and Trainer's loader reads ahead."""
+
+
+def ops(watch: profile) -> Counter[str]:
+    names = (event.name for event in watch.events() or ())
+    return Counter(name for name in names if name.startswith(("aten::", "bitsandbytes::")))
+
+
+def of_a_trial() -> Counter[str]:
+    config = tiny_config(optimizer="adamw_torch_fused", effective_batch_size=4, micro_batch_size=2)
+    with tiny_base(config) as base, attached(base, config) as attachment:
+        loop = TrainingLoop(attachment, config, vocab_size=TINY.vocab_size, seed=0)
+        for _ in range(WARMUP):
+            loop.step()
+        with profile(activities=[ProfilerActivity.CPU]) as watch:
+            for _ in range(STEPS):
+                loop.step()
+    return ops(watch)
+
+
+class Watching(TrainerCallback):
+    def __init__(self) -> None:
+        self.watch = profile(activities=[ProfilerActivity.CPU])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == WARMUP:
+            self.watch.start()
+        if state.global_step == WARMUP + STEPS:
+            self.watch.stop()
+
+
+def stacked(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    tokens = torch.stack(rows)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def of_trainer(output: Path) -> Counter[str]:
+    config = tiny_config(optimizer="adamw_torch_fused", effective_batch_size=4, micro_batch_size=2)
+    rows = list(torch.randint(0, TINY.vocab_size, (64, config.seq_len)))
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=WARMUP + STEPS + 2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        remove_unused_columns=False,
+        bf16=True,
+        optim="adamw_torch_fused",
+        weight_decay=0.01,
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+    )
+    with tiny_base(config) as base, attached(base, config) as attachment:
+        name_quantizer(attachment.model)
+        watching = Watching()
+        Trainer(
+            model=attachment.model,
+            args=arguments,
+            train_dataset=rows,
+            data_collator=stacked,
+            callbacks=[watching],
+        ).train()
+    return ops(watching.watch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_trials_step_is_trainers_but_for_what_trainer_counts(tmp_path: Path) -> None:
+    trial, trainer = of_a_trial(), of_trainer(tmp_path)
+
+    for name in WORKED_OUT:
+        assert trial[name] == trainer[name], name
+    assert trial["aten::mm"] > 0
+    assert abs(trainer.total() - trial.total()) < 0.02 * trial.total()
+    differing = {name for name in trial | trainer if trial[name] != trainer[name]}
+    known = COUNTED_AND_ADDED | COPIED | ON_THE_HOST
+    assert {name.removeprefix("aten::") for name in differing} <= known

@@ -1,0 +1,157 @@
+"""A study and its exports, run for real on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.loading import preset_texts
+from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.texts import LengthQuantiles, TextsSummary
+from sweep.cli import main
+from sweep.terminal.listings import read
+from sweep.verifying.random_weights import write_random_weights
+from sweep.verifying.record import record_of_study
+from sweep.verifying.runs import verify
+from tests.sweep.export.studies import a_study
+
+DEMO = load_model_spec("demo")
+TEXTS = TextsSummary(
+    source="chats.jsonl",
+    kind="messages",
+    format="auto",
+    fingerprint="0" * 16,
+    tokenizer="demo",
+    completions_only=False,
+    rows=9,
+    broken=0,
+    tokens=90,
+    loss_tokens=81,
+    longest=10,
+    quantiles=LengthQuantiles(p50=10, p90=10, p95=10, p99=10, max=10),
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with a study of one trial and its exports."""
+    home = tmp_path_factory.mktemp("home")
+    text = preset_texts()["cpu-demo"].replace("trials: 28", "trials: 1")
+    (home / "one.yaml").write_text(text.replace("  seconds: 8", "  seconds: 1"), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWEEP_HOME", str(home))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.chdir(home)
+        assert main(["run", "one.yaml", "--study", "one", "--no-confirm"]) == 0
+        for format, name in (("script", "one.py"), ("trl", "one-trl.yaml")):
+            assert main(["export", "one", "--format", format, "-o", name]) == 0
+        yield home
+
+
+def verified(what: str, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, object]:
+    """Verify and return the document, once the exit code says what it says."""
+    capsys.readouterr()
+    code = main(["verify", what, "--steps", "8", "--json", *options])
+    document: dict[str, object] = json.loads(capsys.readouterr().out)
+    assert code == (0 if document["ok"] else 1)
+    return document
+
+
+def test_a_study_is_verified_by_a_training_of_its_winner(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = verified("one", capsys)
+    assert document["run"] == "training"
+    assert document["steps"] == 8
+    # How fast it is depends on what else this machine does; what it takes does not.
+    peak = document["peak_allocated_bytes"]
+    assert isinstance(peak, dict)
+    assert peak["ratio"] == pytest.approx(1.0, abs=0.02)
+    speed = document["tokens_per_second"]
+    assert isinstance(speed, dict)
+    assert speed["reached"] == pytest.approx(speed["promised"] * speed["ratio"])
+    assert list(home.joinpath("runs").glob(".verify-*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "run"), [("one.py", "script"), ("one-trl.yaml", "trl")])
+def test_an_export_is_run_as_it_is(
+    name: str, run: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = verified(str(home / name), capsys)
+    assert document["run"] == run
+    assert document["steps"] == 8
+    peak = document["peak_allocated_bytes"]
+    assert isinstance(peak, dict)
+    assert peak["reached"] is None
+    differences = " ".join(map(str, document["differences"]))  # type: ignore[call-overload]
+    assert "nothing counts a script's memory on a CPU" in differences
+
+
+def test_a_script_that_fails_ends_the_verification_with_its_words(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random_weights(DEMO, tmp_path / "model", tokenizer=_tokenizer())
+    text = (home / "one.py").read_text(encoding="utf-8")
+    (tmp_path / "own.py").write_text(
+        text.replace("import argparse\n", "import argparse\nraise ValueError('broken here')\n", 1)
+    )
+    weights = str(tmp_path / "model")
+    assert main(["verify", str(tmp_path / "own.py"), "--model", weights]) == 3
+    assert "ValueError: broken here" in capsys.readouterr().err
+
+
+def test_bad_input_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["none.py"], "none.py: no such file"),
+        (["nothing"], "nothing"),
+        (["one", "--steps", "2"], "--steps must be at least 8, got 2"),
+        (["one.py", "--trial", "0"], "--trial: an export is of one trial"),
+        (["one", "--trial", "7"], "has no trial 7"),
+    ):
+        assert main(["verify", *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_what_was_measured_on_a_card_is_not_verified_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    record = record_of_study(a_study(model=load_model_spec("mistral-7b-v0.3")))
+    with pytest.raises(EnvironmentFault, match="measured on a card, and there is none here"):
+        verify(record)
+
+
+def test_texts_that_are_gone_are_asked_for(home: Path) -> None:
+    record = record_of_study(read("one", url=f"sqlite:///{home}/runs/sweep.db"))
+    with pytest.raises(InputError, match=r"measured on chats\.jsonl, which is not prepared here"):
+        verify(replace(record, texts=TEXTS))
+
+
+def test_random_weights_load_as_the_architecture_they_are_of(tmp_path: Path) -> None:
+    tied = ModelSpec("tied", "shipped", {**DEMO.config, "tie_word_embeddings": True})
+    for spec in (DEMO, tied):
+        directory = tmp_path / spec.name
+        write_random_weights(spec, directory, tokenizer=_tokenizer())
+        model, told = AutoModelForCausalLM.from_pretrained(
+            directory, dtype="auto", output_loading_info=True
+        )
+        assert model.dtype == torch.bfloat16
+        assert not told["missing_keys"]
+        assert not told["unexpected_keys"]
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        assert (head.weight is embedding.weight) == (spec is tied)
+        assert len(AutoTokenizer.from_pretrained(directory)) <= DEMO.vocab_size
+
+
+def _tokenizer() -> Path:
+    path = DEMO.tokenizer_path
+    assert path is not None
+    return path
