@@ -42,7 +42,8 @@ def two_steps(file: str) -> dict[str, Any]:
     written = yaml.safe_load(Path(file).read_text())
     with tempfile.TemporaryDirectory() as directory:
         places = {"output_dir": directory, "dataset_prepared_path": f"{directory}/prepared"}
-        cfg = load_cfg(file, **places, max_steps=2)
+        # In one process: a pool of forks may hang beside torch's threads.
+        cfg = load_cfg(file, **places, max_steps=2, dataset_num_proc=1)
         kept = {key: cfg.get(key) for key in written if key not in places}
         data = load_datasets(cfg=cfg, cli_args=TrainerCliArgs())
         _, _, trainer = train(cfg=cfg, dataset_meta=data)
