@@ -23,6 +23,7 @@ from sweep.terminal.knob_options import add_knobs
 REFUSED_WITHOUT_A_CARD = 3
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
 TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "texts.jsonl"
+TOKENIZER = Path(__file__).parents[2] / "search_spaces" / "tokenizers" / "demo"
 SHORTER = {"10m": "1s", "200": "8"}
 """What is typed instead, where an example takes as long as a person means it to."""
 
@@ -53,6 +54,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         at_home(home, patch)
         assert main(["run", "quick.yaml", "--study", "a10", "--no-confirm"]) == 0
     shutil.copy(TEXTS, home / "texts.jsonl")
+    shutil.copytree(TOKENIZER, home / "models" / "mine")
     surface = SURFACE.read_text(encoding="utf-8").splitlines(keepends=True)
     (home / "surface.jsonl").write_text("".join(surface[:40]), encoding="utf-8")
     return home
