@@ -25,6 +25,7 @@ from tests.sweep.merging.made import make_adapter, make_base
 REFUSED_WITHOUT_A_CARD = 3
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
 TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "texts.jsonl"
+TOKENIZER = Path(__file__).parents[2] / "search_spaces" / "tokenizers" / "demo"
 SHORTER = {"10m": "1s", "200": "8"}
 """What is typed instead, where an example takes as long as a person means it to."""
 
@@ -57,6 +58,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(TEXTS, home / "texts.jsonl")
     base = make_base(home / "base", load_model_spec("demo").config)
     make_adapter(home / "adapter", base)
+    shutil.copytree(TOKENIZER, home / "models" / "mine")
     surface = SURFACE.read_text(encoding="utf-8").splitlines(keepends=True)
     (home / "surface.jsonl").write_text("".join(surface[:40]), encoding="utf-8")
     return home
