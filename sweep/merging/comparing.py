@@ -63,15 +63,9 @@ def compare(
         quantization = None
     looks = 2 if quantization is None else 3
     on_step(0, looks)
-    with _loaded(models.base, models, device) as base:
-        peft = PeftModel.from_pretrained(base, models.adapter).eval()
-        with peft.disable_adapter():
-            without = _logits(peft, tokens, device)
-        reference = _logits(peft, tokens, device)
-        del peft
+    without, reference = _unmerged(models, tokens, device)
     on_step(1, looks)
-    with _loaded(models.merged, models, device) as merged:
-        found = _logits(merged, tokens, device)
+    found = _merged(models, tokens, device)
     on_step(2, looks)
     difference = (found - reference).abs()
     return Comparison(
@@ -87,6 +81,25 @@ def compare(
         if quantization is None
         else _four_bit(models, quantization, tokens, found, device=device),
     )
+
+
+# A model each, so that no name here holds one while the next is loaded.
+
+
+def _unmerged(
+    models: Models, tokens: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of the base alone, and with the adapter on it."""
+    with _loaded(models.base, models, device) as base:
+        peft = PeftModel.from_pretrained(base, models.adapter).eval()
+        with peft.disable_adapter():
+            without = _logits(peft, tokens, device)
+        return without, _logits(peft, tokens, device)
+
+
+def _merged(models: Models, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with _loaded(models.merged, models, device) as merged:
+        return _logits(merged, tokens, device)
 
 
 def _four_bit(
@@ -140,7 +153,10 @@ def _tokens(directory: Path, rows: int) -> torch.Tensor:
 def _loaded(
     directory: Path, models: Models, device: torch.device, **options: Any
 ) -> Iterator[torch.nn.Module]:
-    """Yield a model, and give its memory back afterwards."""
+    """Yield a model; what is left of the one before it, which refers to itself, goes first."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     model = AutoModelForCausalLM.from_pretrained(
         str(directory),
         dtype=models.dtype,
@@ -149,15 +165,7 @@ def _loaded(
         trust_remote_code=False,
         **options,
     )
-    held = [model.eval()]
-    del model
-    try:
-        yield held[0]
-    finally:
-        held.clear()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    yield model.eval()
 
 
 @torch.no_grad()

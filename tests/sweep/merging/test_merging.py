@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
 from sweep.merging.adapter import WEIGHTS, read_adapter
+from sweep.merging.comparing import Models, compare
 from sweep.merging.job import MergeRequest, _base_tensors, merge
 from sweep.merging.plan import natural_dtype, plan_merge
 from sweep.merging.streaming import Sources, write_merged
@@ -303,3 +305,22 @@ def test_a_directory_without_an_adapter_says_where_one_is(adapter: Path, tmp_pat
     shutil.copytree(adapter, tmp_path / "run" / "checkpoint-20")
     with pytest.raises(InputError, match="checkpoint-20 below it holds one"):
         merge(MergeRequest(str(tmp_path / "run"), str(tmp_path / "merged")))
+
+
+def test_one_model_is_in_memory_at_a_time_as_they_are_compared(
+    adapter: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def watched(*args: Any, **options: Any) -> Any:
+        alive.append(sum(model() is not None for model in loaded))
+        model = load(*args, **options)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    models = Models(base, adapter, base, dtype=torch.bfloat16, nbytes=1)
+    compare(models, rows=1)
+    assert alive == [0, 0, 0]
