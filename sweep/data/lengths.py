@@ -6,15 +6,18 @@ Knows nothing of texts or tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
-from sweep.data.epoch import cut, epoch, packed
+from sweep.data.epoch import Integers, cut, epoch, packed
 
 Lengths = NDArray[np.int32]
+CutAt = Callable[[int], tuple[Integers, Integers]]
 
 MICRO_BATCH_SIZE = 4
 """Rows of a micro-batch that waste is said for unless another is named: the standard recipe's."""
@@ -101,7 +104,12 @@ class Waste:
 
 
 def waste_at(
-    seq_len: int, lengths: Lengths, loss_lengths: Lengths, *, micro_batch_size: int
+    seq_len: int,
+    lengths: Lengths,
+    loss_lengths: Lengths,
+    *,
+    micro_batch_size: int,
+    cut_at: CutAt | None = None,
 ) -> Waste | None:
     """Return what a sequence length does to texts; None where it leaves nothing to learn.
 
@@ -111,8 +119,10 @@ def waste_at(
         loss_lengths: those of them that carry loss.
         micro_batch_size: rows of a micro-batch, on which it depends what padding wastes; all of
             them where there are fewer.
+        cut_at: says what a sequence length leaves of each row, and how much of that carries loss;
+            None where the tokens that carry loss are a row's last.
     """
-    kept, loss = cut(lengths, loss_lengths, seq_len)
+    kept, loss = (cut_at or partial(cut, lengths, loss_lengths))(seq_len)
     whole, left = int(np.sum(lengths, dtype=np.int64)), kept[loss > 0]
     if not len(left):
         return None
@@ -122,7 +132,7 @@ def waste_at(
         config = TrialConfig.model_validate(
             {"seq_len": seq_len, "micro_batch_size": size, "packing": packing}
         )
-        return epoch(lengths, loss_lengths, config, seed=_SEED).waste
+        return epoch(lengths, loss, config, seed=_SEED, are_cut=True).waste
 
     return Waste(
         seq_len=seq_len,

@@ -1,10 +1,7 @@
-"""Owns what a model sees of a row: whether it looks ahead, and whether packed texts are apart.
+"""Owns whether a model looks ahead: rows of texts are padded for one that does not.
 
-Both are asked of the model itself, by a forward pass over a few tokens and another in which some of
-them are others: what cannot see those stays as it is. transformers derives the mask of packed rows
-from their positions for most architectures and not for all (as of 5.17 not for gpt-oss, falcon,
-bloom, mpt and opt), and layers that carry a state from token to token (mamba, linear attention)
-carry it from text to text as well. Knows nothing of trials.
+Asked of the model itself, by a forward pass over a few tokens and another in which some of them are
+others: what cannot see those stays as it is. Knows nothing of trials.
 """
 
 from __future__ import annotations
@@ -13,39 +10,17 @@ from typing import Any
 
 import torch
 
-from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from sweep.data.collating import INPUT, SEQ_LENGTHS, collator
+from sweep.data.collating import INPUT
 
 _TEXT = 8
-"""Tokens of a text; two make the row."""
+"""Tokens before what is changed, and of what is."""
 _MOVED = 0.01
 """Relative change of what a model says of a token, from which on it has seen what was changed.
 
 What has seen nothing is mostly the same to the bit; experts sum in an order that may change, which
-is within the rounding of bf16. What has seen another text of random weights moves by 3 % and more.
+is within the rounding of bf16. What looks ahead with random weights moves by 3 % and more.
 """
-
-
-def keeps_documents_apart(model: torch.nn.Module, config: TrialConfig) -> bool:
-    """Whether no token of a packed row sees another text of it.
-
-    Args:
-        model: base or base with adapters, as it trains; it stays as it is.
-        config: what it trains by: its attention decides how a row says what is a text.
-    """
-    if any(getattr(module, "_is_stateful", False) for module in model.modules()):
-        return False
-    small = config.model_copy(update={"seq_len": 2 * _TEXT, "micro_batch_size": 1})
-    collate = collator(small, pad_token_id=0)
-
-    def packed(first: torch.Tensor, second: torch.Tensor) -> dict[str, Any]:
-        tokens = torch.cat([first, second])
-        batch = collate([{INPUT: tokens.tolist(), SEQ_LENGTHS: [len(first), len(second)]}])
-        return {name: value for name, value in batch.items() if name != "labels"}
-
-    one, another, second = _texts(model)
-    return not _moves(model, packed(one, second), packed(another, second), slice(_TEXT, None))
 
 
 def check_is_causal(model: torch.nn.Module) -> None:

@@ -18,6 +18,8 @@ from sweep.finetuning.wire import TrainingJob, TrainingResult
 
 Row = Sequence[str]
 
+TOGETHER = "the texts of a packed row see each other: this model does not keep them apart"
+
 
 def model_card(
     job: TrainingJob,
@@ -112,6 +114,8 @@ def _sections(
     yield "## Promised and reached\n\n" + _table(
         ("", "promised", "reached", "reached / promised"), promised_and_reached(job, result)
     )
+    if result.documents_apart is False:
+        yield f"**{TOGETHER.capitalize()}.**"
     why_not = incomparable(job, device=result.device_name)
     if why_not is not None:
         yield f"Not comparable: {why_not}."

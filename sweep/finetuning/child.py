@@ -190,8 +190,20 @@ class Run(TrainerCallback):
             callback=self,
         )
         self._steps = self._count_steps()
+        self._documents_apart = self._keep_apart()
         training.step = self._first = self._steps_saved = self._course.steps.done
         training.saved = training.step if self._checkpoint is not None else None
+
+    def _keep_apart(self) -> bool | None:
+        """Ask the model whether it sees of a row of texts what it should; refuse one that looks
+        ahead."""
+        if self._job.texts is None:
+            return None
+        from sweep.finetuning.texts import is_keeping_apart
+
+        model: Any = self._attachment.model.get_base_model()
+        with self._trainer.accelerator.autocast():
+            return is_keeping_apart(model, self._rows.training, self._job.config)
 
     def train(self) -> End:
         """Train all that is left, and return how it ended."""
@@ -204,6 +216,7 @@ class Run(TrainerCallback):
                 rows_held_out=0 if self._rows.held_out is None else len(self._rows.held_out),
                 rows_left_out=self._rows.left_out,
                 trainable_parameters=self._trainable(),
+                documents_apart=self._documents_apart,
             )
         )
         with self._observing:
@@ -285,8 +298,9 @@ class Run(TrainerCallback):
 
     def _pause(self, *, is_last: bool) -> None:
         """Read what is queued, evaluate some held-out rows, and write a checkpoint."""
-        begun = time.perf_counter()
+        # What is queued takes its steps' own time, and none of what interrupts them.
         self._course.settle()
+        begun = time.perf_counter()
         if self._course.fault is not None or not self._job.keeps_checkpoints:
             return
         if self._rows.held_out is not None and not is_last and not self._training.stop.is_set():
@@ -374,11 +388,12 @@ class Run(TrainerCallback):
             rows=len(rows.training),
             rows_held_out=0 if rows.held_out is None else len(rows.held_out),
             rows_left_out=rows.left_out,
-            epochs=self._steps * self._job.config.samples_per_step / len(rows.training),
+            epochs=self._epochs(),
             checkpoints=steps.checkpoints,
             checkpoint_seconds=steps.interrupted_seconds,
             data_wait_seconds=steps.data_wait_seconds,
             device_name=_device_name(self._job),
+            documents_apart=self._documents_apart,
             checkpoint=str(saved) if self._job.keeps_checkpoints else None,
         )
 
@@ -410,9 +425,15 @@ class Run(TrainerCallback):
         """Return the optimizer steps of the whole training, as Trainer counts them."""
         if self._job.max_steps is not None:
             return self._job.max_steps
-        batches = -(-len(self._rows.training) // self._job.config.micro_batch_size)
-        per_epoch = max(1, -(-batches // self._job.config.accumulation_steps))
-        return math.ceil(self._job.epochs * per_epoch)
+        return math.ceil(self._job.epochs * self._steps_per_epoch())
+
+    def _steps_per_epoch(self) -> int:
+        return -(-len(self._rows.training) // self._job.config.samples_per_step)
+
+    def _epochs(self) -> float:
+        """Return how often the rows were gone through; an epoch's last step may have fewer."""
+        whole, further = divmod(self._steps, self._steps_per_epoch())
+        return whole + further * self._job.config.samples_per_step / len(self._rows.training)
 
     def _trainable(self) -> int:
         return sum(p.numel() for p in self._attachment.trainable_parameters())

@@ -1,4 +1,5 @@
-"""Owns the rows of a training on prepared texts: trained on, held out, left out.
+"""Owns the rows of a training on prepared texts: trained on, held out, left out, and whether the
+model keeps apart what is packed into one.
 
 Apart from `rows`, as it imports `datasets`. Knows nothing of Trainer.
 """
@@ -9,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from datasets import Dataset
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from sweep.data.batches import LENGTH, training_rows
-from sweep.data.collating import Collator
-from sweep.data.epoch import cut
+from sweep.data.collating import SEQ_LENGTHS, Collator
+from sweep.data.cutting import cut_exactly
+from sweep.data.probing import check_is_causal
 from sweep.data.split import split
 from sweep.finetuning.rows import Rows
 from sweep.finetuning.wire import TrainingJob
+from sweep.training.texts import are_apart, is_packed, takes_positions
 
 _PAD_TOKEN = 0
 """Any token of the model: pads carry no loss, and no token looks at them."""
@@ -34,9 +39,8 @@ def text_rows(job: TrainingJob) -> Rows:
     lengths = np.load(directory / "lengths.npy", mmap_mode="r")
     trained, held = split(len(lengths), job.eval_fraction, job.seed)
     training = training_rows(directory, config, indices=trained, seed=job.seed)
-    _, loss = cut(
-        lengths[trained], np.load(directory / "loss_lengths.npy")[trained], config.seq_len
-    )
+    loss_lengths = np.load(directory / "loss_lengths.npy", mmap_mode="r")
+    _, loss = cut_exactly(directory, lengths, loss_lengths, config.seq_len)
     alone = text_by_text(config)
     return Rows(
         training=training,
@@ -44,7 +48,50 @@ def text_rows(job: TrainingJob) -> Rows:
         collate_held_out=Collator(config=alone, pad_token_id=_PAD_TOKEN),
         collate=Collator(config=config, pad_token_id=_PAD_TOKEN),
         widths=training[LENGTH] if LENGTH in training.column_names else None,
-        left_out=int(np.count_nonzero(loss == 0)),
+        left_out=int(np.count_nonzero(loss[trained] == 0)),
+    )
+
+
+def is_keeping_apart(model: torch.nn.Module, training: Dataset, config: TrialConfig) -> bool | None:
+    """Return whether the texts of a packed row do not see each other; None where no row has two.
+
+    Nothing random is drawn by it, and a compiled layer runs as it is written.
+
+    Args:
+        model: the base with its adapters in it, as it trains.
+        training: the rows.
+        config: what trains on them.
+
+    Raises:
+        InputError: the model looks ahead, or is told no positions and so packs nothing.
+    """
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    device = embeddings.weight.device
+    devices = [device] if device.type == "cuda" else []
+    check_is_causal(model)
+    if not is_packed(config):
+        return None
+    if not takes_positions(model):
+        raise InputError("packing packed: the model is told no positions of tokens")
+    row = _of_several(training)
+    if row is None:
+        return None
+    batch = Collator(config=config, pad_token_id=_PAD_TOKEN)([training[row]])
+    on_device = {key: v.to(device) if hasattr(v, "to") else v for key, v in batch.items()}
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=devices),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        return are_apart(model, on_device, vocab_size=embeddings.num_embeddings)
+
+
+def _of_several(training: Dataset) -> int | None:
+    """Return the first row in which a text of several tokens is behind another."""
+    rows = training.select_columns([SEQ_LENGTHS])
+    return next(
+        (number for number, row in enumerate(rows) if np.count_nonzero(row[SEQ_LENGTHS] > 1) > 1),
+        None,
     )
 
 

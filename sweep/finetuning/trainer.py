@@ -211,8 +211,10 @@ class MeasuredTrainer(Trainer):
         """Return the sum of the losses of a micro-batch's tokens, and their number."""
         count = (batch["labels"][..., 1:] != IGNORED).sum()
         self._beat()
+        # Liger's loss holds the logits in evaluation mode unless it is told not to.
+        told = {} if self._job.config.kernels == "hf" else {"skip_logits": True}
         with self.compute_loss_context_manager():
-            loss = self.model_wrapped(**batch).loss
+            loss = self.model_wrapped(**batch, **told).loss
         return loss.detach().float() * count, count
 
 

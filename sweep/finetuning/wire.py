@@ -99,6 +99,9 @@ class Started(_Frozen):
     rows_left_out: int
     """None of whose tokens that carry loss are within the length."""
     trainable_parameters: int
+    documents_apart: bool | None = None
+    """Whether the texts of a packed row do not see each other, as the model was asked; None where
+    no row has two."""
 
 
 class Progressed(_Frozen):
@@ -175,6 +178,8 @@ class TrainingResult(_Frozen):
     """That the host waited for batches; while it does not fall behind, the device waits for none of
     it."""
     device_name: str
+    documents_apart: bool | None = None
+    """Whether the texts of a packed row did not see each other; None where no row has two."""
     checkpoint: str | None = None
     """The last one, which has the adapter."""
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from reports import units
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.texts import TextsKind, TextsSummary
+from sweep.data.cutting import cut_exactly
 from sweep.data.lengths import (
     MICRO_BATCH_SIZE,
     Bin,
@@ -101,11 +103,19 @@ def _wastes(
     """Return what each candidate length does; those that leave nothing to learn are left out."""
     lengths, loss_lengths = texts.lengths(), texts.loss_lengths()
     limit = None if model is None else model.max_positions
+    exact = partial(cut_exactly, texts.directory, lengths, loss_lengths)
     candidates = candidate_lengths(lengths, max_positions=limit)
     found = []
     for done, seq_len in enumerate(candidates):
         tell(done, len(candidates))
-        found.append(waste_at(seq_len, lengths, loss_lengths, micro_batch_size=micro_batch_size))
+        waste = waste_at(
+            seq_len,
+            lengths,
+            loss_lengths,
+            micro_batch_size=micro_batch_size,
+            cut_at=exact if texts.summary.completions_only else None,
+        )
+        found.append(waste)
     return [waste for waste in found if waste is not None]
 
 

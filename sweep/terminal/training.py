@@ -23,7 +23,7 @@ from storage.definition import StudySnapshot
 from storage.reading import read_study
 from sweep.finetuning import checkpoints
 from sweep.finetuning import output as directories
-from sweep.finetuning.card import incomparable, promised_and_reached
+from sweep.finetuning.card import TOGETHER, incomparable, promised_and_reached
 from sweep.finetuning.training import (
     PreparedTraining,
     TrainingRequest,
@@ -278,6 +278,10 @@ class _Bar:
             case Started() as started:
                 self._is_training = True
                 self._progress.update(self._task, total=started.steps, completed=started.steps_done)
+                if started.documents_apart is False:
+                    self._progress.console.print(
+                        f"warning: {TOGETHER}", markup=False, highlight=False
+                    )
             case Progressed() as progressed:
                 self._progress.update(
                     self._task,
@@ -306,6 +310,8 @@ class _Lines:
             case Started() as started:
                 self._steps = started.steps
                 note(_started(started))
+                if started.documents_apart is False:
+                    note(f"warning: {TOGETHER}")
             case Progressed() as progressed if self._clock() >= self._next:
                 self._pause = min(2 * self._pause, _LINE_SECONDS)
                 self._next = self._clock() + self._pause

@@ -479,7 +479,11 @@ class Trial:
             per_step = each * config.tokens_per_step
         else:
             shapes = self._round.shapes
-            work = sum(r * w * flops_per_token(attachment, model, w) for r, w in shapes)
+            # Flattened rows stay apart: no token has more before it than its own row has.
+            within = config.seq_len
+            work = sum(
+                r * w * flops_per_token(attachment, model, min(w, within)) for r, w in shapes
+            )
             per_step = config.accumulation_steps * work / len(shapes)
         return per_step / self._meter.median_seconds / self.peak_flops
 

@@ -13,7 +13,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.rules import WITHOUT_SDPA
 from sweep.data.collating import IGNORED, collator
-from sweep.data.probing import check_is_causal, keeps_documents_apart
+from sweep.data.probing import check_is_causal
+from sweep.training.texts import are_apart
 from tests.bench.try_models import spec_of
 
 SHIPPED = (
@@ -135,7 +136,7 @@ def test_packed_texts_are_what_they_are_alone(
     assert _loss([*alone, alone[1]], [*texts, texts[1]]) == pytest.approx(
         float(packed.loss), rel=1e-5
     )
-    assert keeps_documents_apart(model, config)
+    assert _are_apart(model, batch) is True
 
 
 def _loss(logits: list[torch.Tensor], texts: list[list[int]]) -> float:
@@ -145,26 +146,17 @@ def _loss(logits: list[torch.Tensor], texts: list[list[int]]) -> float:
     return float(torch.nn.functional.cross_entropy(said, wanted, ignore_index=IGNORED))
 
 
+def _are_apart(model: Any, batch: dict[str, Any]) -> bool | None:
+    return are_apart(model, batch, vocab_size=model.config.vocab_size)
+
+
 @pytest.mark.parametrize("family", sorted(UNAWARE_OF_POSITIONS | STATEFUL))
-def test_where_packed_texts_see_one_another_that_is_said(family: str) -> None:
-    config = TrialConfig(packing="packed")
-    assert not keeps_documents_apart(tiny(family), config)
-
-
-def test_a_cache_would_let_packed_texts_see_one_another() -> None:
-    model = tiny("llama")
-    model.config.use_cache = True
-    assert not keeps_documents_apart(model, TrialConfig(packing="packed"))
-
-
-def test_asking_leaves_a_training_as_it_was() -> None:
-    model = tiny("llama").train()
-    torch.manual_seed(5)
-    before = torch.random.get_rng_state()
-    keeps_documents_apart(model, TrialConfig(packing="packed", seq_len=8, compile=True))
-    assert model.training
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert all(parameter.grad is None for parameter in model.parameters())
+def test_where_packed_texts_see_one_another_that_is_said(
+    family: str, texts: list[list[int]]
+) -> None:
+    row = {"input_ids": [*itertools.chain(*texts)], "seq_lengths": list(LENGTHS)}
+    batch = _collated(TrialConfig(packing="packed", seq_len=64), [row])
+    assert _are_apart(tiny(family), batch) is False
 
 
 @pytest.mark.filterwarnings("ignore:.*is_decoder")

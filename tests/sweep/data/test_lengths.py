@@ -97,6 +97,18 @@ def test_rows_whose_answer_is_cut_off_are_left_out() -> None:
     assert waste_at(4, lengths, loss, micro_batch_size=4) is None
 
 
+def test_of_a_chat_an_answer_before_the_cut_is_kept() -> None:
+    lengths, loss = ints(100, 10, 10, 10), ints(5, 5, 5, 5)
+
+    def cut_at(seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.minimum(lengths, seq_len).astype(np.int64), np.array([2, 5, 5, 5])
+
+    waste = waste_at(50, lengths, loss, micro_batch_size=4, cut_at=cut_at)
+    assert waste is not None
+    assert waste.rows_left_out == 0.0
+    assert waste.padding_waste == pytest.approx(1 - 80 / 200)
+
+
 def test_fewer_rows_than_a_micro_batch_are_one() -> None:
     waste = waste_at(64, ints(10), ints(9), micro_batch_size=4)
     assert waste is not None

@@ -6,13 +6,16 @@ import errno
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from sweep.finetuning import checkpoints
+from sweep.finetuning.card import model_card
 from sweep.finetuning.trainer import MeasuredTrainer
 from sweep.finetuning.wire import (
     Evaluated,
@@ -26,8 +29,9 @@ from sweep.finetuning.wire import (
     TrainingResult,
     Unable,
 )
+from tests.bench.try_models import spec_of
 from tests.sweep.data.prepared import prepared
-from tests.sweep.finetuning.trainings import job, run
+from tests.sweep.finetuning.trainings import SPEC, job, run
 
 LENGTHS = [5, 40, 12, 30, 9, 22, 17, 3, 28, 14, 33, 8, 19, 25, 6]
 """Twelve rows are trained on and three held out; two are longer than the rows of a micro-batch."""
@@ -115,6 +119,86 @@ def test_a_training_tells_what_it_came_to_and_keeps_the_newest_two_checkpoints(
     again, _ = run(job(tmp_path, texts, resume_from=str(checkpoints.newest(tmp_path))))
     assert isinstance(again, TrainingResult)
     assert (again.eval_loss, again.tokens, again.steps) == (end.eval_loss, end.tokens, 3)
+
+
+def test_what_an_epoch_of_fewer_rows_than_its_steps_take_comes_to(tmp_path: Path) -> None:
+    odd = prepared(tmp_path / "texts", LENGTHS[:10])
+    once, _ = run(job(tmp_path / "once", odd, eval_fraction=0.0))
+    assert isinstance(once, TrainingResult), once
+    assert (once.steps, once.rows, once.epochs) == (3, 10, 1.0)
+    assert once.tokens == sum(min(length, 32) - 1 for length in LENGTHS[:10])
+    further, _ = run(job(tmp_path / "further", odd, eval_fraction=0.0, max_steps=4))
+    assert isinstance(further, TrainingResult), further
+    assert further.epochs == 1.4
+
+
+def test_rows_of_a_chat_are_left_out_by_what_is_left_of_its_answers(tmp_path: Path) -> None:
+    # The first answer is kept and the second cut off; of the last chat none is kept.
+    lengths = [60, 20, 24, 60]
+    masks = [np.zeros(length, int) for length in lengths]
+    for mask, answers in zip(masks, ([5, 50], [5], [20], [45]), strict=True):
+        for begin in answers:
+            mask[begin : begin + 4] = 1
+    chats = prepared(tmp_path / "texts", lengths, masks=masks)
+    end, _ = run(job(tmp_path / "out", chats, eval_fraction=0.0))
+    assert isinstance(end, TrainingResult), end
+    assert (end.rows, end.rows_left_out, end.tokens) == (3, 1, 12)
+
+
+@pytest.mark.parametrize(
+    ("packing", "model", "are_apart"),
+    [("packed", None, True), ("packed", "gpt_oss", False), ("none", None, None)],
+)
+def test_a_training_says_whether_packed_texts_see_each_other(
+    tmp_path: Path, texts: Path, packing: str, model: str | None, are_apart: bool | None
+) -> None:
+    # Of gpt_oss transformers does not derive a mask from the positions.
+    spec = SPEC if model is None else replace(SPEC, config=spec_of(model).config)
+    knobs = {"attention": "eager", "checkpoint_fraction": 0.0, "max_steps": 1}
+    begun = job(tmp_path, texts, packing=packing, model=spec.to_json(), **knobs)
+    end, said = run(begun)
+    assert isinstance(end, TrainingResult), end
+    started = next(message for message in said if isinstance(message, Started))
+    assert (started.documents_apart, end.documents_apart) == (are_apart, are_apart)
+    card = model_card(begun, end, texts=None, subject="tiny", versions={})
+    assert ("see each other" in card) is (are_apart is False)
+
+
+def test_a_model_that_looks_ahead_is_not_trained_on_texts(tmp_path: Path, texts: Path) -> None:
+    config = {**spec_of("gemma3_text").config, "use_bidirectional_attention": True}
+    both_ways = replace(SPEC, config={**config, "vocab_size": 512})
+    begun = job(tmp_path, texts, attention="eager", model=both_ways.to_json())
+    end, _ = run(begun)
+    assert isinstance(end, Refused), end
+    assert "'gemma3_text' looks ahead" in end.reason
+
+
+@pytest.mark.parametrize("packing", ["none", "grouped", "packed"])
+def test_the_loss_of_a_step_is_the_mean_over_all_its_tokens_that_carry_loss(
+    tmp_path: Path, packing: str
+) -> None:
+    lengths = [5, 31, 12, 30, 9, 22, 17]
+    odd = prepared(tmp_path / "texts", lengths, completions=[2, 20, 3, 29, 1, 4, 9])
+    knobs = {"lora_dropout": 0.0, "learning_rate": 1e-7, "effective_batch_size": 6}
+    begun = job(tmp_path / "out", odd, packing=packing, eval_fraction=0.0, **knobs)
+    end, _ = run(begun)
+    assert isinstance(end, TrainingResult), end
+    assert end.checkpoint is not None
+    course = json.loads((Path(end.checkpoint) / checkpoints.COURSE).read_text())
+    whole = np.average(course["losses"], weights=course["tokens"])
+    alone, _ = run(
+        job(
+            tmp_path / "alone",
+            odd,
+            eval_fraction=0.0,
+            **{**knobs, "micro_batch_size": 1, "effective_batch_size": 1},
+        )
+    )
+    assert isinstance(alone, TrainingResult), alone
+    assert alone.checkpoint is not None
+    each = json.loads((Path(alone.checkpoint) / checkpoints.COURSE).read_text())
+    assert sum(course["tokens"]) == sum(each["tokens"])
+    assert whole == pytest.approx(np.average(each["losses"], weights=each["tokens"]), rel=1e-3)
 
 
 def test_random_rows_are_counted_as_a_trial_counts_them_and_nothing_is_kept(tmp_path: Path) -> None:
