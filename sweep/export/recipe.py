@@ -51,6 +51,8 @@ class RecipeTexts:
     """Share of the rows that no training saw."""
     seed: int
     """Of the choice of those."""
+    tokenizer: str | None = None
+    """The one that was named, a path or a hub id; None for the model's own."""
 
     @property
     def column(self) -> str:
@@ -320,7 +322,9 @@ def _texts(snapshot: StudySnapshot) -> RecipeTexts | None:
     if summary is None:
         return None
     choice = space.data or TextsChoice(texts=summary.source)
-    return RecipeTexts(summary, choice.texts, float(choice.eval_fraction), space.seed)
+    return RecipeTexts(
+        summary, choice.texts, float(choice.eval_fraction), space.seed, choice.tokenizer
+    )
 
 
 def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecord:

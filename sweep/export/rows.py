@@ -49,11 +49,27 @@ def lost_rows(recipe: Recipe, trainer: Trainer) -> tuple[str, ...]:
         return ()
     told = _LOST[trainer].get(texts.summary.kind)
     sentences = [] if told is None else [told(texts)]
+    if texts.tokenizer is not None and trainer != "axolotl":
+        sentences.append(
+            f"Tokenizer: it takes the model's own; the texts were measured with {texts.tokenizer}. "
+            "Put that one's files beside the weights."
+        )
+    sentences.append(lost_broken_rows(texts))
     if texts.eval_fraction:
         sentences.append(
             "Held-out rows: it chooses as many by a seed of its own, so others than the study's."
         )
     return tuple(sentence for sentence in sentences if sentence)
+
+
+def lost_broken_rows(texts: RecipeTexts) -> str:
+    """Return what becomes of rows that the study left out; empty where there were none."""
+    if not texts.summary.broken:
+        return ""
+    return (
+        f"Broken rows: the study left {texts.summary.broken:,} out. `datasets` reads the texts "
+        "here, and may refuse a file that has any: `sweep data` names them, take them out."
+    )
 
 
 # TRL
@@ -119,6 +135,7 @@ def _axolotl(recipe: Recipe) -> dict[str, Any]:
     where = {"path": texts.source, **({"ds_type": builder} if builder else {}), "split": "train"}
     return {
         "datasets": [{**where, **_axolotl_rows(texts)}],
+        **({"tokenizer_config": texts.tokenizer} if texts.tokenizer else {}),
         "train_on_inputs": not texts.summary.completions_only,
         # Left out, it drops what is longer.
         "excess_length_strategy": "truncate",

@@ -19,6 +19,7 @@ from sweep.export.recipe import (
     comment,
     plain_number,
 )
+from sweep.export.rows import lost_broken_rows
 
 TRIED = "Tried with transformers 5.10.1 to 5.17.0, PEFT 0.19 to 0.21.2 and TRL 1.15 to 1.16."
 
@@ -46,6 +47,8 @@ def script(recipe: Recipe) -> str:
         environment=allocator_settings(config.expandable_segments),
         needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),
         texts=texts,
+        is_chat=_is_chat(recipe),
+        marks_turns=_marks_turns(recipe),
         is_flattened=config.packing == "packed" and config.attention == "flash_attention_2",
         output=recipe.output_directory("script"),
         learning_rate=config.learning_rate,
@@ -57,15 +60,26 @@ def script(recipe: Recipe) -> str:
 
 def script_lost(recipe: Recipe) -> tuple[str, ...]:
     """Return what the script cannot do as it was measured."""
-    kind = recipe.texts_kind
-    if recipe.texts is None or kind not in ("messages", "conversations"):
+    texts = recipe.texts
+    if texts is None:
         return ()
-    if not recipe.texts.summary.completions_only:
-        return ()
-    return (
-        "Loss on the assistant's turns alone: the script needs a chat template that marks them "
-        "with {% generation %}, and ends with a message where the tokenizer's does not.",
-    )
+    told = _MARKS if _marks_turns(recipe) else ""
+    return tuple(sentence for sentence in (told, lost_broken_rows(texts)) if sentence)
+
+
+def _is_chat(recipe: Recipe) -> bool:
+    return recipe.texts_kind in ("messages", "conversations")
+
+
+def _marks_turns(recipe: Recipe) -> bool:
+    texts = recipe.texts
+    return texts is not None and _is_chat(recipe) and texts.summary.completions_only
+
+
+_MARKS = (
+    "Loss on the assistant's turns alone: the script needs a chat template that marks them with "
+    "{% generation %}, and ends with a message where neither the tokenizer's nor TRL's for it does."
+)
 
 
 @cache

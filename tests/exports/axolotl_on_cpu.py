@@ -7,6 +7,7 @@ the error. It imports nothing of this project.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import traceback
@@ -15,6 +16,10 @@ from typing import Any
 
 import transformers.training_args
 import yaml
+
+# Texts are prepared in this process. Asked for one process, datasets forks one, and beside the
+# threads of tokenizers and torch what is forked may wait for a lock that nobody gives back.
+os.environ["AXOLOTL_DATASET_NUM_PROC"] = "0"
 
 # A CPU does bf16, and axolotl has no option by which Trainer would be told to use one.
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True
@@ -42,8 +47,7 @@ def two_steps(file: str) -> dict[str, Any]:
     written = yaml.safe_load(Path(file).read_text())
     with tempfile.TemporaryDirectory() as directory:
         places = {"output_dir": directory, "dataset_prepared_path": f"{directory}/prepared"}
-        # In one process: a pool of forks may hang beside torch's threads.
-        cfg = load_cfg(file, **places, max_steps=2, dataset_num_proc=1)
+        cfg = load_cfg(file, **places, max_steps=2, dataset_num_proc=0)
         kept = {key: cfg.get(key) for key in written if key not in places}
         data = load_datasets(cfg=cfg, cli_args=TrainerCliArgs())
         _, _, trainer = train(cfg=cfg, dataset_meta=data)

@@ -31,7 +31,7 @@ def two_steps(file: str) -> dict[str, Any]:
         info = dataset_info(text)
         for dataset in info.values():
             if "file_name" in dataset:
-                dataset["file_name"] = str(Path(file).parent / dataset["file_name"])
+                dataset["file_name"] = str(Path(file).resolve().parent / dataset["file_name"])
         Path(directory, "dataset_info.json").write_text(json.dumps(info))
         here = {"dataset_dir": directory, "output_dir": directory, "overwrite_cache": True}
         run_exp({**options, **here, "max_steps": 2, "save_strategy": "no", "use_cpu": True})

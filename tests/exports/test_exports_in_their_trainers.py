@@ -50,7 +50,8 @@ def in_trainer(name: str, *arguments: str, cwd: Path) -> list[dict[str, Any]]:
         timeout=1700,
         check=False,
     )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    # Trainers print their logs beside: as Python has a dictionary, or over many lines.
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
     assert found, done.stderr[-3000:]
     return found
 

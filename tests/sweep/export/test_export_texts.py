@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
+from search_spaces.space import SearchSpace
+from storage.definition import StudySnapshot
 from sweep.data.split import split
-from sweep.export.formats import export
+from sweep.export.formats import export, exported
 from tests.sweep.export.studies import a_study, some_texts
 from tests.sweep.export.weights import a_row, saved_model, written_texts
 from tests.sweep.training.tiny import tiny_config
@@ -83,6 +87,148 @@ def test_the_script_leaves_out_what_is_broken(
     script = script_of(tmp_path, kind, tiny_config(), model)
     assert script.tokens_of({}, tokenizer) is None
     assert script.tokens_of(dict.fromkeys(a_row(kind, 0)), tokenizer) is None
+
+
+_CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "does f"}}
+_ASKED = {"role": "user", "content": "hi"}
+_TURNS = [_ASKED, {"role": "assistant", "content": "ho"}]
+ODD_ROWS: dict[str, list[dict[str, Any]]] = {
+    "instruction": [
+        {"instruction": "a", "input": 7, "output": "b"},
+        {"instruction": "a", "input": " x ", "output": "b"},
+        {"instruction": " ", "output": "b"},
+        {"instruction": "a", "output": ["b"]},
+    ],
+    "prompt-completion": [
+        {"prompt": "", "completion": "b"},
+        {"prompt": " ", "completion": "b"},
+        {"prompt": "a", "completion": " "},
+        {"prompt": 1, "completion": "b"},
+    ],
+    "messages": [
+        {"messages": json.dumps(_TURNS)},
+        {"messages": "no turns"},
+        {"messages": []},
+        {"messages": ["hi"]},
+        {"messages": [_ASKED]},
+        {"messages": [*_TURNS, {"role": "narrator", "content": "so"}]},
+        {"messages": [_ASKED, {"role": "assistant", "content": " "}]},
+        {"messages": [{"role": "system", "content": ""}, *_TURNS]},
+        {"messages": [_ASKED, {"role": "assistant"}]},
+        {
+            "messages": [
+                {**_ASKED, "content": [{"type": "text", "text": "h"}, {"text": "i"}]},
+                *_TURNS,
+            ]
+        },
+        {"messages": [{**_ASKED, "content": [{"type": "image"}]}, *_TURNS]},
+        {"messages": [{**_ASKED, "from": "gpt"}, *_TURNS]},
+        {"messages": [{**_ASKED, "name": None}, *_TURNS]},
+        {"messages": [*_TURNS, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]},
+        {"messages": _TURNS, "tools": [_TOOL]},
+        {"messages": _TURNS, "tools": json.dumps([_TOOL])},
+        {"messages": _TURNS, "tools": "7"},
+        {"messages": _TURNS, "chat_template_kwargs": {"aside": "psst"}},
+        {"messages": [_ASKED, {"role": "assistant", "content": "refuse"}]},
+    ],
+}
+
+
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("kind", ODD_ROWS)
+def test_the_script_takes_and_leaves_odd_rows_as_the_study_did(
+    kind: Any, only: bool, model: ModelSpec, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    from sweep.data.kinds import Broken, parsed
+    from sweep.data.rendering import Rendered, renderer
+    from sweep.data.tokenizing import Tokenizing
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model.path))
+    tokenizer.chat_template = (
+        "{% if messages[-1].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}"
+        "{{ tools | tojson if tools else '' }}{{ aside }}"
+    ) + tokenizer.chat_template.replace("{% generation %}", "{% generation -%}")
+    script = script_of(tmp_path, kind, tiny_config(packing="none"), model, only=only)
+    is_chat = kind == "messages"
+    render = renderer(tokenizer, name="mine", is_chat=is_chat, completions_only=only)
+    for row in ODD_ROWS[kind]:
+        read = parsed(row, kind, text_column=None)
+        rendered = read if isinstance(read, Broken) else render(read)
+        found = script.tokens_of(row, tokenizer)
+        if not isinstance(rendered, Rendered):
+            assert found is None, row
+            continue
+        (expected,) = Tokenizing(tokenizer)([rendered])
+        assert found is not None, row
+        assert found["input_ids"] == expected.ids.tolist(), row
+        assert found["completion_mask"] == expected.mask.tolist(), row
+
+
+def test_a_mark_that_the_tokenizer_itself_puts_at_the_end_carries_loss(
+    model: ModelSpec, tmp_path: Path
+) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    from sweep.data.rendering import Rendered
+    from sweep.data.tokenizing import Tokenizing
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model.path))
+    marks = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=marks
+    )
+    script = script_of(tmp_path, "prompt-completion", tiny_config(), model, only=True)
+    (expected,) = Tokenizing(tokenizer)([Rendered("ab", ((1, 2),), False)])
+    found = script.tokens_of({"prompt": "a", "completion": "b"}, tokenizer)
+    assert found["input_ids"] == expected.ids.tolist()
+    assert found["completion_mask"] == expected.mask.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("texts.tsv", "text\tother\na, b\tc\n"),
+        ("texts.CSV", 'other,text\nc,"a, b"\n'),
+        ("texts.jsonl", '{"text": "a, b", "other": "c"}\n'),
+    ],
+)
+def test_the_script_reads_files_as_the_study_did(
+    name: str, content: str, model: ModelSpec, tmp_path: Path
+) -> None:
+    script = script_of(tmp_path, "text", tiny_config(), model)
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    (row,) = script.read_texts(str(tmp_path / name))
+    assert row == {"text": "a, b", "other": "c"}
+
+
+def on_texts(tokenizer: str | None = None, broken: int = 0) -> StudySnapshot:
+    """Return a study whose texts had a tokenizer of their own, or broken rows."""
+    texts = some_texts("text").model_copy(update={"broken": broken})
+    study = a_study(texts=texts)
+    data = {"texts": texts.source, "tokenizer": tokenizer}
+    space = SearchSpace.model_validate(study.definition.space.model_dump() | {"data": data})
+    return replace(study, definition=study.definition.model_copy(update={"space": space}))
+
+
+def test_a_tokenizer_that_was_named_is_that_of_every_export() -> None:
+    study = on_texts(tokenizer="/my/tokenizer")
+    assert 'default="/my/tokenizer"' in export(study, format="script")
+    axolotl = yaml.safe_load(export(study, format="axolotl"))
+    assert axolotl["tokenizer_config"] == "/my/tokenizer"
+    for format in ("trl", "llama-factory"):
+        assert any("/my/tokenizer" in lost for lost in exported(study, format=format).lost)
+    for format in ("script", "axolotl", "trl", "llama-factory"):
+        assert "/my/tokenizer" not in export(on_texts(), format=format)
+
+
+@pytest.mark.parametrize("format", ["script", "axolotl", "trl", "llama-factory"])
+def test_rows_that_the_study_left_out_are_said(format: str) -> None:
+    assert any("left 3 out" in lost for lost in exported(on_texts(broken=3), format=format).lost)
+    assert not any("Broken rows" in lost for lost in exported(on_texts(), format=format).lost)
 
 
 def test_the_script_holds_out_the_rows_that_the_study_held_out(
