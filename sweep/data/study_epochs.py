@@ -101,7 +101,8 @@ class StudyEpochs:
                 f"no row of the texts has a token that carries loss at seq_len {config.seq_len}: "
                 "take a longer seq_len"
             )
-        kind = "packed rows" if config.packing == "packed" else "rows to train on"
+        row = "row" if rows == 1 else "rows"
+        kind = f"packed {row}" if config.packing == "packed" else f"{row} to train on"
         return (
             f"micro_batch_size is {config.micro_batch_size} and the texts make {rows:,} {kind} at "
             f"seq_len {config.seq_len}: take a smaller micro_batch_size"

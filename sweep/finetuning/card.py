@@ -67,17 +67,17 @@ def promised_and_reached(job: TrainingJob, result: TrainingResult) -> tuple[Row,
     )
 
 
-def incomparable(job: TrainingJob, *, device: str) -> str | None:
+def incomparable(job: TrainingJob, result: TrainingResult) -> str | None:
     """Return why what was promised is no measure of what was reached; None where it is one.
 
     Args:
         job: with what was promised.
-        device: that trained, as `TrainingResult` names it.
+        result: what was reached.
     """
     promise = job.promise
     if promise is None:
         return "nothing was measured of this configuration"
-    if promise.device != device:
+    if promise.device != result.device_name:
         return f"promised on another device, {promise.device}"
     if promise.texts is None and job.texts is not None:
         return (
@@ -86,6 +86,8 @@ def incomparable(job: TrainingJob, *, device: str) -> str | None:
         )
     if promise.texts != job.fingerprint:
         return "promised on other texts"
+    if result.steps_measured == 0:
+        return "the training ended within its warm-up, so its speed is a guess"
     return None
 
 
@@ -116,7 +118,7 @@ def _sections(
     )
     if result.documents_apart is False:
         yield f"**{TOGETHER.capitalize()}.**"
-    why_not = incomparable(job, device=result.device_name)
+    why_not = incomparable(job, result)
     if why_not is not None:
         yield f"Not comparable: {why_not}."
     if job.promise is not None:

@@ -377,6 +377,7 @@ class Run(TrainerCallback):
             tokens_per_second=steps.median_rate(),
             run_tokens_per_second=sum(steps.tokens) / steps.total_seconds,
             step_seconds=steps.median_seconds(),
+            steps_measured=steps.measured,
             seconds=steps.total_seconds,
             peak_allocated_bytes=steps.peak_allocated_bytes,
             peak_reserved_bytes=steps.peak_reserved_bytes or None,

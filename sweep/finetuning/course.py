@@ -72,6 +72,8 @@ class Steps:
     def median_rate(self) -> float | None:
         """Return tokens that carry loss per second, as a trial measures them.
 
+        Of a training that ends within its warm-up, over the steps after the first.
+
         A trial's steps are alike, and the median step is its measure. Where texts make steps of
         many sizes, stretches of consecutive steps are what is alike.
         """
@@ -98,9 +100,19 @@ class Steps:
         """Return the mean over the last tenth of the steps."""
         return statistics.fmean(self.losses[-max(1, round(_LAST_SHARE * self.done)) :])
 
+    @property
+    def measured(self) -> int:
+        """Steps after the warm-up; 0 where a training has no more than that."""
+        return sum(self.is_warm)
+
     def _steady(self) -> list[tuple[int, float]]:
         told = zip(self.tokens, self.seconds, self.is_warm, strict=True)
-        return [(tokens, seconds) for tokens, seconds, is_warm in told if is_warm]
+        warm = [(tokens, seconds) for tokens, seconds, is_warm in told if is_warm]
+        if warm:
+            return warm
+        # The first step is the slowest by far; alone, it is all there is.
+        every = list(zip(self.tokens, self.seconds, strict=True))
+        return every[1:] or every
 
 
 @dataclass(frozen=True)

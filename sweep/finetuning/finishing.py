@@ -103,7 +103,7 @@ def training_document(
         "versions": environment.get("versions"),
         **{key: value for key, value in figures.items() if key not in ("steps", "tokens")},
         "promise": None if promise is None else redacted(promise.model_dump(mode="json")),
-        "incomparable": incomparable(job, device=result.device_name),
+        "incomparable": incomparable(job, result),
         "trained": subject,
         "model": redacted({"name": job.spec.name, "base": base_of(job.spec)}),
         "weights": job.weights,

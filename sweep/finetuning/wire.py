@@ -149,11 +149,13 @@ class TrainingResult(_Frozen):
     """Padding and what carries no loss included."""
     tokens_per_second: float | None
     """As a trial measures it: at the median step, or of the median stretch of steps where texts
-    make steps of many sizes; None where nothing is left after the warm-up."""
+    make steps of many sizes; over the steps after the first where the warm-up is all there is."""
     run_tokens_per_second: float
     """Over the whole run: warm-up, evaluations and checkpoints included."""
     step_seconds: float | None
     """Of the median step."""
+    steps_measured: int
+    """Behind the warm-up; 0 where the speed is that of the warm-up itself."""
     seconds: float
     """Of all runs that made this training, from the first step on."""
     peak_allocated_bytes: int

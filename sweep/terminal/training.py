@@ -227,10 +227,10 @@ def _result_text(prepared: PreparedTraining, result: TrainingResult) -> str:
     job, width = prepared.job, width_of(sys.stdout)
     held = result.eval_loss
     rows = promised_and_reached(job, result)
-    why_not = incomparable(job, device=result.device_name)
+    why_not = incomparable(job, result)
     lines = [
-        f"{result.steps:,} steps, {units.count(result.tokens)} tokens that carry loss, in "
-        f"{units.duration(result.seconds)}",
+        f"{units.plural(result.steps, 'step')}, {units.count(result.tokens)} tokens that carry "
+        f"loss, in {units.duration(result.seconds)}",
         f"loss {result.final_train_loss:.4f} at the end, {result.train_loss:.4f} on the way"
         + ("" if held is None else f"; held out {held:.4f}"),
         table(("", "promised", "reached", "ratio"), rows, width=width),

@@ -119,7 +119,7 @@ def _train(record: Record, *, steps: int, model: str | None, tell: Tell) -> Reac
             promise=_promise(record),
         )
         result = run_job(job, observe=observe)
-    if result.tokens_per_second is None:
+    if result.tokens_per_second is None or result.steps_measured == 0:
         raise NothingFits(f"{record.label}: {result.steps} steps are too few to tell a speed")
     return Reached(
         steps=result.steps,

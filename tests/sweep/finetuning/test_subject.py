@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,6 +177,7 @@ RESULT = TrainingResult(
     tokens_per_second=190.0,
     run_tokens_per_second=150.0,
     step_seconds=0.5,
+    steps_measured=5,
     seconds=6.0,
     peak_allocated_bytes=2**30,
     trainable_parameters=64,
@@ -195,14 +197,15 @@ RESULT = TrainingResult(
 
 
 def test_only_what_was_measured_on_the_same_texts_is_a_measure_of_what_is_reached() -> None:
-    def why_not(promise: Promise | None, device: str = "CPU") -> str:
-        return str(incomparable(a_job(promise), device=device))
+    def why_not(promise: Promise | None, **changes: Any) -> str:
+        return str(incomparable(a_job(promise), RESULT.model_copy(update=changes)))
 
     assert why_not(promised("abc")) == "None"
     assert "other texts" in why_not(promised("def"))
     assert "random tokens" in why_not(promised(None))
     assert "nothing was measured" in why_not(None)
-    assert "another device, CPU" in why_not(promised("abc"), "NVIDIA L4")
+    assert "another device, CPU" in why_not(promised("abc"), device_name="NVIDIA L4")
+    assert "within its warm-up" in why_not(promised("abc"), steps_measured=0)
 
 
 def test_the_card_says_what_was_promised_and_reached() -> None:

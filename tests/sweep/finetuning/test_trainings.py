@@ -211,6 +211,18 @@ def test_random_rows_are_counted_as_a_trial_counts_them_and_nothing_is_kept(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_training_shorter_than_the_warm_up_has_a_speed_and_says_that_nothing_was_measured(
+    tmp_path: Path,
+) -> None:
+    for steps in (1, 3):
+        short = job(tmp_path, None, max_steps=steps, keeps_checkpoints=False, eval_fraction=0.0)
+        end, _ = run(short)
+        assert isinstance(end, TrainingResult), end
+        assert end.tokens_per_second is not None
+        assert end.tokens_per_second > 0
+        assert end.steps_measured == 0
+
+
 def test_a_loss_that_is_no_number_ends_a_training_and_the_checkpoint_before_it_is_kept(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
