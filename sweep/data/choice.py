@@ -54,6 +54,23 @@ def typed_texts(known: TextsChoice | None, typed: Mapping[str, Any]) -> TextsCho
     return located_texts(choice, beside=Path.cwd())
 
 
+def is_same_choice(known: TextsChoice | None, given: TextsChoice) -> bool:
+    """Whether a study's texts are those that a space names.
+
+    A study knows a file by its whole path. Where that is gone, a space file's name for it is not
+    found any more, and is the same where the path ends in it.
+    """
+    if known is None or known == given:
+        return known is not None
+    old, new = Path(known.texts), Path(given.texts)
+    is_its_name = bool(new.parts) and old.parts[-len(new.parts) :] == new.parts
+    return (
+        is_its_name
+        and known.model_copy(update={"texts": given.texts}) == given
+        and not any(exists(home_expanded(c.texts), label=c.texts) for c in (known, given))
+    )
+
+
 def texts_of_study(
     stored: StudyDefinition, *, model: ModelSpec, read: ReadTexts
 ) -> PreparedTexts | None:

@@ -37,7 +37,13 @@ from storage.patience import waits_end_when
 from storage.reading import changed_versions, is_file_name
 from storage.study import OpenStudy
 from sweep import stop_signals
-from sweep.data.choice import ReadTexts, space_with_texts, texts_of_study, typed_texts
+from sweep.data.choice import (
+    ReadTexts,
+    is_same_choice,
+    space_with_texts,
+    texts_of_study,
+    typed_texts,
+)
 from sweep.data.study_epochs import StudyEpochs, refuse_too_few
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
@@ -147,6 +153,8 @@ def prepare(
     resolve_target(space, here)
     if space.weights == "pretrained":
         check_weights(model)
+    if known is None and study is None and space.data is not None and not held:
+        known = stored(default_study_name(space, changed))
     texts = _texts(space, known, model, read_texts)
     offered = Offered(space)
     if texts is not None:
@@ -286,7 +294,7 @@ def _texts(
     space without."""
     if space.data is None:
         return None
-    if stored is not None and stored.space.data == space.data:
+    if stored is not None and is_same_choice(stored.space.data, space.data):
         return texts_of_study(stored, model=model, read=read)
     return read(TextsRequest.of(space.data, model))
 

@@ -283,13 +283,16 @@ class _Driver:
             )
 
         def measured() -> Outcome:
+            asked = self._quality.command()
+            # Without the tokens it is but half of what is asked: no result to be found on disk.
+            is_half = self._quality.is_asked and asked is None
             return held_to_budget(
                 self.runner.run(
                     trial.config,
                     steps=self._space.steps,
                     observe=observe,
-                    attempt=trial.begun,
-                    quality=self._quality.command(),
+                    attempt=None if is_half else trial.begun,
+                    quality=asked,
                 ),
                 budget_bytes=self.study.definition.target.budget_bytes,
             )

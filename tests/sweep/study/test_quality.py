@@ -256,3 +256,13 @@ def test_slow_trials_are_never_stopped_where_loss_alone_is_asked_for() -> None:
     assert not is_hopeless(
         progress, config=TrialConfig(), rivals=[rival], objectives=("eval_loss",)
     )
+
+
+def test_a_driver_that_dies_before_the_baseline_has_learned_leaves_no_half_result(
+    tmp_path: Path,
+) -> None:
+    runner, _ = driven(tmp_path)
+    first, second, *rest = runner.attempts
+    assert first is None, "a result without a loss would be taken over by the next driver"
+    assert second is not None
+    assert None not in rest

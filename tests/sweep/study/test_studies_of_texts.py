@@ -176,6 +176,24 @@ def test_a_study_goes_on_with_what_was_prepared_where_the_source_is_gone(
     assert len(reader.asked) == 1
 
 
+def test_a_space_file_goes_on_where_the_texts_that_it_names_are_gone(
+    reader: Reader, home: Path
+) -> None:
+    url = f"sqlite:///{home}/runs/sweep.db"
+    text = "gpu: cpu\nmodel: demo\nbudget_gib: 1\ndata: {}\ndimensions: {{lora_rank: [4, 8]}}\n"
+    (home / "own.yaml").write_text(text.format("mine.jsonl"))
+    kept = prepared_texts(texts_directory() / "cafe")
+    driven(prepared(reader, space="own.yaml", data=None), url)
+    (home / "mine.jsonl").unlink()
+    again = prepared(reader, space="own.yaml", data=None, stored=lambda name: stored(url, name))
+    assert again.texts is not None
+    assert again.texts.directory == kept.directory
+    assert len(reader.asked) == 1
+    (home / "own.yaml").write_text(text.format("{texts: mine.jsonl, completions_only: true}"))
+    prepared(reader, space="own.yaml", data=None, stored=lambda name: stored(url, name))
+    assert len(reader.asked) == 2
+
+
 @pytest.mark.parametrize("changed", ["texts", "none", "seed", "eval_fraction"])
 def test_a_study_is_not_gone_on_with_on_other_texts(
     reader: Reader, home: Path, changed: str
