@@ -62,7 +62,7 @@ def run_errand(
                 raise
             end = child.end(patience=_LAST_MOMENT_SECONDS)
         if answer is None:
-            raise EnvironmentFault(f"the child process ended with {end}{_last_words(printed)}")
+            raise EnvironmentFault(f"the child process ended with {end}{last_words(printed)}")
     match answer:
         case {"input": str(reason)}:
             raise InputError(reason)
@@ -86,7 +86,10 @@ def _heard(
     return None
 
 
-def _last_words(printed: IO[bytes]) -> str:
+def last_words(printed: IO[bytes]) -> str:
+    """Return the last line of what a child printed, as the end of a sentence; nothing where it
+    printed nothing. Secrets are left out.
+    """
     size = printed.seek(0, os.SEEK_END)
     printed.seek(max(0, size - _LAST_WORDS_BYTES))
     lines = shown(printed.read().decode(errors="replace")).strip().splitlines()

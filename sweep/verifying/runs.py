@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from search_spaces.trainers import TORCH_DTYPES, allocator_settings
 from storage.environment import fingerprint
 from storage.files import make_directory
 from sweep.child_environment import child_environment
-from sweep.errands import run_errand
+from sweep.errands import last_words, run_errand
 from sweep.finetuning.job import run_job
 from sweep.finetuning.wire import Event, Progressed, Promise, TrainingJob
 from sweep.paths import runs_directory
@@ -42,7 +41,6 @@ _TEXT_TOKENS_MAX = 2_000_000
 _WORD_TOKENS = 0.5
 """Tokens that a word makes at least, joined to its neighbours."""
 _WORDS_A_TEXT = 200
-_LAST_WORDS_BYTES = 16384
 
 Tell = Callable[[str, int, int], None]
 """Hears what is done, how much of it, of how much."""
@@ -251,16 +249,13 @@ def _script(
             end = child.end()
         if end.status == 0 and metrics.exists():
             return dict(json.loads(metrics.read_text(encoding="utf-8")))
-        size = printed.seek(0, os.SEEK_END)
-        printed.seek(max(0, size - _LAST_WORDS_BYTES))
-        words = printed.read().decode(errors="replace").strip().splitlines()
-    raise _failed(f"{record.label}: the script ended with {end}", words[-1] if words else "")
+        words = last_words(printed)
+    raise _failed(f"{record.label}: the script ended with {end}{words}")
 
 
-def _failed(what: str, words: str) -> EnvironmentFault | NothingFits:
+def _failed(text: str) -> EnvironmentFault | NothingFits:
     """Return an error for a process that did not come to its end."""
-    text = f"{what}: {words.strip()[:500]}" if words else what
-    is_memory = "out of memory" in words.lower() or "OutOfMemoryError" in words
+    is_memory = "out of memory" in text.lower() or "OutOfMemoryError" in text
     return NothingFits(text) if is_memory else EnvironmentFault(text)
 
 
@@ -281,7 +276,7 @@ def _trl(
             _ERRAND, request, on_news=lambda _: None, environment=_environment(record)
         )
     except EnvironmentFault as error:
-        raise _failed(f"{record.label}: TRL", str(error)) from error
+        raise _failed(f"{record.label}: TRL: {error}") from error
 
 
 def _environment(record: Record) -> dict[str, str]:
