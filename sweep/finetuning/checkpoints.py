@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 COURSE = "course.json"
 """What is known of the steps up to a checkpoint."""
 KEPT = 2

@@ -20,10 +20,10 @@ from search_spaces.texts import TextsSummary
 from sweep.data.tokenizers import TokenizerFiles
 from sweep.finetuning import checkpoints, output
 from sweep.finetuning.card import base_of, incomparable, model_card
+from sweep.finetuning.checkpoints import ADAPTER, ADAPTER_CONFIG
 from sweep.finetuning.loss_page import loss_page
 from sweep.finetuning.wire import TrainingJob, TrainingResult
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _STAGING = ".finishing"
 
 
@@ -62,10 +62,13 @@ def finish(
         _put_adapter(job, result, staging)
         for file in tokenizer.files:
             shutil.copyfile(file, staging / file.name)
-        (staging / "README.md").write_text(card, encoding="utf-8")
-        (staging / "loss.html").write_text(_loss_page(job, result), encoding="utf-8")
-        whole = json.dumps(document, indent=2) + "\n"
-        (staging / output.TRAINING).write_text(whole, encoding="utf-8")
+        pages = {
+            "README.md": card,
+            "loss.html": _loss_page(job, result),
+            output.TRAINING: json.dumps(document, indent=2) + "\n",
+        }
+        for name, text in pages.items():
+            (staging / name).write_text(text, encoding="utf-8")
         checkpoints.synchronize(staging)
         _give_names(staging, directory)
     except OSError as error:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file
@@ -25,17 +24,15 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.quantizers import AutoHfQuantizer
 
+from sweep.data.collating import IGNORED
 from sweep.finetuning import checkpoints
 from sweep.finetuning.course import Course
 from sweep.finetuning.rows import EpochOrder, Rows
 from sweep.finetuning.wire import TrainingJob
-from sweep.training.step import make_optimizer
+from sweep.training.step import MAX_GRAD_NORM, evaluating, make_optimizer
 
-MAX_GRAD_NORM = 1.0
 EVALUATED_ON_THE_WAY = 16
 """Micro-batches of held-out rows: the end evaluates all of them."""
-IGNORED = -100
-"""The label of what carries no loss."""
 
 
 def arguments(job: TrainingJob) -> TrainingArguments:
@@ -192,7 +189,7 @@ class MeasuredTrainer(Trainer):
             micro_batches: of them; None for all.
         """
         devices = [] if self._job.device == "cpu" else [torch.cuda.current_device()]
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), evaluating(self.model):
+        with torch.random.fork_rng(devices=devices), evaluating(self.model):
             batches = itertools.islice(self._held_out, micro_batches)
             totals = [self._batch_loss(batch) for batch in batches]
         tokens = int(sum(count for _, count in totals))
@@ -220,7 +217,7 @@ class MeasuredTrainer(Trainer):
 
 def load_adapter(model: PeftModel, checkpoint: Path) -> None:
     """Put a checkpoint's adapter into the one that a model has."""
-    set_peft_model_state_dict(model, load_file(checkpoint / "adapter_model.safetensors"))
+    set_peft_model_state_dict(model, load_file(checkpoint / checkpoints.ADAPTER))
 
 
 def name_quantizer(model: PeftModel) -> None:
@@ -247,21 +244,3 @@ def spare_walks(model: torch.nn.Module, trained: Sequence[torch.nn.Parameter]) -
 
     model.train = train  # type: ignore[method-assign]
     model.zero_grad = zero_grad  # type: ignore[method-assign]
-
-
-class evaluating:  # noqa: N801 - it reads as the context manager that it is
-    """Put a model into evaluation mode, and back."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def __enter__(self) -> None:
-        for module in self._model.modules():
-            if isinstance(module, bnb.nn.Linear4bit):
-                # On a CPU with AVX512-BF16 bitsandbytes repacks the weights at their first use in
-                # evaluation mode, for good, and there is no backward through what it packs.
-                module.support_avx512bf16_for_cpu = False
-        self._model.eval()
-
-    def __exit__(self, *_: object) -> None:
-        self._model.train()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
-from search_spaces.rules import violation
+from search_spaces.rules import Violation, violation
 from search_spaces.space import SearchSpace, Weights
 from search_spaces.texts import TextsChoice
 from storage.definition import StudySnapshot
@@ -131,14 +130,7 @@ def prepare_training(
     here = card()
     resolved = _resolved(subject, here)
     target = resolved.target
-    rules = partial(
-        violation,
-        model=subject.model,
-        compute_capability=resolved.compute_capability,
-        device=target.device,
-        has_texts=True,
-    )
-    _refuse_invalid(config, subject, rules(config))
+    _refuse_invalid(config, subject, _violation(config, subject, resolved))
     choice, texts = _texts(request, subject, read_texts)
     seed = _first(request.seed, None if subject.definition is None else _seed(subject), 0)
     epochs = StudyEpochs.of(texts, choice, seed=seed)
@@ -147,14 +139,11 @@ def prepare_training(
         config=config,
         model=subject.model.to_json(),
         weights=weights,
-        texts=str(texts.directory.absolute()),
-        fingerprint=texts.summary.fingerprint,
-        tokenizer=texts.summary.tokenizer,
-        eval_fraction=choice.eval_fraction,
         seed=seed,
         device=target.device,
         budget_bytes=_budget(subject, resolved),
         promise=subject.promise,
+        **_of_texts(texts, choice),
         **_typed(request),
     )
     prepared = PreparedTraining(
@@ -170,21 +159,17 @@ def prepare_training(
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
     elif target.device == "cuda":
-        _refuse_too_large(prepared, is_valid=lambda other: rules(other) is None, warn=warn)
+        _refuse_too_large(prepared, warn=warn)
     return prepared
 
 
-def _refuse_too_large(
-    prepared: PreparedTraining,
-    *,
-    is_valid: Callable[[TrialConfig], bool],
-    warn: Callable[[str], None],
-) -> None:
+def _refuse_too_large(prepared: PreparedTraining, *, warn: Callable[[str], None]) -> None:
+    subject, resolved = prepared.subject, prepared.resolved
     refuse_too_large(
         prepared.job.config,
         predictor=predictor_of(prepared),
-        budget_bytes=prepared.resolved.target.budget_bytes,
-        is_valid=is_valid,
+        budget_bytes=resolved.target.budget_bytes,
+        is_valid=lambda other: _violation(other, subject, resolved) is None,
         warn=warn,
     )
 
@@ -259,6 +244,16 @@ def finished(prepared: PreparedTraining, result: TrainingResult) -> dict[str, An
     )
 
 
+def _of_texts(texts: PreparedTexts, choice: TextsChoice) -> dict[str, Any]:
+    """Return what a job says of its texts."""
+    return {
+        "texts": str(texts.directory.absolute()),
+        "fingerprint": texts.summary.fingerprint,
+        "tokenizer": texts.summary.tokenizer,
+        "eval_fraction": choice.eval_fraction,
+    }
+
+
 def _typed(request: TrainingRequest) -> dict[str, Any]:
     """Return what a job takes from what was typed as it is."""
     return {
@@ -320,7 +315,18 @@ def _budget(subject: Subject, resolved: ResolvedTarget) -> int | None:
     return resolved.target.budget_bytes
 
 
-def _refuse_invalid(config: TrialConfig, subject: Subject, broken: Any) -> None:
+def _violation(config: TrialConfig, subject: Subject, resolved: ResolvedTarget) -> Violation | None:
+    """Return the rule that a configuration breaks on a device; None where it can be trained."""
+    return violation(
+        config,
+        model=subject.model,
+        compute_capability=resolved.compute_capability,
+        device=resolved.target.device,
+        has_texts=True,
+    )
+
+
+def _refuse_invalid(config: TrialConfig, subject: Subject, broken: Violation | None) -> None:
     if broken is not None:
         raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
 

@@ -94,13 +94,7 @@ def merge(
             pieces=list(plan.pieces),
             rows=request.rows,
         )
-        answer = run_errand(
-            _COMMAND,
-            order.model_dump(mode="json"),
-            on_news=on_news,
-            environment=child_environment(),
-        )
-        done = MergeDone.model_validate(answer)
+        done = _carried_out(order, on_news)
         _write_card(directory, adapter, label, dtype)
     return MergeReport(
         output=str(output),
@@ -114,6 +108,17 @@ def merge(
         tokenizer=tokenizer,
         **done.model_dump(),
     )
+
+
+def _carried_out(order: MergeOrder, on_news: Callable[[Mapping[str, Any]], None]) -> MergeDone:
+    """Have a child merge, and return what it says of it."""
+    answer = run_errand(
+        _COMMAND,
+        order.model_dump(mode="json"),
+        on_news=on_news,
+        environment=child_environment(),
+    )
+    return MergeDone.model_validate(answer)
 
 
 def _check_rows(rows: int) -> None:

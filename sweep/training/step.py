@@ -31,7 +31,7 @@ from sweep.training.adapters import Attached
 from sweep.training.data import endless, random_token_loader
 from sweep.training.texts import TextsRound, loader_of
 
-_MAX_GRAD_NORM = 1.0
+MAX_GRAD_NORM = 1.0
 WEIGHT = "weight"
 """Key of a micro-batch for how much its mean loss counts; 1 where there is none."""
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
@@ -159,17 +159,8 @@ class TrainingLoop:
     def evaluating(self) -> Iterator[None]:
         """Be in evaluation mode, without gradients."""
         self._enter("forward")
-        for module in self._model.modules():
-            if isinstance(module, bnb.nn.Linear4bit):
-                # On a CPU with AVX512-BF16 bitsandbytes repacks the weights at their first use in
-                # evaluation mode, for good, and there is no backward through what it packs.
-                module.support_avx512bf16_for_cpu = False
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._model.train()
+        with evaluating(self._model):
+            yield
 
     def loss_of(self, batch: Batch) -> float:
         """Return the mean loss of a micro-batch that is on the device."""
@@ -213,7 +204,7 @@ class TrainingLoop:
             self._enter("optimizer")
             if self._accelerator.sync_gradients:
                 on_gradients()
-                self._accelerator.clip_grad_norm_(self._parameters, _MAX_GRAD_NORM)
+                self._accelerator.clip_grad_norm_(self._parameters, MAX_GRAD_NORM)
             self.optimizer.step()
             self._schedule.step()
             self.optimizer.zero_grad()
@@ -236,6 +227,22 @@ def _loaders(
         is_pinned=is_pinned,
     )
     return [loader]
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, without gradients, and back."""
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            # On a CPU with AVX512-BF16 bitsandbytes repacks the weights at their first use in
+            # evaluation mode, for good, and there is no backward through what it packs.
+            module.support_avx512bf16_for_cpu = False
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
 
 
 def make_optimizer(
