@@ -11,7 +11,7 @@ from scipy.special import stdtrit
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from storage.confirmations import _T_975, Confirmations, Spread, pool
+from storage.confirmations import T_975, Confirmations, Spread, pool
 from storage.gain import compare
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank
@@ -80,7 +80,7 @@ BASE, SLOW, FAST = trial(0, 100.0), trial(1, 200.0, spread=0.01), trial(2, 210.0
 
 
 def test_students_t_is_the_tables() -> None:
-    assert [round(float(stdtrit(n, 0.975)), 3) for n in range(1, 11)] == list(_T_975)
+    assert [round(float(stdtrit(n, 0.975)), 3) for n in range(1, 11)] == list(T_975)
 
 
 def test_the_speed_of_several_runs_is_their_middle_and_what_made_it_the_winner_does_not_count() -> (

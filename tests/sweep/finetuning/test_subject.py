@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, NothingFits
 from search_spaces.models import load_model_spec
 from storage.definition import StudySnapshot
@@ -72,7 +72,9 @@ def test_a_file_is_a_configuration_alone_or_as_an_export_writes_it(tmp_path: Pat
     exported.write_text(export(study(name="a10"), format="json"))
     assert of(str(alone), model="demo").config == TrialConfig(lora_rank=4)
     subject = of(str(exported))
-    assert (subject.config, subject.model.name) == (WINNER, "mistral-7b-v0.3")
+    layers = {"target_modules": ("k_proj", "o_proj", "q_proj", "v_proj")}
+    assert subject.config == canonical(WINNER).model_copy(update=layers)
+    assert subject.model.name == "mistral-7b-v0.3"
     assert subject.promise is not None
     assert "trial 17 of study 'a10'" in subject.promise.source
     with pytest.raises(InputError, match="says no model: name one with --model"):

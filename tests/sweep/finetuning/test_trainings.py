@@ -262,7 +262,8 @@ def test_memory_that_runs_out_in_the_middle_is_an_end_with_the_checkpoint_kept(
 def test_a_peak_above_the_budget_is_out_of_memory(tmp_path: Path, texts: Path) -> None:
     roomy, _ = run(job(tmp_path / "roomy", texts, max_steps=2))
     assert isinstance(roomy, TrainingResult)
-    budget = roomy.peak_allocated_bytes - 1
+    # What is counted beside the tensors of a step differs by some bytes from run to run.
+    budget = int(0.95 * roomy.peak_allocated_bytes)
     tight, _ = run(job(tmp_path / "tight", texts, max_steps=3, budget_bytes=budget))
     assert isinstance(tight, RanOut), tight
     assert tight.step <= 2

@@ -473,4 +473,5 @@ def test_a_worker_that_was_started_from_a_thread_outlives_the_thread(start: Star
 
 def test_a_crash_leaves_no_dump_of_its_memory() -> None:
     main = (Path(how.__file__).parents[3] / "sweep/running/__main__.py").read_text(encoding="utf-8")
-    assert main.index("bind_to_parent(int") < main.index("RLIMIT_CORE") < main.index("bitsandbytes")
+    assert main.index("bind_to_parent(parent") < main.index("RLIMIT_CORE")
+    assert main.index("RLIMIT_CORE") < main.index("begin(int") < main.index("bitsandbytes")
