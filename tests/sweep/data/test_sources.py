@@ -200,7 +200,7 @@ def test_progress_ends_with_all_that_there_is(tmp_path: Path) -> None:
         ("a.parquet.gz", b"", "its name must end in .jsonl"),
         ("a.parquet", b"hello", "not Parquet that can be read"),
         ("a.jsonl.gz", b"hello", "cannot be unpacked"),
-        ("b.jsonl.gz", gzip.compress(LINES * 99)[:40], "cannot be unpacked"),
+        ("a.jsonl.bz2", bz2.compress(LINES * 99)[:40], "cannot be unpacked"),
         ("a.csv", b"text,text\n1,2\n", "line 1: column 'text' is there twice"),
         ("empty", b"", "its name must end in"),
     ],
