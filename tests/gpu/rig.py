@@ -8,7 +8,13 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.records import Measured, Measurement, Outcome
-from sweep.running.wire import RunCommand, WorkerMessage, WorkerSettings
+from sweep.running.wire import (
+    QualityCommand,
+    RunCommand,
+    TextsSettings,
+    WorkerMessage,
+    WorkerSettings,
+)
 from sweep.running.worker import Worker
 from sweep.training.device import CudaDevice
 
@@ -40,7 +46,7 @@ def small_config(**knobs: Any) -> TrialConfig:
 class Rig:
     """The worker's own code in this process, where its insides can be looked at."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, texts: TextsSettings | None = None) -> None:
         self.events: list[WorkerMessage] = []
         settings = WorkerSettings(
             device="cuda",
@@ -49,6 +55,7 @@ class Rig:
             weights="random",
             seed=0,
             is_emulated=True,
+            texts=texts,
         )
         self.worker = Worker(settings, send=self.events.append)
         self.worker.prepare()
@@ -65,10 +72,10 @@ class Rig:
         assert allocated is not None
         return allocated
 
-    def run(self, config: TrialConfig) -> Outcome:
-        return self.worker.run(RunCommand(config=config, steps=QUICK)).outcome
+    def run(self, config: TrialConfig, quality: QualityCommand | None = None) -> Outcome:
+        return self.worker.run(RunCommand(config=config, steps=QUICK, quality=quality)).outcome
 
-    def measure(self, config: TrialConfig) -> Measurement:
-        outcome = self.run(config)
+    def measure(self, config: TrialConfig, quality: QualityCommand | None = None) -> Measurement:
+        outcome = self.run(config, quality)
         assert isinstance(outcome, Measured), outcome
         return outcome.measurement

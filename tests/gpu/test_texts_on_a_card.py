@@ -1,0 +1,165 @@
+"""Texts on a card: batches that nobody waits for, texts kept apart, peaks, held-out loss, and a
+training that goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sweep.data.split import split
+from sweep.data.study_epochs import StudyEpochs
+from sweep.finetuning import checkpoints
+from sweep.finetuning.wire import Stopped, TrainingResult
+from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
+from sweep.running.wire import QualityCommand, TextsSettings
+from tests.gpu.rig import SMALL, Rig, small_config
+from tests.sweep.data.prepared import prepared
+from tests.sweep.finetuning.trainings import job, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    # What libraries warn of depends on the card.
+    pytest.mark.filterwarnings("default"),
+]
+HELD_OUT = 0.2
+LENGTHS = np.random.default_rng(1).integers(20, 700, 160)
+"""Some are longer than a row of most of the configurations."""
+LEAN = {"kernels": "liger", "upcast_fp32": False, "checkpoint_fraction": 0.0}
+FAST = {**LEAN, "kernels": "fused-loss", "compile": True}
+PACKINGS = ("none", "grouped", "packed")
+CASES: list[dict[str, Any]] = [
+    *({"packing": packing, **knobs} for knobs in ({}, LEAN, FAST) for packing in PACKINGS),
+    {"packing": "packed", "attention": "eager", "checkpoint_fraction": 0.0},
+    {"packing": "packed", "compute_dtype": "fp16", "kernels": "fused-loss"},
+    {"packing": "packed", "micro_batch_size": 1, "seq_len": 2048, **LEAN},
+    {"packing": "grouped", "effective_batch_size": 8, "lora_dropout": 0.1},
+    {"packing": "none", "quantization": "none", "double_quant": False, "upcast_fp32": False},
+]
+QUALITY = QualityCommand(tokens=4000, seed=1, eval_seq_len=512, eval_tokens=4000)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> TextsSettings:
+    directory = prepared(tmp_path_factory.mktemp("texts"), LENGTHS)
+    (directory / "texts.json").write_text(json.dumps({"fingerprint": "abc"}), encoding="utf-8")
+    return TextsSettings(directory=str(directory), fingerprint="abc", eval_fraction=HELD_OUT)
+
+
+@pytest.fixture(scope="module")
+def on_texts(texts: TextsSettings) -> Iterator[Rig]:
+    total = torch.cuda.get_device_properties(0).total_memory
+    rig = Rig(int(0.4 * total), texts)
+    yield rig
+    assert rig.worker._base is not None
+    rig.worker._base.close()
+    rig.device.release()
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def shapes() -> ShapesOnTexts:
+    train, _ = split(len(LENGTHS), HELD_OUT, 0)
+    lengths = LENGTHS[train].astype(np.int64)
+    return ShapesOnTexts(StudyEpochs(lengths, lengths - 1, seed=0))
+
+
+@pytest.fixture(scope="module")
+def predictor(
+    shapes: ShapesOnTexts, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MemoryOnTexts]:
+    cache, child = tmp_path_factory.mktemp("profiles"), TracingChild()
+    capability = torch.cuda.get_device_capability(0)
+    try:
+        traced = TracingPredictor(
+            SMALL, cache_dir=cache, compute_capability=capability, tracer=child
+        )
+        yield MemoryOnTexts(traced, shapes)
+    finally:
+        child.close()
+
+
+@pytest.mark.parametrize("knobs", CASES, ids=str)
+def test_texts_are_trained_on_and_the_peak_is_their_epochs(
+    on_texts: Rig, shapes: ShapesOnTexts, predictor: MemoryOnTexts, knobs: dict[str, Any]
+) -> None:
+    config = small_config(**knobs)
+    before = on_texts.settle(config)
+    measurement = on_texts.measure(config)
+    assert on_texts.allocated_bytes() == before
+    assert measurement.documents_apart is (True if config.packing == "packed" else None)
+    each = measurement.loss_tokens_per_step
+    assert each is not None
+    # The epoch's mean counts its last step as well, which may be of fewer rows.
+    assert each == pytest.approx(shapes.loss_tokens_per_step(config), rel=0.1)
+    assert measurement.tokens_per_second == pytest.approx(each / measurement.step_seconds)
+    # A step of so small a model is a few milliseconds; of a large one it is a hundredth of this.
+    assert measurement.batch_wait_share is not None
+    assert measurement.batch_wait_share < 0.2
+    predicted = predictor.predict(config)
+    peak = measurement.peak_allocated_bytes
+    assert predicted.peak_allocated_bytes == pytest.approx(peak, rel=predicted.uncertainty)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_held_out_loss_is_the_models_whatever_kernels_compute_it(
+    on_texts: Rig, packing: str
+) -> None:
+    losses = {}
+    for name, knobs in {"eager": {"upcast_fp32": False}, "liger": LEAN, "fast": FAST}.items():
+        config = small_config(packing=packing, micro_batch_size=2, **knobs)
+        before = on_texts.settle(config)
+        quality = on_texts.measure(config, QUALITY).quality
+        assert quality is not None
+        assert quality.train_tokens >= QUALITY.tokens
+        losses[name] = quality.eval_loss
+        assert on_texts.allocated_bytes() == before
+    assert losses["liger"] == pytest.approx(losses["eager"], rel=0.01)
+    assert losses["fast"] == pytest.approx(losses["eager"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("packing", "changes"),
+    [
+        ("none", {}),
+        ("grouped", {"kernels": "liger", "upcast_fp32": False, "checkpoint_fraction": 0.0}),
+        ("packed", {"kernels": "fused-loss", "optimizer": "adamw_8bit", "lora_rank": 64}),
+    ],
+)
+def test_a_training_that_was_stopped_goes_on(
+    tmp_path: Path, texts: TextsSettings, packing: str, changes: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {
+        "model": SMALL.to_json(),
+        "device": "cuda",
+        "seq_len": 256,
+        "micro_batch_size": 4,
+        "effective_batch_size": 8,
+        "lora_dropout": 0.1,
+        "eval_fraction": HELD_OUT,
+        "max_steps": 8,
+        "budget_bytes": torch.cuda.get_device_properties(0).total_memory // 3,
+        **changes,
+    }
+    directory = Path(texts.directory)
+    whole, _ = run(job(tmp_path / "whole", directory, packing=packing, **options))
+    assert isinstance(whole, TrainingResult), whole
+    begun = job(tmp_path / "again", directory, packing=packing, checkpoint_steps=2, **options)
+    stopped, _ = run(begun, stop_after=4)
+    assert isinstance(stopped, Stopped), stopped
+    newest = str(checkpoints.newest(tmp_path / "again"))
+    resumed, _ = run(begun.model_copy(update={"resume_from": newest}))
+    assert isinstance(resumed, TrainingResult), resumed
+    assert resumed.tokens == whole.tokens
+    # Kernels of a card add up in an order of their own: not to the bit.
+    assert resumed.train_loss == pytest.approx(whole.train_loss, rel=1e-3)
+    assert resumed.eval_loss == pytest.approx(whole.eval_loss, rel=1e-3)
