@@ -350,7 +350,9 @@ class EpochRecord(_Frozen):
     tokens: int
     """That are read, cut; without pads."""
     tokens_cut: float
-    """Share of the texts' tokens that the sequence length cuts off, 0 to 1."""
+    """Share of the texts' tokens that are cut off the rows that are trained on, 0 to 1."""
+    tokens_left_out: float = 0.0
+    """Share of the texts' tokens that are in rows that are left out, 0 to 1."""
     padded_tokens: int
     """That are computed, pads among them."""
     loss_tokens: int
