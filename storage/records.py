@@ -146,6 +146,7 @@ class Measurement(_Frozen):
     flags: tuple[str, ...] = ()
     """``throttled``, ``noisy``, ``neighbour``, ``remeasured``, ``emulated``, ``allocator_retries``,
     ``accumulation_extrapolated`` (the step's seconds were derived from fewer micro-steps),
+    ``round_extrapolated`` (an epoch's mean step was derived from micro-batches of other sizes),
     ``documents_together`` (the texts of a packed row see each other), ``speed_reused`` (measured at
     another learning rate), ``no_room_to_evaluate`` (the held-out texts), ..."""
     sm_clock_mhz: int | None = None

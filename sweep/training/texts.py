@@ -23,6 +23,8 @@ from sweep.data.opening import open_tokens
 from sweep.data.probing import change
 from sweep.data.split import split
 
+_ALIKE = 0.05
+"""Relative: a round is as fast as its epoch where as large a share of its tokens carries loss."""
 _LOOKED_AT = 16
 """First tokens of a text: there another one shows most, as they have few of their own before them,
 and the one right before it is all that a window or a state may still know."""
@@ -81,9 +83,31 @@ class TextsRound:
 
     @property
     def loss_tokens_per_step(self) -> float:
-        """Tokens that carry loss in a whole optimizer step, as a mean of the round."""
-        each = self.batches.loss_tokens / len(self.batches.round)
+        """Tokens that carry loss in a whole optimizer step: a mean of the round, or where that is
+        not as its epoch, of the epoch."""
+        batches, whole = self.batches, self.batches.epoch
+        each = batches.loss_tokens / len(batches.round)
+        if not self.is_as_its_epoch:
+            each = whole.loss_tokens / whole.micro_batches
         return each * self.config.accumulation_steps
+
+    @cached_property
+    def is_as_its_epoch(self) -> bool:
+        """Whether as many of the computed tokens carry loss as in the epoch: no few micro-batches
+        stand for one in which there are very long ones, and nothing between them and the others."""
+        batches, whole = self.batches, self.batches.epoch
+        share = batches.loss_tokens / batches.padded_tokens
+        return abs(share / (whole.loss_tokens / whole.padded_tokens) - 1.0) <= _ALIKE
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a step of the epoch for each of the round's: 1 for a round that is as its
+        epoch, else by the tokens that are computed."""
+        if self.is_as_its_epoch:
+            return 1.0
+        batches, whole = self.batches, self.batches.epoch
+        each = batches.padded_tokens / len(batches.round)
+        return whole.padded_tokens / whole.micro_batches / each
 
     @property
     def padding_waste(self) -> float:
