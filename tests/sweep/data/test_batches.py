@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from trl import pack_dataset
 
@@ -184,6 +185,28 @@ def test_where_answers_are_last_their_count_says_what_a_cut_leaves(
         lengths, loss = (np.load(directory / f"{n}.npy") for n in ("lengths", "loss_lengths"))
         counted = cut_exactly(directory, lengths, loss, seq_len)
         assert np.array_equal(counted, epochs.cut(lengths, loss, seq_len))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_under_compile_the_last_micro_batch_has_the_shape_of_another(
+    texts: Path, packing: str
+) -> None:
+    config = configured(packing, seq_len=64, micro_batch_size=9, compile=True)
+    rows = training_rows(texts, config, indices=np.arange(203), seed=0)
+    assert len(rows) % 9
+    loader = DataLoader(rows, batch_size=9, collate_fn=collator(config, pad_token_id=3))
+    *_, last = loader
+    assert last["input_ids"].shape[0] == 9
+    assert last["input_ids"].shape[1] in {16, 32, 48, 64}
+    added = slice(len(rows) % 9, None)
+    assert (last["input_ids"][added] == 3).all()
+    assert (last["labels"][added] == IGNORED).all()
+    eager = config.model_copy(update={"compile": False})
+    plain = list(DataLoader(rows, batch_size=9, collate_fn=collator(eager, pad_token_id=3)))[-1]
+    assert plain["input_ids"].shape[0] == len(rows) % 9
+    assert _carrying(last) == _carrying(plain)
+    whole = epoch_of(texts, config, indices=np.arange(203), seed=0)
+    assert whole.padded[-1] == 9 * whole.widths[-1]
 
 
 def test_an_epoch_says_what_is_cut_off_and_what_is_left_out(tmp_path: Path) -> None:
