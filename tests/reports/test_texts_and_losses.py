@@ -189,6 +189,35 @@ def test_a_claim_about_rank_is_judged_by_the_intervals_over_seeds(
     assert said in rank_claim(ranking)
 
 
+def at_rate(record: TrialRecord, rate: float) -> TrialRecord:
+    config = record.config.model_copy(update={"learning_rate": rate})
+    return record.model_copy(update={"config": config})
+
+
+def test_a_claim_about_rank_is_not_judged_by_what_another_learning_rate_did() -> None:
+    rates = {"learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}
+    dimensions = {"lora_rank": {"choices": [8, 16, 64]}, **rates}
+
+    def said(*records: TrialRecord) -> str:
+        known = of_texts(
+            *records,
+            objectives=["tokens_per_second", "eval_loss"],
+            weights="pretrained",
+            dimensions=dimensions,
+            fixed={"micro_batch_size": 8, "seq_len": 512},
+        )
+        return rank_claim(rank_study(known))
+
+    own, faster = learned(0, 16, 2.0, 0.01), at_rate(learned(1, 8, 1.5, 0.01), 5e-3)
+    assert "not judged, as no two trials differ in rank alone, but in learning rate too" in said(
+        own, faster
+    )
+    alike = learned(2, 64, 2.1, 0.01)
+    judged = said(own, faster, alike)
+    assert "confirmed on these texts" in judged
+    assert "that of rank 64, the lowest of those that differ in nothing else, is 2.1" in judged
+
+
 def test_the_report_shows_loss_against_speed_and_against_rank() -> None:
     known = about_loss(learned(0, 16, 2.0, 0.01), learned(1, 64, 1.9, 0.02, speed=8_000.0))
     figures = {figure.id: figure for figure in figures_of(known)}
