@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from reports import uncertainty, units
+from reports.quality import quality_words
 from storage.ranking import verdict_counts
 from storage.records import (
     Crashed,
@@ -63,11 +64,16 @@ VERDICT_MEANINGS: Mapping[Verdict, str] = {
 
 
 def outcome_line(record: TrialRecord, *, budget_bytes: int) -> str:
-    """Return how a trial ended: ``fits, 7,006 tokens/s, 6.65 GiB``, ``crashed (attach: ...)``."""
+    """Return how a trial ended: ``fits, 7,006 tokens/s, 6.65 GiB``, ``crashed (attach: ...)``.
+
+    Where it trained for its held-out loss, that stands behind.
+    """
     measured, label = record.measurement, VERDICT_LABELS[record.verdict]
     if measured is not None:
         peak = units.gib(measured.peak_allocated_bytes)
-        return f"{label}, {uncertainty.speed(measured)}, {peak}"
+        quality = measured.quality
+        loss = "" if quality is None else f", held-out loss {quality_words(quality)}"
+        return f"{label}, {uncertainty.speed(measured)}, {peak}{loss}"
     why = reason(record, budget_bytes=budget_bytes)
     return f"{label} ({why})" if why else label
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from reports import units
 from storage.objectives import measured_of
+from storage.qualities import CLAIMED_RANK, claimed_pair, differences
 from storage.ranking import Ranking
 from storage.records import Measurement, QualityReport, TrialRecord
-
-CLAIMED_RANK = 16
-"""What articles about QLoRA recommend, as a rule without a loss beside it."""
 
 
 def loss_words(measured: Measurement) -> str:
@@ -27,36 +25,28 @@ def quality_words(quality: QualityReport) -> str:
     return f"{quality.eval_loss:.4f}{within}"
 
 
-def lowest_by_rank(ranking: Ranking) -> dict[int, TrialRecord]:
-    """Return the trial with the lowest held-out loss of each rank, the smallest rank first.
-
-    Of one rank a trial with several seeds stands before one that was lucky with one.
-    """
-    judged = [r for r in ranking.ranked if measured_of(r).quality is not None]
-    lowest: dict[int, TrialRecord] = {}
-    for record in sorted(judged, key=lambda r: (not _seeds(r), _quality(r).eval_loss)):
-        lowest.setdefault(record.config.lora_rank, record)
-    return dict(sorted(lowest.items()))
-
-
 def rank_claim(ranking: Ranking) -> str:
     """Return what "rank 16 is the best" is worth on these texts, as far as was measured."""
-    lowest = lowest_by_rank(ranking)
-    own = lowest.pop(CLAIMED_RANK, None)
     claim = f'"Rank {CLAIMED_RANK} is the best", as articles have it'
-    if own is None or not lowest:
-        missing = f"rank {CLAIMED_RANK}" if own is None else "any other rank"
+    pair = claimed_pair(ranking.ranked)
+    if pair is None:
+        judged = [r.config.lora_rank for r in ranking.ranked if measured_of(r).quality]
+        missing = "any other rank" if CLAIMED_RANK in judged else f"rank {CLAIMED_RANK}"
         return f"{claim}: not judged, as {missing} was not trained here."
-    other = min(lowest.values(), key=lambda r: _quality(r).eval_loss)
-    mine, theirs = _quality(own), _quality(other)
+    own, other = pair
+    which = "the others" if differences(own, other) else "those that differ in nothing else"
     return (
-        f"{claim}: {_verdict(mine, theirs)} on these texts. After "
-        f"{mine.train_tokens:,} tokens its lowest held-out loss is {_at(own)}; of the other ranks "
-        f"rank {other.config.lora_rank} has the lowest, {_at(other)}."
+        f"{claim}: {_verdict(own, other)} on these texts. After {_quality(own).train_tokens:,} "
+        f"tokens its held-out loss is {_at(own)}; that of rank {other.config.lora_rank}, the "
+        f"lowest of {which}, is {_at(other)}."
     )
 
 
-def _verdict(mine: QualityReport, theirs: QualityReport) -> str:
+def _verdict(own: TrialRecord, other: TrialRecord) -> str:
+    also = differences(own, other)
+    if also:
+        return f"not judged, as no two trials differ in rank alone, but in {', '.join(also)} too,"
+    mine, theirs = _quality(own), _quality(other)
     ends, others = mine.eval_loss_ci95, theirs.eval_loss_ci95
     if ends is None or others is None:
         return "not judged, as not both were trained with several seeds,"
@@ -68,10 +58,6 @@ def _verdict(mine: QualityReport, theirs: QualityReport) -> str:
 def _at(record: TrialRecord) -> str:
     speed = units.rate(measured_of(record).tokens_per_second)
     return f"{quality_words(_quality(record))} (trial {record.number}, {speed} tokens/s)"
-
-
-def _seeds(record: TrialRecord) -> int:
-    return len(_quality(record).seeds)
 
 
 def _quality(record: TrialRecord) -> QualityReport:

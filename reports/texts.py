@@ -25,7 +25,8 @@ class TextsSection:
     facts: tuple[tuple[str, str], ...]
     """Name and value of each."""
     cuts: tuple[tuple[str, str, str, str, str], ...]
-    """Of each length that was measured: length, trial, tokens/s, what it cuts off, epoch."""
+    """Of each length that was measured: length, trial, tokens/s, share of the tokens that it cuts
+    off or leaves out, epoch."""
 
 
 def texts_of(snapshot: StudySnapshot) -> TextsSection | None:
@@ -81,14 +82,19 @@ def cut_words(record: TrialRecord) -> str | None:
 
 def cut_in_words(epoch: EpochRecord, seq_len: int) -> str:
     """Return what a length cuts off the texts, in tokens and in rows."""
-    length = units.count(seq_len)
-    if not epoch.rows_cut and not epoch.rows_left_out:
-        return f"length {length} cuts nothing off"
-    left = f"; {epoch.rows_left_out:,} rows are left out" if epoch.rows_left_out else ""
-    of = epoch.rows + epoch.rows_left_out
-    return (
+    length, of = units.count(seq_len), epoch.rows + epoch.rows_left_out
+    cut = (
         f"length {length} cuts off {units.error(epoch.tokens_cut)} of the tokens "
-        f"({epoch.rows_cut:,} of {of:,} rows{left})"
+        f"({epoch.rows_cut:,} of {of:,} rows)"
+        if epoch.rows_cut
+        else f"length {length} cuts nothing off"
+    )
+    if not epoch.rows_left_out:
+        return cut
+    what, them = ("row", "it") if epoch.rows_left_out == 1 else ("rows", "them")
+    return (
+        f"{cut}; {epoch.rows_left_out:,} more {what}, {units.error(epoch.tokens_left_out)} of the "
+        f"tokens, left out: nothing to learn is left of {them}"
     )
 
 
@@ -126,11 +132,17 @@ def _by_length(snapshot: StudySnapshot) -> tuple[tuple[str, str, str, str, str],
             units.count(length),
             str(record.number),
             units.rate(measured_of(record).tokens_per_second),
-            "–" if record.epoch is None else units.error(record.epoch.tokens_cut),
+            "–"
+            if record.epoch is None
+            else units.error(record.epoch.tokens_cut + record.epoch.tokens_left_out),
             _epoch_time(snapshot, record),
         )
         for length, record in sorted(fastest.items())
     )
+
+
+def _lost(epoch: EpochRecord | None) -> str:
+    return units.DASH if epoch is None else units.error(epoch.tokens_cut + epoch.tokens_left_out)
 
 
 def _epoch_time(snapshot: StudySnapshot, record: TrialRecord) -> str:

@@ -27,6 +27,7 @@ _FLAGS = {
     "remeasured": "measured twice, as something disturbed it",
     "allocator_retries": "the allocator had to give memory back",
     "accumulation_extrapolated": "its step is derived from fewer micro-steps",
+    "round_extrapolated": "its step is derived from micro-batches of other sizes",
 }
 
 _WHO_IS_NOISY: dict[NoGain, str] = {

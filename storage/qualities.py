@@ -9,13 +9,17 @@ seeds, as that of speeds is (`confirmations`); one that spread more keeps its ow
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from search_spaces.config import TrialConfig, canonical
 from storage.confirmations import T_975
 from storage.records import Measured, QualityReport, TrialRecord
+
+CLAIMED_RANK = 16
+"""What articles about QLoRA recommend, as a rule without a loss beside it."""
 
 
 def pooled_qualities(
@@ -67,6 +71,44 @@ def _pooled(runs: Sequence[QualityReport], spread: float, degrees: int) -> Quali
             "eval_loss_ci95": (mean - half, mean + half),
         }
     )
+
+
+def claimed_pair(ranked: Iterable[TrialRecord]) -> tuple[TrialRecord, TrialRecord] | None:
+    """Return the trials over which it is judged whether one rank is the best: the lowest loss of
+    that rank, and of the others the lowest that differs from it in nothing else.
+
+    Where no two are alike, the lowest losses of both; None where only one of them was trained.
+    """
+    judged = [r for r in ranked if r.measurement is not None and r.measurement.quality is not None]
+    own = [r for r in judged if r.config.lora_rank == CLAIMED_RANK]
+    others = [r for r in judged if r.config.lora_rank != CLAIMED_RANK]
+    return min(
+        itertools.product(own, others),
+        key=lambda pair: (bool(differences(*pair)), *map(_loss, pair)),
+        default=None,
+    )
+
+
+def differences(one: TrialRecord, other: TrialRecord) -> tuple[str, ...]:
+    """Return in what two trials differ, besides their rank, that decides what is learned."""
+    first, second = (canonical(record.config) for record in (one, other))
+    return tuple(k for k, of in _LEARNED_BY.items() if of(first) != of(second))
+
+
+_LEARNED_BY: Mapping[str, Callable[[TrialConfig], object]] = {
+    "learning rate": lambda config: config.learning_rate,
+    "target modules": lambda config: config.target_modules,
+    "scale (alpha over rank)": lambda config: (config.lora_alpha or 0.0) / config.lora_rank,
+    "dropout": lambda config: config.lora_dropout,
+    "rows a step": lambda config: config.samples_per_step,
+    "length": lambda config: config.seq_len,
+    "packing": lambda config: config.packing,
+}
+
+
+def _loss(record: TrialRecord) -> float:
+    quality = None if record.measurement is None else record.measurement.quality
+    return math.inf if quality is None else quality.eval_loss
 
 
 def _losses(runs: Iterable[QualityReport]) -> list[float]:

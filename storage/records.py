@@ -146,6 +146,7 @@ class Measurement(_Frozen):
     flags: tuple[str, ...] = ()
     """``throttled``, ``noisy``, ``neighbour``, ``remeasured``, ``emulated``, ``allocator_retries``,
     ``accumulation_extrapolated`` (the step's seconds were derived from fewer micro-steps),
+    ``round_extrapolated`` (an epoch's mean step was derived from micro-batches of other sizes),
     ``documents_together`` (the texts of a packed row see each other), ``speed_reused`` (measured at
     another learning rate), ``no_room_to_evaluate`` (the held-out texts), ..."""
     sm_clock_mhz: int | None = None
@@ -350,7 +351,9 @@ class EpochRecord(_Frozen):
     tokens: int
     """That are read, cut; without pads."""
     tokens_cut: float
-    """Share of the texts' tokens that the sequence length cuts off, 0 to 1."""
+    """Share of the texts' tokens that are cut off the rows that are trained on, 0 to 1."""
+    tokens_left_out: float = 0.0
+    """Share of the texts' tokens that are in rows that are left out, 0 to 1."""
     padded_tokens: int
     """That are computed, pads among them."""
     loss_tokens: int

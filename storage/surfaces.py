@@ -177,7 +177,13 @@ def _row(values: Mapping[str, Any], *, where: str) -> SurfaceRow:
 def _config(values: object, *, where: str) -> TrialConfig:
     if not isinstance(values, dict):
         raise InputError(f"{where}: config must be a JSON object, got {quote(values)}")
-    return parse_config(values, where=f"{where}: config")
+    config = parse_config(values, where=f"{where}: config")
+    if config.packing != "none":
+        raise InputError(
+            f"{where}: config: packing {config.packing} is of texts, and a surface is of full "
+            "rows: leave the line out"
+        )
+    return config
 
 
 def _number(value: object, where: str) -> Any:
@@ -240,9 +246,17 @@ def surface_text(snapshot: StudySnapshot) -> str:
     once, by the last of them.
 
     Raises:
-        InputError: it was measured on a card that the catalogue does not have, or nothing was.
+        InputError: it was measured on texts, whose lengths a surface has no place for, or on a card
+            that the catalogue does not have.
+        NothingFits: nothing was measured.
     """
     definition, name = snapshot.definition, f"study '{snapshot.name}'"
+    texts = definition.texts
+    if texts is not None:
+        raise InputError(
+            f"{name}: a surface is of full rows, and its trials trained on {texts.source}, whose "
+            "lengths decide what is fast; a study without texts makes one"
+        )
     target = definition.target
     product = target.emulated_on or _product_of(target.gpu)
     if match_product(product) is None or target.device != "cuda":

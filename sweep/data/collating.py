@@ -38,7 +38,8 @@ class Collator:
 
     Returns int64 ``input_ids`` and ``labels`` of shape (rows, width); with packed rows
     ``position_ids`` too, and for flash attention, which takes them as one long row, what it has to
-    know of their boundaries.
+    know of their boundaries. Under ``compile`` a micro-batch has all its rows, of pads where there
+    are too few texts for them.
     """
 
     config: TrialConfig
@@ -47,6 +48,10 @@ class Collator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the micro-batch."""
         examples = [_example(row, self.config.seq_len) for row in rows]
+        if self.config.compile and not is_flattened(self.config):
+            # The last micro-batch of an epoch would be compiled for its own number of rows.
+            missing = self.config.micro_batch_size - len(examples)
+            examples += [self._pads(examples[0])] * missing
         lengths = [len(example["input_ids"]) for example in examples]
         longest = sum(lengths) if is_flattened(self.config) else max(lengths)
         collate = DataCollatorForLanguageModeling(
@@ -61,6 +66,12 @@ class Collator:
             # What begins a text is predicted from nothing, least of all from the text before it.
             batch["labels"][batch["position_ids"] == 0] = IGNORED
         return batch
+
+    def _pads(self, like: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row of which nothing carries loss."""
+        tokens, labels = ([value] for value in (self.pad_token_id, IGNORED))
+        row = {"input_ids": np.array(tokens), "labels": np.array(labels)}
+        return {**row, SEQ_LENGTHS: [1]} if SEQ_LENGTHS in like else row
 
 
 def collator(config: TrialConfig, pad_token_id: int) -> Collator:

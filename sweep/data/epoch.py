@@ -7,7 +7,8 @@ The one rule for trials, trainings and predictions, in numpy alone:
 - A token carries loss where it is predicted: never the first of its document, which nothing comes
   before, and with completions alone only a completion's. So a plain row of n tokens carries n - 1.
 - A micro-batch is padded on the right to its longest row; under ``compile`` to a multiple of a
-  quarter of ``seq_len``, so that there are at most four static shapes.
+  quarter of ``seq_len``, and the epoch's last one to as many rows as the others, so that there are
+  at most four static shapes.
 - ``grouped`` sorts by length within large draws, as transformers' length-grouped sampler does;
   ``packed`` fills rows of ``seq_len`` with whole documents, best fit decreasing, as TRL does.
 
@@ -325,6 +326,8 @@ def _widths(lengths: Integers, starts: Integers, config: TrialConfig) -> tuple[I
     longest = reduce.reduceat(lengths, starts)
     widths = padded_widths(longest, config)
     rows = np.diff(np.append(starts, len(lengths)))
+    if config.compile:
+        rows[-1] = config.micro_batch_size
     return widths, widths if is_flattened(config) else widths * rows
 
 

@@ -130,12 +130,14 @@ class StudyEpochs:
             whole = self.epoch(config)
         except InputError:
             return None
+        trained = int(self.lengths[whole.rows.documents].sum())
         return EpochRecord(
             rows=len(self.lengths) - whole.rows_left_out,
             rows_cut=whole.rows_cut,
             rows_left_out=whole.rows_left_out,
             tokens=whole.tokens,
-            tokens_cut=1.0 - whole.tokens / self._tokens,
+            tokens_cut=(trained - whole.tokens) / self._tokens,
+            tokens_left_out=1.0 - trained / self._tokens,
             padded_tokens=whole.padded_tokens,
             loss_tokens=whole.loss_tokens,
             steps=whole.optimizer_steps,

@@ -314,7 +314,7 @@ class Run(TrainerCallback):
 
     def _evaluate_some(self) -> None:
         self._training.enter("an evaluation")
-        loss, _ = self._trainer.held_out_loss(micro_batches=EVALUATED_ON_THE_WAY)
+        loss, _ = self._trainer.held_out_loss(rows=EVALUATED_ON_THE_WAY)
         self._course.steps.evaluations.append((self._training.step, loss))
         self._send(Evaluated(step=self._training.step, loss=loss))
 

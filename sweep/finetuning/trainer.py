@@ -9,9 +9,9 @@ of processes or messages.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.quantizers import AutoHfQuantizer
 
@@ -31,8 +31,8 @@ from sweep.finetuning.rows import EpochOrder, Rows
 from sweep.finetuning.wire import TrainingJob
 from sweep.training.step import MAX_GRAD_NORM, evaluating, make_optimizer
 
-EVALUATED_ON_THE_WAY = 16
-"""Micro-batches of held-out rows: the end evaluates all of them."""
+EVALUATED_ON_THE_WAY = 64
+"""Held-out rows, the same for every micro-batch: the end evaluates all of them."""
 
 
 def arguments(job: TrainingJob) -> TrainingArguments:
@@ -86,6 +86,8 @@ class MeasuredTrainer(Trainer):
     ) -> None:
         self._job, self._rows, self._course, self._beat = job, rows, course, beat
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._loaders: dict[int | None, Any] = {}
+        """Of so many held-out rows."""
         spare_walks(model, self._trained)
         name_quantizer(model)
         super().__init__(
@@ -180,29 +182,30 @@ class MeasuredTrainer(Trainer):
         # Training prepares it too: precision is then the same.
         self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
-    def held_out_loss(self, *, micro_batches: int | None = None) -> tuple[float, int]:
+    def held_out_loss(self, *, rows: int | None = None) -> tuple[float, int]:
         """Return the loss over held-out rows, the mean over their tokens, and how many they are.
 
         The order of everything random in the training is as if nothing had been evaluated.
 
         Args:
-            micro_batches: of them; None for all.
+            rows: the first so many of them; None for all.
         """
         devices = [] if self._job.device == "cpu" else [torch.cuda.current_device()]
         with torch.random.fork_rng(devices=devices), evaluating(self.model):
-            batches = itertools.islice(self._held_out, micro_batches)
-            totals = [self._batch_loss(batch) for batch in batches]
+            totals = [self._batch_loss(batch) for batch in self._held_out(rows)]
         tokens = int(sum(count for _, count in totals))
         return float(sum(loss for loss, _ in totals)) / tokens, tokens
 
-    @functools.cached_property
-    def _held_out(self) -> Any:
-        """The held-out rows, text by text also where training packs them."""
-        rows, size = self._rows, self._job.config.micro_batch_size
-        collate = rows.collate_held_out or rows.collate
-        assert rows.held_out is not None
-        loader: Any = DataLoader(rows.held_out, batch_size=size, collate_fn=collate)
-        return self.accelerator.prepare(loader)
+    def _held_out(self, count: int | None) -> Any:
+        """Return the first held-out rows, text by text also where training packs them."""
+        if count not in self._loaders:
+            rows, size = self._rows, self._job.config.micro_batch_size
+            assert rows.held_out is not None
+            chosen = Subset(rows.held_out, range(min(count or sys.maxsize, len(rows.held_out))))
+            collate = rows.collate_held_out or rows.collate
+            loader: Any = DataLoader(chosen, batch_size=size, collate_fn=collate)
+            self._loaders[count] = self.accelerator.prepare(loader)
+        return self._loaders[count]
 
     def _batch_loss(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses of a micro-batch's tokens, and their number."""

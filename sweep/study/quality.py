@@ -14,6 +14,7 @@ from math import floor, log10
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.space import SearchSpace
 from storage.objectives import measured_of
+from storage.qualities import claimed_pair
 from storage.ranking import Ranking
 from storage.records import EpochRecord, Measured, TrialRecord
 from storage.study import OpenStudy
@@ -22,7 +23,7 @@ from sweep.running.wire import QualityCommand
 SECONDS = 60.0
 """What a trial's training is to take where nobody said on how many tokens."""
 TOKENS_MIN = 256
-CONTENDERS_MAX = 4
+CONTENDERS_MAX = 5
 """Configurations that are trained with several seeds."""
 
 
@@ -123,8 +124,8 @@ class Seeds:
         return None
 
     def contenders(self) -> tuple[TrialRecord, ...]:
-        """Return the few that the choice is between: the knee, the lowest loss, the fastest of the
-        front, and the best of the baseline's rank, over which an article's claim is judged."""
+        """Return the few that the choice is between: the knee, the lowest loss, the two over which
+        an article's claim about rank is judged, and the fastest of the front."""
         chosen = {record.number: record for record in self._candidates()}
         return tuple(chosen.values())[:CONTENDERS_MAX]
 
@@ -134,10 +135,7 @@ class Seeds:
             return
         yield front[0]
         yield min(front, key=_loss)
-        rank = self.ranking.definition.space.baseline_config().lora_rank
-        own = [r for r in self.ranking.ranked if r.config.lora_rank == rank]
-        if own:
-            yield min(own, key=_loss)
+        yield from claimed_pair(self.ranking.ranked) or ()
         yield max(front, key=lambda r: measured_of(r).tokens_per_second)
 
     def _known(self, record: TrialRecord) -> tuple[int, ...]:

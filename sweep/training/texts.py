@@ -7,7 +7,8 @@ Knows nothing of steps, time or outcomes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +20,21 @@ from torch.utils.data import DataLoader, Dataset
 from search_spaces.config import TrialConfig
 from sweep.data.batches import Batch, TrialBatches, epoch_of, trial_batches
 from sweep.data.opening import open_tokens
+from sweep.data.probing import change
 from sweep.data.split import split
 
-_SEEN = 1e-2
-"""Share of the largest activation by which another text's tokens change one that sees them; what
-rounding does stays below."""
+_ALIKE = 0.05
+"""Relative: a round is as fast as its epoch where as large a share of its tokens carries loss."""
+_LOOKED_AT = 16
+"""First tokens of a text: there another one shows most, as they have few of their own before them,
+and the one right before it is all that a window or a state may still know."""
+_SEEN_AT_MOST = 256
+"""Tokens of the text before, where it is looked at what they do to one that sees them."""
+_LEAST_ROUNDING = 1e-6
+"""Share of what is seen that rounding is taken for at least: of most models it is nothing at all,
+and then whatever is more than a thousandth of what is seen is a leak."""
+_MOST = 0.9
+"""Of the tokens that rounding may have changed: it changes some of them, and some not at all."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +83,31 @@ class TextsRound:
 
     @property
     def loss_tokens_per_step(self) -> float:
-        """Tokens that carry loss in a whole optimizer step, as a mean of the round."""
-        each = self.batches.loss_tokens / len(self.batches.round)
+        """Tokens that carry loss in a whole optimizer step: a mean of the round, or where that is
+        not as its epoch, of the epoch."""
+        batches, whole = self.batches, self.batches.epoch
+        each = batches.loss_tokens / len(batches.round)
+        if not self.is_as_its_epoch:
+            each = whole.loss_tokens / whole.micro_batches
         return each * self.config.accumulation_steps
+
+    @cached_property
+    def is_as_its_epoch(self) -> bool:
+        """Whether as many of the computed tokens carry loss as in the epoch: no few micro-batches
+        stand for one in which there are very long ones, and nothing between them and the others."""
+        batches, whole = self.batches, self.batches.epoch
+        share = batches.loss_tokens / batches.padded_tokens
+        return abs(share / (whole.loss_tokens / whole.padded_tokens) - 1.0) <= _ALIKE
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a step of the epoch for each of the round's: 1 for a round that is as its
+        epoch, else by the tokens that are computed."""
+        if self.is_as_its_epoch:
+            return 1.0
+        batches, whole = self.batches, self.batches.epoch
+        each = batches.padded_tokens / len(batches.round)
+        return whole.padded_tokens / whole.micro_batches / each
 
     @property
     def padding_waste(self) -> float:
@@ -132,48 +165,89 @@ def _only(batches: list[Batch]) -> Batch:
 def are_apart(model: torch.nn.Module, batch: Batch, *, vocab_size: int) -> bool | None:
     """Return whether the texts of a packed row do not see each other; None where no row has two.
 
-    Seen in what they do: with other tokens in the texts before it, a text's activations have to
-    stay what they were. So it holds of any attention, and of whatever else mixes tokens.
+    Seen in what they do, so that it holds of any attention and of whatever else mixes tokens: with
+    other tokens in the text before it, what the decoder makes of a text has to stay what it was.
+    It does not to the bit: other tokens go to other experts, whose sums are rounded otherwise, and
+    a rounding may choose another expert for a token. So that change is set against two more, of
+    this model at this precision: what others change in a text *before* them, which is rounding
+    alone, and what they change where both are one text and so seen. Nearer to the first, by
+    factors, is apart.
 
     Args:
         model: a causal language model, as it trains.
         batch: a packed micro-batch, on the model's device.
         vocab_size: token ids stay below it.
     """
-    found = _behind_another(batch["position_ids"])
-    if found is None:
+    pairs = _neighbours(batch["position_ids"])
+    if not pairs:
         return None
-    row, begin, end = found
-    other = batch["input_ids"].clone()
-    other[row, :begin] = (other[row, :begin] + 1) % vocab_size
-    seen = [_activations(model, {**batch, "input_ids": ids}) for ids in (batch["input_ids"], other)]
-    one, changed = (activations[row, begin:end].float() for activations in seen)
-    return bool((one - changed).abs().max() <= _SEEN * one.abs().max())
+    ids = batch["input_ids"]
+    before = _mask(ids, [(row, begin, middle) for row, begin, middle, _ in pairs])
+    behind = _mask(ids, [(row, middle, end) for row, _, middle, end in pairs])
+    heads = [(row, at) for row, begin, middle, _ in pairs for at in (begin, middle)]
+    looked = (before | behind) & _mask(ids, [(row, at, at + _LOOKED_AT) for row, at in heads])
+
+    def moved(by: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        others = torch.where(by, (ids + 1) % vocab_size, ids)
+        after = _activations(model, {**batch, "input_ids": others}, looked)
+        return change(plain, after)[where[looked]]
+
+    plain = _activations(model, batch, looked)
+    leaked = moved(before, behind).median().item()
+    rounding = moved(behind, before).quantile(_MOST).item()
+    seen = _change_where_seen(model, ids, pairs[0], vocab_size=vocab_size)
+    return leaked <= math.sqrt(max(rounding, _LEAST_ROUNDING * seen) * seen)
 
 
-def _behind_another(positions: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return the row, the first token and the end of a text that another one is before.
+def _neighbours(positions: torch.Tensor) -> list[tuple[int, int, int, int]]:
+    """Return of each row where its first text begins, where the next one does, and where that ends.
 
-    Pads have position 0 each, and are texts of one token by that.
+    Pads have position 0 each, and are texts of one token by that; they count for none.
     """
-    steps = positions[:, 1:] == positions[:, :-1] + 1
-    for row, follows in enumerate(steps.cpu()):
+    found = []
+    for row, follows in enumerate((positions[:, 1:] == positions[:, :-1] + 1).cpu()):
         starts = [0, *(index + 1 for index in torch.nonzero(~follows).flatten().tolist())]
-        ends = [*starts[1:], positions.shape[1]]
-        whole = [pair for pair in zip(starts, ends, strict=True) if pair[1] - pair[0] > 1]
-        if len(whole) > 1:
-            return row, *whole[1]
-    return None
+        spans = zip(starts, [*starts[1:], positions.shape[1]], strict=True)
+        texts = [(begin, end) for begin, end in spans if end - begin > 1]
+        if len(texts) > 1:
+            found.append((row, texts[0][0], *texts[1]))
+    return found
 
 
-def _activations(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Return what the decoder makes of a micro-batch, of shape (rows, width, hidden)."""
+def _mask(ids: torch.Tensor, spans: Iterable[tuple[int, int, int]]) -> torch.Tensor:
+    """Return where the tokens of some spans are, each a row, its first token and its end."""
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for row, begin, end in spans:
+        mask[row, begin:end] = True
+    return mask
+
+
+def _change_where_seen(
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    pair: tuple[int, int, int, int],
+    *,
+    vocab_size: int,
+) -> float:
+    """Return what other tokens in the first of two texts change in the second where they are one
+    text."""
+    row, begin, middle, end = pair
+    begin, end = max(begin, middle - _SEEN_AT_MOST), min(end, middle + _LOOKED_AT)
+    one = ids[row, begin:end][None]
+    looked = _mask(one, [(0, middle - begin, end - begin)])
+    other = torch.where(looked, one, (one + 1) % vocab_size)
+    said = [_activations(model, {"input_ids": tokens}, looked) for tokens in (one, other)]
+    return change(*said).median().item()
+
+
+def _activations(model: torch.nn.Module, batch: Batch, looked: torch.Tensor) -> torch.Tensor:
+    """Return what the decoder makes of some tokens of a micro-batch, of shape (tokens, hidden)."""
     inside = {key: value for key, value in batch.items() if key != "labels"}
     # The same elements are dropped each time.
     torch.manual_seed(0)
     decoder: Any = getattr(model, "base_model", model)
-    result: torch.Tensor = decoder(**inside).last_hidden_state.detach()
-    return result
+    result: torch.Tensor = decoder(**inside).last_hidden_state.detach()[looked]
+    return result.float()
 
 
 def is_packed(config: TrialConfig) -> bool:

@@ -52,6 +52,8 @@ TOKENS_OF_TEXTS = "tokens-beyond-vocabulary"
 AHEAD_OF_TEXTS = "texts-need-a-causal-model"
 DOCUMENTS_TOGETHER = "documents_together"
 """Flag of packed rows whose texts see each other."""
+ROUND_EXTRAPOLATED = "round_extrapolated"
+"""Flag of a speed that is derived from micro-batches of other sizes than the epoch's."""
 _SILENCE_SECONDS = 10.0
 """Of queueing, after which a micro-step that is queued is a sign of life: where one takes so long,
 the host is hardly ahead of the device. A beat costs the host what a short step cannot spare."""
@@ -186,7 +188,7 @@ class Trial:
         if is_packed(self.config) and not takes_positions(self.base.model):
             return Ineffective(knob="packing", detail="the model is told no positions of tokens")
         self._round = made
-        each = made.loss_tokens_per_step
+        each = made.loss_tokens_per_step / made.pace
         self._meter.work = StepWork(each, each / self.config.accumulation_steps)
         return None
 
@@ -432,7 +434,7 @@ class Trial:
                 step=len(measured),
                 median_seconds=self._meter.median_seconds,
                 fastest_median_seconds=fastest_median(measured),
-                tokens_per_step=None if self._round is None else self._round.loss_tokens_per_step,
+                tokens_per_step=None if self._meter.work is None else self._meter.work.tokens,
             )
         )
 
@@ -458,14 +460,21 @@ class Trial:
         """Return a measurement with what is known of its texts, where it is of any."""
         if self._round is None:
             return measured
-        is_leaking = self._documents_apart is False
+        pace, ends = self._round.pace, measured.step_seconds_ci95
+        flags = {
+            DOCUMENTS_TOGETHER: self._documents_apart is False,
+            ROUND_EXTRAPOLATED: not self._round.is_as_its_epoch,
+        }
         return measured.model_copy(
             update={
+                "step_seconds": measured.step_seconds * pace,
+                "step_seconds_ci95": None if ends is None else (ends[0] * pace, ends[1] * pace),
+                "samples_per_second": measured.samples_per_second / pace,
                 "loss_tokens_per_step": self._round.loss_tokens_per_step,
                 "padding_waste": self._round.padding_waste,
                 "documents_apart": self._documents_apart,
                 "batch_wait_share": (loop.wait_seconds - self._waited) / elapsed_seconds,
-                "flags": (*measured.flags, *((DOCUMENTS_TOGETHER,) if is_leaking else ())),
+                "flags": (*measured.flags, *(name for name, is_set in flags.items() if is_set)),
             }
         )
 

@@ -149,4 +149,5 @@ _FLAGS = {
     "throttled": "the card was slowed down as it was measured",
     "neighbour": "something else used the card as it was measured",
     "accumulation_extrapolated": "a part of its accumulation was derived",
+    "round_extrapolated": "its speed was derived from micro-batches of other sizes",
 }

@@ -17,6 +17,7 @@ from storage.records import (
     Outcome,
     OutOfMemory,
     PredictedOutOfMemory,
+    QualityReport,
     TimedOut,
     Verdict,
 )
@@ -62,6 +63,26 @@ def test_a_noisy_speed_is_said_with_its_interval() -> None:
     noisy = Measured(measurement=a_measurement(CONFIG, spread=0.2, flags=("noisy",)))
     line = outcome_line(a_record(CONFIG, noisy), budget_bytes=BUDGET)
     assert line == "fits, 7,006 tokens/s (5,838–8,757, noisy), 6.65 GiB"
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"), [(None, "2.1500"), ((2.1, 2.2), "2.1500 (2.1–2.2)")], ids=str
+)
+def test_what_trained_for_its_loss_says_it(ends: tuple[float, float] | None, words: str) -> None:
+    quality = QualityReport(
+        eval_loss=2.15,
+        eval_tokens=1000,
+        eval_seq_len=512,
+        train_tokens=5000,
+        train_loss=2.0,
+        steps=5,
+        seconds=60.0,
+        seed=1,
+        eval_loss_ci95=ends,
+    )
+    measured = Measured(measurement=a_measurement(CONFIG).model_copy(update={"quality": quality}))
+    line = outcome_line(a_record(CONFIG, measured), budget_bytes=BUDGET)
+    assert line.endswith(f", 6.65 GiB, held-out loss {words}")
 
 
 def test_counts_by_verdict_in_words() -> None:

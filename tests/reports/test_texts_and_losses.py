@@ -36,6 +36,7 @@ def an_epoch(**changes: Any) -> EpochRecord:
         "rows_left_out": 100,
         "tokens": 3_000_000,
         "tokens_cut": 0.032,
+        "tokens_left_out": 0.011,
         "padded_tokens": 4_000_000,
         "loss_tokens": 2_880_000,
         "steps": 1200,
@@ -104,7 +105,8 @@ def test_an_epoch_on_a_card_that_another_stood_in_for_takes_the_predicted_speed(
 def test_what_a_length_cuts_off_stands_beside_its_speed() -> None:
     known = of_texts(trained(0, 8_000.0, SHORT))
     assert cut_words(known.records[0]) == (
-        "length 512 cuts off 3.2 % of the tokens (900 of 9,500 rows; 100 rows are left out)"
+        "length 512 cuts off 3.2 % of the tokens (900 of 9,500 rows); 100 more rows, 1.1 % of the "
+        "tokens, left out: nothing to learn is left of them"
     )
     for words in (last_screen(known), best_text(known), render(known)):
         assert "cuts off 3.2 % of the tokens" in " ".join(words.split())
@@ -113,18 +115,23 @@ def test_what_a_length_cuts_off_stands_beside_its_speed() -> None:
 def test_a_length_that_cuts_nothing_says_so() -> None:
     known = of_texts(trained(0, 8_000.0, LONG, rows_cut=0, rows_left_out=0, tokens_cut=0.0))
     assert cut_words(known.records[0]) == "length 2,048 cuts nothing off"
+    one = of_texts(trained(0, 8_000.0, LONG, rows_cut=0, rows_left_out=1, tokens_cut=0.0))
+    assert cut_words(one.records[0]) == (
+        "length 2,048 cuts nothing off; 1 more row, 1.1 % of the tokens, left out: nothing to "
+        "learn is left of it"
+    )
 
 
 def test_the_fastest_of_each_length_is_shown_with_what_it_leaves_out() -> None:
     known = of_texts(
-        trained(0, 5_000.0, LONG, tokens_cut=0.0, loss_tokens=3_000_000),
+        trained(0, 5_000.0, LONG, tokens_cut=0.0, tokens_left_out=0.0, loss_tokens=3_000_000),
         trained(1, 8_000.0, SHORT.model_copy(update={"lora_rank": 8})),
         trained(2, 7_000.0, SHORT.model_copy(update={"lora_rank": 64})),
     )
     section = texts_of(known)
     assert section is not None
     assert [row[:4] for row in section.cuts] == [
-        ("512", "1", "8,000", "3.2 %"),
+        ("512", "1", "8,000", "4.3 %"),
         ("2,048", "0", "5,000", "0 %"),
     ]
     assert section.cuts[0][4] == "6 min 0 s"
@@ -180,6 +187,35 @@ def test_a_claim_about_rank_is_judged_by_the_intervals_over_seeds(
 ) -> None:
     ranking = rank_study(about_loss(*records))
     assert said in rank_claim(ranking)
+
+
+def at_rate(record: TrialRecord, rate: float) -> TrialRecord:
+    config = record.config.model_copy(update={"learning_rate": rate})
+    return record.model_copy(update={"config": config})
+
+
+def test_a_claim_about_rank_is_not_judged_by_what_another_learning_rate_did() -> None:
+    rates = {"learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}
+    dimensions = {"lora_rank": {"choices": [8, 16, 64]}, **rates}
+
+    def said(*records: TrialRecord) -> str:
+        known = of_texts(
+            *records,
+            objectives=["tokens_per_second", "eval_loss"],
+            weights="pretrained",
+            dimensions=dimensions,
+            fixed={"micro_batch_size": 8, "seq_len": 512},
+        )
+        return rank_claim(rank_study(known))
+
+    own, faster = learned(0, 16, 2.0, 0.01), at_rate(learned(1, 8, 1.5, 0.01), 5e-3)
+    assert "not judged, as no two trials differ in rank alone, but in learning rate too" in said(
+        own, faster
+    )
+    alike = learned(2, 64, 2.1, 0.01)
+    judged = said(own, faster, alike)
+    assert "confirmed on these texts" in judged
+    assert "that of rank 64, the lowest of those that differ in nothing else, is 2.1" in judged
 
 
 def test_the_report_shows_loss_against_speed_and_against_rank() -> None:

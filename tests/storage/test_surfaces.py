@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from search_spaces.models import load_model_spec
 from storage.records import Carried, Crashed, OutOfMemory
 from storage.surfaces import read_surface, surface_text
 from tests.sweep.imagined_study import TRIALS, a_record, a_snapshot
+from tests.sweep.prepared_texts import a_summary
 
 MODEL = load_model_spec("mistral-7b-v0.3")
 HEADER: dict[str, Any] = {
@@ -171,3 +173,17 @@ def test_a_study_of_which_nothing_was_measured_is_no_surface() -> None:
 def test_a_study_on_a_card_that_the_catalogue_lacks_is_no_surface() -> None:
     with pytest.raises(InputError, match="a surface is of a card of the catalogue"):
         surface_text(a_snapshot(*TRIALS, emulated_on="Voodoo 2"))
+
+
+def test_a_study_on_texts_is_no_surface() -> None:
+    plain = a_snapshot(*TRIALS, emulated_on="NVIDIA H200")
+    of_texts = plain.definition.model_copy(update={"texts": a_summary(source="mine.jsonl")})
+    with pytest.raises(InputError, match=r"full rows, and its trials trained on mine\.jsonl"):
+        surface_text(replace(plain, definition=of_texts))
+
+
+@pytest.mark.parametrize("packing", ["packed", "grouped"])
+def test_a_row_on_texts_is_none_of_a_surface(tmp_path: Path, packing: str) -> None:
+    row = ROW | {"config": {"packing": packing}}
+    with pytest.raises(InputError, match=f"line 2: config: packing {packing} is of texts"):
+        read_surface(a_file(tmp_path, HEADER, row))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from trl import pack_dataset
 
@@ -36,6 +37,16 @@ def completions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths = np.clip(random.lognormal(3, 0.8, 400).astype(int), 3, 400)
     return prepared(
         tmp_path_factory.mktemp("completions"), lengths, completions=random.integers(1, lengths - 1)
+    )
+
+
+def _known(directory: Path) -> Any:
+    """Return prepared texts of which completions alone carry loss, as the parent knows them."""
+    return SimpleNamespace(
+        directory=directory,
+        summary=SimpleNamespace(completions_only=True),
+        lengths=lambda: np.load(directory / "lengths.npy"),
+        loss_lengths=lambda: np.load(directory / "loss_lengths.npy"),
     )
 
 
@@ -157,14 +168,7 @@ def test_of_a_chat_with_several_answers_a_cut_is_counted_to_the_token(tmp_path: 
 
     left = [int(mask[1:32].sum()) for mask in masks[::3]]
     assert whole.loss_tokens == sum(left)
-    summary = SimpleNamespace(completions_only=True)
-    texts: Any = SimpleNamespace(
-        directory=tmp_path,
-        summary=summary,
-        lengths=lambda: lengths,
-        loss_lengths=lambda: np.load(tmp_path / "loss_lengths.npy"),
-    )
-    study = StudyEpochs.of(texts, TextsChoice(texts="chats", eval_fraction=0.0), seed=0)
+    study = StudyEpochs.of(_known(tmp_path), TextsChoice(texts="chats", eval_fraction=0.0), seed=0)
     chosen = study.of_rows(np.arange(0, 300, 3))
     assert chosen.epoch(config).loss_tokens == whole.loss_tokens
     assert whole.rows_left_out == left.count(0) > 0
@@ -181,3 +185,43 @@ def test_where_answers_are_last_their_count_says_what_a_cut_leaves(
         lengths, loss = (np.load(directory / f"{n}.npy") for n in ("lengths", "loss_lengths"))
         counted = cut_exactly(directory, lengths, loss, seq_len)
         assert np.array_equal(counted, epochs.cut(lengths, loss, seq_len))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_under_compile_the_last_micro_batch_has_the_shape_of_another(
+    texts: Path, packing: str
+) -> None:
+    config = configured(packing, seq_len=64, micro_batch_size=9, compile=True)
+    rows = training_rows(texts, config, indices=np.arange(203), seed=0)
+    assert len(rows) % 9
+    loader = DataLoader(rows, batch_size=9, collate_fn=collator(config, pad_token_id=3))
+    *_, last = loader
+    assert last["input_ids"].shape[0] == 9
+    assert last["input_ids"].shape[1] in {16, 32, 48, 64}
+    added = slice(len(rows) % 9, None)
+    assert (last["input_ids"][added] == 3).all()
+    assert (last["labels"][added] == IGNORED).all()
+    eager = config.model_copy(update={"compile": False})
+    plain = list(DataLoader(rows, batch_size=9, collate_fn=collator(eager, pad_token_id=3)))[-1]
+    assert plain["input_ids"].shape[0] == len(rows) % 9
+    assert _carrying(last) == _carrying(plain)
+    whole = epoch_of(texts, config, indices=np.arange(203), seed=0)
+    assert whole.padded[-1] == 9 * whole.widths[-1]
+
+
+def test_an_epoch_says_what_is_cut_off_and_what_is_left_out(tmp_path: Path) -> None:
+    """Of a chat with two answers a cut that leaves the first one leaves something to learn."""
+    late, early, short = [0] * 8 + [1] * 2, [0, 1, 1] + [0] * 5 + [1] * 2, [0, 1, 1]
+    masks = [late] * 4 + [early] * 3 + [short] * 3
+    directory = prepared(tmp_path, [len(mask) for mask in masks], masks=masks)
+    epochs = StudyEpochs.of(_known(directory), TextsChoice(texts="a", eval_fraction=0.0), seed=0)
+    config = configured(seq_len=4, micro_batch_size=3)
+    record = epochs.record(config)
+    assert record is not None
+    assert (record.rows, record.rows_cut, record.rows_left_out) == (6, 3, 4)
+    assert (record.tokens, record.loss_tokens) == (3 * 4 + 3 * 3, 6 * 2)
+    assert record.tokens_cut == pytest.approx(3 * 6 / 79)
+    assert record.tokens_left_out == pytest.approx(4 * 10 / 79)
+    assert epochs.refusal(config) is None
+    assert "make 6 rows" in str(epochs.refusal(configured(seq_len=4, micro_batch_size=7)))
+    assert epochs.refusal(configured(seq_len=4, micro_batch_size=6)) is None

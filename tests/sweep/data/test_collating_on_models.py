@@ -159,8 +159,63 @@ def test_where_packed_texts_see_one_another_that_is_said(
     assert _are_apart(tiny(family), batch) is False
 
 
+def rounding(model: Any, dtype: torch.dtype, scale: float) -> Any:
+    """Make a model round as one does whose sums have another order each time: what a layer or an
+    expert says is off by such a share, and near a tie another expert is chosen for it."""
+    noise = torch.Generator().manual_seed(3)
+
+    def off(_module: Any, _inputs: Any, said: Any) -> Any:
+        if not isinstance(said, torch.Tensor):
+            return said
+        return said * (1 + scale * torch.randn(said.shape, generator=noise)).to(said.dtype)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) or name.endswith(("experts", "gate")):
+            module.register_forward_hook(off)
+    return model.to(dtype)
+
+
+ROUNDED = (
+    (torch.float32, 1e-6),
+    (torch.bfloat16, 0.0),
+    (torch.bfloat16, 2**-7),
+    (torch.float16, 2**-10),
+)
+"""What it computes in, and the share by which its sums are off: of bf16 its last digit."""
+
+
+@pytest.mark.parametrize(("dtype", "scale"), ROUNDED, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_rounding_is_not_taken_for_texts_that_see_one_another(
+    family: str, dtype: torch.dtype, scale: float, texts: list[list[int]]
+) -> None:
+    model = rounding(tiny(family), dtype, scale)
+    row = {"input_ids": [*itertools.chain(*texts)], "seq_lengths": list(LENGTHS)}
+    batch = _collated(TrialConfig(packing="packed", seq_len=64), [row])
+    assert _are_apart(model, batch) is True
+    check_is_causal(model)
+    # A cache, and transformers no longer looks at the positions.
+    model.config.use_cache = True
+    assert _are_apart(model, batch) is False
+
+
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_texts_of_which_a_part_is_seen_are_not_apart(share: float, texts: list[list[int]]) -> None:
+    """As through a state or a convolution, where the attention keeps them apart."""
+    model = tiny("llama")
+    row = {"input_ids": [*itertools.chain(*texts)], "seq_lengths": list(LENGTHS)}
+    batch = _collated(TrialConfig(packing="packed", seq_len=64), [row])
+
+    def leak(_module: Any, _inputs: Any, said: torch.Tensor) -> torch.Tensor:
+        return said + share * said.roll(1, dims=1)
+
+    model.model.layers[0].mlp.register_forward_hook(leak)
+    assert _are_apart(model, batch) is False
+
+
 @pytest.mark.filterwarnings("ignore:.*is_decoder")
-def test_a_model_that_looks_ahead_is_refused() -> None:
+@pytest.mark.parametrize("scale", [0.0, 2**-7])
+def test_a_model_that_looks_ahead_is_refused(scale: float) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     # With transformers' own the attention of so small a model hardly moves anything.
     config = AutoConfig.for_model("bert", **sizes, vocab_size=512, initializer_range=0.2)
@@ -168,7 +223,7 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
     both_ways = tiny("gemma3_text", use_bidirectional_attention=True)
     for model in (encoder, both_ways):
         with pytest.raises(InputError, match=f"type '{model.config.model_type}' looks ahead"):
-            check_is_causal(model)
+            check_is_causal(rounding(model, torch.bfloat16 if scale else torch.float32, scale))
 
 
 def test_flattened_rows_reach_a_model_with_their_boundaries(texts: list[list[int]]) -> None:

@@ -319,3 +319,29 @@ def test_target_modules_that_the_model_has_not_are_refused(tmp_path: Path, texts
     assert isinstance(end, Refused)
     assert "q_prog" in end.reason
     shutil.rmtree(tmp_path)
+
+
+def test_the_held_out_loss_is_the_same_whatever_the_micro_batch(tmp_path: Path) -> None:
+    """A mean over tokens, of the same rows on the way and of all of them at the end."""
+    lengths = np.random.default_rng(5).integers(3, 30, 100)
+    many = prepared(tmp_path / "texts", lengths)
+    seen = {}
+    for size in (1, 4):
+        asked = job(
+            tmp_path / str(size),
+            many,
+            micro_batch_size=size,
+            compute_dtype="fp32",
+            quantization="none",
+            lora_dropout=0.0,
+            learning_rate=1e-7,
+            eval_fraction=0.8,
+            max_steps=2,
+            checkpoint_steps=1,
+        )
+        end, said = run(asked)
+        assert isinstance(end, TrainingResult), end
+        (first,) = (message.loss for message in said if isinstance(message, Evaluated))
+        seen[size] = first, end.eval_loss, end.eval_tokens
+    assert seen[1] == pytest.approx(seen[4], rel=1e-5)
+    assert seen[1][0] != pytest.approx(seen[1][1], rel=5e-6), "80 rows are held out"

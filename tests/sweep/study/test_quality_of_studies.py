@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from search_spaces.config import TrialConfig
-from storage.qualities import pooled_qualities
+from storage.qualities import claimed_pair, pooled_qualities
 from storage.ranking import Ranking, rank
 from storage.records import EpochRecord, Measured, Outcome, QualityReport, TrialRecord
 from storage.study import OpenStudy
@@ -207,6 +207,17 @@ def test_the_few_on_the_front_are_trained_with_further_seeds(tmp_path: Path) -> 
     assert winner is not None
     assert winner.measurement is not None
     assert winner.measurement.quality in several
+
+
+def test_the_two_that_a_claim_is_judged_over_are_trained_with_further_seeds(
+    tmp_path: Path,
+) -> None:
+    baseline = {"lora_rank": 8, "micro_batch_size": 8, "target_modules": "attention"}
+    _, ranking = driven(tmp_path, confirm=CONFIRM, baseline=baseline)
+    pair = claimed_pair(ranking.ranked)
+    assert pair is not None
+    assert [record.config.lora_rank for record in pair] == [16, 64]
+    assert all(len(r.measurement.quality.seeds) == 3 for r in pair)  # type: ignore[union-attr]
 
 
 def test_one_seed_is_enough_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -169,6 +169,19 @@ def test_the_question_does_not_depend_on_how_a_configuration_trains(
     assert first.eval_tokens >= ASKED.eval_tokens
 
 
+def test_the_held_out_loss_does_not_depend_on_the_micro_batch(texts: Texts) -> None:
+    """Where nothing is learned and nothing is rounded, it is the same mean over tokens."""
+    exact = {"compute_dtype": "fp32", "quantization": "none", "learning_rate": 1e-7}
+    reports = []
+    with tiny_base(tiny_config(**exact)) as base:
+        for size in (1, 3, 8):
+            config = tiny_config(**exact, micro_batch_size=size)
+            reports.append(learned(base, texts, config, tokens=50, eval_tokens=300))
+    first, *others = reports
+    assert all(r.eval_loss == pytest.approx(first.eval_loss, rel=1e-5) for r in others)
+    assert {r.eval_tokens for r in reports} == {first.eval_tokens}
+
+
 def test_a_loss_that_is_not_finite_is_diverged(texts: Texts) -> None:
     with tiny_base(tiny_config()) as base:
         base.model.model.norm.weight.data.fill_(float("nan"))

@@ -86,6 +86,28 @@ def test_the_speed_is_of_the_tokens_that_carry_loss(texts: Texts, knobs: dict[st
     assert measurement.final_loss == pytest.approx(6.24, abs=0.5)
 
 
+def test_of_a_few_very_long_rows_the_speed_is_still_that_of_the_epoch(tmp_path: Path) -> None:
+    """One of eighty rows is eight times as long: no four micro-batches have a part of it."""
+    outlier = Texts(prepared(tmp_path, [4] * 79 + [32]), eval_fraction=0.0, seed=0)
+    config = tiny_config()
+    made = round_of(outlier, config)
+    epoch = made.batches.epoch
+    assert not made.is_as_its_epoch
+    assert made.loss_tokens_per_step == pytest.approx((79 * 3 + 31) / 40)
+    # A device that computes so many tokens a second takes as long for the epoch as is said.
+    pass_seconds = made.batches.padded_tokens / 100
+    step = pass_seconds / made.steps * made.pace
+    assert step * epoch.optimizer_steps == pytest.approx(epoch.padded_tokens / 100)
+    measurement = measured(outlier, config, steps=BRIEF)
+    assert "round_extrapolated" in measurement.flags
+    tokens = measurement.tokens_per_second * measurement.step_seconds
+    assert tokens == pytest.approx(made.loss_tokens_per_step)
+    rows = measurement.samples_per_second * measurement.step_seconds
+    assert rows == pytest.approx(config.samples_per_step)
+    ends = measurement.step_seconds_ci95
+    assert ends is None or ends[0] <= measurement.step_seconds <= ends[1]
+
+
 def shapes_trained(
     texts: Texts, config: TrialConfig, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, ...]]:
