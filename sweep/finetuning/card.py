@@ -140,12 +140,18 @@ def _texts(job: TrainingJob, result: TrainingResult, texts: TextsSummary | None)
         ("fingerprint", f"`{texts.fingerprint}`"),
         ("kind", texts.kind + (", loss on completions alone" if texts.completions_only else "")),
         ("tokenizer", f"`{shown(texts.tokenizer)}`"),
-        ("rows trained on", units.count(result.rows)),
+        ("rows trained on", _rows(result)),
         ("rows held out", units.count(result.rows_held_out)),
         ("rows left out, for want of a token that carries loss", units.count(result.rows_left_out)),
         ("broken rows, left out", units.count(texts.broken)),
         ("seed", str(job.seed)),
     ]
+
+
+def _rows(result: TrainingResult) -> str:
+    if result.packed_rows is None or result.texts_rows is None:
+        return units.count(result.rows)
+    return f"{units.count(result.texts_rows)}, packed into {units.count(result.packed_rows)}"
 
 
 def _outcome(result: TrainingResult) -> list[Row]:

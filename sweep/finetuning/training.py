@@ -31,7 +31,7 @@ from sweep.finetuning.finishing import finish
 from sweep.finetuning.fitting import Smaller, next_smaller, refuse_too_large
 from sweep.finetuning.job import Observer, follow_job
 from sweep.finetuning.subject import Subject, subject_of, with_changes
-from sweep.finetuning.wire import End, Stopped, TrainingJob, TrainingResult
+from sweep.finetuning.wire import End, TrainingJob, TrainingResult
 from sweep.paths import cache_directory
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
@@ -97,6 +97,11 @@ class PreparedTraining:
             "seed": job.seed,
             "device": job.device,
         }
+
+    def can_train(self, config: TrialConfig) -> bool:
+        """Whether another configuration breaks no rule here, and the texts make batches of it."""
+        is_valid = _violation(config, self.subject, self.resolved) is None
+        return is_valid and self.epochs.refusal(config) is None
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -164,12 +169,11 @@ def prepare_training(
 
 
 def _refuse_too_large(prepared: PreparedTraining, *, warn: Callable[[str], None]) -> None:
-    subject, resolved = prepared.subject, prepared.resolved
     refuse_too_large(
         prepared.job.config,
         predictor=predictor_of(prepared),
-        budget_bytes=resolved.target.budget_bytes,
-        is_valid=lambda other: _violation(other, subject, resolved) is None,
+        budget_bytes=prepared.resolved.target.budget_bytes,
+        is_valid=prepared.can_train,
         warn=warn,
     )
 
@@ -185,17 +189,32 @@ def predictor_of(prepared: PreparedTraining) -> MemoryPredictor:
 
 
 def smaller_than(prepared: PreparedTraining) -> Smaller | None:
-    """Return the next smaller configuration, which fits where that can be predicted."""
+    """Return the next smaller configuration than one that ran out of memory: predicted to fit on a
+    card; on a CPU, whose memory is not predicted, the nearest one."""
     is_on_card = prepared.job.device == "cuda"
     return next_smaller(
         prepared.job.config,
         predictor=predictor_of(prepared) if is_on_card else None,
-        budget_bytes=prepared.job.budget_bytes,
+        budget_bytes=prepared.resolved.target.budget_bytes,
+        is_valid=prepared.can_train,
+        has_run_out=True,
     )
 
 
-def train(prepared: PreparedTraining, *, is_resumed: bool, observe: Observer) -> End:
+def train(
+    prepared: PreparedTraining,
+    *,
+    is_resumed: bool,
+    resume_from: Path | None,
+    observe: Observer,
+) -> End:
     """Run a training to its end, whatever that is; a result is not written yet.
+
+    Args:
+        prepared: the training.
+        is_resumed: whether it was begun before.
+        resume_from: the checkpoint that it goes on from; None begins at the first step.
+        observe: told what happens on the way.
 
     Raises:
         InputError: somebody else trains there, or there is nothing to go on with.
@@ -209,16 +228,14 @@ def train(prepared: PreparedTraining, *, is_resumed: bool, observe: Observer) ->
         output.begin(directory, prepared.run)
     checkpoints.remove_leftovers(directory)
     output.reserve(directory, checkpoint_bytes=prepared.checkpoint_bytes)
-    newest = checkpoints.newest(directory)
-    resumed = None if newest is None else str(newest)
+    resumed = None
+    if resume_from is not None:
+        checkpoints.remove_behind(directory, checkpoints.step_of(resume_from))
+        resumed = str(resume_from.absolute())
     try:
-        end = follow_job(job.model_copy(update={"resume_from": resumed}), observe=observe)
+        return follow_job(job.model_copy(update={"resume_from": resumed}), observe=observe)
     finally:
         output.release(directory)
-    if not isinstance(end, TrainingResult | Stopped) and checkpoints.newest(directory) is None:
-        # Nothing of it is left that another could do harm to.
-        output.forget(directory)
-    return end
 
 
 def finished(prepared: PreparedTraining, result: TrainingResult) -> dict[str, Any]:

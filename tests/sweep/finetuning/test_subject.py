@@ -113,15 +113,15 @@ class Predicted:
     """Memory that is a byte for each token of a micro-batch."""
 
     def __init__(self, bytes_: int) -> None:
-        self._bytes = bytes_
+        self._bytes = self.peak_allocated_bytes = bytes_
 
     def fits(self, budget: int) -> object:
         from sweep.predict.memory.prediction import Fit
 
         return Fit.YES if self._bytes <= budget else Fit.NO
 
-    def needed_bytes(self, _: int) -> int:
-        return self._bytes
+    def needed_bytes(self, budget: int) -> int:
+        return max(self._bytes, budget)
 
 
 class Predictor:
@@ -148,6 +148,33 @@ def test_what_is_predicted_not_to_fit_is_refused_with_the_next_smaller_that_does
         warn=lambda _: None,
     )
     assert next_smaller(config, predictor=predictor, budget_bytes=1) is None  # type: ignore[arg-type]
+
+
+class Fragmenting:
+    """Memory that is the same for two rows and more."""
+
+    def predict(self, config: TrialConfig) -> Predicted:
+        return Predicted(2**30 if config.micro_batch_size == 1 else 2**31)
+
+
+def test_what_is_named_after_out_of_memory_needs_less_than_was_predicted_of_what_ran_out() -> None:
+    config = TrialConfig(micro_batch_size=4, seq_len=512)
+    predictor: Any = Fragmenting()
+    refuse_too_large(config, predictor=predictor, budget_bytes=2**32, warn=pytest.fail)
+    found = next_smaller(config, predictor=predictor, budget_bytes=2**32, has_run_out=True)
+    assert found is not None
+    assert found.words(config) == (
+        "micro_batch_size 1, effective_batch_size 4 (predicted: 1.00 GiB)"
+    )
+
+
+def test_what_is_named_can_be_trained_and_says_where_nothing_predicts_it() -> None:
+    config = TrialConfig(micro_batch_size=4, seq_len=512)
+    found = next_smaller(
+        config, predictor=None, budget_bytes=1, is_valid=lambda other: other.micro_batch_size < 2
+    )
+    assert found is not None
+    assert found.words(config) == "micro_batch_size 1, effective_batch_size 4 (not predicted)"
 
 
 def a_job(promise: Promise | None) -> TrainingJob:
