@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from reports import units
+from search_spaces.gpus import match_product
 from search_spaces.hub import is_hub_id
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import shown
@@ -77,7 +78,7 @@ def incomparable(job: TrainingJob, result: TrainingResult) -> str | None:
     promise = job.promise
     if promise is None:
         return "nothing was measured of this configuration"
-    if promise.device != result.device_name:
+    if not _is_same(promise.device, result.device_name):
         return f"promised on another device, {promise.device}"
     if promise.texts is None and job.texts is not None:
         return (
@@ -89,6 +90,13 @@ def incomparable(job: TrainingJob, result: TrainingResult) -> str | None:
     if result.steps_measured == 0:
         return "the training ended within its warm-up, so its speed is a guess"
     return None
+
+
+def _is_same(promised: str, reached: str) -> bool:
+    """Whether two names are of one device; a document may have the catalogue's."""
+    known = match_product(promised)
+    is_card = known is not None and known is match_product(reached)
+    return is_card or promised.casefold() == reached.casefold()
 
 
 def _ratio(reached: float | None, promised: float | None) -> str:

@@ -18,7 +18,7 @@ from sweep.finetuning.fitting import candidates, next_smaller, refuse_too_large
 from sweep.finetuning.loss_page import POINTS_MAX, loss_page
 from sweep.finetuning.subject import Subject, subject_of
 from sweep.finetuning.wire import Promise, TrainingJob, TrainingResult
-from tests.sweep.export.studies import a_study
+from tests.sweep.export.studies import a_study, some_texts
 
 WINNER = TrialConfig(micro_batch_size=8, lora_rank=32)
 
@@ -77,6 +77,12 @@ def test_a_file_is_a_configuration_alone_or_as_an_export_writes_it(tmp_path: Pat
     assert subject.model.name == "mistral-7b-v0.3"
     assert subject.promise is not None
     assert "trial 17 of study 'a10'" in subject.promise.source
+    assert subject.promise.device == "NVIDIA A10"
+    assert subject.promise.texts is None
+    exported.write_text(export(study(name="a10", texts=some_texts()), format="json"))
+    promise = of(str(exported)).promise
+    assert promise is not None
+    assert promise.texts == some_texts().fingerprint
     with pytest.raises(InputError, match="says no model: name one with --model"):
         of(str(alone))
     with pytest.raises(InputError, match="--trial is of a study"):
@@ -234,6 +240,9 @@ def test_only_what_was_measured_on_the_same_texts_is_a_measure_of_what_is_reache
     assert "random tokens" in why_not(promised(None))
     assert "nothing was measured" in why_not(None)
     assert "another device, CPU" in why_not(promised("abc"), device_name="NVIDIA L4")
+    by_catalogue = promised("abc").model_copy(update={"device": "l4"})
+    assert why_not(by_catalogue, device_name="NVIDIA L4") == "None"
+    assert "another device, l4" in why_not(by_catalogue, device_name="NVIDIA A10")
     assert "within its warm-up" in why_not(promised("abc"), steps_measured=0)
 
 
