@@ -7,7 +7,7 @@ Knows nothing of how any of it is shown: progress goes to an observer, notes to 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,32 +125,17 @@ def prepare_training(
         NothingFits: it is predicted not to fit.
         EnvironmentFault: the card or the network is not to be had.
     """
-    subject = subject_of(
-        request.name, number=request.trial, model=request.model, read_study=read_study
-    )
-    config = with_changes(subject.config, learning_rate=request.learning_rate)
+    subject = _subject(request, read_study)
     weights = _weights(request.weights, subject.model)
     if not request.is_resumed:
         output.refuse_taken(request.output)
     here = card()
     resolved = _resolved(subject, here)
-    target = resolved.target
-    _refuse_invalid(config, subject, _violation(config, subject, resolved))
+    _refuse_invalid(subject, resolved)
     choice, texts = _texts(request, subject, read_texts)
-    seed = _first(request.seed, None if subject.definition is None else _seed(subject), 0)
-    epochs = StudyEpochs.of(texts, choice, seed=seed)
-    _refuse_texts(texts, epochs.refusal(config))
-    job = TrainingJob(
-        config=config,
-        model=subject.model.to_json(),
-        weights=weights,
-        seed=seed,
-        device=target.device,
-        budget_bytes=_budget(subject, resolved),
-        promise=subject.promise,
-        **_of_texts(texts, choice),
-        **_typed(request),
-    )
+    epochs = StudyEpochs.of(texts, choice, seed=_seed(request, subject))
+    _refuse_texts(texts, epochs.refusal(subject.config))
+    job = _job(request, subject, resolved, weights=weights, choice=choice, texts=texts)
     prepared = PreparedTraining(
         job=job,
         subject=subject,
@@ -158,14 +143,51 @@ def prepare_training(
         epochs=epochs,
         tokenizer=find_tokenizer(choice.tokenizer, subject.model),
         resolved=resolved,
-        card=here if target.device == "cuda" else None,
+        card=here if job.device == "cuda" else None,
         notes=tuple(_notes(job, subject, resolved)),
     )
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
-    elif target.device == "cuda":
+    elif job.device == "cuda":
         _refuse_too_large(prepared, warn=warn)
     return prepared
+
+
+def _subject(request: TrainingRequest, read_study: Callable[[str], StudySnapshot]) -> Subject:
+    """Return what is trained, with what was typed in place of its own."""
+    found = subject_of(
+        request.name, number=request.trial, model=request.model, read_study=read_study
+    )
+    config = with_changes(found.config, learning_rate=request.learning_rate)
+    return replace(found, config=config)
+
+
+def _job(
+    request: TrainingRequest,
+    subject: Subject,
+    resolved: ResolvedTarget,
+    *,
+    weights: Weights,
+    choice: TextsChoice,
+    texts: PreparedTexts,
+) -> TrainingJob:
+    return TrainingJob(
+        config=subject.config,
+        model=subject.model.to_json(),
+        weights=weights,
+        texts=str(texts.directory.absolute()),
+        fingerprint=texts.summary.fingerprint,
+        tokenizer=texts.summary.tokenizer,
+        eval_fraction=choice.eval_fraction,
+        epochs=_first(request.epochs, 1.0),
+        max_steps=request.max_steps,
+        seed=_seed(request, subject),
+        device=resolved.target.device,
+        budget_bytes=_budget(subject, resolved),
+        output=str(request.output.absolute()),
+        checkpoint_steps=request.checkpoint_every,
+        promise=subject.promise,
+    )
 
 
 def _refuse_too_large(prepared: PreparedTraining, *, warn: Callable[[str], None]) -> None:
@@ -261,34 +283,15 @@ def finished(prepared: PreparedTraining, result: TrainingResult) -> dict[str, An
     )
 
 
-def _of_texts(texts: PreparedTexts, choice: TextsChoice) -> dict[str, Any]:
-    """Return what a job says of its texts."""
-    return {
-        "texts": str(texts.directory.absolute()),
-        "fingerprint": texts.summary.fingerprint,
-        "tokenizer": texts.summary.tokenizer,
-        "eval_fraction": choice.eval_fraction,
-    }
-
-
-def _typed(request: TrainingRequest) -> dict[str, Any]:
-    """Return what a job takes from what was typed as it is."""
-    return {
-        "epochs": _first(request.epochs, 1.0),
-        "max_steps": request.max_steps,
-        "output": str(request.output.absolute()),
-        "checkpoint_steps": request.checkpoint_every,
-    }
-
-
 def _first(*values: Any) -> Any:
     """Return the first value that is there."""
     return next(value for value in values if value is not None)
 
 
-def _seed(subject: Subject) -> int:
-    assert subject.definition is not None
-    return subject.definition.space.seed
+def _seed(request: TrainingRequest, subject: Subject) -> int:
+    """Return the seed that was typed, else the study's."""
+    stored = None if subject.definition is None else subject.definition.space.seed
+    return int(_first(request.seed, stored, 0))
 
 
 def _weights(typed: Weights | None, model: ModelSpec) -> Weights:
@@ -343,7 +346,8 @@ def _violation(config: TrialConfig, subject: Subject, resolved: ResolvedTarget) 
     )
 
 
-def _refuse_invalid(config: TrialConfig, subject: Subject, broken: Violation | None) -> None:
+def _refuse_invalid(subject: Subject, resolved: ResolvedTarget) -> None:
+    broken = _violation(subject.config, subject, resolved)
     if broken is not None:
         raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
 

@@ -87,15 +87,7 @@ def merge(
     with _written_whole(output) as directory:
         _check_room(output, plan)
         tokenizer = _put_beside(plan, adapter, base, directory)
-        order = MergeOrder(
-            base=str(base),
-            adapter=str(adapter.directory),
-            weights=str(adapter.directory / WEIGHTS),
-            directory=str(directory),
-            dtype=dtype,
-            pieces=list(plan.pieces),
-            rows=request.rows,
-        )
+        order = _order(request, plan, adapter, base=base, directory=directory, dtype=dtype)
         done = _carried_out(order, on_news)
         _write_card(directory, adapter, label, dtype)
     return MergeReport(
@@ -109,6 +101,26 @@ def merge(
         seconds=time.monotonic() - began,
         tokenizer=tokenizer,
         **done.model_dump(),
+    )
+
+
+def _order(
+    request: MergeRequest,
+    plan: MergePlan,
+    adapter: Adapter,
+    *,
+    base: Path,
+    directory: Path,
+    dtype: MergedDtype,
+) -> MergeOrder:
+    return MergeOrder(
+        base=str(base),
+        adapter=str(adapter.directory),
+        weights=str(adapter.directory / WEIGHTS),
+        directory=str(directory),
+        dtype=dtype,
+        pieces=list(plan.pieces),
+        rows=request.rows,
     )
 
 
