@@ -63,7 +63,8 @@ class RecipeTexts:
         """Return what they are, in plain JSON values."""
         keys = {"kind", "fingerprint", "tokenizer", "completions_only", "rows", "tokens"}
         stated = self.summary.model_dump(mode="json", include=keys)
-        return {"source": self.source, **stated, "eval_fraction": self.eval_fraction}
+        held_out = {"eval_fraction": self.eval_fraction, "seed": self.seed}
+        return {"source": self.source, **stated, **held_out}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from reports import units
+from search_spaces.gpus import match_product
 from search_spaces.hub import is_hub_id
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import shown
@@ -77,7 +78,7 @@ def incomparable(job: TrainingJob, result: TrainingResult) -> str | None:
     promise = job.promise
     if promise is None:
         return "nothing was measured of this configuration"
-    if promise.device != result.device_name:
+    if not _is_same(promise.device, result.device_name):
         return f"promised on another device, {promise.device}"
     if promise.texts is None and job.texts is not None:
         return (
@@ -89,6 +90,13 @@ def incomparable(job: TrainingJob, result: TrainingResult) -> str | None:
     if result.steps_measured == 0:
         return "the training ended within its warm-up, so its speed is a guess"
     return None
+
+
+def _is_same(promised: str, reached: str) -> bool:
+    """Whether two names are of one device; a document may have the catalogue's."""
+    known = match_product(promised)
+    is_card = known is not None and known is match_product(reached)
+    return is_card or promised.casefold() == reached.casefold()
 
 
 def _ratio(reached: float | None, promised: float | None) -> str:
@@ -140,12 +148,18 @@ def _texts(job: TrainingJob, result: TrainingResult, texts: TextsSummary | None)
         ("fingerprint", f"`{texts.fingerprint}`"),
         ("kind", texts.kind + (", loss on completions alone" if texts.completions_only else "")),
         ("tokenizer", f"`{shown(texts.tokenizer)}`"),
-        ("rows trained on", units.count(result.rows)),
+        ("rows trained on", _rows(result)),
         ("rows held out", units.count(result.rows_held_out)),
         ("rows left out, for want of a token that carries loss", units.count(result.rows_left_out)),
         ("broken rows, left out", units.count(texts.broken)),
         ("seed", str(job.seed)),
     ]
+
+
+def _rows(result: TrainingResult) -> str:
+    if result.packed_rows is None or result.texts_rows is None:
+        return units.count(result.rows)
+    return f"{units.count(result.texts_rows)}, packed into {units.count(result.packed_rows)}"
 
 
 def _outcome(result: TrainingResult) -> list[Row]:

@@ -2,22 +2,40 @@
 
 A checkpoint is written under a name that begins with a dot, waited for until the disk has it, and
 renamed; so is one that goes, before it is removed. A kill at any moment leaves whole ones, and
-leftovers that the next run removes. Knows nothing of what is in them.
+leftovers that the next run removes. What a disk does to one afterwards is told by its digests.
+Knows nothing of what is in them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from search_spaces.errors import EnvironmentFault, words_of
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 COURSE = "course.json"
 """What is known of the steps up to a checkpoint."""
+DIGESTS = "sha256.json"
+"""Of all files of a checkpoint, by their names."""
 KEPT = 2
+_FULL = (
+    "No space left",
+    "os error 28",
+    "os error 27",
+    "os error 122",
+    "File too large",
+    "PytorchStreamWriter",
+    "unexpected pos",
+)
+"""Words of a disk that takes no more: torch and safetensors write in C++ and in Rust."""
 _NAME = re.compile(r"checkpoint-(\d+)")
 _WRITING, _REMOVING = ".writing-", ".removing-"
 
@@ -27,17 +45,43 @@ def path_of(output: Path, step: int) -> Path:
     return output / f"checkpoint-{step}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint."""
+    found = _NAME.fullmatch(checkpoint.name)
+    assert found is not None, "a checkpoint has its step in its name"
+    return int(found[1])
+
+
 def steps_of(output: Path) -> list[int]:
-    """Return the steps of the whole checkpoints, the newest first."""
+    """Return the steps of the checkpoints that have their name, the newest first."""
     if not output.is_dir():
         return []
-    found = [_NAME.fullmatch(path.name) for path in output.iterdir() if path.is_dir()]
-    return sorted((int(name[1]) for name in found if name is not None), reverse=True)
+    named = (path for path in output.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))
+    return sorted(map(step_of, named), reverse=True)
 
 
-def newest(output: Path) -> Path | None:
-    """Return the newest whole checkpoint; None where there is none."""
-    return next((path_of(output, step) for step in steps_of(output)), None)
+def newest(output: Path, *, warn: Callable[[str], None] = lambda _: None) -> Path | None:
+    """Return the newest checkpoint whose files are as they were written; None for no checkpoint.
+
+    Args:
+        output: of the training.
+        warn: told of each newer one what is damaged.
+
+    Raises:
+        EnvironmentFault: there are some, and all are damaged.
+    """
+    steps = steps_of(output)
+    for step in steps:
+        damage = damage_of(path_of(output, step))
+        if damage is None:
+            return path_of(output, step)
+        warn(f"the checkpoint of step {step:,} is damaged and is left out: {damage}")
+    if steps:
+        raise EnvironmentFault(
+            f"{output}: all checkpoints are damaged, so the training cannot go on: begin it anew "
+            "in another directory"
+        )
+    return None
 
 
 @contextlib.contextmanager
@@ -53,6 +97,8 @@ def being_written(output: Path, *, step: int) -> Iterator[Path]:
     try:
         directory.mkdir(parents=True)
         yield directory
+        digests = {path.name: _digest(path) for path in sorted(directory.iterdir())}
+        (directory / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
         synchronize(directory)
         shutil.rmtree(path_of(output, step), ignore_errors=True)
         directory.rename(path_of(output, step))
@@ -61,20 +107,50 @@ def being_written(output: Path, *, step: int) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def damage_of(checkpoint: Path) -> str | None:
+    """Return what of a checkpoint is not as it was written; None where all of it is."""
+    try:
+        digests = json.loads((checkpoint / DIGESTS).read_text(encoding="utf-8"))
+        for name, digest in digests.items():
+            if _digest(checkpoint / name) != digest:
+                return f"{name} is not what was written"
+    except OSError as error:
+        return words_of(error)
+    except (ValueError, AttributeError):
+        return f"{DIGESTS} is not what was written"
+    return None
+
+
 def remove_old(output: Path) -> None:
     """Remove all checkpoints but the newest."""
     for step in steps_of(output)[KEPT:]:
-        going = output / f"{_REMOVING}{step}"
-        # What cannot be removed now is tried again with the next one.
-        with contextlib.suppress(OSError):
-            path_of(output, step).rename(going)
-        shutil.rmtree(going, ignore_errors=True)
+        _remove(output, step)
+
+
+def remove_behind(output: Path, step: int) -> None:
+    """Remove the checkpoints of later steps: a training goes on from an earlier one."""
+    for later in steps_of(output):
+        if later > step:
+            _remove(output, later)
+
+
+def _remove(output: Path, step: int) -> None:
+    going = output / f"{_REMOVING}{step}"
+    # What cannot be removed now is tried again with the next one.
+    with contextlib.suppress(OSError):
+        path_of(output, step).rename(going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def is_left(path: Path) -> bool:
+    """Whether a run left this that was killed while it wrote or removed a checkpoint."""
+    return path.name.startswith((_WRITING, _REMOVING))
 
 
 def remove_leftovers(output: Path) -> None:
     """Remove what a run left that was killed while it wrote or removed a checkpoint."""
     for path in output.iterdir() if output.is_dir() else ():
-        if path.name.startswith((_WRITING, _REMOVING)):
+        if is_left(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -96,9 +172,22 @@ def synchronize_names(directory: Path) -> None:
         _fsync(directory, os.O_RDONLY | os.O_DIRECTORY)
 
 
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _fsync(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_of_the_disk(error: BaseException) -> bool:
+    """Whether an exception means that a disk does not take what is written."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+    words = str(error)
+    return any(told in words for told in _FULL)

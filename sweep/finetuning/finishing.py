@@ -62,13 +62,7 @@ def finish(
         _put_adapter(job, result, staging)
         for file in tokenizer.files:
             shutil.copyfile(file, staging / file.name)
-        pages = {
-            "README.md": card,
-            "loss.html": _loss_page(job, result),
-            output.TRAINING: json.dumps(document, indent=2) + "\n",
-        }
-        for name, text in pages.items():
-            (staging / name).write_text(text, encoding="utf-8")
+        _write_pages(job, result, staging, card=card, document=document)
         checkpoints.synchronize(staging)
         _give_names(staging, directory)
     except OSError as error:
@@ -79,6 +73,18 @@ def finish(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return document
+
+
+def _write_pages(
+    job: TrainingJob, result: TrainingResult, staging: Path, *, card: str, document: dict[str, Any]
+) -> None:
+    pages = {
+        "README.md": card,
+        "loss.html": _loss_page(job, result),
+        output.TRAINING: json.dumps(document, indent=2) + "\n",
+    }
+    for name, text in pages.items():
+        (staging / name).write_text(text, encoding="utf-8")
 
 
 def training_document(

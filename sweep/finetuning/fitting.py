@@ -20,15 +20,16 @@ class Smaller:
     """A configuration that needs less memory than another."""
 
     config: TrialConfig
-    needed_bytes: int | None
+    peak_allocated_bytes: int | None
     """As predicted; None where nothing predicts it."""
 
     def words(self, than: TrialConfig) -> str:
         """Return it as what is to be changed."""
         changed = self.config.changes_from(than)
         settings = ", ".join(f"{key} {value}" for key, value in changed.items())
-        known = self.needed_bytes
-        return settings if known is None else f"{settings} (predicted: {units.gib(known)})"
+        known = self.peak_allocated_bytes
+        predicted = "not predicted" if known is None else f"predicted: {units.gib(known)}"
+        return f"{settings} ({predicted})"
 
 
 def candidates(config: TrialConfig) -> Iterator[TrialConfig]:
@@ -55,23 +56,42 @@ def next_smaller(
     config: TrialConfig,
     *,
     predictor: MemoryPredictor | None,
-    budget_bytes: int | None,
+    budget_bytes: int,
     is_valid: Callable[[TrialConfig], bool] = lambda _: True,
+    has_run_out: bool = False,
 ) -> Smaller | None:
     """Return the nearest smaller configuration that fits; None where none is predicted to.
 
     Without a prediction it is the nearest one, which may not fit either.
+
+    Args:
+        config: that is too large.
+        predictor: of memory on the card, for the texts; None where nothing predicts it.
+        budget_bytes: of the card.
+        is_valid: whether a configuration can be trained but for its memory.
+        has_run_out: whether it ran out of memory, whatever had been predicted of it.
     """
-    for smaller in filter(is_valid, candidates(config)):
-        if predictor is None or budget_bytes is None:
-            return Smaller(smaller, None)
-        try:
+    try:
+        room = _room(config, predictor, budget_bytes) if has_run_out else budget_bytes
+        for smaller in filter(is_valid, candidates(config)):
+            if predictor is None:
+                return Smaller(smaller, None)
             predicted = predictor.predict(smaller)
-        except SweepError:
-            return Smaller(smaller, None)
-        if predicted.fits(budget_bytes) is Fit.YES:
-            return Smaller(smaller, predicted.needed_bytes(budget_bytes))
+            if predicted.fits(room) is Fit.YES:
+                return Smaller(smaller, predicted.peak_allocated_bytes)
+    except SweepError:
+        return next_smaller(config, predictor=None, budget_bytes=budget_bytes, is_valid=is_valid)
     return None
+
+
+def _room(config: TrialConfig, predictor: MemoryPredictor | None, budget_bytes: int) -> int:
+    """Return under what others are to be predicted where a configuration ran out of memory.
+
+    What is predicted of it is too little, and as much of another would be no better.
+    """
+    if predictor is None:
+        return budget_bytes
+    return min(budget_bytes, predictor.predict(config).peak_allocated_bytes - 1)
 
 
 def refuse_too_large(

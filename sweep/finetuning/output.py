@@ -25,8 +25,8 @@ RUN, TRAINING = "run.json", "training.json"
 RESERVED = ".reserved"
 """Room that is kept for the last checkpoint and the adapter, whatever else fills the disk."""
 _LOCK = ".lock"
-_LEFT = {_LOCK, RESERVED, "training.log", "training.log.1"}
-"""What a training leaves that came to nothing."""
+_LEFT = {_LOCK, RESERVED, RUN, "training.log", "training.log.1"}
+"""What a training leaves that has no checkpoint: none of it is lost to another one."""
 _IN_FLIGHT = 3
 """Checkpoints: those that are kept, and the one that is being written."""
 _BESIDE_BYTES = 32 * 2**20
@@ -34,14 +34,14 @@ _BESIDE_BYTES = 32 * 2**20
 
 
 def is_empty(output: Path) -> bool:
-    """Whether nothing is in a directory, or there is none.
+    """Whether nothing is in a directory that anybody would miss, or there is none.
 
     Raises:
         InputError: it is a file.
         EnvironmentFault: it cannot be looked into.
     """
     try:
-        return not any(path.name not in _LEFT for path in output.iterdir())
+        return all(path.name in _LEFT or checkpoints.is_left(path) for path in output.iterdir())
     except FileNotFoundError:
         return True
     except NotADirectoryError as error:
@@ -166,12 +166,6 @@ def begin(output: Path, run: Mapping[str, Any]) -> None:
         files.replace(output / RUN, (json.dumps(run, indent=2) + "\n").encode())
     except OSError as error:
         raise EnvironmentFault(f"cannot write {output / RUN}: {words_of(error)}") from error
-
-
-def forget(output: Path) -> None:
-    """Say nothing more of a training that came to nothing."""
-    with contextlib.suppress(OSError):
-        (output / RUN).unlink(missing_ok=True)
 
 
 def reserve(output: Path, *, checkpoint_bytes: int) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from search_spaces.config import TrialConfig
+from sweep.finetuning.wire import TrainingJob
 
 _DISTINCT_BATCHES = 3
 """As many as a trial has: neither memory nor speed depends on the values."""
@@ -32,6 +33,8 @@ class Rows:
     collate: Callable[[list[Any]], dict[str, torch.Tensor]]
     widths: Sequence[int] | None
     """Tokens of each row; None where all are full."""
+    texts: int | None = None
+    """Rows of the texts that are trained on, however they are packed; None for random rows."""
     left_out: int = 0
     collate_held_out: Callable[[list[Any]], dict[str, torch.Tensor]] | None = None
     """None for the same."""
@@ -106,3 +109,19 @@ class EpochOrder(Sampler[int]):
             widest = int(np.argmax(np.asarray(self._widths)[order]))
             order[[0, widest]] = order[[widest, 0]]
         return iter(order.tolist())
+
+
+def rows_of(job: TrainingJob, *, vocab_size: int) -> Rows:
+    """Return what a job trains on.
+
+    Raises:
+        InputError: the texts make no micro-batch of the configuration's.
+    """
+    if job.texts is None:
+        count = (job.max_steps or 1) * job.config.samples_per_step
+        rows = RandomRows(job.config, vocab_size=vocab_size, count=count, seed=job.seed)
+        return Rows(training=rows, held_out=None, collate=stack, widths=None)
+    # Only texts need `datasets`, which takes a second to import.
+    from sweep.finetuning.texts import text_rows
+
+    return text_rows(job)

@@ -6,6 +6,7 @@ Knows nothing of texts, of processes or of where a training is written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,14 +113,19 @@ def _name_of(model: Any) -> str | None:
 def _promise_of_file(values: dict[str, Any], label: str) -> Promise | None:
     """Return what an export says was measured; None where it does not, or not soundly."""
     measured: Any = values.get("measurement")
-    card = values.get("gpu") or {}
     try:
-        number, study = values.get("number"), values.get("study")
+        number, study, gpu = values.get("number"), values.get("study"), values["gpu"]
+        card = (values.get("provenance") or {}).get("card")
+        texts = values.get("texts")
+        speed, peak = float(measured["tokens_per_second"]), int(measured["peak_allocated_bytes"])
+        if not (0 < speed < math.inf and peak > 0):
+            return None
         return Promise(
-            tokens_per_second=float(measured["tokens_per_second"]),
-            peak_allocated_bytes=int(measured["peak_allocated_bytes"]),
+            tokens_per_second=speed,
+            peak_allocated_bytes=peak,
             source=f"trial {number} of study {quote(study)}, by {label}",
-            device=str(card.get("emulated_on") or card.get("name")),
+            device=str(card or gpu.get("emulated_on") or gpu.get("name")),
+            texts=None if texts is None else str(texts["fingerprint"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None

@@ -42,13 +42,15 @@ def text_rows(job: TrainingJob) -> Rows:
     loss_lengths = np.load(directory / "loss_lengths.npy", mmap_mode="r")
     _, loss = cut_exactly(directory, lengths, loss_lengths, config.seq_len)
     alone = text_by_text(config)
+    left_out = int(np.count_nonzero(loss[trained] == 0))
     return Rows(
         training=training,
         held_out=_held_out(directory, alone, held, seed=job.seed),
         collate_held_out=Collator(config=alone, pad_token_id=_PAD_TOKEN),
         collate=Collator(config=config, pad_token_id=_PAD_TOKEN),
         widths=training[LENGTH] if LENGTH in training.column_names else None,
-        left_out=int(np.count_nonzero(loss[trained] == 0)),
+        texts=len(trained) - left_out,
+        left_out=left_out,
     )
 
 

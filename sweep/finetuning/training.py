@@ -7,7 +7,7 @@ Knows nothing of how any of it is shown: progress goes to an observer, notes to 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from sweep.finetuning.finishing import finish
 from sweep.finetuning.fitting import Smaller, next_smaller, refuse_too_large
 from sweep.finetuning.job import Observer, follow_job
 from sweep.finetuning.subject import Subject, subject_of, with_changes
-from sweep.finetuning.wire import End, Stopped, TrainingJob, TrainingResult
+from sweep.finetuning.wire import End, TrainingJob, TrainingResult
 from sweep.paths import cache_directory
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
@@ -98,6 +98,11 @@ class PreparedTraining:
             "device": job.device,
         }
 
+    def can_train(self, config: TrialConfig) -> bool:
+        """Whether another configuration breaks no rule here, and the texts make batches of it."""
+        is_valid = _violation(config, self.subject, self.resolved) is None
+        return is_valid and self.epochs.refusal(config) is None
+
     @property
     def checkpoint_bytes(self) -> int:
         """What a checkpoint takes on the disk at most."""
@@ -120,32 +125,17 @@ def prepare_training(
         NothingFits: it is predicted not to fit.
         EnvironmentFault: the card or the network is not to be had.
     """
-    subject = subject_of(
-        request.name, number=request.trial, model=request.model, read_study=read_study
-    )
-    config = with_changes(subject.config, learning_rate=request.learning_rate)
+    subject = _subject(request, read_study)
     weights = _weights(request.weights, subject.model)
     if not request.is_resumed:
         output.refuse_taken(request.output)
     here = card()
     resolved = _resolved(subject, here)
-    target = resolved.target
-    _refuse_invalid(config, subject, _violation(config, subject, resolved))
+    _refuse_invalid(subject, resolved)
     choice, texts = _texts(request, subject, read_texts)
-    seed = _first(request.seed, None if subject.definition is None else _seed(subject), 0)
-    epochs = StudyEpochs.of(texts, choice, seed=seed)
-    _refuse_texts(texts, epochs.refusal(config))
-    job = TrainingJob(
-        config=config,
-        model=subject.model.to_json(),
-        weights=weights,
-        seed=seed,
-        device=target.device,
-        budget_bytes=_budget(subject, resolved),
-        promise=subject.promise,
-        **_of_texts(texts, choice),
-        **_typed(request),
-    )
+    epochs = StudyEpochs.of(texts, choice, seed=_seed(request, subject))
+    _refuse_texts(texts, epochs.refusal(subject.config))
+    job = _job(request, subject, resolved, weights=weights, choice=choice, texts=texts)
     prepared = PreparedTraining(
         job=job,
         subject=subject,
@@ -153,23 +143,59 @@ def prepare_training(
         epochs=epochs,
         tokenizer=find_tokenizer(choice.tokenizer, subject.model),
         resolved=resolved,
-        card=here if target.device == "cuda" else None,
+        card=here if job.device == "cuda" else None,
         notes=tuple(_notes(job, subject, resolved)),
     )
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
-    elif target.device == "cuda":
+    elif job.device == "cuda":
         _refuse_too_large(prepared, warn=warn)
     return prepared
 
 
+def _subject(request: TrainingRequest, read_study: Callable[[str], StudySnapshot]) -> Subject:
+    """Return what is trained, with what was typed in place of its own."""
+    found = subject_of(
+        request.name, number=request.trial, model=request.model, read_study=read_study
+    )
+    config = with_changes(found.config, learning_rate=request.learning_rate)
+    return replace(found, config=config)
+
+
+def _job(
+    request: TrainingRequest,
+    subject: Subject,
+    resolved: ResolvedTarget,
+    *,
+    weights: Weights,
+    choice: TextsChoice,
+    texts: PreparedTexts,
+) -> TrainingJob:
+    return TrainingJob(
+        config=subject.config,
+        model=subject.model.to_json(),
+        weights=weights,
+        texts=str(texts.directory.absolute()),
+        fingerprint=texts.summary.fingerprint,
+        tokenizer=texts.summary.tokenizer,
+        eval_fraction=choice.eval_fraction,
+        epochs=_first(request.epochs, 1.0),
+        max_steps=request.max_steps,
+        seed=_seed(request, subject),
+        device=resolved.target.device,
+        budget_bytes=_budget(subject, resolved),
+        output=str(request.output.absolute()),
+        checkpoint_steps=request.checkpoint_every,
+        promise=subject.promise,
+    )
+
+
 def _refuse_too_large(prepared: PreparedTraining, *, warn: Callable[[str], None]) -> None:
-    subject, resolved = prepared.subject, prepared.resolved
     refuse_too_large(
         prepared.job.config,
         predictor=predictor_of(prepared),
-        budget_bytes=resolved.target.budget_bytes,
-        is_valid=lambda other: _violation(other, subject, resolved) is None,
+        budget_bytes=prepared.resolved.target.budget_bytes,
+        is_valid=prepared.can_train,
         warn=warn,
     )
 
@@ -185,17 +211,32 @@ def predictor_of(prepared: PreparedTraining) -> MemoryPredictor:
 
 
 def smaller_than(prepared: PreparedTraining) -> Smaller | None:
-    """Return the next smaller configuration, which fits where that can be predicted."""
+    """Return the next smaller configuration than one that ran out of memory: predicted to fit on a
+    card; on a CPU, whose memory is not predicted, the nearest one."""
     is_on_card = prepared.job.device == "cuda"
     return next_smaller(
         prepared.job.config,
         predictor=predictor_of(prepared) if is_on_card else None,
-        budget_bytes=prepared.job.budget_bytes,
+        budget_bytes=prepared.resolved.target.budget_bytes,
+        is_valid=prepared.can_train,
+        has_run_out=True,
     )
 
 
-def train(prepared: PreparedTraining, *, is_resumed: bool, observe: Observer) -> End:
+def train(
+    prepared: PreparedTraining,
+    *,
+    is_resumed: bool,
+    resume_from: Path | None,
+    observe: Observer,
+) -> End:
     """Run a training to its end, whatever that is; a result is not written yet.
+
+    Args:
+        prepared: the training.
+        is_resumed: whether it was begun before.
+        resume_from: the checkpoint that it goes on from; None begins at the first step.
+        observe: told what happens on the way.
 
     Raises:
         InputError: somebody else trains there, or there is nothing to go on with.
@@ -209,16 +250,14 @@ def train(prepared: PreparedTraining, *, is_resumed: bool, observe: Observer) ->
         output.begin(directory, prepared.run)
     checkpoints.remove_leftovers(directory)
     output.reserve(directory, checkpoint_bytes=prepared.checkpoint_bytes)
-    newest = checkpoints.newest(directory)
-    resumed = None if newest is None else str(newest)
+    resumed = None
+    if resume_from is not None:
+        checkpoints.remove_behind(directory, checkpoints.step_of(resume_from))
+        resumed = str(resume_from.absolute())
     try:
-        end = follow_job(job.model_copy(update={"resume_from": resumed}), observe=observe)
+        return follow_job(job.model_copy(update={"resume_from": resumed}), observe=observe)
     finally:
         output.release(directory)
-    if not isinstance(end, TrainingResult | Stopped) and checkpoints.newest(directory) is None:
-        # Nothing of it is left that another could do harm to.
-        output.forget(directory)
-    return end
 
 
 def finished(prepared: PreparedTraining, result: TrainingResult) -> dict[str, Any]:
@@ -244,34 +283,15 @@ def finished(prepared: PreparedTraining, result: TrainingResult) -> dict[str, An
     )
 
 
-def _of_texts(texts: PreparedTexts, choice: TextsChoice) -> dict[str, Any]:
-    """Return what a job says of its texts."""
-    return {
-        "texts": str(texts.directory.absolute()),
-        "fingerprint": texts.summary.fingerprint,
-        "tokenizer": texts.summary.tokenizer,
-        "eval_fraction": choice.eval_fraction,
-    }
-
-
-def _typed(request: TrainingRequest) -> dict[str, Any]:
-    """Return what a job takes from what was typed as it is."""
-    return {
-        "epochs": _first(request.epochs, 1.0),
-        "max_steps": request.max_steps,
-        "output": str(request.output.absolute()),
-        "checkpoint_steps": request.checkpoint_every,
-    }
-
-
 def _first(*values: Any) -> Any:
     """Return the first value that is there."""
     return next(value for value in values if value is not None)
 
 
-def _seed(subject: Subject) -> int:
-    assert subject.definition is not None
-    return subject.definition.space.seed
+def _seed(request: TrainingRequest, subject: Subject) -> int:
+    """Return the seed that was typed, else the study's."""
+    stored = None if subject.definition is None else subject.definition.space.seed
+    return int(_first(request.seed, stored, 0))
 
 
 def _weights(typed: Weights | None, model: ModelSpec) -> Weights:
@@ -326,7 +346,8 @@ def _violation(config: TrialConfig, subject: Subject, resolved: ResolvedTarget) 
     )
 
 
-def _refuse_invalid(config: TrialConfig, subject: Subject, broken: Violation | None) -> None:
+def _refuse_invalid(subject: Subject, resolved: ResolvedTarget) -> None:
+    broken = _violation(subject.config, subject, resolved)
     if broken is not None:
         raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
 

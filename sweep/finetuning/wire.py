@@ -94,7 +94,10 @@ class Started(_Frozen):
     steps_done: int = 0
     """By earlier runs, up to the checkpoint that this one goes on from."""
     rows: int
-    """Trained on in an epoch."""
+    """Trained on in an epoch, as micro-batches have them: those that texts are packed into, where
+    they are."""
+    texts_rows: int | None = None
+    """Of the texts that are trained on; None for random rows."""
     rows_held_out: int
     rows_left_out: int
     """None of whose tokens that carry loss are within the length."""
@@ -169,6 +172,11 @@ class TrainingResult(_Frozen):
     """Of the held-out rows at the end: mean over their tokens."""
     eval_tokens: int = 0
     rows: int
+    """Trained on in an epoch, as micro-batches have them."""
+    texts_rows: int | None = None
+    """Of the texts that are trained on; None for random rows."""
+    packed_rows: int | None = None
+    """That those are packed into; None where they are not."""
     rows_held_out: int
     rows_left_out: int
     epochs: float

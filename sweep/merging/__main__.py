@@ -59,9 +59,12 @@ def _compared(order: Any, say: Say) -> tuple[Any, str | None]:
     )
     if models.device.type == "cpu" and (short := _lacking_bytes(models.nbytes)):
         return None, f"this machine's memory lacks {short / 2**30:.1f} GiB for it"
-    return compare(
-        models, rows=order.rows, on_step=lambda done, of: say({"compared": done, "of": of})
-    ), None
+    try:
+        return compare(
+            models, rows=order.rows, on_step=lambda done, of: say({"compared": done, "of": of})
+        ), None
+    except torch.OutOfMemoryError:
+        return None, "the card's memory ran out"
 
 
 def _lacking_bytes(nbytes: int) -> int:

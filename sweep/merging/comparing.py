@@ -18,6 +18,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from search_spaces.errors import words_of
 from sweep.merging.report import Comparison, FourBit
 
 _ROW_TOKENS = 64
@@ -67,6 +68,9 @@ def compare(
     on_step(1, looks)
     found = _merged(models, tokens, device)
     on_step(2, looks)
+    four_bit, failed = None, None
+    if quantization is not None:
+        four_bit, failed = _four_bit_or_why_not(models, quantization, tokens, found, device=device)
     difference = (found - reference).abs()
     return Comparison(
         rows=rows,
@@ -77,9 +81,8 @@ def compare(
         argmax_agreement=_agreement(found, reference),
         logits_spread=float(reference.std()),
         adapter_mean_abs=float((reference - without).abs().mean()),
-        four_bit=None
-        if quantization is None
-        else _four_bit(models, quantization, tokens, found, device=device),
+        four_bit=four_bit,
+        four_bit_failed=failed,
     )
 
 
@@ -100,6 +103,21 @@ def _unmerged(
 def _merged(models: Models, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     with _loaded(models.merged, models, device) as merged:
         return _logits(merged, tokens, device)
+
+
+def _four_bit_or_why_not(
+    models: Models,
+    quantization: BitsAndBytesConfig,
+    tokens: torch.Tensor,
+    merged: torch.Tensor,
+    *,
+    device: torch.device,
+) -> tuple[FourBit | None, str | None]:
+    """Return what `_four_bit` does, or why that cannot be told: the merge is proved without it."""
+    try:
+        return _four_bit(models, quantization, tokens, merged, device=device), None
+    except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
+        return None, words_of(error)
 
 
 def _four_bit(
@@ -130,6 +148,8 @@ def _trained_on(adapter: Path, dtype: torch.dtype) -> BitsAndBytesConfig | None:
     try:
         config = json.loads((adapter / "training.json").read_text(encoding="utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError):
+        config = {}
+    if not isinstance(config, dict):
         config = {}
     kind = config.get("quantization", "nf4")
     if kind == "none" or config.get("quantized_fraction", 1.0) < 1.0:

@@ -6,6 +6,8 @@ Knows nothing of torch or of the terminal.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -82,18 +84,10 @@ def merge(
     tensors = _base_tensors(base, label=label)
     dtype = request.dtype or natural_dtype(tensors)
     plan = plan_merge(adapter, tensors, config, dtype=dtype)
-    _check_room(output, plan)
     with _written_whole(output) as directory:
+        _check_room(output, plan)
         tokenizer = _put_beside(plan, adapter, base, directory)
-        order = MergeOrder(
-            base=str(base),
-            adapter=str(adapter.directory),
-            weights=str(adapter.directory / WEIGHTS),
-            directory=str(directory),
-            dtype=dtype,
-            pieces=list(plan.pieces),
-            rows=request.rows,
-        )
+        order = _order(request, plan, adapter, base=base, directory=directory, dtype=dtype)
         done = _carried_out(order, on_news)
         _write_card(directory, adapter, label, dtype)
     return MergeReport(
@@ -107,6 +101,26 @@ def merge(
         seconds=time.monotonic() - began,
         tokenizer=tokenizer,
         **done.model_dump(),
+    )
+
+
+def _order(
+    request: MergeRequest,
+    plan: MergePlan,
+    adapter: Adapter,
+    *,
+    base: Path,
+    directory: Path,
+    dtype: MergedDtype,
+) -> MergeOrder:
+    return MergeOrder(
+        base=str(base),
+        adapter=str(adapter.directory),
+        weights=str(adapter.directory / WEIGHTS),
+        directory=str(directory),
+        dtype=dtype,
+        pieces=list(plan.pieces),
+        rows=request.rows,
     )
 
 
@@ -194,25 +208,51 @@ def _check_room(output: Path, plan: MergePlan) -> None:
 
 @contextmanager
 def _written_whole(output: Path) -> Iterator[Path]:
-    """Yield a directory beside ``output`` that takes its name once it is whole, or is removed."""
+    """Yield a directory beside ``output`` that takes its name once it is whole, or is removed.
+
+    What a merge that was killed has left of one is removed.
+    """
+    temporary = output.with_name(f".{output.name}.merging")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = output.with_name(f".{output.name}.{os.urandom(4).hex()}.tmp")
-        temporary.mkdir()
-    except OSError as error:
-        raise EnvironmentFault(f"--output: {words_of(error)}") from error
-    try:
-        yield temporary
-        mode = (temporary / "config.json").stat().st_mode
-        for path in temporary.iterdir():
-            # safetensors makes its files for their owner alone; these are the user's to share.
-            path.chmod(mode)
-            _sync(path)
-        temporary.rename(output)
+        with _held(temporary, output):
+            try:
+                yield temporary
+                mode = (temporary / "config.json").stat().st_mode
+                for path in temporary.iterdir():
+                    # safetensors makes its files for their owner alone; these are to be shared.
+                    path.chmod(mode)
+                    _sync(path)
+                temporary.rename(output)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise EnvironmentFault(f"--output: {words_of(error)}: nothing was kept") from error
+
+
+@contextmanager
+def _held(temporary: Path, output: Path) -> Iterator[None]:
+    """Make a directory anew and hold it; nobody else writes there meanwhile.
+
+    Raises:
+        InputError: another merge does.
+        OSError: it cannot be made.
+    """
+    temporary.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"--output: another merge writes {output} now") from error
+        except OSError as error:
+            # Not every file system has locks.
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+        for path in temporary.iterdir():
+            path.unlink()
+        yield
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

@@ -56,6 +56,8 @@ class Comparison(_Value):
     adapter_mean_abs: float
     """By which the adapter itself moves the base's logits."""
     four_bit: FourBit | None = None
+    four_bit_failed: str | None = None
+    """Why the 4-bit base could not be looked at, where it was to be; None where it was, or not."""
 
     @property
     def is_near(self) -> bool:

@@ -35,8 +35,8 @@ def main() -> None:
     with lean_imports(*OPTIONAL):
         with compiling_later():
             import bitsandbytes  # noqa: F401
-        from sweep.running import worker
-    worker.main()
+        from sweep.running import serving
+    serving.main()
 
 
 if __name__ == "__main__":

@@ -132,27 +132,29 @@ class SupervisedRunner:
             attempt=attempt,
             quality=quality,
         )
+        return ends.storable(self._run(command, self._patience(steps, quality), observe))
+
+    def _run(self, command: RunCommand, patience: Patience, observe: Observer) -> Outcome:
+        """Have a worker do what is told, and return how it ended, whatever became of the worker."""
         # One attempt may take several runs, where another process disturbed the first.
         before = self._left_behind(command)
-        patience = self._patience(steps, quality)
         self._phase = "start"
         try:
             worker = self._ready_worker()
             worker.send(to_line(command))
             self._has_run = True
-            outcome = self._follow(worker, command, patience, observe)
+            return self._follow(worker, command, patience, observe)
         except WorkerSilent:
-            outcome = self._conclude(command, before, self._timed_out(patience))
+            return self._conclude(command, before, self._timed_out(patience))
         except WorkerMisbehaved as error:
-            outcome = self._conclude(command, before, partial(ends.nonsense, did=str(error)))
+            return self._conclude(command, before, partial(ends.nonsense, did=str(error)))
         except WorkerEnded:
             # An end that was asked for looks like any other from here.
-            outcome = self._conclude(command, before, ends.crash, patience=self._deadlines.closed)
+            return self._conclude(command, before, ends.crash, patience=self._deadlines.closed)
         except BaseException:
             # Whoever watches failed, or was interrupted: nobody hears the rest of this trial.
             self._discard()
             raise
-        return ends.storable(outcome)
 
     def _follow(
         self, worker: WorkerProcess, command: RunCommand, patience: Patience, observe: Observer

@@ -1,24 +1,18 @@
-"""Owns the child process that owns the device: configurations in, signs of life and outcomes out.
+"""Owns the device of a child process: a configuration in, signs of life and an outcome out.
 
-Started by ``python -P -m sweep.running FD``, where FD is the pipe for its messages; commands come
-on stdin. Keeps the base model resident between trials. Knows nothing of studies, samplers or
-storage.
+Keeps the base model resident between trials. Knows nothing of pipes (`serving`), studies, samplers
+or storage.
 """
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
-import os
-import queue
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -26,11 +20,8 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
-from storage.outcome_file import OutcomeFile
 from storage.records import (
     NEIGHBOUR,
-    CrashCause,
-    Crashed,
     Diverged,
     Ineffective,
     Invalid,
@@ -41,26 +32,18 @@ from storage.records import (
 )
 from sweep.data.request import SUMMARY
 from sweep.nvml import card_at
-from sweep.running.ends import with_cure
 from sweep.running.wire import (
     Alive,
     Finished,
     QualityCommand,
-    Ready,
     RunCommand,
-    StopCommand,
     TextsSettings,
-    Unusable,
     WorkerMessage,
     WorkerSettings,
-    command_adapter,
-    to_line,
 )
-from sweep.training.compiling import forget_compiled, start_compiler_processes
+from sweep.training.compiling import forget_compiled
 from sweep.training.device import Device, open_device
 from sweep.training.exceptions import (
-    is_card_out_of_memory,
-    is_host_out_of_memory,
     requested_bytes,
 )
 from sweep.training.meter import CardReader, NeighbourWatch
@@ -69,7 +52,7 @@ from sweep.training.quality import NoRoomToEvaluateError, Quality, Question
 from sweep.training.texts import Texts
 from sweep.training.trial import Beat, Trial
 
-_DETAIL_LENGTH = 2000
+DETAIL_LENGTH = 2000
 SPEED_REUSED = "speed_reused"
 """Flag of a speed that was measured at another learning rate, on which it does not depend."""
 NO_ROOM_TO_EVALUATE = "no_room_to_evaluate"
@@ -136,7 +119,7 @@ class Worker:
         config = command.config
         failed = self._ensure_base(config)
         if failed is not None:
-            return _finished(command, failed)
+            return finished(command, failed)
         assert self._base is not None
         self.phase = "attach"
         before = self._device.allocated_bytes()
@@ -144,7 +127,7 @@ class Worker:
         if command.quality is not None and isinstance(outcome, Measured):
             self._speeds[_speed_key(command)] = config.learning_rate, outcome
             outcome = self._with_quality(outcome, config, command.quality)
-        return _finished(command, outcome, retire=self._reason_to_retire(config, before))
+        return finished(command, outcome, retire=self._reason_to_retire(config, before))
 
     def _measured(self, command: RunCommand, base: BaseModel, started: float) -> Outcome:
         config = command.config
@@ -190,7 +173,7 @@ class Worker:
         try:
             learned = quality.run()
         except InputError as error:
-            return Invalid(rule="quality", detail=str(error)[:_DETAIL_LENGTH])
+            return Invalid(rule="quality", detail=str(error)[:DETAIL_LENGTH])
         except NoRoomToEvaluateError:
             # It trains well, and what it learned is not known.
             learned = None
@@ -260,9 +243,9 @@ class Worker:
                 seed=self._settings.seed,
             )
         except InputError as error:
-            return Invalid(rule="model", detail=str(error)[:_DETAIL_LENGTH])
+            return Invalid(rule="model", detail=str(error)[:DETAIL_LENGTH])
         except Unavailable as error:
-            return Ineffective(knob=error.knob, detail=str(error)[:_DETAIL_LENGTH])
+            return Ineffective(knob=error.knob, detail=str(error)[:DETAIL_LENGTH])
         except Exception as error:
             if not self._device.ran_out(error):
                 raise
@@ -270,7 +253,7 @@ class Worker:
                 stage="load",
                 requested_bytes=requested_bytes(error),
                 peak_allocated_bytes=self._device.peak_allocated_bytes(),
-                detail=words_of(error)[:_DETAIL_LENGTH],
+                detail=words_of(error)[:DETAIL_LENGTH],
                 flags=(NEIGHBOUR,) if self._neighbours.have_robbed() else (),
             )
         return None
@@ -316,21 +299,9 @@ class Worker:
         base.close()
 
 
-def _finished(command: RunCommand, outcome: Outcome, *, retire: str | None = None) -> Finished:
+def finished(command: RunCommand, outcome: Outcome, *, retire: str | None = None) -> Finished:
+    """Return what is said of a run; `retire` is why this process runs no other."""
     return Finished(run_id=command.run_id, config=command.config, outcome=outcome, retire=retire)
-
-
-def _crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
-    """Return the outcome of a training that raised what is no verdict of its own."""
-    if isinstance(error, SystemExit):
-        return Crashed(phase=phase, cause="exit", detail=f"a library called exit({error.code})")
-    cause: CrashCause = "exception"
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        cause = "too_few_descriptors"
-    elif is_host_out_of_memory(error) and not is_card_out_of_memory(error):
-        cause = "host_out_of_memory"
-    detail = with_cure(words_of(error)[:_DETAIL_LENGTH], cause)
-    return Crashed(phase=phase, cause=cause, detail=detail)
 
 
 def _speed_key(command: RunCommand) -> str:
@@ -368,104 +339,3 @@ def _has_bf16(device: str) -> bool:
 def _pci_bus_id() -> str:
     card: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     return f"{card.pci_domain_id:08x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
-
-
-def _leave() -> None:
-    # Shutdown with a CUDA context and daemon threads can hang or abort; nothing is left to save.
-    os._exit(0)
-
-
-def _read_commands(
-    lines: IO[bytes],
-    *,
-    runs: queue.SimpleQueue[RunCommand],
-    stop: Callable[[], None],
-    leave: Callable[[], None],
-) -> None:
-    """Sort commands until the pipe closes; the pipe closes when the tuner is gone."""
-    try:
-        for line in lines:
-            match command_adapter.validate_json(line):
-                case RunCommand() as command:
-                    runs.put(command)
-                case StopCommand():
-                    stop()
-    finally:
-        # Whatever is still trained is for nobody, and somebody else wants the device.
-        leave()
-
-
-def _serve(
-    worker: Worker,
-    commands: IO[bytes],
-    send: Callable[[WorkerMessage], None],
-    outcomes: OutcomeFile | None,
-    *,
-    leave: Callable[[], None] = _leave,
-) -> None:
-    runs: queue.SimpleQueue[RunCommand] = queue.SimpleQueue()
-    # A thread, since a stop must get through while this one trains.
-    reader = threading.Thread(
-        target=_read_commands,
-        args=(commands,),
-        kwargs={"runs": runs, "stop": worker.stop_trial, "leave": leave},
-    )
-    reader.daemon = True
-    reader.start()
-    finished = None
-    while finished is None or finished.retire is None:
-        command = runs.get()
-        try:
-            finished = worker.run(command)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is this trial's verdict
-            traceback.print_exc()
-            crashed = _crashed(worker.phase, error)
-            # After an unknown failure the device's state is unknown too.
-            finished = _finished(command, crashed, retire=crashed.detail)
-        _keep(command, finished.outcome, outcomes)
-        send(finished)
-
-
-def _keep(command: RunCommand, outcome: Outcome, outcomes: OutcomeFile | None) -> None:
-    """Leave an outcome on disk, where it outlives this process and the tuner's."""
-    if command.attempt is None or outcomes is None:
-        return
-    try:
-        outcomes.write(command.attempt, command.config, outcome)
-    except EnvironmentFault as fault:
-        # It is about to be told, which is what counts.
-        print(fault, file=sys.stderr)  # noqa: T201 - into the worker's log
-
-
-def main() -> None:
-    """Read the settings, prepare the device, serve trials until told to stop or retired."""
-    pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
-    lock = threading.Lock()
-
-    def send(message: WorkerMessage) -> None:
-        line = to_line(message)
-        # Beats come from the training's thread, and nothing may cut a line in two.
-        with lock:
-            while line:
-                line = line[pipe.write(line) :]
-
-    settings = WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
-    try:
-        if settings.device == "cuda" and not torch.cuda.is_available():
-            send(Unusable(reason="torch finds no CUDA device; `sweep doctor` says more"))
-            return
-        if settings.device == "cuda":
-            # They need longer than what is prepared here.
-            start_compiler_processes()
-        worker = Worker(settings, send=send)
-        worker.prepare()
-        name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
-    except Exception as error:  # noqa: BLE001 - the tuner raises it
-        traceback.print_exc()
-        send(Unusable(reason=words_of(error)[:_DETAIL_LENGTH]))
-        return
-    send(Ready(device_name=name))
-    path = settings.outcome_path
-    _serve(worker, sys.stdin.buffer, send, None if path is None else OutcomeFile(Path(path)))
-    sys.stderr.flush()
-    _leave()

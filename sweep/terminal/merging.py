@@ -77,14 +77,16 @@ def _comparison_lines(compared: Comparison | None, reason: str | None) -> list[s
         f"Logits beside base and adapter, {compared.rows} rows of {compared.tokens_per_row} random "
         f"tokens ({compared.device}): {_difference(compared)}; the adapter itself moves them by "
         f"{compared.adapter_mean_abs:.2g} on average.",
-        _four_bit_line(compared.four_bit),
+        _four_bit_line(compared),
     ]
 
 
-def _four_bit_line(four_bit: FourBit | None) -> str:
+def _four_bit_line(compared: Comparison) -> str:
+    four_bit, failed = compared.four_bit, compared.four_bit_failed
     words = "An adapter trained on a 4-bit base knows that base: this is near it, not the same"
     if four_bit is None:
-        return f"{words}, and merging into the 4-bit weights would round once more."
+        why = f" The 4-bit base could not be looked at: {failed}." if failed else ""
+        return f"{words}, and merging into the 4-bit weights would round once more.{why}"
     kind = f"{four_bit.quantization}{', double-quantized' if four_bit.double_quant else ''}"
     return f"{words}. Beside the 4-bit base ({kind}) and adapter: {_difference(four_bit)}."
 

@@ -400,7 +400,9 @@ VerifiedArgument = Annotated[
         autocompletion=completion.studies,
     ),
 ]
-VerifyStepsOption = Annotated[int, typer.Option("--steps", help="Optimizer steps to run.")]
+VerifyStepsOption = Annotated[
+    int, typer.Option("--steps", help="Optimizer steps to run, at least 8.")
+]
 VerifyModelOption = Annotated[
     str | None,
     typer.Option(

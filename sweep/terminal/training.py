@@ -141,7 +141,7 @@ def _train(request: TrainingRequest, *, storage: str | None, as_json: bool) -> i
         read_study=lambda name: _study(name, storage),
         read_texts=read_texts,
         card=read_card,
-        warn=lambda text: note(f"warning: {text}"),
+        warn=_warn,
     )
     width = width_of(sys.stderr)
     if request.is_resumed and directories.is_done(request.output):
@@ -152,11 +152,26 @@ def _train(request: TrainingRequest, *, storage: str | None, as_json: bool) -> i
     note(folded(f"Training {prepared.subject.words} on {_words(prepared)}.", width))
     for text in prepared.notes:
         note(folded(text, width))
-    if request.is_resumed and checkpoints.newest(request.output) is None:
-        note("No checkpoint had been written yet: it begins at the first step.")
+    resume_from = _checkpoint_of(request)
     with _watching() as observe, _holding(request):
-        end = run_training(prepared, is_resumed=request.is_resumed, observe=observe)
+        end = run_training(
+            prepared, is_resumed=request.is_resumed, resume_from=resume_from, observe=observe
+        )
     return _conclude(prepared, end, as_json=as_json)
+
+
+def _checkpoint_of(request: TrainingRequest) -> Path | None:
+    """Return the checkpoint that a training goes on from; None where it begins."""
+    if not request.is_resumed:
+        return None
+    found = checkpoints.newest(request.output, warn=_warn)
+    if found is None:
+        note("No checkpoint had been written yet: it begins at the first step.")
+    return found
+
+
+def _warn(text: str) -> None:
+    note(f"warning: {text}")
 
 
 def _holding(request: TrainingRequest) -> Any:
@@ -327,10 +342,13 @@ class _Lines:
 
 def _started(started: Started) -> str:
     begun = f"from step {started.steps_done:,} " if started.steps_done else ""
+    rows = units.plural(started.rows, "row")
+    if started.texts_rows not in (None, started.rows):
+        rows = f"{units.plural(started.texts_rows, 'row')} packed into {started.rows:,}"
     return (
-        f"{started.device_name}: {units.plural(started.steps, 'step')} {begun}over "
-        f"{units.plural(started.rows, 'row')}, {units.plural(started.rows_held_out, 'row')} held "
-        f"out; {units.count(started.trainable_parameters)} trainable parameters"
+        f"{started.device_name}: {units.plural(started.steps, 'step')} {begun}over {rows}, "
+        f"{units.plural(started.rows_held_out, 'row')} held out; "
+        f"{units.count(started.trainable_parameters)} trainable parameters"
     )
 
 

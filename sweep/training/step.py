@@ -1,4 +1,4 @@
-"""Owns one optimizer step, as transformers' Trainer would do it, its stages and its FLOPs.
+"""Owns one optimizer step, as transformers' Trainer would do it, and its stages.
 
 Accumulation, mixed precision, clipping, optimizer and schedule go through accelerate. Nothing in a
 step waits for the device, so that the host launches the next one meanwhile: losses stay on the
@@ -21,10 +21,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedConfig, get_linear_schedule_with_warmup
+from transformers import get_linear_schedule_with_warmup
 
 from search_spaces.config import TrialConfig
-from search_spaces.linears import attention_width, training_flops_per_token
 from storage.records import Stage
 from sweep.data.batches import Batch
 from sweep.training.adapters import Attached
@@ -93,19 +92,14 @@ class TrainingLoop:
         self._parameters = attached.trainable_parameters()
         # Not whether a card is there: a trial for the CPU never goes to it.
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
-        self._accelerator = _accelerator(
-            config,
-            micro_steps=self.micro_steps,
-            is_on_cpu=is_on_cpu,
-        )
+        self._accelerator = _accelerator(config, micro_steps=self.micro_steps, is_on_cpu=is_on_cpu)
         optimizer = make_optimizer(config, self._parameters)
         rates = get_linear_schedule_with_warmup(optimizer, schedule.warmup, schedule.steps)
         is_pinned = not is_on_cpu
-        loaders = (
-            _loaders(config, texts, vocab_size=vocab_size, seed=seed, is_pinned=is_pinned)
-            if batches is None
-            else [loader_of(batches, is_pinned=is_pinned)]
-        )
+        if batches is not None:
+            loaders = [loader_of(batches, is_pinned=is_pinned)]
+        else:
+            loaders = _loaders(config, texts, vocab_size=vocab_size, seed=seed, is_pinned=is_pinned)
         self._model, self.optimizer, self._schedule, *prepared = self._accelerator.prepare(
             attached.model, optimizer, rates, *loaders
         )
@@ -256,29 +250,6 @@ def make_optimizer(
             return bnb.optim.PagedAdamW8bit(parameters, lr=config.learning_rate)
         case "adamw_torch_fused":
             return torch.optim.AdamW(parameters, lr=config.learning_rate, fused=True)
-
-
-def flops_per_token(attachment: Attached, model_config: PreTrainedConfig, seq_len: int) -> float:
-    """Return the FLOPs that a step needs for each token, counted on the model that is there."""
-    frozen = adapters = 0
-    for name, module in attachment.model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            if ".lora_" in name:
-                adapters += module.in_features * module.out_features
-            else:
-                frozen += module.in_features * module.out_features
-    text = model_config.get_text_config()
-    return training_flops_per_token(
-        frozen=frozen,
-        adapters=adapters,
-        layers=len(attachment.layers),
-        attention_width=attention_width(
-            hidden=text.hidden_size,
-            heads=getattr(text, "num_attention_heads", None) or 1,
-            head_dim=getattr(text, "head_dim", None),
-        ),
-        seq_len=seq_len,
-    )
 
 
 def _accelerator(config: TrialConfig, *, micro_steps: int, is_on_cpu: bool) -> Accelerator:

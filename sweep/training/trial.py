@@ -8,11 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import torch
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, words_of
@@ -31,32 +28,23 @@ from storage.records import (
     Stage,
     over_budget,
 )
-from sweep.data.probing import check_is_causal
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device
 from sweep.training.exceptions import knob_of_kernel, lacks_kernel_resources, requested_bytes
-from sweep.training.marks import Mark
+from sweep.training.flops import flops_per_step
 from sweep.training.meter import CardReader, Meter, NeighbourWatch, StepWork, fastest_median
 from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
+from sweep.training.queued import SILENCE_SECONDS, StepQueue
 from sweep.training.soak import Interlude
-from sweep.training.step import TrainingLoop, flops_per_token
-from sweep.training.texts import Texts, TextsRound, are_apart, is_packed, takes_positions
+from sweep.training.step import TrainingLoop
+from sweep.training.texts import Texts, TextsRound, are_apart, is_packed
+from sweep.training.trial_texts import looks_ahead, round_of, with_texts
 
 _OBSERVED_STEPS = 2
 """The first step makes the optimizer's state, the second has it from the start: the peak is in one
 of them."""
 _DETAIL_LENGTH = 600
-ROWS_OF_TEXTS = "texts-make-no-micro-batch"
-TOKENS_OF_TEXTS = "tokens-beyond-vocabulary"
-AHEAD_OF_TEXTS = "texts-need-a-causal-model"
-DOCUMENTS_TOGETHER = "documents_together"
-"""Flag of packed rows whose texts see each other."""
-ROUND_EXTRAPOLATED = "round_extrapolated"
-"""Flag of a speed that is derived from micro-batches of other sizes than the epoch's."""
-_SILENCE_SECONDS = 10.0
-"""Of queueing, after which a micro-step that is queued is a sign of life: where one takes so long,
-the host is hardly ahead of the device. A beat costs the host what a short step cannot spare."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +59,6 @@ class Beat:
     """The least that the median step can still turn out to be."""
     tokens_per_step: float | None = None
     """That carry loss; None where a step has as many as the configuration says."""
-
-
-@dataclass(frozen=True)
-class _QueuedStep:
-    """An optimizer step, or a round of them, that the device may still be busy with."""
-
-    begun: Mark
-    ended: list[Mark]
-    """The ends of its micro-steps."""
-    gradients: list[Mark]
-    """Where all gradients of a step were there; of a round alone."""
-    losses: list[torch.Tensor]
-    """Of each step, on their way to the host; there when it is done."""
-    is_round: bool = False
-    """Whether it is a pass over what stands for the texts' epoch."""
-
-    @property
-    def is_done(self) -> bool:
-        return self.ended[-1].is_passed()
 
 
 @dataclass
@@ -120,14 +89,14 @@ class Trial:
     texts: Texts | None = None
     micro_steps_max: int = MICRO_STEPS_TIMED
     is_soak: bool = False
-    silence_seconds: float = _SILENCE_SECONDS
+    silence_seconds: float = SILENCE_SECONDS
     phase: Phase = "build"
     report: Callable[[Beat], bool] = lambda _: False
     started: float = field(default_factory=time.perf_counter)
     """When the trial began, its build included."""
     _meter: Meter = field(init=False)
     _loop: TrainingLoop | None = None
-    _queued: deque[_QueuedStep] = field(default_factory=deque)
+    _queued: StepQueue = field(init=False)
     _loss: float = 0.0
     """Of the newest step that is done."""
     _is_slow: bool = False
@@ -146,6 +115,7 @@ class Trial:
         )
         self._meter = Meter(self.config, self.steps, self.device, neighbours, self.is_soak)
         self._interlude = Interlude(self.device) if self.is_soak else None
+        self._queued = StepQueue(self.device, silence_seconds=self.silence_seconds)
 
     def run(self) -> Outcome:
         """Return how it ended. On return the base is as it was before, whatever happened.
@@ -177,16 +147,9 @@ class Trial:
         if self.texts is None:
             return None
         micro_steps = min(self.config.accumulation_steps, self.micro_steps_max)
-        try:
-            made = TextsRound.of(self.texts, self.config, micro_steps=micro_steps)
-        except InputError as error:
-            return Invalid(rule=ROWS_OF_TEXTS, detail=str(error))
-        known = self._vocab_size()
-        if made.largest_token >= known:
-            words = f"the texts hold token {made.largest_token:,}, and the model knows {known:,}"
-            return Invalid(rule=TOKENS_OF_TEXTS, detail=words)
-        if is_packed(self.config) and not takes_positions(self.base.model):
-            return Ineffective(knob="packing", detail="the model is told no positions of tokens")
+        made = round_of(self.texts, self.config, self.base.model, micro_steps=micro_steps)
+        if not isinstance(made, TextsRound):
+            return made
         self._round = made
         each = made.loss_tokens_per_step / made.pace
         self._meter.work = StepWork(each, each / self.config.accumulation_steps)
@@ -296,12 +259,8 @@ class Trial:
         """Return why rows of texts cannot be padded for this model; None where they can."""
         if self.texts is None:
             return None
-        try:
-            with loop.as_trained():
-                check_is_causal(attachment.model.get_base_model())
-        except InputError as error:
-            return Invalid(rule=AHEAD_OF_TEXTS, detail=str(error))
-        return None
+        with loop.as_trained():
+            return looks_ahead(attachment.model.get_base_model())
 
     def _keeps_documents_apart(self, attachment: Attached, loop: TrainingLoop) -> bool | None:
         with loop.as_trained():
@@ -368,7 +327,7 @@ class Trial:
         if not is_last:
             self._queue(loop, steps=self._steps_in_row)
         left = 0 if is_last else 1
-        while len(self._queued) > left or (self._queued and self._queued[0].is_done):
+        while len(self._queued) > left or self._queued.is_first_done:
             diverged = self._take_in()
             if diverged is not None:
                 return diverged
@@ -380,40 +339,27 @@ class Trial:
         return 1 if self._round is None else self._round.steps
 
     def _queue(self, loop: TrainingLoop, *, steps: int) -> None:
-        """Queue optimizer steps, with a mark where they begin and where each micro-step ends."""
-        ended: list[Mark] = []
-        gradients: list[Mark] = []
-        losses: list[torch.Tensor] = []
-        started = time.perf_counter()
+        """Queue optimizer steps; where that takes long, each micro-step is a sign of life."""
 
-        def note() -> None:
-            ended.append(self.device.mark())
-            if time.perf_counter() - started >= self.silence_seconds:
-                self.report(Beat(phase=self.phase, step=self._steps_of_phase()))
+        def beat() -> None:
+            self.report(Beat(phase=self.phase, step=self._steps_of_phase()))
 
-        is_round = loop.is_on_round
-        note_gradients = (lambda: gradients.append(self.device.mark())) if is_round else _nothing
-        begun = self.device.mark()
-        for _ in range(steps):
-            losses.append(loop.step(on_micro_step=note, on_gradients=note_gradients))
-            # The loss is on its way to the host behind the last micro-step.
-            ended[-1] = self.device.mark()
-        self._queued.append(_QueuedStep(begun, ended, gradients, losses, is_round))
+        self._queued.add(loop, steps=steps, beat=beat)
 
     def _take_in(self) -> Diverged | None:
         """Wait for the oldest step that is queued, and take in its seconds and its loss."""
-        step = self._queued.popleft()
+        step = self._queued.take()
         is_warmup = self.phase == "warmup"
         done = self._steps_of_phase()
         for mark in step.ended:
             mark.wait()
             self.report(Beat(phase=self.phase, step=done))
-        self._loss = sum(map(float, step.losses)) / len(step.losses)
+        self._loss = step.loss
         if not math.isfinite(self._loss):
             return Diverged(step=self._meter.steps_done, detail=f"loss {self._loss}")
-        seconds = [mark.seconds_since(step.begun) for mark in step.ended]
+        seconds = step.seconds_until(step.ended)
         if step.is_round:
-            gradients = [mark.seconds_since(step.begun) for mark in step.gradients]
+            gradients = step.seconds_until(step.gradients)
             self._meter.add(seconds, is_warmup=is_warmup, gradients=gradients)
         elif self._round is not None:
             self._meter.add_other(seconds)
@@ -460,45 +406,20 @@ class Trial:
         """Return a measurement with what is known of its texts, where it is of any."""
         if self._round is None:
             return measured
-        pace, ends = self._round.pace, measured.step_seconds_ci95
-        flags = {
-            DOCUMENTS_TOGETHER: self._documents_apart is False,
-            ROUND_EXTRAPOLATED: not self._round.is_as_its_epoch,
-        }
-        return measured.model_copy(
-            update={
-                "step_seconds": measured.step_seconds * pace,
-                "step_seconds_ci95": None if ends is None else (ends[0] * pace, ends[1] * pace),
-                "samples_per_second": measured.samples_per_second / pace,
-                "loss_tokens_per_step": self._round.loss_tokens_per_step,
-                "padding_waste": self._round.padding_waste,
-                "documents_apart": self._documents_apart,
-                "batch_wait_share": (loop.wait_seconds - self._waited) / elapsed_seconds,
-                "flags": (*measured.flags, *(name for name, is_set in flags.items() if is_set)),
-            }
+        return with_texts(
+            measured,
+            self._round,
+            documents_apart=self._documents_apart,
+            batch_wait_share=(loop.wait_seconds - self._waited) / elapsed_seconds,
         )
 
     def _utilization(self, attachment: Attached) -> float | None:
         """Model FLOP/s over the peak; recomputation is not counted as work, pads are."""
         if self.peak_flops is None:
             return None
-        config, model = self.config, self.base.model.config
-        if self._round is None:
-            each = flops_per_token(attachment, model, config.seq_len)
-            per_step = each * config.tokens_per_step
-        else:
-            shapes = self._round.shapes
-            # Flattened rows stay apart: no token has more before it than its own row has.
-            within = config.seq_len
-            work = sum(
-                r * w * flops_per_token(attachment, model, min(w, within)) for r, w in shapes
-            )
-            per_step = config.accumulation_steps * work / len(shapes)
-        return per_step / self._meter.median_seconds / self.peak_flops
-
-
-def _nothing() -> None:
-    """Note nothing."""
+        shapes = None if self._round is None else self._round.shapes
+        work = flops_per_step(attachment, self.base.model.config, self.config, shapes=shapes)
+        return work / self._meter.median_seconds / self.peak_flops
 
 
 def _with_setup(outcome: Outcome, total_seconds: float) -> Outcome:

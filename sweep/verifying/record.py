@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from search_spaces.config import TrialConfig
 from search_spaces.documents import is_directory, parse_object, read_text
@@ -91,12 +91,16 @@ def record_of_export(typed: str) -> Record:
     path = _file_of(Path(typed), typed)
     text = read_text(path, label=typed)
     values = _document_in(path, text, label=typed)
+    kind = _kind_of(path, text, typed)
     try:
-        return _record(values, path=path, kind=_kind_of(path, text, typed))
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        told = _Told.model_validate(values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        key = ".".join(map(str, fault["loc"]))
         raise InputError(
-            f"{typed}: the record in it is not whole ({_first_line(error)}): export it again"
+            f"{typed}: the record in it is not whole ({key}: {fault['msg']}): export it again"
         ) from error
+    return _record(told, path=path, kind=kind)
 
 
 def _file_of(path: Path, typed: str) -> Path:
@@ -178,45 +182,96 @@ def _kind_of(path: Path, text: str, typed: str) -> Kind:
     )
 
 
-def _record(values: Mapping[str, Any], *, path: Path, kind: Kind) -> Record:
-    config = TrialConfig.model_validate(values["config"])
-    gpu, model, measured = values["gpu"], values["model"], values["measurement"]
-    weights = model.get("weights")
-    texts = values.get("texts")
-    is_cpu = gpu["name"] == "cpu"
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+
+class _ToldGpu(_Part):
+    name: str
+    budget_bytes: PositiveInt
+    emulated_on: str | None = None
+
+
+class _ToldModel(_Part):
+    name: str
+    weights: str | None = None
+
+
+class _ToldFigures(_Part):
+    tokens_per_second: PositiveFloat
+    peak_allocated_bytes: PositiveInt
+    flags: tuple[str, ...] = ()
+
+
+class _ToldTexts(_Part):
+    eval_fraction: float = Field(default=0.0, ge=0, lt=1)
+    seed: int = Field(default=0, ge=0)
+
+
+class _ToldProvenance(_Part):
+    driver: str | None = None
+    cuda_driver: str | None = None
+    python: str | None = None
+    card: str | None = None
+    sweep: dict[str, str | None] = Field(default_factory=dict)
+    texts: _ToldTexts | None = None
+
+
+class _Told(_Part):
+    """What an export's document tells of what was measured; the rest of it is not looked at."""
+
+    study: str
+    number: int
+    config: TrialConfig
+    gpu: _ToldGpu
+    model: _ToldModel
+    measurement: _ToldFigures
+    confirmed: bool = False
+    versions: dict[str, str | None] | None = None
+    texts: TextsSummary | None = None
+    provenance: _ToldProvenance | None = None
+
+
+def _record(told: _Told, *, path: Path, kind: Kind) -> Record:
+    is_cpu = told.gpu.name == "cpu"
+    provenance = told.provenance or _ToldProvenance()
+    held_out = provenance.texts or _ToldTexts()
     return Record(
-        label=f"{_label(values['study'], values['number'])}, as {path.name}",
+        label=f"{_label(told.study, told.number)}, as {path.name}",
         kind=kind,
-        config=config,
-        model=load_model_spec(str(weights or model["name"])),
-        weights="random" if model.get("is_random", weights is None) else "pretrained",
+        config=told.config,
+        model=load_model_spec(told.model.weights or told.model.name),
+        weights="pretrained" if told.model.weights else "random",
         target=Target(
-            gpu=gpu["name"],
+            gpu=told.gpu.name,
             device="cpu" if is_cpu else "cuda",
-            budget_bytes=int(gpu["budget_bytes"]),
-            emulated_on=gpu.get("emulated_on"),
+            budget_bytes=told.gpu.budget_bytes,
+            emulated_on=told.gpu.emulated_on,
         ),
-        tokens_per_second=float(measured["tokens_per_second"]),
-        peak_allocated_bytes=int(measured["peak_allocated_bytes"]),
-        flags=tuple(measured.get("flags", ())),
-        is_confirmed=bool(values.get("confirmed")),
-        environment=_environment(
-            values.get("provenance") or {}, values.get("versions") or {}, is_cpu=is_cpu
-        ),
-        texts=None if texts is None else TextsSummary.model_validate(texts),
+        tokens_per_second=told.measurement.tokens_per_second,
+        peak_allocated_bytes=told.measurement.peak_allocated_bytes,
+        flags=told.measurement.flags,
+        is_confirmed=told.confirmed,
+        environment=_environment(provenance, told.versions or {}, is_cpu=is_cpu),
+        texts=told.texts,
+        eval_fraction=held_out.eval_fraction,
+        seed=held_out.seed,
         path=path.resolve(),
     )
 
 
 def _environment(
-    provenance: Mapping[str, Any], versions: Mapping[str, Any], *, is_cpu: bool
+    provenance: _ToldProvenance, versions: Mapping[str, Any], *, is_cpu: bool
 ) -> dict[str, Any]:
     """Return a study's environment from what an export tells of it."""
-    told = {key: provenance.get(key) for key in ("driver", "cuda_driver", "python")}
-    commit = (provenance.get("sweep") or {}).get("commit")
+    told = provenance.model_dump(include={"driver", "cuda_driver", "python"})
     # Of a study on the CPU an export calls that its card.
-    gpu = None if is_cpu else provenance.get("card")
-    return told | {"gpu": gpu, "commit": commit, "versions": dict(versions)}
+    gpu = None if is_cpu else provenance.card
+    return told | {
+        "gpu": gpu,
+        "commit": provenance.sweep.get("commit"),
+        "versions": dict(versions),
+    }
 
 
 def _label(study: str, number: int) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from reports import units
 from search_spaces.checkpoints import check_weights
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits
 from search_spaces.models import ModelSpec, load_model_spec
@@ -36,6 +39,8 @@ STEPS = 40
 STEPS_MIN = 8
 """Below, nothing is left of the steps behind a training's warm-up."""
 _ERRAND = (sys.executable, "-P", "-m", "sweep.verifying")
+_LOADING_SECONDS_MAX, _SLOWER_MAX = 1800.0, 20.0
+"""Beyond these a script hangs: it loads weights from a cold disk, and compiles."""
 _TEXT_TOKENS_MAX = 2_000_000
 """Of generated texts; a longer run reads them again."""
 _WORD_TOKENS = 0.5
@@ -169,12 +174,11 @@ def _run_export(record: Record, *, steps: int, model: str | None, tell: Tell) ->
         tell("steps", 0, steps)
         run = _script if record.kind == "script" else _trl
         reached = run(record, weights=weights, texts=texts, place=place, steps=steps)
-    peak, notes = reached["peak_allocated_bytes"], list(_notes(record, reached))
     return Reached(
-        steps=int(reached["steps"]),
-        tokens_per_second=float(reached["tokens_per_second"]),
-        peak_allocated_bytes=None if peak is None else int(peak),
-        notes=tuple(notes),
+        steps=reached["steps"],
+        tokens_per_second=reached["tokens_per_second"],
+        peak_allocated_bytes=reached["peak_allocated_bytes"],
+        notes=tuple(_notes(record, reached, steps=steps)),
     )
 
 
@@ -199,7 +203,9 @@ def _texts_to_read(record: Record, place: Path, weights: Path, *, steps: int) ->
     return source.resolve()
 
 
-def _notes(record: Record, reached: Mapping[str, Any]) -> Iterator[str]:
+def _notes(record: Record, reached: Mapping[str, Any], *, steps: int) -> Iterator[str]:
+    if reached["steps"] != steps:
+        yield f"it ended after {reached['steps']} of {steps} steps"
     if reached["peak_allocated_bytes"] is None:
         yield "peak allocated is not compared: nothing counts a script's memory on a CPU"
     if record.kind == "trl" and record.path is not None:
@@ -243,14 +249,47 @@ def _script(
             stderr=printed.fileno(),
             environment=_environment(record),
         )
+        seconds = _seconds_max(record, steps=steps)
         try:
-            child.process.wait()
+            child.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired as error:
+            raise EnvironmentFault(
+                f"{record.label}: the script was ended after {units.duration(seconds)}, in which "
+                f"its {steps} steps should long have been done{last_words(printed)}"
+            ) from error
         finally:
             end = child.end()
-        if end.status == 0 and metrics.exists():
-            return dict(json.loads(metrics.read_text(encoding="utf-8")))
         words = last_words(printed)
-    raise _failed(f"{record.label}: the script ended with {end}{words}")
+    if end.status != 0:
+        raise _failed(f"{record.label}: the script ended with {end}{words}")
+    return _figures(metrics, label=record.label)
+
+
+def _seconds_max(record: Record, *, steps: int) -> float:
+    """Return how long a script may take: to load, and for steps that are slower than recorded."""
+    expected = steps * record.config.tokens_per_step / record.tokens_per_second
+    return _LOADING_SECONDS_MAX + _SLOWER_MAX * expected
+
+
+def _figures(metrics: Path, *, label: str) -> Mapping[str, Any]:
+    """Return what a script says that it reached.
+
+    Raises:
+        InputError: it says nothing of the kind, so it is not as it was exported.
+    """
+    try:
+        values = json.loads(metrics.read_text(encoding="utf-8"))
+        rate, peak = float(values["tokens_per_second"]), values["peak_allocated_bytes"]
+        peak = None if peak is None else int(peak)
+        steps = int(values["steps"])
+        is_told = 0 < rate < math.inf and (peak is None or peak > 0) and steps > 0
+    except (OSError, ValueError, KeyError, TypeError):
+        is_told = False
+    if not is_told:
+        raise InputError(
+            f"{label}: the script ended and left no figures of what it reached: export it again"
+        )
+    return {"steps": steps, "tokens_per_second": rate, "peak_allocated_bytes": peak}
 
 
 def _failed(text: str) -> EnvironmentFault | NothingFits:

@@ -15,7 +15,8 @@ import torch
 
 from search_spaces.config import TrialConfig
 from sweep.processes import bind_to_parent, leave_a_guard
-from sweep.running import worker
+from sweep.running import serving
+from sweep.running.worker import Worker
 from sweep.training.trial import Beat
 
 
@@ -49,7 +50,7 @@ FAULTS: dict[float, Callable[[], None]] = {
 EXIT_FROM_C, ABORT, POISONED_CONTEXT, SEGFAULT = FAULTS
 
 
-class FaultyWorker(worker.Worker):
+class FaultyWorker(Worker):
     """Goes wrong at its third measured step."""
 
     def _report(self, beat: Beat, config: TrialConfig) -> bool:
@@ -63,8 +64,8 @@ def main() -> None:
     """Serve trials as the real worker does, with this one in its place."""
     bind_to_parent(int(sys.argv[2]))
     leave_a_guard(int(sys.argv[1]))
-    worker.Worker = FaultyWorker  # type: ignore[misc]
-    worker.main()
+    serving.Worker = FaultyWorker  # type: ignore[misc]
+    serving.main()
 
 
 if __name__ == "__main__":

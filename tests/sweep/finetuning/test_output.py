@@ -80,11 +80,28 @@ def test_a_directory_that_holds_anything_is_refused_for_a_new_training(tmp_path:
         output.refuse_taken(tmp_path / "notes.txt")
 
 
-def test_what_a_training_leaves_that_came_to_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_training_without_a_checkpoint_goes_on_and_is_in_nobodys_way(tmp_path: Path) -> None:
     output.begin(tmp_path, RUN)
-    (tmp_path / "training.log").write_text("out of memory")
-    output.forget(tmp_path)
+    (tmp_path / "training.log").write_text("killed")
+    (tmp_path / ".writing-3").mkdir()
     output.refuse_taken(tmp_path)
+    output.refuse_another(tmp_path, RUN)
+
+
+def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        write(tmp_path, step)
+    told: list[str] = []
+    (tmp_path / "checkpoint-6" / "adapter_model.safetensors").write_bytes(b"who")
+    (tmp_path / "checkpoint-4" / "adapter_model.safetensors").unlink()
+    assert checkpoints.newest(tmp_path, warn=told.append) == tmp_path / "checkpoint-2"
+    assert ["step 6" in told[0], "step 4" in told[1], len(told)] == [True, True, 2]
+    assert "adapter_model.safetensors is not what was written" in told[0]
+    checkpoints.remove_behind(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    (tmp_path / "checkpoint-2" / checkpoints.DIGESTS).write_bytes(b"")
+    with pytest.raises(EnvironmentFault, match="all checkpoints are damaged"):
+        checkpoints.newest(tmp_path)
 
 
 def test_resuming_another_training_is_refused_and_what_differs_is_named(tmp_path: Path) -> None:

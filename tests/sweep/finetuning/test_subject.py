@@ -18,7 +18,7 @@ from sweep.finetuning.fitting import candidates, next_smaller, refuse_too_large
 from sweep.finetuning.loss_page import POINTS_MAX, loss_page
 from sweep.finetuning.subject import Subject, subject_of
 from sweep.finetuning.wire import Promise, TrainingJob, TrainingResult
-from tests.sweep.export.studies import a_study
+from tests.sweep.export.studies import a_study, some_texts
 
 WINNER = TrialConfig(micro_batch_size=8, lora_rank=32)
 
@@ -77,6 +77,12 @@ def test_a_file_is_a_configuration_alone_or_as_an_export_writes_it(tmp_path: Pat
     assert subject.model.name == "mistral-7b-v0.3"
     assert subject.promise is not None
     assert "trial 17 of study 'a10'" in subject.promise.source
+    assert subject.promise.device == "NVIDIA A10"
+    assert subject.promise.texts is None
+    exported.write_text(export(study(name="a10", texts=some_texts()), format="json"))
+    promise = of(str(exported)).promise
+    assert promise is not None
+    assert promise.texts == some_texts().fingerprint
     with pytest.raises(InputError, match="says no model: name one with --model"):
         of(str(alone))
     with pytest.raises(InputError, match="--trial is of a study"):
@@ -113,15 +119,15 @@ class Predicted:
     """Memory that is a byte for each token of a micro-batch."""
 
     def __init__(self, bytes_: int) -> None:
-        self._bytes = bytes_
+        self._bytes = self.peak_allocated_bytes = bytes_
 
     def fits(self, budget: int) -> object:
         from sweep.predict.memory.prediction import Fit
 
         return Fit.YES if self._bytes <= budget else Fit.NO
 
-    def needed_bytes(self, _: int) -> int:
-        return self._bytes
+    def needed_bytes(self, budget: int) -> int:
+        return max(self._bytes, budget)
 
 
 class Predictor:
@@ -148,6 +154,33 @@ def test_what_is_predicted_not_to_fit_is_refused_with_the_next_smaller_that_does
         warn=lambda _: None,
     )
     assert next_smaller(config, predictor=predictor, budget_bytes=1) is None  # type: ignore[arg-type]
+
+
+class Fragmenting:
+    """Memory that is the same for two rows and more."""
+
+    def predict(self, config: TrialConfig) -> Predicted:
+        return Predicted(2**30 if config.micro_batch_size == 1 else 2**31)
+
+
+def test_what_is_named_after_out_of_memory_needs_less_than_was_predicted_of_what_ran_out() -> None:
+    config = TrialConfig(micro_batch_size=4, seq_len=512)
+    predictor: Any = Fragmenting()
+    refuse_too_large(config, predictor=predictor, budget_bytes=2**32, warn=pytest.fail)
+    found = next_smaller(config, predictor=predictor, budget_bytes=2**32, has_run_out=True)
+    assert found is not None
+    assert found.words(config) == (
+        "micro_batch_size 1, effective_batch_size 4 (predicted: 1.00 GiB)"
+    )
+
+
+def test_what_is_named_can_be_trained_and_says_where_nothing_predicts_it() -> None:
+    config = TrialConfig(micro_batch_size=4, seq_len=512)
+    found = next_smaller(
+        config, predictor=None, budget_bytes=1, is_valid=lambda other: other.micro_batch_size < 2
+    )
+    assert found is not None
+    assert found.words(config) == "micro_batch_size 1, effective_batch_size 4 (not predicted)"
 
 
 def a_job(promise: Promise | None) -> TrainingJob:
@@ -207,6 +240,9 @@ def test_only_what_was_measured_on_the_same_texts_is_a_measure_of_what_is_reache
     assert "random tokens" in why_not(promised(None))
     assert "nothing was measured" in why_not(None)
     assert "another device, CPU" in why_not(promised("abc"), device_name="NVIDIA L4")
+    by_catalogue = promised("abc").model_copy(update={"device": "l4"})
+    assert why_not(by_catalogue, device_name="NVIDIA L4") == "None"
+    assert "another device, l4" in why_not(by_catalogue, device_name="NVIDIA A10")
     assert "within its warm-up" in why_not(promised("abc"), steps_measured=0)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import resource
 import shutil
 import weakref
@@ -22,6 +24,7 @@ from sweep.merging.comparing import Models, compare
 from sweep.merging.job import MergeRequest, _base_tensors, merge
 from sweep.merging.plan import natural_dtype, plan_merge
 from sweep.merging.streaming import Sources, write_merged
+from sweep.terminal.merging import _comparison_lines
 from tests.sweep.merging.made import make_adapter, make_base
 
 GPT2 = {
@@ -180,6 +183,9 @@ def test_a_merge_is_proved_by_its_logits_and_lies_whole_under_its_name(
     (adapter / "tokenizer.json").write_text("{}")
     news: list[Any] = []
     output = tmp_path / "below" / "merged"
+    left = output.with_name(".merged.merging")
+    left.mkdir(parents=True)
+    (left / "model-00001-of-00009.safetensors").write_text("a merge that was killed left this")
     report = merge(MergeRequest(str(adapter), str(output), rows=2), on_news=news.append)
 
     assert report.weights_merged == 8
@@ -200,10 +206,24 @@ def test_a_merge_is_proved_by_its_logits_and_lies_whole_under_its_name(
         "model.safetensors",
         "tokenizer.json",
     }
+    assert not (output / "model-00001-of-00009.safetensors").exists()
     assert [path.name for path in output.parent.iterdir()] == ["merged"]
     assert (output / "model.safetensors").stat().st_mode & 0o044
     with pytest.raises(InputError, match="is not empty: name a new directory"):
         merge(MergeRequest(str(adapter), str(output)))
+
+
+def test_two_merges_do_not_write_one_directory(adapter: Path, tmp_path: Path) -> None:
+    held = tmp_path / ".merged.merging"
+    held.mkdir()
+    descriptor = os.open(held, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another merge writes"):
+            merge(MergeRequest(str(adapter), str(tmp_path / "merged"), rows=0))
+    finally:
+        os.close(descriptor)
+    assert held.is_dir()
 
 
 def test_a_disk_that_is_full_leaves_nothing_behind(
@@ -324,3 +344,20 @@ def test_one_model_is_in_memory_at_a_time_as_they_are_compared(
     models = Models(base, adapter, base, dtype=torch.bfloat16, nbytes=1)
     compare(models, rows=1)
     assert alive == [0, 0, 0]
+
+
+def test_a_4_bit_base_that_cannot_be_looked_at_costs_no_proof(
+    base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = AutoModelForCausalLM.from_pretrained
+
+    def without_kernels(*args: Any, **options: Any) -> Any:
+        if "quantization_config" in options:
+            raise RuntimeError("shape '[64, 1]' is invalid for input of size 96")
+        return load(*args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", without_kernels)
+    compared = compare(Models(base, adapter, base, dtype=torch.bfloat16, nbytes=1), rows=1)
+    assert compared.four_bit is None
+    assert compared.four_bit_failed == "shape '[64, 1]' is invalid for input of size 96"
+    assert "could not be looked at: shape '[64, 1]'" in _comparison_lines(compared, None)[-1]

@@ -15,8 +15,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.space import StepBudget
 from storage.outcome_file import OutcomeFile
 from storage.records import Attempt, Crashed, Diverged, Outcome
+from sweep.running.serving import _serve
 from sweep.running.wire import Finished, RunCommand, WorkerMessage, to_line
-from sweep.running.worker import _serve
 
 CONFIG = TrialConfig(lora_rank=8)
 OUTCOME = Diverged(step=3)

@@ -12,8 +12,8 @@ from search_spaces.models import ModelSpec
 from sweep.predict.speed.layout import Layout
 from sweep.predict.speed.work import step_work
 from sweep.training.adapters import attached
+from sweep.training.flops import flops_per_token
 from sweep.training.model import build_base
-from sweep.training.step import flops_per_token
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -22,11 +22,12 @@ from storage.records import (
 )
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import CpuDevice, bytes_beyond
+from sweep.training.flops import flops_per_token
 from sweep.training.marks import CpuMark, Mark
 from sweep.training.meter import whole_step_seconds
 from sweep.training.model import BaseModel
 from sweep.training.proof import ineffective
-from sweep.training.step import TrainingLoop, flops_per_token
+from sweep.training.step import TrainingLoop
 from sweep.training.trial import Beat
 from tests.sweep.training.tiny import BRIEF, tiny_base, tiny_config, trial_on
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ import yaml
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
+from storage.definition import StudySnapshot
 from sweep.export.formats import export
 from sweep.export.recipe import recipe_of
 from sweep.export.trainer_files import lost
 from sweep.verifying.record import record_of_export, record_of_study
 from sweep.verifying.runs import told_to_be_lost
-from tests.sweep.export.studies import HOSTILE, a_measurement, a_study
+from tests.sweep.export.studies import HOSTILE, a_measurement, a_study, some_texts
 
 CONFIG = TrialConfig(lora_rank=64, kernels="fused-loss", upcast_fp32=False, micro_batch_size=8)
 STUDY = a_study(CONFIG, model=load_model_spec("mistral-7b-v0.3"))
@@ -47,6 +49,20 @@ def test_an_export_promises_what_its_study_measured(format: str, kind: str, tmp_
     for key, value in found.environment.items():
         assert value == STUDY.environment.get(key), key
     assert study.kind == "training"
+
+
+def test_an_export_holds_out_the_rows_that_its_study_held_out(tmp_path: Path) -> None:
+    study = a_study(CONFIG, model=STUDY_MODEL, texts=some_texts())
+    study = with_seed(study, 7)
+    (tmp_path / "x.json").write_text(export(study, format="json"), encoding="utf-8")
+    found, own = record_of_export(str(tmp_path / "x.json")), record_of_study(study)
+    assert (found.eval_fraction, found.seed) == (own.eval_fraction, own.seed) == (0.05, 7)
+    assert found.texts == own.texts
+
+
+def with_seed(study: StudySnapshot, seed: int) -> StudySnapshot:
+    space = study.definition.space.model_copy(update={"seed": seed})
+    return replace(study, definition=study.definition.model_copy(update={"space": space}))
 
 
 def test_a_study_of_any_name_has_its_record_in_one_line(tmp_path: Path) -> None:
@@ -88,7 +104,11 @@ def test_a_trainer_that_is_not_run_here_is_said(format: str, tmp_path: Path) -> 
     [
         ("a.py", "print(1)\n", "no record of what was measured in it"),
         ("a.json", "{}", "no record of what was measured in it"),
-        ("a.py", '# record: {"study": "a"}\n', r"not whole \('config'\): export it again"),
+        (
+            "a.py",
+            '# record: {"study": "a"}\n',
+            r"not whole \(number: Field required\): exp",
+        ),
         ("a.py", "# record: {\n", "its record"),
         ("a.json", "nonsense", "a.json"),
     ],
@@ -118,9 +138,23 @@ def test_a_record_in_yaml_trains_by_us(tmp_path: Path) -> None:
         record_of_export(str(tmp_path / "winner.yaml"))
 
 
-def test_an_unknown_value_in_a_record_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("config", "kernels", "magic"),
+        ("measurement", "tokens_per_second", 0),
+        ("measurement", "tokens_per_second", float("nan")),
+        ("measurement", "peak_allocated_bytes", -1),
+        ("gpu", "budget_bytes", 0),
+        ("provenance", "texts", {"eval_fraction": 1.5}),
+    ],
+    ids=str,
+)
+def test_an_edited_value_that_cannot_be_is_refused_by_its_key(
+    part: str, key: str, value: object, tmp_path: Path
+) -> None:
     document = json.loads(export(STUDY, format="json"))
-    document["config"]["kernels"] = "magic"
+    document[part][key] = value
     (tmp_path / "a.json").write_text(json.dumps(document))
-    with pytest.raises(InputError, match="the record in it is not whole"):
+    with pytest.raises(InputError, match=rf"the record in it is not whole \({part}\.{key}"):
         record_of_export(str(tmp_path / "a.json"))

@@ -17,6 +17,7 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.texts import LengthQuantiles, TextsSummary
 from sweep.cli import main
 from sweep.terminal.listings import read
+from sweep.verifying import runs
 from sweep.verifying.random_weights import write_random_weights
 from sweep.verifying.record import record_of_study
 from sweep.verifying.runs import verify
@@ -97,17 +98,38 @@ def test_an_export_is_run_as_it_is(
     assert " -> " not in differences
 
 
-def test_a_script_that_fails_ends_the_verification_with_its_words(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+FIGURES = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text"
+SAYS_NAN = '{"steps": 8, "tokens_per_second": NaN, "peak_allocated_bytes": null}'
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "words"),
+    [
+        ("raise ValueError('broken here')", 3, "ValueError: broken here"),
+        ("raise SystemExit(3)", 3, "the script ended with exit status 3"),
+        ("raise SystemExit(0)", 2, "left no figures of what it reached"),
+        (f"{FIGURES}('{SAYS_NAN}'); sys.exit()", 2, "left no figures of what it reached"),
+        ("import time; print('stuck', flush=True); time.sleep(60)", 3, "in which its 40 steps"),
+    ],
+    ids=("raises", "exits", "says-nothing", "says-nonsense", "hangs"),
+)
+def test_a_script_that_goes_wrong_ends_the_verification_and_says_how(
+    home: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+    code: int,
+    words: str,
 ) -> None:
+    monkeypatch.setattr(runs, "_LOADING_SECONDS_MAX", 5.0)
+    monkeypatch.setattr(runs, "_SLOWER_MAX", 0.0)
     write_random_weights(DEMO, tmp_path / "model", tokenizer=_tokenizer())
     text = (home / "one.py").read_text(encoding="utf-8")
-    (tmp_path / "own.py").write_text(
-        text.replace("import argparse\n", "import argparse\nraise ValueError('broken here')\n", 1)
-    )
-    weights = str(tmp_path / "model")
-    assert main(["verify", str(tmp_path / "own.py"), "--model", weights]) == 3
-    assert "ValueError: broken here" in capsys.readouterr().err
+    changed = text.replace("import argparse\n", f"import argparse\n{first}\n", 1)
+    (tmp_path / "own.py").write_text(changed)
+    assert main(["verify", str(tmp_path / "own.py"), "--model", str(tmp_path / "model")]) == code
+    assert words in capsys.readouterr().err
 
 
 def test_bad_input_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
