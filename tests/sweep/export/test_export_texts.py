@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import importlib.util
 import json
+import lzma
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -188,21 +191,124 @@ def test_a_mark_that_the_tokenizer_itself_puts_at_the_end_carries_loss(
     assert found["completion_mask"] == expected.mask.tolist() == [0, 0, 1, 1]
 
 
+@pytest.fixture(scope="module")
+def reader(model: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    directory = tmp_path_factory.mktemp("reader")
+    return script_of(directory, "prompt-completion", tiny_config(), model)
+
+
+ROWS = [a_row("prompt-completion", index) for index in range(4)]
+LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
+TABLE = "".join(f"{row['prompt']},{row['completion']}\n" for row in ROWS)
+CSV = f"prompt,completion\n{TABLE}".encode()
+FILES: dict[str, bytes] = {
+    "texts.jsonl": LINES,
+    "TEXTS.JSONL": LINES,
+    "texts.csv.jsonl": LINES,
+    'a b #\'{{%}}\u00e4: "x".ndjson': LINES,
+    "texts.jsonl.gz": gzip.compress(LINES),
+    "texts.jsonl.bz2": bz2.compress(LINES),
+    "texts.jsonl.xz": lzma.compress(LINES),
+    "bom.jsonl": b"\xef\xbb\xbf" + LINES,
+    "lines.json": LINES,
+    "array.json": json.dumps(ROWS).encode(),
+    "indented.json": b"\xef\xbb\xbf" + json.dumps(ROWS, indent=1).encode(),
+    "array.json.gz": gzip.compress(json.dumps([*ROWS, 7]).encode()),
+    "texts.csv": CSV,
+    "texts.tsv": CSV.replace(b",", b"\t"),
+    "texts.tsv.gz": gzip.compress(CSV.replace(b",", b"\t")),
+    "bom.csv": b"\xef\xbb\xbf" + CSV.replace(b"\n", b"\r\n"),
+    # What datasets takes for numbers, truth values, nothing, dates or another column.
+    "numbers.csv": b"prompt,completion\na,1\nb,0\n",
+    "truths.csv": b"prompt,completion\na,True\nb,False\n",
+    "nothing.csv": b"prompt,completion\na,NA\nb,null\nc,None\nd,\n",
+    "quoted.csv": b'prompt,completion\n"a ""x"", b","one\ntwo"\n',
+    "ragged.csv": b"prompt,completion\na,b,c\nd\n\ne,f\n",
+    "bytes.csv": b"prompt,completion\na,\xff\nb,c\n",
+    "dates.jsonl": b'{"prompt": "a", "completion": "1999-01-02"}\n' * 2,
+    "broken.jsonl": b'{oops\n\n7\n\xff\n{"prompt": "a", "completion": 7, "more": null}\n' + LINES,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_script_reads_files_as_the_study_did(
+    name: str, reader: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(FILES[name])
+    assert_read_alike(tmp_path / name, reader)
+
+
 @pytest.mark.parametrize(
-    ("name", "content"),
+    "names",
     [
-        ("texts.tsv", "text\tother\na, b\tc\n"),
-        ("texts.CSV", 'other,text\nc,"a, b"\n'),
-        ("texts.jsonl", '{"text": "a, b", "other": "c"}\n'),
+        ("b.jsonl", "a/x.csv", "z.json", ".hidden.jsonl", "__old/y.jsonl", "README.md"),
+        ("train.jsonl", "test.jsonl"),
+        ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "test/x.jsonl"),
+        ("test.jsonl",),
+        ("x.tsv", "y.jsonl.gz"),
+    ],
+    ids=" ".join,
+)
+def test_the_script_reads_a_directory_as_the_study_did(
+    names: tuple[str, ...], reader: ModuleType, tmp_path: Path
+) -> None:
+    contents = {".csv": "texts.csv", ".tsv": "texts.tsv", ".gz": "texts.jsonl.gz"}
+    for number, name in enumerate(names):
+        file = tmp_path / "texts.json" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made = FILES[contents.get(file.suffix, "texts.jsonl")]
+        other = made.replace(b"quick", f"quick{number}".encode())
+        file.write_bytes(made if file.suffix == ".gz" else other)
+    assert_read_alike(tmp_path / "texts.json", reader)
+
+
+def test_the_script_reads_parquet_as_the_study_did(reader: ModuleType, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [*ROWS, {"prompt": "a", "completion": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "texts.parquet")
+    assert_read_alike(tmp_path / "texts.parquet", reader)
+
+
+def assert_read_alike(source: Path, reader: ModuleType) -> None:
+    """Check that the script has the rows of the study, in its order; None where one is broken."""
+    from sweep.data.kinds import Broken
+    from sweep.data.sources import Files
+
+    read = [None if isinstance(row, Broken) else row for _, row in Files(str(source)).rows()]
+    assert any(read)
+    assert list(reader.read_texts(str(source))) == read
+
+
+def test_the_script_leaves_broken_rows_out_and_counts_them(
+    reader: ModuleType, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "broken.jsonl"
+    source.write_bytes(FILES["broken.jsonl"])
+    assert len(reader.tokenized(reader.read_texts(str(source)), tokenizer)) == len(ROWS)
+    assert "4 rows are broken and left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("missing.jsonl", "is no file that ends in .jsonl"),
+        ("notes.txt", "is no file that ends in .jsonl"),
+        ("empty", "has no file that ends in .jsonl"),
+        ("bad.json", "is not JSON"),
+        ("other.jsonl", "no row can be trained on; columns are x, y"),
     ],
 )
-def test_the_script_reads_files_as_the_study_did(
-    name: str, content: str, model: ModelSpec, tmp_path: Path
+def test_the_script_says_what_it_cannot_read(
+    name: str, complaint: str, reader: ModuleType, tokenizer: Any, tmp_path: Path
 ) -> None:
-    script = script_of(tmp_path, "text", tiny_config(), model)
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    (row,) = script.read_texts(str(tmp_path / name))
-    assert row == {"text": "a, b", "other": "c"}
+    (tmp_path / "notes.txt").write_text("a")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.json").write_text("[{")
+    (tmp_path / "other.jsonl").write_text('{"x": 1}\n{"y": 1}\n')
+    with pytest.raises(SystemExit, match=complaint):
+        reader.tokenized(reader.read_texts(str(tmp_path / name)), tokenizer)
 
 
 def on_texts(tokenizer: str | None = None, broken: int = 0) -> StudySnapshot:
@@ -225,10 +331,63 @@ def test_a_tokenizer_that_was_named_is_that_of_every_export() -> None:
         assert "/my/tokenizer" not in export(on_texts(), format=format)
 
 
-@pytest.mark.parametrize("format", ["script", "axolotl", "trl", "llama-factory"])
+@pytest.mark.parametrize("format", ["axolotl", "trl", "llama-factory"])
 def test_rows_that_the_study_left_out_are_said(format: str) -> None:
     assert any("left 3 out" in lost for lost in exported(on_texts(broken=3), format=format).lost)
     assert not any("Broken rows" in lost for lost in exported(on_texts(), format=format).lost)
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "kind", "told"),
+    [
+        ("x.tsv", "axolotl", "text", "commas alone"),
+        ("x.tsv.gz", "axolotl", "text", "commas alone"),
+        ("x.csv.gz", "axolotl", "text", "NA, null or an empty cell"),
+        ("x.jsonl.gz", "axolotl", "text", None),
+        ("X.JSONL", "axolotl", "text", None),
+        ("x[1].jsonl", "axolotl", "text", "for a pattern"),
+        ("x.csv", "axolotl", "messages", "does not look for JSON in a cell"),
+        ("texts", "axolotl", "text", "the most frequent"),
+        ("x.csv", "llama-factory", "text", "NA, null or an empty cell"),
+        ("x.parquet", "llama-factory", "messages", None),
+        ("x.json", "llama-factory", "messages", None),
+        *((name, "llama-factory", "text", "it refuses a file") for name in ("x.tsv", "x.ndjson")),
+        *((name, "llama-factory", "text", "it refuses a file") for name in ("x.csv.gz", "X.JSON")),
+        ("x[1].jsonl", "llama-factory", "text", "for a pattern"),
+        ("texts", "llama-factory", "text", "the most frequent"),
+        ("x.tsv", "trl", "text", "NA, null or an empty cell"),
+        ("x.tsv", "trl", "conversations", "does not look for JSON in a cell"),
+        ("x[1].jsonl", "trl", "text", "for a pattern"),
+        ("texts", "trl", "text", "the most frequent"),
+        *(("org/texts", format, "text", None) for format in ("axolotl", "trl", "llama-factory")),
+    ],
+)
+def test_what_a_trainer_does_not_read_is_said(
+    name: str, format: str, kind: Any, told: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "texts").mkdir()
+    source = name if "/" in name else str(tmp_path / name)
+    lost = exported(a_study(texts=some_texts(kind, source=source)), format=format).lost
+    of_files = [
+        sentence for sentence in lost if "`datasets`" in sentence or "Write the" in sentence
+    ]
+    if told is None:
+        assert of_files == []
+    else:
+        assert any(told in sentence for sentence in of_files)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith(("texts", "a b"))])
+def test_trl_reads_files_as_the_study_did(name: str, tmp_path: Path) -> None:
+    from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
+
+    # Each cell of these is a text, in datasets' eyes too.
+    source = tmp_path / name
+    source.write_bytes(FILES[name])
+    texts = some_texts("prompt-completion", source=str(source))
+    options = yaml.safe_load(export(a_study(texts=texts), format="trl"))["datasets"]
+    mixture = DatasetMixtureConfig(datasets=[DatasetConfig(**entry) for entry in options])
+    assert list(get_dataset(mixture)["train"]) == ROWS
 
 
 def test_the_script_holds_out_the_rows_that_the_study_held_out(
