@@ -14,8 +14,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from sweep.export.formats import export
 from tests.sweep.export.studies import a_study, some_texts
-from tests.sweep.export.test_export_axolotl import KINDS
 from tests.sweep.export.test_export_formats import CONFIGS
+from tests.sweep.export.test_export_keys import KINDS
 from tests.sweep.export.weights import saved_model, written_texts
 from tests.sweep.training.tiny import tiny_config
 
