@@ -400,6 +400,60 @@ def test_the_script_holds_out_the_rows_that_the_study_held_out(
         assert (trained, held) == tuple(indices.tolist() for indices in expected)
 
 
+HALF = "\ud83d"
+NO_TEXTS: dict[str, list[dict[str, Any]]] = {
+    "prompt-completion": [
+        {"prompt": "a", "completion": HALF},
+        {"prompt": HALF, "completion": "a"},
+        # What is to be learned is cut off.
+        {"prompt": "p" * 300, "completion": "late"},
+    ],
+    "messages": [
+        {"messages": [{"role": "user", "content": HALF}, {"role": "assistant", "content": "a"}]},
+        {"messages": [{"role": "user", "content": "a"}]},
+    ],
+    "text": [{"text": HALF}, {"text": " "}],
+}
+
+
+@pytest.mark.parametrize("packing", ["none", "packed", "grouped"])
+@pytest.mark.parametrize("kind", NO_TEXTS)
+def test_the_script_trains_on_the_rows_of_our_own_training(
+    kind: Any, packing: str, model: ModelSpec, tokenizer: Any, tmp_path: Path
+) -> None:
+    from sweep.data.batches import training_rows
+    from sweep.data.collating import collator
+    from sweep.data.files import text_files
+    from sweep.data.preparing import prepare
+    from sweep.data.request import Question, content_of
+
+    config, only = tiny_config(packing=packing, seq_len=128, micro_batch_size=4), kind != "text"
+    script = script_of(tmp_path, kind, config, model, only=only)
+    source = tmp_path / "odd.jsonl"
+    # One longer than a row, and a token that nothing comes before.
+    plain = [a_row(kind, index) for index in range(40)]
+    rows = [*plain, *NO_TEXTS[kind], a_row(kind, 4), *plain, *([{"text": "a"}] if not only else [])]
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    content = content_of(text_files(str(source)), on_progress=lambda *_, **__: None)
+    place, home = str(model.path), str(tmp_path / "prepared")
+    question = Question(str(source), "auto", None, only, place, place, "digest", home, content)
+    prepared = prepare(question, on_progress=lambda *_, **__: None)
+    read = script.tokenized(script.read_texts(str(source)), tokenizer)
+    count = len(np.load(prepared / "lengths.npy"))
+    assert len(read) == count
+    trained, _ = split(count, script.EVAL_FRACTION, script.SEED)
+    expected = training_rows(prepared, config, indices=trained, seed=script.SEED)
+    found = script.as_measured(script.split(read)[0])
+    assert len(found) == len(expected)
+    collate = script.Collator(tokenizer)
+    measured = collator(config, collate.pad_token_id)
+    for first in range(0, len(found) - 3, 4):
+        batch = collate([found[first + i] for i in range(4)])
+        same = measured([expected[first + i] for i in range(4)])
+        assert set(batch) == set(same)
+        assert all(np.array_equal(batch[key], same[key]) for key in same)
+
+
 @pytest.mark.parametrize("packing", ["none", "packed", "grouped"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_script_makes_the_micro_batches_that_were_measured(
