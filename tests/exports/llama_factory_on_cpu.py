@@ -50,9 +50,9 @@ def known_keys() -> dict[str, list[str]]:
 
 
 def dataset_info(text: str) -> dict[str, Any]:
-    lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
-    described = " ".join(lines).partition("dataset_info.json of ")[2]
-    return dict(json.JSONDecoder().raw_decode(described)[0])
+    begins = "# dataset_info.json: "
+    (line,) = (line for line in text.splitlines() if line.startswith(begins))
+    return dict(json.loads(line.removeprefix(begins)))
 
 
 def two_steps(file: str) -> dict[str, Any]:

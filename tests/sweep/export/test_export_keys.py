@@ -52,11 +52,16 @@ def unknown_to_others(
     return found | set(values.get("gradient_checkpointing_kwargs", {})) - {"use_reentrant"}
 
 
+def dataset_info(text: str) -> dict[str, Any]:
+    """Return what LLaMA-Factory's file says is to be in its `dataset_info.json`."""
+    begins = "# dataset_info.json: "
+    (line,) = (line for line in text.splitlines() if line.startswith(begins))
+    return dict(json.loads(line.removeprefix(begins)))
+
+
 def unknown_to_llama_factory(text: str) -> set[str]:
     values = yaml.safe_load(text)
-    lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
-    described = " ".join(lines).partition("dataset_info.json of ")[2]
-    (dataset,) = json.JSONDecoder().raw_decode(described)[0].values()
+    (dataset,) = dataset_info(text).values()
     found = set(values) - set(LLAMA_FACTORY["config"])
     found |= set(dataset) - set(LLAMA_FACTORY["dataset"])
     for group in ("columns", "tags"):

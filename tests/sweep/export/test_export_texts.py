@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import bz2
 import gzip
 import importlib.util
@@ -22,8 +23,9 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.split import split
-from sweep.export.formats import export, exported
-from tests.sweep.export.studies import a_study, some_texts
+from sweep.export.formats import export, exported, format_names
+from tests.sweep.export.studies import HOSTILE, a_study, some_texts
+from tests.sweep.export.test_export_keys import dataset_info
 from tests.sweep.export.weights import a_row, saved_model, written_texts
 from tests.sweep.training.tiny import tiny_config
 
@@ -309,6 +311,42 @@ def test_the_script_says_what_it_cannot_read(
     (tmp_path / "other.jsonl").write_text('{"x": 1}\n{"y": 1}\n')
     with pytest.raises(SystemExit, match=complaint):
         reader.tokenized(reader.read_texts(str(tmp_path / name)), tokenizer)
+
+
+ODD_PATHS = (
+    f"/{'a long name/' * 20}x.jsonl",
+    '/a  b/it\'s "x" # {{ 7 }}: {% raw %}.jsonl',
+    "/back\\slash/new\nline\r\u2028/\U0001f600\u00e4/%s.jsonl",
+    f"/{HOSTILE[:-1]}.jsonl",
+)
+
+
+@pytest.mark.parametrize("index", range(len(ODD_PATHS)))
+def test_a_path_of_any_letters_is_the_same_path_in_every_format(index: int) -> None:
+    path = ODD_PATHS[index]
+    summary = some_texts("text", source=path).model_copy(update={"text_column": path})
+    study = a_study(texts=summary)
+    data = {"texts": path, "text_column": path, "tokenizer": path}
+    space = SearchSpace.model_validate(study.definition.space.model_dump() | {"data": data})
+    study = replace(study, definition=study.definition.model_copy(update={"space": space}))
+    texts = {format: export(study, format=format) for format in format_names()}
+    trl = yaml.safe_load(texts["trl"])
+    assert trl["datasets"] == [{"path": "json", "data_files": path, "columns": [path]}]
+    assert trl["dataset_text_field"] == path
+    axolotl = yaml.safe_load(texts["axolotl"])
+    assert (axolotl["datasets"][0]["path"], axolotl["datasets"][0]["field"]) == (path, path)
+    assert axolotl["tokenizer_config"] == path
+    info = dataset_info(texts["llama-factory"])
+    assert info == {"texts": {"file_name": path, "columns": {"prompt": path}}}
+    yaml.safe_load(texts["llama-factory"])
+    constants = [
+        n.value for n in ast.walk(ast.parse(texts["script"])) if isinstance(n, ast.Constant)
+    ]
+    assert constants.count(path) == 3, "texts, column and tokenizer"
+    assert json.loads(texts["json"])["provenance"]["texts"]["source"] == path
+    assert yaml.safe_load(texts["yaml"])["provenance"]["texts"]["source"] == path
+    known = json.loads(texts["peft"])["auto_mapping"]["provenance"]["texts"]
+    assert (known["source"], known["text_column"]) == (path, path)
 
 
 def on_texts(tokenizer: str | None = None, broken: int = 0) -> StudySnapshot:
