@@ -430,7 +430,6 @@ class Knobs(BaseModel):
             },
             lost={
                 "trl": trainers.trl_lost_kernels,
-                "axolotl": trainers.axolotl_lost_kernels,
                 "llama-factory": trainers.llama_factory_lost_kernels,
             },
         ),

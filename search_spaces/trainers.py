@@ -7,6 +7,7 @@ loaders, and in LLaMA-Factory's argument classes and loaders. Knows nothing of f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, get_args
 
@@ -83,9 +84,16 @@ def lost_alpha(trained: Trained) -> str | None:
 
 
 def trl_targets(trained: Trained) -> dict[str, Any]:
-    """PEFT finds the layers where their names are not known."""
+    """PEFT finds the layers where their names are not known.
+
+    Of a list of one TRL makes a text, which PEFT takes for a pattern of the whole path.
+    """
     names = trained.target_modules
-    return {"lora_target_modules": ["all-linear"] if names is None else list(names)}
+    if names is None:
+        return {"lora_target_modules": ["all-linear"]}
+    if len(names) == 1:
+        return {"lora_target_modules": [rf"(.*\.)?{re.escape(names[0])}"]}
+    return {"lora_target_modules": list(names)}
 
 
 def axolotl_targets(trained: Trained) -> dict[str, Any]:
@@ -344,13 +352,6 @@ llama_factory_lost_kernels = _says(
     "RMSNorm, SwiGLU and RoPE.",
     kernels="fused-loss",
 )
-
-
-def axolotl_lost_kernels(trained: Trained) -> str | None:
-    """Its plugin has an exception for one architecture."""
-    if trained.config.kernels != "liger" or trained.model_type != "qwen3":
-        return None
-    return "kernels liger: for Qwen3 it keeps the model's own RoPE."
 
 
 _LLAMA_FACTORY_ATTENTION = {"sdpa": "sdpa", "flash_attention_2": "fa2", "eager": "disabled"}

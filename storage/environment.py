@@ -23,6 +23,8 @@ PACKAGES = (
     "bitsandbytes",
     "accelerate",
     "liger-kernel",
+    "trl",
+    "datasets",
     "triton",
     "optuna",
 )

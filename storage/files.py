@@ -160,7 +160,11 @@ def write_chosen(path: Path, data: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
-    target = path.resolve()
+    try:
+        target = path.resolve()
+    except RuntimeError as error:
+        # What Python before 3.13 raises of links in a circle.
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
     there = _lstat(target)
     _swap_in(target, data, mode=None if there is None else stat.S_IMODE(there.st_mode))
 

@@ -204,9 +204,10 @@ def changed_versions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
     """Return each driver or library that differs between two runs: ``torch 2.10 -> 2.11``."""
     before, after = _versions(old), _versions(new)
     return [
-        f"{key} {before.get(key)} -> {after.get(key)}"
+        f"{key} {before[key]} -> {after[key]}"
         for key in after
-        if before.get(key) != after[key]
+        # An earlier version of ours looked at fewer packages; that is no change.
+        if key in before and before[key] != after[key]
     ]
 
 

@@ -43,7 +43,8 @@ def peft(recipe: Recipe) -> str:
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": recipe.weights or recipe.model.name,
+        # Of a shipped architecture nobody knows where the weights are; PEFT notes it when it loads.
+        "base_model_name_or_path": recipe.weights,
         "inference_mode": False,
         "r": config.lora_rank,
         "lora_alpha": plain_number(config.alpha),

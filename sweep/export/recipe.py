@@ -33,7 +33,10 @@ MAX_GRAD_NORM = 1.0
 SCHEDULE = "linear"
 """What a measured step does beside the configuration; none of it changes memory or speed."""
 
-_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel", "trl")
+_LIBRARIES = (
+    *("torch", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel", "trl"),
+    "datasets",
+)
 _OURS = "qlora-sweep"
 _COMMENT_WIDTH = 96
 _NAME_MAX = 60
@@ -61,7 +64,8 @@ class RecipeTexts:
 
     def provenance(self) -> dict[str, Any]:
         """Return what they are, in plain JSON values."""
-        keys = {"kind", "fingerprint", "tokenizer", "completions_only", "rows", "tokens"}
+        keys = {"kind", "text_column", "fingerprint", "tokenizer", "completions_only", "rows"}
+        keys |= {"broken", "tokens"}
         stated = self.summary.model_dump(mode="json", include=keys)
         held_out = {"eval_fraction": self.eval_fraction, "seed": self.seed}
         return {"source": self.source, **stated, **held_out}
@@ -75,12 +79,16 @@ class GainOver:
     """Or its recipe in the trial's capacity class; None where that was not measured."""
     gain: Gain | None
     reason: NoGain | None
-    """Why no gain is stated; None where one is, or nothing was measured to compare with."""
+    """Why no gain is stated; None where one is. Without a baseline it says nothing."""
+    is_baseline: bool = False
+    """Whether the trial is compared with itself."""
 
     def words(self) -> str:
         """Return that as a sentence."""
         if self.baseline is None:
             return "Baseline: none was measured beside it, so no gain is stated."
+        if self.is_baseline:
+            return "Baseline: this trial itself, so there is no gain to state."
         measured = measured_of(self.baseline)
         beside = (
             f"Baseline: trial {self.baseline.number}, {units.rate(measured.tokens_per_second)} "
@@ -105,7 +113,7 @@ class GainOver:
             "gain": None
             if gain is None
             else {"value": gain.ratio, "low": gain.low, "high": gain.high},
-            "no_gain": self.reason,
+            "no_gain": "no_baseline" if base is None else self.reason,
         }
 
 
@@ -315,7 +323,9 @@ def _resolved(config: TrialConfig, model: ModelSpec) -> dict[str, Any]:
 
 def _comparison(ranking: Ranking, chosen: TrialRecord) -> GainOver:
     gain, reason = gain_of(ranking, chosen)
-    return GainOver(ranking.reference_for(chosen.config) or ranking.baseline, gain, reason)
+    baseline = ranking.reference_for(chosen.config) or ranking.baseline
+    is_baseline = baseline is not None and baseline.number == chosen.number
+    return GainOver(baseline, gain, reason, is_baseline)
 
 
 def _texts(snapshot: StudySnapshot) -> RecipeTexts | None:

@@ -4,37 +4,32 @@ carries loss, what is held out. Knows nothing of files that are written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import PurePath
+import glob
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from search_spaces.trainers import Trainer
+from sweep.data.files import CSV, JSON, LINES, PARQUET, how_read
 from sweep.export.recipe import Recipe, RecipeTexts
 
 DATA_FILE = "data.jsonl"
 """Stands for texts where a study had none, one ``{"text": "..."}`` a line."""
 DATASET = "texts"
 """What LLaMA-Factory's `dataset_info.json` calls them."""
-_BUILDERS = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-}
+_BUILDERS = {LINES: "json", JSON: "json", CSV: "csv", PARQUET: "parquet"}
 """What `datasets` reads a file with."""
 _INSTRUCTIONS = ("instruction", "input", "output")
 
 
 def builder_of(source: str) -> str | None:
     """Return what `datasets` reads a file with; None of a directory or a hub id."""
-    endings = PurePath(source).suffixes[-2:]
-    return next((_BUILDERS[end] for end in reversed(endings) if end in _BUILDERS), None)
+    how = how_read(Path(source))
+    return None if how is None or Path(source).is_dir() else _BUILDERS[how]
 
 
-def _is_local(source: str) -> bool:
-    return builder_of(source) is not None or PurePath(source).is_absolute()
+def _has_tabs(source: str) -> bool:
+    return builder_of(source) == "csv" and ".tsv" in Path(source).name.lower()
 
 
 def dataset_options(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
@@ -48,28 +43,52 @@ def lost_rows(recipe: Recipe, trainer: Trainer) -> tuple[str, ...]:
     if texts is None:
         return ()
     told = _LOST[trainer].get(texts.summary.kind)
-    sentences = [] if told is None else [told(texts)]
+    sentences = [*([] if told is None else [told(texts)]), *_lost_file(texts, trainer)]
     if texts.tokenizer is not None and trainer != "axolotl":
         sentences.append(
             f"Tokenizer: it takes the model's own; the texts were measured with {texts.tokenizer}. "
             "Put that one's files beside the weights."
         )
-    sentences.append(lost_broken_rows(texts))
+    if texts.summary.broken:
+        sentences.append(
+            f"Broken rows: the study left {texts.summary.broken:,} out. `datasets` reads the texts "
+            "here, and may refuse a file that has any: `sweep data` names them, take them out."
+        )
     if texts.eval_fraction:
         sentences.append(
             "Held-out rows: it chooses as many by a seed of its own, so others than the study's."
         )
-    return tuple(sentence for sentence in sentences if sentence)
+    return tuple(sentences)
 
 
-def lost_broken_rows(texts: RecipeTexts) -> str:
-    """Return what becomes of rows that the study left out; empty where there were none."""
-    if not texts.summary.broken:
-        return ""
-    return (
-        f"Broken rows: the study left {texts.summary.broken:,} out. `datasets` reads the texts "
-        "here, and may refuse a file that has any: `sweep data` names them, take them out."
-    )
+_REWRITE = "Write the texts as JSON lines."
+_LLAMA_FACTORY_READS = (".json", ".jsonl", ".csv", ".parquet")
+
+
+def _lost_file(texts: RecipeTexts, trainer: Trainer) -> Iterator[str]:
+    """Yield what a trainer does not read as the study did, as it leaves reading to `datasets`."""
+    path, builder = Path(texts.source), builder_of(texts.source)
+    if builder is None:
+        if path.is_absolute():
+            yield (
+                "A directory: `datasets` reads the files of one ending in it, the most frequent, "
+                "and of the split train alone."
+            )
+        return
+    if trainer == "llama-factory" and path.suffix not in _LLAMA_FACTORY_READS:
+        known = ", ".join(_LLAMA_FACTORY_READS)
+        yield f"{path.name}: it refuses a file that does not end in {known}. {_REWRITE}"
+    elif trainer == "axolotl" and _has_tabs(texts.source):
+        yield f"{path.name}: it reads CSV with commas alone, not with tabs. {_REWRITE}"
+    if glob.has_magic(texts.source):
+        yield f"{texts.source}: `datasets` takes *, ? and [ for a pattern. Rename it."
+    if builder == "csv" and texts.summary.kind in ("messages", "conversations"):
+        yield f"Chats in CSV: it does not look for JSON in a cell. {_REWRITE}"
+    elif builder == "csv":
+        yield (
+            "CSV: `datasets` takes a column of numbers for numbers, and NA, null or an empty cell "
+            "for nothing; measured were the cells' texts."
+        )
 
 
 # TRL
@@ -87,8 +106,13 @@ def _trl(recipe: Recipe) -> dict[str, Any]:
 
 
 def _loaded(source: str) -> dict[str, Any]:
-    builder = builder_of(source)
-    return {"path": source} if builder is None else {"path": builder, "data_files": source}
+    builder, path = builder_of(source), Path(source)
+    if builder is None:
+        return {"path": source}
+    if _has_tabs(source):
+        # Of a file in a directory datasets sees by its ending that it has tabs.
+        return {"path": str(path.parent), "data_files": path.name}
+    return {"path": builder, "data_files": source}
 
 
 def _trl_columns(texts: RecipeTexts) -> tuple[str, ...]:
@@ -201,7 +225,8 @@ def dataset_info(recipe: Recipe) -> dict[str, Any]:
     texts = recipe.texts
     if texts is None:
         return {DATASET: {"file_name": DATA_FILE, "columns": {"prompt": "text"}}}
-    where = "file_name" if _is_local(texts.source) else "hf_hub_url"
+    # Of a directory it would take every file, also what is no text; datasets chooses.
+    where = "file_name" if builder_of(texts.source) else "hf_hub_url"
     return {DATASET: {where: texts.source, **_llama_factory_rows(texts)}}
 
 

@@ -19,7 +19,6 @@ from sweep.export.recipe import (
     comment,
     plain_number,
 )
-from sweep.export.rows import lost_broken_rows
 
 TRIED = "Tried with transformers 5.10.1 to 5.17.0, PEFT 0.19 to 0.21.2 and TRL 1.15 to 1.16."
 
@@ -60,11 +59,7 @@ def script(recipe: Recipe) -> str:
 
 def script_lost(recipe: Recipe) -> tuple[str, ...]:
     """Return what the script cannot do as it was measured."""
-    texts = recipe.texts
-    if texts is None:
-        return ()
-    told = _MARKS if _marks_turns(recipe) else ""
-    return tuple(sentence for sentence in (told, lost_broken_rows(texts)) if sentence)
+    return (_MARKS,) if _marks_turns(recipe) else ()
 
 
 def _is_chat(recipe: Recipe) -> bool:

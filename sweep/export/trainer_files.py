@@ -149,9 +149,8 @@ def _to_fill_in(recipe: Recipe, trainer: Trainer) -> Iterator[str]:
     if not recipe.weights:
         yield "the model: its architecture alone was measured"
     if trainer == "llama-factory":
-        beside = f", with your {DATA_FILE}" if recipe.texts is None else ""
-        info = json.dumps(dataset_info(recipe))
-        yield f"dataset_dir{beside} and a dataset_info.json of {info}"
+        beside = f" with your {DATA_FILE} and" if recipe.texts is None else " with"
+        yield f"dataset_dir, a directory{beside} a dataset_info.json of what is below"
     elif recipe.texts is None:
         yield "datasets"
 
@@ -180,7 +179,12 @@ def _file(recipe: Recipe, *, trainer: Trainer, command: str, options: Mapping[st
         *_items(lost(recipe, trainer) or ("nothing known: every knob is below",)),
     )
     body = yaml.safe_dump(dict(options), sort_keys=False, default_flow_style=False)
-    return f"{comment(paragraphs)}\n{record_line(recipe)}\n\n{body}"
+    # A line each, to be taken as it is: in a paragraph a long path would be broken.
+    info = f"{_INFO}{json.dumps(dataset_info(recipe))}\n" if trainer == "llama-factory" else ""
+    return f"{comment(paragraphs)}\n{info}{record_line(recipe)}\n\n{body}"
+
+
+_INFO = "# dataset_info.json: "
 
 
 def _items(texts: Iterable[str]) -> Iterator[str]:

@@ -6,6 +6,8 @@ the error. It imports nothing of this project.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
 import sys
@@ -31,6 +33,8 @@ from axolotl.integrations.liger.args import LigerArgs  # noqa: E402
 from axolotl.train import train  # noqa: E402
 from axolotl.utils.schemas.config import AxolotlInputConfig  # noqa: E402
 from axolotl.utils.schemas.datasets import SFTDataset, UserDefinedPrompterType  # noqa: E402
+from transformers import BitsAndBytesConfig  # noqa: E402
+from transformers.trainer_pt_utils import AcceleratorConfig  # noqa: E402
 
 
 def known_keys() -> dict[str, list[str]]:
@@ -40,7 +44,13 @@ def known_keys() -> dict[str, list[str]]:
         "dataset": SFTDataset,
         "dataset.type": UserDefinedPrompterType,
     }
-    return {name: sorted(schema.model_fields) for name, schema in schemas.items()}
+    # What it hands on to others, who leave out some of what they do not know.
+    others = {
+        "bnb_config_kwargs": inspect.signature(BitsAndBytesConfig).parameters,
+        "accelerator_config": [field.name for field in dataclasses.fields(AcceleratorConfig)],
+    }
+    own = {name: schema.model_fields for name, schema in schemas.items()}
+    return {name: sorted(keys) for name, keys in (own | others).items()}
 
 
 def two_steps(file: str) -> dict[str, Any]:
@@ -48,10 +58,12 @@ def two_steps(file: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         places = {"output_dir": directory, "dataset_prepared_path": f"{directory}/prepared"}
         cfg = load_cfg(file, **places, max_steps=2, dataset_num_proc=0)
-        kept = {key: cfg.get(key) for key in written if key not in places}
+        kept = kept_of(written, cfg)
         data = load_datasets(cfg=cfg, cli_args=TrainerCliArgs())
         _, _, trainer = train(cfg=cfg, dataset_meta=data)
         return {
+            "adapter": json.loads(Path(directory, "adapter_config.json").read_text()),
+            "trainable": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
             "steps": trainer.state.global_step,
             "loss": next(
                 log["train_loss"] for log in trainer.state.log_history if "train_loss" in log
@@ -59,9 +71,18 @@ def two_steps(file: str) -> dict[str, Any]:
             "changed": {
                 key: [written[key], value]
                 for key, value in json.loads(json.dumps(kept, default=str)).items()
-                if key != "datasets" and value != written[key]
+                if key not in places and value != written[key]
             },
         }
+
+
+def kept_of(written: Any, read: Any) -> Any:
+    """Return what axolotl has of what was written: what it adds of its own is left out."""
+    if isinstance(written, dict):
+        return {key: kept_of(value, (read or {}).get(key)) for key, value in written.items()}
+    if isinstance(written, list) and isinstance(read, list):
+        return [kept_of(*pair) for pair in zip(written, read, strict=True)]
+    return read
 
 
 if __name__ == "__main__":

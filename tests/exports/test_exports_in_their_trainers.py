@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
+from storage.definition import StudySnapshot
 from sweep.export.formats import export
 from tests.sweep.export.studies import a_study, some_texts
-from tests.sweep.export.weights import saved_model, written_texts
-from tests.sweep.training.tiny import tiny_config
+from tests.sweep.export.weights import a_row, saved_model, written_texts
+from tests.sweep.training.tiny import TINY, tiny_config
 
 pytestmark = [pytest.mark.exports, pytest.mark.timeout(1800)]
 
@@ -56,39 +58,105 @@ def in_trainer(name: str, *arguments: str, cwd: Path) -> list[dict[str, Any]]:
     return found
 
 
-def files_of(format: str, directory: Path, model: ModelSpec) -> list[str]:
-    """Write a file of each kind of rows and of each packing, and of random rows."""
+PLAIN: tuple[dict[str, Any], ...] = (
+    {},
+    {
+        "target_modules": ("up_proj",),
+        "lora_alpha": 24.5,
+        "lora_dropout": 0.05,
+        "attention": "eager",
+        "quantization": "fp4",
+        "double_quant": False,
+    },
+    {
+        "target_modules": "all-linear",
+        "quantization": "none",
+        "adapter_dtype": "bf16",
+        "upcast_fp32": False,
+        "checkpoint_fraction": 0.0,
+        "optimizer": "adamw_torch_fused",
+        "learning_rate": 1e-3,
+        "effective_batch_size": 4,
+    },
+)
+"""On full random rows."""
+READ = ("array.json", "cells.csv", "texts.parquet", "tabs")
+REFUSED = "cells.tsv"
+"""Of axolotl, which sees one column in it, and of LLaMA-Factory; their files say so."""
+
+
+def studies_of(directory: Path, model: ModelSpec) -> dict[str, StudySnapshot]:
+    """Return a study of each kind of rows, of each packing and of each kind of file."""
     written_texts(directory / "data.jsonl", "text")
-    plain: list[tuple[Any, dict[str, Any]]] = [(None, {}), (None, {"attention": "eager"})]
-    texts = [(kind, {"packing": "packed"}) for kind in KINDS]
-    padded = [("messages", {"packing": "none"}), ("prompt-completion", {"packing": "grouped"})]
-    for number, (kind, knobs) in enumerate([*plain, *texts, *padded]):
-        summary = None
-        if kind is not None:
-            source = written_texts(directory / f"{kind}.jsonl", kind)
-            only = kind == "messages"
-            summary = some_texts(kind, completions_only=only, source=str(source))
-        config = tiny_config(seq_len=128, **knobs)
-        text = export(a_study(config, model=model, texts=summary), format=format)
-        (directory / f"{number}.yaml").write_text(text, encoding="utf-8")
-    return sorted(path.name for path in directory.glob("*.yaml"))
+    knobs = enumerate(PLAIN)
+    found = {
+        f"plain{i}": a_study(tiny_config(seq_len=128, **some), model=model) for i, some in knobs
+    }
+    texts = [(kind, "packed", f"{kind}.jsonl") for kind in KINDS]
+    padded = [("messages", "none", "chats.jsonl"), ("prompt-completion", "grouped", "pairs.jsonl")]
+    files = [("prompt-completion", "none", name) for name in (*READ, REFUSED)]
+    for kind, packing, name in (*texts, *padded, *files):
+        source = str(written_as(directory / name, kind))
+        summary = some_texts(kind, completions_only=kind == "messages", source=source)
+        config = tiny_config(seq_len=128, packing=packing)
+        found[name] = a_study(config, model=model, texts=summary)
+    return found
+
+
+def written_as(path: Path, kind: str) -> Path:
+    """Write rows as the kind of file that the name says; without an ending a directory of it."""
+    from datasets import Dataset
+
+    rows = [a_row(kind, index) for index in range(60)]
+    match path.suffix:
+        case ".jsonl":
+            return written_texts(path, kind)
+        case ".json":
+            path.write_text(json.dumps(rows), encoding="utf-8")
+        case ".parquet":
+            Dataset.from_list(rows).to_parquet(path)
+        case ".csv" | ".tsv":
+            Dataset.from_list(rows).to_csv(path, sep="," if path.suffix == ".csv" else "\t")
+        case _:
+            path.mkdir()
+            written_as(path / "rows.tsv", kind)
+    return path
 
 
 @pytest.mark.parametrize("format", ["axolotl", "llama-factory"])
 def test_every_file_trains_two_steps_in_its_trainer(
     format: str, model: ModelSpec, tmp_path: Path
 ) -> None:
-    files = files_of(format, tmp_path, model)
-    found = {row["file"]: row for row in in_trainer(format, *files, cwd=tmp_path)}
+    studies = {f"{name}.yaml": study for name, study in studies_of(tmp_path, model).items()}
+    for name, study in studies.items():
+        (tmp_path / name).write_text(export(study, format=format), encoding="utf-8")
+    found = {row["file"]: row for row in in_trainer(format, *studies, cwd=tmp_path)}
+    assert sorted(found) == sorted(studies)
+    assert "error" in found.pop(f"{REFUSED}.yaml")
     assert [row["error"] for row in found.values() if "error" in row] == []
-    assert sorted(found) == files
     assert {row["steps"] for row in found.values()} == {2}
     assert all(5.0 < row["loss"] < 7.0 for row in found.values()), "of random weights: ln 512"
     # axolotl tells what it made of each option.
     assert [row["changed"] for row in found.values() if row.get("changed")] == []
+    for name, row in found.items():
+        assert_adapters(row, studies[name])
 
 
-def test_the_recorded_keys_are_those_of_axolotls_schema(tmp_path: Path) -> None:
-    known = json.loads((HERE / "axolotl_keys.json").read_text(encoding="utf-8"))
-    del known["axolotl"]
-    assert in_trainer("axolotl", "--keys", cwd=tmp_path) == [known]
+def assert_adapters(row: dict[str, Any], study: StudySnapshot) -> None:
+    """Check that a trainer put the adapters of the trial on, and trained nothing else."""
+    (trial,) = study.records
+    asked, made = json.loads(export(study, format="peft")), row["adapter"]
+    assert {key: made[key] for key in ("r", "lora_dropout")} == {
+        key: asked[key] for key in ("r", "lora_dropout")
+    }
+    assert made["lora_alpha"] == round(asked["lora_alpha"]), "trainers take whole numbers"
+    assert set(made["target_modules"]) == set(asked["target_modules"])
+    assert row["trainable"] == lora_parameters(trial.config, TINY)
+
+
+@pytest.mark.parametrize("format", ["axolotl", "llama-factory"])
+def test_the_recorded_keys_are_those_of_the_trainers_schema(format: str, tmp_path: Path) -> None:
+    path = HERE / f"{format.replace('-', '_')}_keys.json"
+    known = json.loads(path.read_text(encoding="utf-8"))
+    del known["version"]
+    assert in_trainer(format, "--keys", cwd=tmp_path) == [known]

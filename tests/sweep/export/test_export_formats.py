@@ -14,7 +14,9 @@ import yaml
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig, canonical
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits
+from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
+from sweep.export.documents import recorded
 from sweep.export.formats import export, exported, format_names, save
 from tests.storage.builders import confirmed
 from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study, some_texts
@@ -429,6 +431,14 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["train.py"]
 
 
+def test_links_in_a_circle_are_no_place_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "loop"
+    path.symlink_to(path)
+    with pytest.raises(EnvironmentFault, match=r"cannot write .*symbolic links"):
+        save("text", path)
+    assert path.is_symlink()
+
+
 def test_a_place_that_cannot_be_written_says_so_and_keeps_what_was_there(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
@@ -458,7 +468,48 @@ def test_provenance_is_a_value_of_its_own_in_documents(format: str) -> None:
         provenance["tokens_per_second_ci95"][0] < 16_800 < provenance["tokens_per_second_ci95"][1]
     )
     assert provenance["gain"] is None
-    assert provenance["no_gain"] == "not_confirmed"
+    assert provenance["no_gain"] == "no_baseline"
+
+
+@pytest.mark.parametrize("format", ["script", "yaml", *TRAINERS])
+def test_the_baseline_is_not_said_to_have_gained_over_itself(format: str) -> None:
+    study = a_study()
+    (record,) = study.records
+    alone = replace(study, records=(record.model_copy(update={"is_baseline": True}),))
+    assert "Baseline: this trial itself" in said(export(alone, format=format))
+    assert "Baseline: none was measured" in said(export(study, format=format))
+
+
+@pytest.mark.parametrize("format", format_names())
+def test_what_nobody_recorded_is_said_to_be_unknown(format: str) -> None:
+    # From a wheel there is no commit; earlier versions kept neither date nor driver.
+    study = a_study(emulated_on=None)
+    (record,) = study.records
+    bare = replace(study, environment={}, records=(record.model_copy(update={"started_at": None}),))
+    text = export(bare, format=format)
+    if format in ("json", "peft"):
+        values = read(text, format=format)
+        known = (values.get("auto_mapping") or values)["provenance"]
+        assert [known[key] for key in ("date", "driver", "python")] == [None] * 3
+        assert known["sweep"] == {"version": None, "commit": None}
+    else:
+        for words in ("time that is not recorded", "no known version", "commit not recorded"):
+            assert words in said(text)
+
+
+def test_a_recorded_document_reads_as_the_configuration_of_its_trial() -> None:
+    for config in CONFIGS:
+        study = a_study(config)
+        resolved = json.loads(export(study, format="json"))
+        model = ModelSpec.from_json(study.definition.model)
+        names = resolve_targets(config, model)
+        same = canonical(config).model_copy(update={"target_modules": tuple(sorted(names))})
+        assert TrialConfig.model_validate(resolved["config"]) == same
+        for format in ("script", *TRAINERS):
+            assert json.loads(recorded(export(study, format=format)) or "") == resolved
+        assert yaml.safe_load(export(study, format="yaml")) == resolved
+        peft = read(export(study, format="peft"), format="peft")
+        assert peft["auto_mapping"]["provenance"]["config"] == resolved["config"]
 
 
 def test_a_document_has_no_default_left_to_whoever_reads_it() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import bz2
+import gzip
 import importlib.util
 import json
+import lzma
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +23,9 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.split import split
-from sweep.export.formats import export, exported
-from tests.sweep.export.studies import a_study, some_texts
+from sweep.export.formats import export, exported, format_names
+from tests.sweep.export.studies import HOSTILE, a_study, some_texts
+from tests.sweep.export.test_export_keys import dataset_info
 from tests.sweep.export.weights import a_row, saved_model, written_texts
 from tests.sweep.training.tiny import tiny_config
 
@@ -188,21 +193,160 @@ def test_a_mark_that_the_tokenizer_itself_puts_at_the_end_carries_loss(
     assert found["completion_mask"] == expected.mask.tolist() == [0, 0, 1, 1]
 
 
+@pytest.fixture(scope="module")
+def reader(model: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    directory = tmp_path_factory.mktemp("reader")
+    return script_of(directory, "prompt-completion", tiny_config(), model)
+
+
+ROWS = [a_row("prompt-completion", index) for index in range(4)]
+LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
+TABLE = "".join(f"{row['prompt']},{row['completion']}\n" for row in ROWS)
+CSV = f"prompt,completion\n{TABLE}".encode()
+FILES: dict[str, bytes] = {
+    "texts.jsonl": LINES,
+    "TEXTS.JSONL": LINES,
+    "texts.csv.jsonl": LINES,
+    'a b #\'{{%}}\u00e4: "x".ndjson': LINES,
+    "texts.jsonl.gz": gzip.compress(LINES),
+    "texts.jsonl.bz2": bz2.compress(LINES),
+    "texts.jsonl.xz": lzma.compress(LINES),
+    "bom.jsonl": b"\xef\xbb\xbf" + LINES,
+    "lines.json": LINES,
+    "array.json": json.dumps(ROWS).encode(),
+    "indented.json": b"\xef\xbb\xbf" + json.dumps(ROWS, indent=1).encode(),
+    "array.json.gz": gzip.compress(json.dumps([*ROWS, 7]).encode()),
+    "texts.csv": CSV,
+    "texts.tsv": CSV.replace(b",", b"\t"),
+    "texts.tsv.gz": gzip.compress(CSV.replace(b",", b"\t")),
+    "bom.csv": b"\xef\xbb\xbf" + CSV.replace(b"\n", b"\r\n"),
+    # What datasets takes for numbers, truth values, nothing, dates or another column.
+    "numbers.csv": b"prompt,completion\na,1\nb,0\n",
+    "truths.csv": b"prompt,completion\na,True\nb,False\n",
+    "nothing.csv": b"prompt,completion\na,NA\nb,null\nc,None\nd,\n",
+    "quoted.csv": b'prompt,completion\n"a ""x"", b","one\ntwo"\n',
+    "ragged.csv": b"prompt,completion\na,b,c\nd\n\ne,f\n",
+    "bytes.csv": b"prompt,completion\na,\xff\nb,c\n",
+    "dates.jsonl": b'{"prompt": "a", "completion": "1999-01-02"}\n' * 2,
+    "broken.jsonl": b'{oops\n\n7\n\xff\n{"prompt": "a", "completion": 7, "more": null}\n' + LINES,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_script_reads_files_as_the_study_did(
+    name: str, reader: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(FILES[name])
+    assert_read_alike(tmp_path / name, reader)
+
+
 @pytest.mark.parametrize(
-    ("name", "content"),
+    "names",
     [
-        ("texts.tsv", "text\tother\na, b\tc\n"),
-        ("texts.CSV", 'other,text\nc,"a, b"\n'),
-        ("texts.jsonl", '{"text": "a, b", "other": "c"}\n'),
+        ("b.jsonl", "a/x.csv", "z.json", ".hidden.jsonl", "__old/y.jsonl", "README.md"),
+        ("train.jsonl", "test.jsonl"),
+        ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "test/x.jsonl"),
+        ("test.jsonl",),
+        ("x.tsv", "y.jsonl.gz"),
+    ],
+    ids=" ".join,
+)
+def test_the_script_reads_a_directory_as_the_study_did(
+    names: tuple[str, ...], reader: ModuleType, tmp_path: Path
+) -> None:
+    contents = {".csv": "texts.csv", ".tsv": "texts.tsv", ".gz": "texts.jsonl.gz"}
+    for number, name in enumerate(names):
+        file = tmp_path / "texts.json" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made = FILES[contents.get(file.suffix, "texts.jsonl")]
+        other = made.replace(b"quick", f"quick{number}".encode())
+        file.write_bytes(made if file.suffix == ".gz" else other)
+    assert_read_alike(tmp_path / "texts.json", reader)
+
+
+def test_the_script_reads_parquet_as_the_study_did(reader: ModuleType, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [*ROWS, {"prompt": "a", "completion": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "texts.parquet")
+    assert_read_alike(tmp_path / "texts.parquet", reader)
+
+
+def assert_read_alike(source: Path, reader: ModuleType) -> None:
+    """Check that the script has the rows of the study, in its order; None where one is broken."""
+    from sweep.data.kinds import Broken
+    from sweep.data.sources import Files
+
+    read = [None if isinstance(row, Broken) else row for _, row in Files(str(source)).rows()]
+    assert any(read)
+    assert list(reader.read_texts(str(source))) == read
+
+
+def test_the_script_leaves_broken_rows_out_and_counts_them(
+    reader: ModuleType, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "broken.jsonl"
+    source.write_bytes(FILES["broken.jsonl"])
+    assert len(reader.tokenized(reader.read_texts(str(source)), tokenizer)) == len(ROWS)
+    assert "4 rows are broken and left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("missing.jsonl", "is no file that ends in .jsonl"),
+        ("notes.txt", "is no file that ends in .jsonl"),
+        ("empty", "has no file that ends in .jsonl"),
+        ("bad.json", "is not JSON"),
+        ("other.jsonl", "no row can be trained on; columns are x, y"),
     ],
 )
-def test_the_script_reads_files_as_the_study_did(
-    name: str, content: str, model: ModelSpec, tmp_path: Path
+def test_the_script_says_what_it_cannot_read(
+    name: str, complaint: str, reader: ModuleType, tokenizer: Any, tmp_path: Path
 ) -> None:
-    script = script_of(tmp_path, "text", tiny_config(), model)
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    (row,) = script.read_texts(str(tmp_path / name))
-    assert row == {"text": "a, b", "other": "c"}
+    (tmp_path / "notes.txt").write_text("a")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.json").write_text("[{")
+    (tmp_path / "other.jsonl").write_text('{"x": 1}\n{"y": 1}\n')
+    with pytest.raises(SystemExit, match=complaint):
+        reader.tokenized(reader.read_texts(str(tmp_path / name)), tokenizer)
+
+
+ODD_PATHS = (
+    f"/{'a long name/' * 20}x.jsonl",
+    '/a  b/it\'s "x" # {{ 7 }}: {% raw %}.jsonl',
+    "/back\\slash/new\nline\r\u2028/\U0001f600\u00e4/%s.jsonl",
+    f"/{HOSTILE[:-1]}.jsonl",
+)
+
+
+@pytest.mark.parametrize("index", range(len(ODD_PATHS)))
+def test_a_path_of_any_letters_is_the_same_path_in_every_format(index: int) -> None:
+    path = ODD_PATHS[index]
+    summary = some_texts("text", source=path).model_copy(update={"text_column": path})
+    study = a_study(texts=summary)
+    data = {"texts": path, "text_column": path, "tokenizer": path}
+    space = SearchSpace.model_validate(study.definition.space.model_dump() | {"data": data})
+    study = replace(study, definition=study.definition.model_copy(update={"space": space}))
+    texts = {format: export(study, format=format) for format in format_names()}
+    trl = yaml.safe_load(texts["trl"])
+    assert trl["datasets"] == [{"path": "json", "data_files": path, "columns": [path]}]
+    assert trl["dataset_text_field"] == path
+    axolotl = yaml.safe_load(texts["axolotl"])
+    assert (axolotl["datasets"][0]["path"], axolotl["datasets"][0]["field"]) == (path, path)
+    assert axolotl["tokenizer_config"] == path
+    info = dataset_info(texts["llama-factory"])
+    assert info == {"texts": {"file_name": path, "columns": {"prompt": path}}}
+    yaml.safe_load(texts["llama-factory"])
+    constants = [
+        n.value for n in ast.walk(ast.parse(texts["script"])) if isinstance(n, ast.Constant)
+    ]
+    assert constants.count(path) == 3, "texts, column and tokenizer"
+    assert json.loads(texts["json"])["provenance"]["texts"]["source"] == path
+    assert yaml.safe_load(texts["yaml"])["provenance"]["texts"]["source"] == path
+    known = json.loads(texts["peft"])["auto_mapping"]["provenance"]["texts"]
+    assert (known["source"], known["text_column"]) == (path, path)
 
 
 def on_texts(tokenizer: str | None = None, broken: int = 0) -> StudySnapshot:
@@ -225,10 +369,63 @@ def test_a_tokenizer_that_was_named_is_that_of_every_export() -> None:
         assert "/my/tokenizer" not in export(on_texts(), format=format)
 
 
-@pytest.mark.parametrize("format", ["script", "axolotl", "trl", "llama-factory"])
+@pytest.mark.parametrize("format", ["axolotl", "trl", "llama-factory"])
 def test_rows_that_the_study_left_out_are_said(format: str) -> None:
     assert any("left 3 out" in lost for lost in exported(on_texts(broken=3), format=format).lost)
     assert not any("Broken rows" in lost for lost in exported(on_texts(), format=format).lost)
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "kind", "told"),
+    [
+        ("x.tsv", "axolotl", "text", "commas alone"),
+        ("x.tsv.gz", "axolotl", "text", "commas alone"),
+        ("x.csv.gz", "axolotl", "text", "NA, null or an empty cell"),
+        ("x.jsonl.gz", "axolotl", "text", None),
+        ("X.JSONL", "axolotl", "text", None),
+        ("x[1].jsonl", "axolotl", "text", "for a pattern"),
+        ("x.csv", "axolotl", "messages", "does not look for JSON in a cell"),
+        ("texts", "axolotl", "text", "the most frequent"),
+        ("x.csv", "llama-factory", "text", "NA, null or an empty cell"),
+        ("x.parquet", "llama-factory", "messages", None),
+        ("x.json", "llama-factory", "messages", None),
+        *((name, "llama-factory", "text", "it refuses a file") for name in ("x.tsv", "x.ndjson")),
+        *((name, "llama-factory", "text", "it refuses a file") for name in ("x.csv.gz", "X.JSON")),
+        ("x[1].jsonl", "llama-factory", "text", "for a pattern"),
+        ("texts", "llama-factory", "text", "the most frequent"),
+        ("x.tsv", "trl", "text", "NA, null or an empty cell"),
+        ("x.tsv", "trl", "conversations", "does not look for JSON in a cell"),
+        ("x[1].jsonl", "trl", "text", "for a pattern"),
+        ("texts", "trl", "text", "the most frequent"),
+        *(("org/texts", format, "text", None) for format in ("axolotl", "trl", "llama-factory")),
+    ],
+)
+def test_what_a_trainer_does_not_read_is_said(
+    name: str, format: str, kind: Any, told: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "texts").mkdir()
+    source = name if "/" in name else str(tmp_path / name)
+    lost = exported(a_study(texts=some_texts(kind, source=source)), format=format).lost
+    of_files = [
+        sentence for sentence in lost if "`datasets`" in sentence or "Write the" in sentence
+    ]
+    if told is None:
+        assert of_files == []
+    else:
+        assert any(told in sentence for sentence in of_files)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith(("texts", "a b"))])
+def test_trl_reads_files_as_the_study_did(name: str, tmp_path: Path) -> None:
+    from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
+
+    # Each cell of these is a text, in datasets' eyes too.
+    source = tmp_path / name
+    source.write_bytes(FILES[name])
+    texts = some_texts("prompt-completion", source=str(source))
+    options = yaml.safe_load(export(a_study(texts=texts), format="trl"))["datasets"]
+    mixture = DatasetMixtureConfig(datasets=[DatasetConfig(**entry) for entry in options])
+    assert list(get_dataset(mixture)["train"]) == ROWS
 
 
 def test_the_script_holds_out_the_rows_that_the_study_held_out(
@@ -239,6 +436,60 @@ def test_the_script_holds_out_the_rows_that_the_study_held_out(
         trained, held = script.split(list(range(rows)))
         expected = split(rows, script.EVAL_FRACTION, script.SEED)
         assert (trained, held) == tuple(indices.tolist() for indices in expected)
+
+
+HALF = "\ud83d"
+NO_TEXTS: dict[str, list[dict[str, Any]]] = {
+    "prompt-completion": [
+        {"prompt": "a", "completion": HALF},
+        {"prompt": HALF, "completion": "a"},
+        # What is to be learned is cut off.
+        {"prompt": "p" * 300, "completion": "late"},
+    ],
+    "messages": [
+        {"messages": [{"role": "user", "content": HALF}, {"role": "assistant", "content": "a"}]},
+        {"messages": [{"role": "user", "content": "a"}]},
+    ],
+    "text": [{"text": HALF}, {"text": " "}],
+}
+
+
+@pytest.mark.parametrize("packing", ["none", "packed", "grouped"])
+@pytest.mark.parametrize("kind", NO_TEXTS)
+def test_the_script_trains_on_the_rows_of_our_own_training(
+    kind: Any, packing: str, model: ModelSpec, tokenizer: Any, tmp_path: Path
+) -> None:
+    from sweep.data.batches import training_rows
+    from sweep.data.collating import collator
+    from sweep.data.files import text_files
+    from sweep.data.preparing import prepare
+    from sweep.data.request import Question, content_of
+
+    config, only = tiny_config(packing=packing, seq_len=128, micro_batch_size=4), kind != "text"
+    script = script_of(tmp_path, kind, config, model, only=only)
+    source = tmp_path / "odd.jsonl"
+    # One longer than a row, and a token that nothing comes before.
+    plain = [a_row(kind, index) for index in range(40)]
+    rows = [*plain, *NO_TEXTS[kind], a_row(kind, 4), *plain, *([{"text": "a"}] if not only else [])]
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    content = content_of(text_files(str(source)), on_progress=lambda *_, **__: None)
+    place, home = str(model.path), str(tmp_path / "prepared")
+    question = Question(str(source), "auto", None, only, place, place, "digest", home, content)
+    prepared = prepare(question, on_progress=lambda *_, **__: None)
+    read = script.tokenized(script.read_texts(str(source)), tokenizer)
+    count = len(np.load(prepared / "lengths.npy"))
+    assert len(read) == count
+    trained, _ = split(count, script.EVAL_FRACTION, script.SEED)
+    expected = training_rows(prepared, config, indices=trained, seed=script.SEED)
+    found = script.as_measured(script.split(read)[0])
+    assert len(found) == len(expected)
+    collate = script.Collator(tokenizer)
+    measured = collator(config, collate.pad_token_id)
+    for first in range(0, len(found) - 3, 4):
+        batch = collate([found[first + i] for i in range(4)])
+        same = measured([expected[first + i] for i in range(4)])
+        assert set(batch) == set(same)
+        assert all(np.array_equal(batch[key], same[key]) for key in same)
 
 
 @pytest.mark.parametrize("packing", ["none", "packed", "grouped"])

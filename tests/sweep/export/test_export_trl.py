@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 import yaml
 
+from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from sweep.export.formats import export
 from tests.sweep.export.studies import a_study, some_texts
+from tests.sweep.export.test_export_formats import CONFIGS
+from tests.sweep.export.test_export_keys import KINDS
 from tests.sweep.export.weights import saved_model, written_texts
 from tests.sweep.training.tiny import tiny_config
 
@@ -53,6 +57,59 @@ def trained(trainer: Any) -> None:
         return  # TRL 1.15's head needs Triton, so there it is built and takes no step.
     assert trainer.train().global_step == 2
     assert 5.0 < trainer.state.log_history[-1]["train_loss"] < 7.0, "of random weights: ln 512"
+
+
+@pytest.mark.parametrize("number", range(len(CONFIGS)))
+def test_trl_knows_every_key_and_reads_what_was_measured(number: int, tmp_path: Path) -> None:
+    from trl.scripts import sft
+    from trl.trainer.utils import get_peft_config
+
+    config, kind = CONFIGS[number], (None, *KINDS)[number % 6]
+    study = a_study(config, texts=None if kind is None else some_texts(kind))
+    options = yaml.safe_load(export(study, format="trl"))
+    file = tmp_path / "trl.yaml"
+    file.write_text(yaml.safe_dump(options | {"use_cpu": True}), encoding="utf-8")
+    # A key that no class of TRL's has is refused, also one of a dataset.
+    _, training, model, data = sft.make_parser().parse_args_and_config(
+        ["--config", str(file)], fail_with_unknown_args=True
+    )
+    assert training.accelerator_config.non_blocking is True
+    assert len(data.datasets) == 1
+    adapters = get_peft_config(model)
+    asked = json.loads(export(study, format="peft"))
+    assert (adapters.r, adapters.lora_dropout) == (asked["r"], asked["lora_dropout"])
+    assert adapters.lora_alpha == round(asked["lora_alpha"])
+    assert training.max_length == config.seq_len
+    assert training.per_device_train_batch_size == config.micro_batch_size
+    assert training.gradient_accumulation_steps == config.accumulation_steps
+    assert (training.bf16, training.fp16) == (
+        config.compute_dtype == "bf16",
+        config.compute_dtype == "fp16",
+    )
+    assert (training.optim, training.learning_rate) == (config.optimizer, config.learning_rate)
+    assert model.attn_implementation == config.attention
+    assert model.load_in_4bit is config.is_quantized
+    if config.is_quantized:
+        assert model.bnb_4bit_quant_type == config.quantization
+        assert model.use_bnb_nested_quant is config.double_quant
+
+
+@pytest.mark.parametrize("targets", [("up_proj",), ("c.proj",), "qv"])
+def test_trl_puts_adapters_on_the_layers_that_are_named(targets: Any) -> None:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from trl import ModelConfig
+
+    config = TrialConfig(target_modules=targets)
+    names = yaml.safe_load(export(a_study(config), format="trl"))["lora_target_modules"]
+    # Of a list of one it makes a text.
+    taken = ModelConfig(lora_target_modules=names).lora_target_modules
+    asked = json.loads(export(a_study(config), format="peft"))["target_modules"]
+    paths = ("up_proj", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.xup_proj", "a.c.proj")
+    for path in (*paths, "a.cxproj", "model.q_proj", "model.v_proj.x"):
+        found = check_target_module_exists(LoraConfig(target_modules=taken), path)
+        wanted = check_target_module_exists(LoraConfig(target_modules=asked), path)
+        assert bool(found) is bool(wanted), path
 
 
 @pytest.mark.parametrize("kernels", ["hf", "fused-loss", "liger"])
