@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from search_spaces.config import TrialConfig
 from sweep.data.epoch import is_flattened, padded_width
@@ -46,6 +45,9 @@ class Collator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the micro-batch."""
+        # Imported here: it comes with all of the trainer, and random tokens need no collator.
+        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
         examples = [_example(row, self.config.seq_len) for row in rows]
         lengths = [len(example["input_ids"]) for example in examples]
         longest = sum(lengths) if is_flattened(self.config) else max(lengths)
