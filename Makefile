@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # What is imported is compiled then: all that is installed would take a minute, and most of it is never imported.
+# Many images forbid it, and each process that imports torch would compile it again: ten seconds instead of four.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 LOWEST := .venv-lowest

@@ -10,7 +10,10 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any, Literal, cast
+
+from pydantic import BaseModel
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.errors import InputError
@@ -106,7 +109,7 @@ class _Table:
 
 
 class _Watched:
-    """A configuration that notes which of its keys are read, by its own properties as well."""
+    """A configuration that notes which of its keys are read, by its own members as well."""
 
     def __init__(self, config: TrialConfig) -> None:
         self._config = config
@@ -119,7 +122,9 @@ class _Watched:
         member = getattr(TrialConfig, name)
         if isinstance(member, property) and member.fget is not None:
             return member.fget(self)
-        # A method of the whole configuration may read anything.
+        if isinstance(member, FunctionType) and not hasattr(BaseModel, name):
+            return MethodType(member, self)
+        # What pydantic makes of the whole configuration may read anything.
         self.read.update(CONFIG_KEYS)
         return getattr(self._config, name)
 

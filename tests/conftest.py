@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -43,9 +44,9 @@ def _memory_directory() -> str | None:
     return directory if is_roomy and not system.f_flag & os.ST_NOEXEC else None
 
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Each worker has a core of its own. torch reads it when it is imported, children inherit it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Models are tiny: further threads only wait for one another, and in a worker of many for its core.
+# torch reads it when it is imported, children inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # SQLite waits for a disk at every commit, and tests need nothing of it tomorrow.
 if (memory := _memory_directory()) is not None:
@@ -96,6 +97,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     # Bytes make names that nobody can read, and a time in them differs from worker to worker.
     return argname if isinstance(val, bytes) else None
+
+
+def pytest_collection_finish() -> None:
+    # Tests and libraries are a million objects that stay: with them each search for garbage takes
+    # half a second, and a training on the CPU makes five.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset
-from trl import pack_dataset
 
 from search_spaces.config import TrialConfig
 from sweep.data.collating import COMPLETIONS, INPUT, SEQ_LENGTHS, collator
@@ -22,6 +20,9 @@ from sweep.data.opening import open_tokens
 from sweep.data.request import LENGTHS, LOSS_LENGTHS
 from sweep.data.split import split
 from sweep.data.strata import STRATA, representative
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 LENGTH = "length"
 """The column by which transformers' sampler groups rows of like length."""
@@ -133,6 +134,9 @@ def training_rows(
     if config.packing != "packed":
         lengths = np.minimum(np.load(directory / LENGTHS, mmap_mode="r"), config.seq_len)
         return rows.add_column(LENGTH, lengths).select(kept).with_format("numpy")
+    # Imported here, as in `collating`.
+    from trl import pack_dataset
+
     chosen = rows.select(kept)
     packed = pack_dataset(
         chosen, config.seq_len, strategy="bfd", map_kwargs={"batch_size": PACKED_AT_ONCE}

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from search_spaces.config import TrialConfig
 from sweep.data.epoch import is_flattened, padded_width
@@ -47,6 +46,9 @@ class Collator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the micro-batch."""
+        # Imported here: it comes with all of the trainer, and random tokens need no collator.
+        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
         examples = [_example(row, self.config.seq_len) for row in rows]
         if self.config.compile and not is_flattened(self.config):
             # The last micro-batch of an epoch would be compiled for its own number of rows.

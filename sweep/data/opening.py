@@ -1,12 +1,14 @@
-"""Owns opening the tokens of prepared texts, for processes that import datasets."""
+"""Owns opening the tokens of prepared texts, in children alone: it is what imports datasets."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-from datasets import Dataset, load_from_disk
+from typing import TYPE_CHECKING
 
 from sweep.data.request import TOKENS
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def open_tokens(directory: Path) -> Dataset:
@@ -18,6 +20,9 @@ def open_tokens(directory: Path) -> Dataset:
     Raises:
         OSError: they are not there any more.
     """
+    # Imported here: pandas comes with it, and without texts a worker opens none.
+    from datasets import Dataset, load_from_disk
+
     dataset = load_from_disk(str(directory / TOKENS), keep_in_memory=False)
     assert isinstance(dataset, Dataset)
     return dataset

@@ -112,6 +112,15 @@ def test_what_a_property_of_the_configuration_reads_counts_as_read(
     assert rules_against(micro_batch_size=batches, seq_len=among(601)) == ["few-tokens"]
 
 
+def test_what_a_method_of_the_configuration_reads_counts_as_read_and_nothing_else() -> None:
+    # No value of a range without steps changes how many layers are held in 4 bits.
+    elsewhere = {"lora_dropout": FloatRange(low=0.0, high=0.1), "lora_rank": RANKS}
+    assert rules_against(AMPERE, **elsewhere, quantized_fraction=among(0.001)) == [
+        "quantized-fraction-of-no-layer"
+    ]
+    assert rules_against(AMPERE, **elsewhere, quantized_fraction=among(0.001, 0.5)) == []
+
+
 def test_batches_that_do_not_go_into_each_other_are_no_way_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -30,6 +30,8 @@ def test_the_worker_is_ready_without_a_compiler_or_what_no_decoder_needs() -> No
     imported = set(json.loads(done.stdout.splitlines()[-1]))
     assert {"torch", "transformers", "peft", "bitsandbytes"} <= imported
     assert imported.isdisjoint({"torch._inductor.compile_fx", *OPTIONAL})
+    # They read texts, and a study may have none.
+    assert imported.isdisjoint({"datasets", "pandas", "pyarrow", "trl"})
 
 
 @pytest.fixture
