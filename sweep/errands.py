@@ -33,6 +33,7 @@ def run_errand(
     *,
     on_news: Callable[[Mapping[str, Any]], None],
     environment: Mapping[str, str],
+    name: str = "the child process",
 ) -> dict[str, Any]:
     """Return what a child answers; whatever happens, it is gone afterwards with all it started.
 
@@ -41,13 +42,19 @@ def run_errand(
         request: what it is to do.
         on_news: called with each thing that it says on the way.
         environment: its variables.
+        name: what a person is told that it is.
 
     Raises:
         InputError: the child finds fault with what was typed.
-        EnvironmentFault: it finds fault with the machine, or ends without an answer.
+        EnvironmentFault: it finds fault with the machine, cannot be started, or ends without an
+            answer.
+        OSError: the system refuses it something; the edge knows what to do about a full disk.
     """
     with tempfile.TemporaryFile() as printed:
-        child = Child([*command, str(os.getpid())], stderr=printed, environment=environment)
+        try:
+            child = Child([*command, str(os.getpid())], stderr=printed, environment=environment)
+        except OSError as error:
+            raise EnvironmentFault(f"{name} cannot be started: {words_of(error)}") from error
         assert child.process.stdin is not None
         assert child.process.stdout is not None
         with child.process.stdin as stdin, child.process.stdout as stdout:
@@ -62,12 +69,14 @@ def run_errand(
                 raise
             end = child.end(patience=_LAST_MOMENT_SECONDS)
         if answer is None:
-            raise EnvironmentFault(f"the child process ended with {end}{last_words(printed)}")
+            raise EnvironmentFault(f"{name} ended with {end}{last_words(printed)}")
     match answer:
         case {"input": str(reason)}:
             raise InputError(reason)
         case {"environment": str(reason)}:
             raise EnvironmentFault(reason)
+        case {"system": [int(number), str(reason), file]}:
+            raise OSError(number, reason, file)
     return dict(answer["answer"])
 
 
@@ -115,8 +124,18 @@ def serve_errand(work: Callable[[Mapping[str, Any], Say], Mapping[str, Any]]) ->
             say({"answer": answer})
         except InputError as error:
             say({"input": str(error)})
-        except (OSError, MemoryError, EnvironmentFault) as error:
+        except OSError as error:
+            say(_of_system(error))
+        except (MemoryError, EnvironmentFault) as error:
             say({"environment": words_of(error)})
+
+
+def _of_system(error: OSError) -> dict[str, Any]:
+    """Return what the system refused; some libraries' errors are none of the system's."""
+    if error.errno is None or error.strerror is None:
+        return {"environment": words_of(error)}
+    file = error.filename if isinstance(error.filename, str) else None
+    return {"system": [error.errno, error.strerror, file]}
 
 
 @contextlib.contextmanager

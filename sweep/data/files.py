@@ -24,16 +24,20 @@ _ENDINGS = {
     ".parquet": PARQUET,
 }
 _COMPRESSIONS = (".gz", ".bz2", ".xz")
+_NO_HUBS = (*_COMPRESSIONS, ".arrow", ".md", ".pdf", ".tar", ".txt", ".xlsx", ".xml", ".zip", ".zst")
+"""Endings that files have and data sets of the hub do not, of formats that are not read."""
 _KNOWN = ".jsonl, .ndjson, .json, .csv, .tsv or .parquet, and .gz, .bz2 or .xz behind all but these"
 
 
 def is_on_hub(name: str) -> bool:
-    """Return whether texts are on the hub: named like it, and nothing here has that name."""
-    return (
-        is_hub_id(name)
-        and not exists(home_expanded(name), label=name)
-        and how_read(Path(name)) is None
-    )
+    """Return whether texts are on the hub: named like it, and not like a file that is to be here.
+
+    Where there is a directory of the organization's name, what is missing is missing in it.
+    """
+    path = home_expanded(name)
+    is_file = how_read(path) is not None or name.lower().endswith(_NO_HUBS)
+    is_here = exists(path, label=name) or is_directory(path.parent, label=name)
+    return is_hub_id(name) and not is_file and not is_here
 
 
 def text_files(name: str) -> list[tuple[str, Path]]:
@@ -45,7 +49,9 @@ def text_files(name: str) -> list[tuple[str, Path]]:
     """
     path = home_expanded(name)
     if not exists(path, label=name):
-        raise InputError(f"{quote(name)}: no such file or directory, and no hub id (org/name)")
+        is_here = path.parent.name and is_directory(path.parent, label=name)
+        why = f" in '{path.parent}'" if is_here else ", and no hub id (org/name)"
+        raise InputError(f"{quote(name)}: no such file or directory{why}")
     if not is_directory(path, label=name):
         if how_read(path) is None:
             raise InputError(f"{name}: its name must end in {_KNOWN}")

@@ -6,16 +6,11 @@ its fingerprint. Knows nothing of how texts are read.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +25,11 @@ from sweep.data import request as own
 from sweep.data.files import is_on_hub, text_files
 from sweep.data.request import BrokenRow, Progress, Question, content_of
 from sweep.data.tokenizers import find_tokenizer
+from sweep.errands import run_errand
 from sweep.paths import runs_directory
-from sweep.processes import Child
 
 _COMMAND = (sys.executable, "-P", "-m", "sweep.data")
 """Followed by this process's number."""
-_LAST_MOMENT_SECONDS = 5.0
-"""A child that has answered gets so long to end by itself."""
-_LAST_WORDS_BYTES = 16384
 _BROKEN_SHOWN = 3
 
 
@@ -263,79 +255,11 @@ def _summary(directory: Path) -> TextsSummary:
 
 def _ask(question: Question, tell: Progress) -> Path:
     """Have texts prepared by a child."""
-    try:
-        child = Child(
-            [*_COMMAND, str(os.getpid())],
-            stderr=subprocess.PIPE,
-            environment=child_environment(with_hub_token=question.content is None),
-        )
-    except OSError as error:
-        raise EnvironmentFault(
-            f"the texts' process cannot be started: {words_of(error)}"
-        ) from error
-    try:
-        return _conversation(child, question, tell)
-    finally:
-        child.end()
-        for stream in (child.process.stdin, child.process.stdout, child.process.stderr):
-            with contextlib.suppress(OSError):
-                if stream is not None:
-                    stream.close()
-
-
-def _conversation(child: Child, question: Question, tell: Progress) -> Path:
-    words = _LastWords(child.process.stderr)
-    answer: dict[str, Any] = {}
-    for answer in _lines(child, question):
-        match answer:
-            case {"progress": [str(what), int(done), int(of)]}:
-                tell(what, done, of)
-    match answer:
-        case {"prepared": str(directory)}:
-            return Path(directory)
-        case {"input": str(text)}:
-            raise InputError(text)
-        case {"environment": str(text)}:
-            raise EnvironmentFault(text)
-        case {"system": [number, str(text), file]}:
-            # The edge knows what to do about a full disk.
-            raise OSError(number, text, file)
-    end = child.end(patience=_LAST_MOMENT_SECONDS)
-    raise EnvironmentFault(f"the texts' process ended with {end}{words.told()}")
-
-
-def _lines(child: Child, question: Question) -> Iterator[dict[str, Any]]:
-    """Yield what a child says, as long as it says anything."""
-    stdin, stdout = child.process.stdin, child.process.stdout
-    assert stdin is not None
-    assert stdout is not None
-    # One that has ended is heard of by what it does not say.
-    with contextlib.suppress(OSError):
-        stdin.write(json.dumps(question.to_json()).encode() + b"\n")
-        stdin.close()
-    for line in stdout:
-        with contextlib.suppress(ValueError):
-            values = json.loads(line)
-            if isinstance(values, dict):
-                yield values
-
-
-class _LastWords:
-    """What a child prints beside its answers, the last of it; read while it runs, as else it would
-    wait for that."""
-
-    def __init__(self, stream: IO[bytes] | None) -> None:
-        self._printed = b""
-        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
-        self._thread.start()
-
-    def _read(self, stream: IO[bytes] | None) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for line in stream or ():
-                self._printed = (self._printed + line)[-_LAST_WORDS_BYTES:]
-
-    def told(self) -> str:
-        """Return the last line, as the end of a sentence."""
-        self._thread.join(1.0)
-        lines = self._printed.decode(errors="replace").strip().splitlines()
-        return f": {lines[-1].strip()[:500]}" if lines else ""
+    answer = run_errand(
+        _COMMAND,
+        question.to_json(),
+        on_news=lambda news: tell(news["what"], news["done"], news["of"]),
+        environment=child_environment(with_hub_token=question.content is None),
+        name="the texts' process",
+    )
+    return Path(answer["prepared"])

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from search_spaces.errors import InputError, words_of
+from sweep.data.byte_level import ByteLevel
 from sweep.data.rendering import Rendered, Spans
 
 _LOOKED_AHEAD = 64
@@ -72,6 +73,7 @@ class Tokenizing:
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
+        self._byte_level = None if self._fast is None else ByteLevel.of(self._fast)
 
     def __call__(self, rows: Sequence[Rendered]) -> list[Tokens]:
         """Return the tokens of each row."""
@@ -85,14 +87,45 @@ class Tokenizing:
         return [found[index] for index in range(len(rows))]
 
     def _fastly(self, rows: Sequence[Rendered], is_templated: bool) -> list[Tokens]:
-        texts, adds = [row.text for row in rows], not is_templated
-        if all(row.spans is None for row in rows):
-            encoded = self._fast.encode_batch_fast(texts, add_special_tokens=adds)
-            return [
-                self._ended(encoding.ids, None, row)
-                for encoding, row in zip(encoded, rows, strict=True)
-            ]
-        encoded = self._fast.encode_batch(texts, add_special_tokens=adds)
+        adds = not is_templated
+        found: list[Tokens | None] = [None] * len(rows)
+        if all(row.spans is None for row in rows) or self._adds_up(adds):
+            found = self._by_length(rows, adds)
+        left = [row for row, tokens in zip(rows, found, strict=True) if tokens is None]
+        others = iter(self._by_offsets(left, adds))
+        return [next(others) if tokens is None else tokens for tokens in found]
+
+    def _adds_up(self, adds: bool) -> bool:
+        """Return whether a row's tokens are likely to be its text, one after another."""
+        adds_more = adds and self._fast.num_special_tokens_to_add(False) > 0
+        return self._byte_level is not None and not adds_more
+
+    def _by_length(self, rows: Sequence[Rendered], adds: bool) -> list[Tokens | None]:
+        """Return rows as tokens, of which lengths tell where they are; None where they do not.
+
+        A batch in which most do not is the last that this is tried of.
+        """
+        texts = [row.text for row in rows]
+        encoded = self._fast.encode_batch_fast(texts, add_special_tokens=adds)
+        found = [
+            self._told(np.asarray(encoding.ids, np.int32), row)
+            for encoding, row in zip(encoded, rows, strict=True)
+        ]
+        if 2 * sum(tokens is None for tokens in found) > len(rows):
+            self._byte_level = None
+        return found
+
+    def _told(self, ids: NDArray[np.int32], row: Rendered) -> Tokens | None:
+        if row.spans is None:
+            return self._ended(ids, None, row)
+        assert self._byte_level is not None
+        aligned = self._byte_level.aligned(row.text, ids)
+        return None if aligned is None else self._ended(ids, _mask_of(aligned, row), row)
+
+    def _by_offsets(self, rows: Sequence[Rendered], adds: bool) -> list[Tokens]:
+        """Return rows as tokens, of which the library tells where they are."""
+        texts = [row.text for row in rows]
+        encoded = self._fast.encode_batch(texts, add_special_tokens=adds) if texts else []
         return [
             self._ended(encoding.ids, _mask_of(encoding, row), row)
             for encoding, row in zip(encoded, rows, strict=True)
@@ -115,7 +148,9 @@ class Tokenizing:
         encoded = self._tokenizer(text, add_special_tokens=not row.is_templated, verbose=False)
         return list(encoded["input_ids"])
 
-    def _ended(self, ids: list[int], mask: NDArray[np.int8] | None, row: Rendered) -> Tokens:
+    def _ended(
+        self, ids: Sequence[int] | NDArray[np.int32], mask: NDArray[np.int8] | None, row: Rendered
+    ) -> Tokens:
         """Return tokens with the one that ends a sequence, which is part of what is learned."""
         found = np.asarray(ids, np.int32)
         is_ended = len(found) > 0 and found[-1] == self._end
@@ -125,11 +160,10 @@ class Tokenizing:
         return Tokens(ended, None if mask is None else np.append(mask, np.int8(1)))
 
 
-def _mask_of(encoding: Any, row: Rendered) -> NDArray[np.int8]:
-    count = len(encoding)
+def _mask_of(encoding: Any, row: Rendered) -> NDArray[np.int8] | None:
     if row.spans is None:
-        return np.ones(count, np.int8)
-    mask = np.zeros(count, np.int8)
+        return None
+    mask = np.zeros(len(encoding), np.int8)
     for begin, end in _token_spans(encoding, row.spans, length=len(row.text)):
         mask[begin:end] = 1
     return mask

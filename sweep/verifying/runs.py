@@ -20,7 +20,7 @@ from typing import Any
 
 from reports import units
 from search_spaces.checkpoints import check_weights
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits
+from search_spaces.errors import EnvironmentFault, InputError, NothingFits, words_of
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.trainers import TORCH_DTYPES, allocator_settings
 from storage.environment import fingerprint
@@ -314,8 +314,8 @@ def _trl(
         return run_errand(
             _ERRAND, request, on_news=lambda _: None, environment=_environment(record)
         )
-    except EnvironmentFault as error:
-        raise _failed(f"{record.label}: TRL: {error}") from error
+    except (EnvironmentFault, OSError) as error:
+        raise _failed(f"{record.label}: TRL: {words_of(error)}") from error
 
 
 def _environment(record: Record) -> dict[str, str]:

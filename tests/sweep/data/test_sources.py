@@ -231,5 +231,19 @@ def test_a_name_is_the_hubs_only_where_nothing_here_has_it(
     written(tmp_path / "here" / "texts" / "a.jsonl", LINES)
     assert is_on_hub("org/texts")
     assert not is_on_hub("here/texts")
+    assert is_on_hub("org/texts-v1.5")
     assert not is_on_hub("org/missing.jsonl")
+    assert not is_on_hub("org/missing.txt")
+    assert not is_on_hub("org/texts/missing")
     assert not is_on_hub("texts")
+
+
+def test_what_is_missing_in_a_directory_is_no_name_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    assert not is_on_hub("here/missing")
+    with pytest.raises(InputError) as refused:
+        text_files("here/missing")
+    assert str(refused.value) == "'here/missing': no such file or directory in 'here'"

@@ -29,6 +29,7 @@ from sweep.data.tokenizers import TokenizerFiles, find_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "texts.jsonl"
 DEMO = load_model_spec("demo")
+SECRET = "hf_" + "x" * 34
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +174,7 @@ def test_a_hub_that_cannot_be_reached_is_the_environments_fault(
         ("{'input': 'row 3 is odd'}", InputError, "row 3 is odd"),
         ("{'environment': 'no network'}", EnvironmentFault, "no network"),
         ("{'system': [28, 'No space left', '/x']}", OSError, "No space left"),
-        ("{'progress': ['rows', 1, 2]}", EnvironmentFault, "ended with exit status 0"),
+        ("{'news': {'what': 'rows', 'done': 1, 'of': 2}}", EnvironmentFault, "exit status 0"),
     ],
 )
 def test_what_a_child_says_is_said_on(
@@ -193,10 +194,18 @@ def test_a_child_that_dies_is_told_with_its_last_words(monkeypatch: pytest.Monke
     assert str(fault.value) == "the texts' process ended with exit status 3: out of luck"
 
 
+def test_of_a_childs_last_words_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"import sys; sys.exit('cannot ask with {SECRET}')"
+    monkeypatch.setattr(module, "_COMMAND", (sys.executable, "-c", script))
+    with pytest.raises(EnvironmentFault, match="exit status 1: cannot ask with ") as fault:
+        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, format="messages"))
+    assert SECRET not in str(fault.value)
+
+
 def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
-        "import json, os, time; print(json.dumps({'progress': ['rows', os.getpid(), 2]}), "
-        "flush=True); time.sleep(60)"
+        "import json, os, time; print(json.dumps({'news': {'what': 'rows', 'done': os.getpid(), "
+        "'of': 2}}), flush=True); time.sleep(60)"
     )
     monkeypatch.setattr(module, "_COMMAND", (sys.executable, "-c", script))
     heard: list[int] = []
