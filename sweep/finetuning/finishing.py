@@ -49,8 +49,7 @@ def finish(
     Raises:
         EnvironmentFault: the disk does not take it; the last checkpoint stays.
     """
-    directory = Path(job.output)
-    staging = directory / _STAGING
+    directory, staging = Path(job.output), Path(job.output, _STAGING)
     output.release(directory)
     document = training_document(job, result, texts=texts, subject=subject, environment=environment)
     card = model_card(

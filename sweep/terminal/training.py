@@ -95,13 +95,14 @@ def train(
         is_resumed=is_resumed,
         **numbers,
     )
-    with directories.held(output) if directories.known_run(output) else _unheld():
-        return _train(request, storage=storage, as_json=as_json)
+    is_begun = directories.known_run(output) is not None
+    with directories.held(output) if is_begun else _unheld():
+        return _train(request, is_held=is_begun, storage=storage, as_json=as_json)
 
 
 @contextmanager
 def _unheld() -> Iterator[None]:
-    """Hold nothing: a directory that is refused is not made."""
+    """Hold nothing: a directory that is refused is not made, and one that is held is not again."""
     yield
 
 
@@ -135,7 +136,7 @@ def _weights(typed: str | None) -> Weights | None:
     return cast(Weights | None, typed)
 
 
-def _train(request: TrainingRequest, *, storage: str | None, as_json: bool) -> int:
+def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_json: bool) -> int:
     prepared = prepare_training(
         request,
         read_study=lambda name: _study(name, storage),
@@ -153,7 +154,7 @@ def _train(request: TrainingRequest, *, storage: str | None, as_json: bool) -> i
     for text in prepared.notes:
         note(folded(text, width))
     resume_from = _checkpoint_of(request)
-    with _watching() as observe, _holding(request):
+    with _watching() as observe, _unheld() if is_held else directories.held(request.output):
         end = run_training(
             prepared, is_resumed=request.is_resumed, resume_from=resume_from, observe=observe
         )
@@ -172,11 +173,6 @@ def _checkpoint_of(request: TrainingRequest) -> Path | None:
 
 def _warn(text: str) -> None:
     note(f"warning: {text}")
-
-
-def _holding(request: TrainingRequest) -> Any:
-    """Hold the directory of a new training; that of one that goes on is held already."""
-    return _unheld() if request.is_resumed else directories.held(request.output)
 
 
 def _study(name: str, storage: str | None) -> StudySnapshot:

@@ -63,6 +63,9 @@ def start(*more: str) -> subprocess.Popen[str]:
 def test_a_training_that_was_killed_goes_on_and_leaves_the_same_adapter(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # One that was killed before its first checkpoint may be begun again.
+    (home / "out").mkdir()
+    (home / "out" / "run.json").write_text('{"seed": 4}')
     killed = start()
     assert killed.stderr is not None
     seen = next(line for line in killed.stderr if re.match(r"step 2: checkpoint", line))
