@@ -48,10 +48,17 @@ class StudyEpochs:
         seed: of the order.
         cut_at: says what a sequence length leaves of each row, and how much of that carries loss;
             None where the tokens that carry loss are a row's last.
+        held_out_at: says the same of the rows that are held out; None where there are none.
     """
 
     def __init__(
-        self, lengths: Lengths, loss_lengths: Lengths, *, seed: int, cut_at: CutAt | None = None
+        self,
+        lengths: Lengths,
+        loss_lengths: Lengths,
+        *,
+        seed: int,
+        cut_at: CutAt | None = None,
+        held_out_at: CutAt | None = None,
     ) -> None:
         self.lengths = lengths
         self.loss_lengths = loss_lengths
@@ -60,17 +67,28 @@ class StudyEpochs:
         self._epochs: dict[Hashable, Epoch] = {}
         self._rows: dict[Hashable, int] = {}
         self._cut_at: CutAt = cache(cut_at or partial(cut, lengths, loss_lengths))
+        self._held_out_at: CutAt = held_out_at or partial(cut, lengths[:0], loss_lengths[:0])
 
     @classmethod
     def of(cls, texts: PreparedTexts, choice: TextsChoice, *, seed: int) -> StudyEpochs:
         """Return the epochs of a choice of texts."""
         lengths = np.asarray(texts.lengths(), dtype=np.int64)
         loss_lengths = np.asarray(texts.loss_lengths(), dtype=np.int64)
-        train, _ = split(len(lengths), choice.eval_fraction, seed)
-        exact = partial(cut_exactly, texts.directory, lengths, loss_lengths)
-        is_chat = texts.summary.completions_only
-        cut_at = partial(_part_of, exact, train) if is_chat else None
-        return cls(lengths[train], loss_lengths[train], seed=seed, cut_at=cut_at)
+        train, held = split(len(lengths), choice.eval_fraction, seed)
+        exact: CutAt = partial(cut, lengths, loss_lengths)
+        if texts.summary.completions_only:
+            exact = cache(partial(cut_exactly, texts.directory, lengths, loss_lengths))
+        return cls(
+            lengths[train],
+            loss_lengths[train],
+            seed=seed,
+            cut_at=partial(_part_of, exact, train),
+            held_out_at=partial(_part_of, exact, held),
+        )
+
+    def held_out_loss_tokens(self, seq_len: int) -> int:
+        """Return the tokens that carry loss of the rows that are held out, each cut to a length."""
+        return int(self._held_out_at(seq_len)[1].sum())
 
     @cached_property
     def digest(self) -> str:

@@ -32,6 +32,16 @@ def is_asked(space: SearchSpace) -> bool:
     return "eval_loss" in space.objectives
 
 
+def eval_seq_len(space: SearchSpace) -> int:
+    """Return the tokens to which held-out texts are cut: the longest that any configuration trains
+    at.
+
+    One for all, so that a configuration that trains on short rows answers for long ones too.
+    """
+    longest = max(space.values_of("seq_len"), default=TrialConfig().seq_len)
+    return max(2, longest, space.baseline_config().seq_len)
+
+
 def default_tokens(tokens_per_second: float, epoch: EpochRecord | None) -> int:
     """Return the tokens of about a minute at a speed, in two digits; no more than an epoch has.
 
@@ -78,7 +88,8 @@ class Quality:
         if not self.is_asked or self.tokens is None:
             return None
         own = self._space.seed if seed is None else seed
-        return QualityCommand(tokens=self.tokens, seed=own, eval_seq_len=self._eval_seq_len)
+        length = eval_seq_len(self._space)
+        return QualityCommand(tokens=self.tokens, seed=own, eval_seq_len=length)
 
     def choose(self, outcome: object, epoch: EpochRecord | None) -> bool:
         """Fix the tokens by the first configuration that fits; return whether that was done now."""
@@ -87,15 +98,6 @@ class Quality:
         self._tokens = default_tokens(outcome.measurement.tokens_per_second, epoch)
         self.study.note_quality_tokens(self._tokens)
         return True
-
-    @property
-    def _eval_seq_len(self) -> int:
-        """Tokens to which held-out texts are cut: the longest that any configuration trains at.
-
-        One for all, so that a configuration that trains on short rows answers for long ones too.
-        """
-        longest = max(self._space.values_of("seq_len"), default=TrialConfig().seq_len)
-        return max(2, longest, self._space.baseline_config().seq_len)
 
 
 @dataclass(frozen=True)

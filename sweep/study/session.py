@@ -60,7 +60,7 @@ from sweep.study.carrying import carry_over, refuse_incomparable
 from sweep.study.events import GainForeseen, Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
-from sweep.study.quality import is_asked
+from sweep.study.quality import eval_seq_len, is_asked
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
@@ -229,6 +229,7 @@ def _checked(
     if texts is not None and space.data is not None:
         epochs = StudyEpochs.of(texts, space.data, seed=space.seed)
         refuse_too_few(space, epochs)
+        _refuse_unanswerable(space, epochs)
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
@@ -246,6 +247,16 @@ def _checked(
         epochs=epochs,
         notes=notes,
     )
+
+
+def _refuse_unanswerable(space: SearchSpace, epochs: StudyEpochs) -> None:
+    """Refuse texts of which nothing that is held out can say what was learned."""
+    length = eval_seq_len(space)
+    if is_asked(space) and not epochs.held_out_loss_tokens(length):
+        raise InputError(
+            f"space '{space.name}': objectives: eval_loss: of these texts no row with a token that "
+            f"carries loss in its first {length:,} is held out: take a larger data.eval_fraction"
+        )
 
 
 def _overridden(

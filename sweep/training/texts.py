@@ -236,7 +236,7 @@ def _change_where_seen(
     one = ids[row, begin:end][None]
     looked = _mask(one, [(0, middle - begin, end - begin)])
     other = torch.where(looked, one, (one + 1) % vocab_size)
-    # Of a width that no training has: a compiled layer would be compiled once more for it.
+    # A compiled layer would be compiled for this shape alone.
     with torch.compiler.set_stance("force_eager"):
         said = [_activations(model, {"input_ids": tokens}, looked) for tokens in (one, other)]
     return change(*said).median().item()

@@ -13,6 +13,7 @@ from storage.best import best_document
 from storage.definition import StudyDefinition
 from storage.reading import read_study
 from storage.records import Measured, Outcome, OutOfMemory
+from sweep.data.split import split
 from sweep.data.texts import texts_directory
 from sweep.paths import runs_directory
 from sweep.running.replay import ReplayRunner
@@ -88,6 +89,26 @@ def test_lengths_of_a_space_file_of_ones_own_are_kept(reader: Reader, home: Path
     what = prepared(reader, space="own.yaml", data=None)
     assert what.space.dimensions["seq_len"].values() == (64, 128)
     assert what.name == "own"
+
+
+def test_texts_of_which_nothing_can_be_asked_are_refused_before_anything_runs(home: Path) -> None:
+    """Of rows of one token nothing is predicted, and one row is held out."""
+    (home / "own.yaml").write_text(
+        "gpu: cpu\nmodel: ./model\nweights: pretrained\nbudget_gib: 1\ndata: mine.jsonl\n"
+        "objectives: [tokens_per_second, eval_loss]\n"
+        "dimensions: {lora_rank: [4, 8]}\nfixed: {seq_len: 64, micro_batch_size: 2}\n"
+    )
+    (home / "model").mkdir()
+    shipped = Path(__file__).parents[3] / "search_spaces/architectures/demo.json"
+    (home / "model/config.json").write_text(shipped.read_text())
+    (home / "model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    _, (held,) = split(8, 0.05, 0)
+    lengths = [20] * 8
+    answers = Reader(prepared_texts(home / "answers", lengths))
+    assert prepared(answers, space="own.yaml", data=None).epochs is not None
+    lengths[held] = 1
+    with pytest.raises(InputError, match="no row with a token that carries loss in its first 64 "):
+        prepared(Reader(prepared_texts(home / "none", lengths)), space="own.yaml", data=None)
 
 
 @pytest.mark.parametrize("key", ["text_column", "format", "completions_only", "tokenizer"])
