@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from search_spaces.linears import target_sets
 from search_spaces.models import ModelSpec
+from search_spaces.trainers import liger_kernels
 from sweep.export.formats import export
 from sweep.training.adapters import attached, with_adapters
 from sweep.training.model import BaseModel, build_base
@@ -121,3 +123,11 @@ def bare(spec: ModelSpec) -> Any:
     with torch.device("meta"):
         config = AutoConfig.for_model(**spec.config)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def test_the_script_switches_every_kernel_that_liger_has_for_a_family() -> None:
+    patches = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+    for family in FAMILIES:
+        signature = inspect.signature(patches.MODEL_TYPE_TO_APPLY_LIGER_FN[family])
+        # One that is not named is on or off as Liger has it.
+        assert set(signature.parameters) - {"model"} <= set(liger_kernels("liger") or {}), family
