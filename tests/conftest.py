@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ _SHARING = (
     "tests/search_spaces/test_real_architectures.py",
     "tests/storage/test_postgres_faults.py",
     "tests/sweep/predict/",
+    "tests/sweep/verifying/test_verifying.py",
     "tests/test_wheel.py",
     "tests/sweep/test_examples.py",
 )
@@ -60,8 +62,16 @@ def nobodys_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         run = run.parent
     os.environ["XDG_CACHE_HOME"] = str(run / "cache")
+    if "datasets" in sys.modules:
+        # It has read where its cache is with the first test module that imports it.
+        sys.modules["datasets"].config.HF_DATASETS_CACHE = (
+            run / "cache" / "huggingface" / "datasets"
+        )
     # Nor in anybody's database.
     os.environ.pop("SWEEP_STORAGE", None)
+    # Nor as wide or as colourful as somebody's terminal.
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session", autouse=True)
