@@ -37,6 +37,8 @@ from sweep.data.tokenizing import Tokenizing, Tokens, load_tokenizer
 
 _CHARACTERS_AT_ONCE = 2_000_000
 """In a batch; the library's own objects take a hundred times the bytes until they are copied."""
+_CHARACTERS_MAX = 8_000_000
+"""Of a row, for which the library takes a gigabyte and more; no model reads a tenth of them."""
 _ROWS_AT_ONCE = 1000
 _BATCHES_AHEAD = 2
 _ROWS_LOOKED_AT = 100
@@ -139,7 +141,8 @@ class _Preparation:
             kind=kind,
             format=cast(TextsFormat, self._question.format),
             text_column=self._question.text_column,
-            columns=columns,
+            # A name may hold bytes that are no UTF-8, and half a character.
+            columns=tuple(name.encode(errors="replace").decode() for name in columns),
             fingerprint=fingerprint,
             tokenizer=name,
             tokenizer_size=len(tokenizer),
@@ -222,7 +225,7 @@ class _Preparation:
         if isinstance(values, Broken):
             return values
         row = parsed(values, kind, text_column=self._question.text_column)
-        return row if isinstance(row, Broken) else _encodable(render(row))
+        return row if isinstance(row, Broken) else _readable(render(row))
 
     def _note(self, place: Place, broken: Broken) -> None:
         self._broken_count += 1
@@ -294,9 +297,13 @@ class _Preparation:
         (self._directory / own.SUMMARY).write_text(text, encoding="utf-8")
 
 
-def _encodable(rendered: Rendered | Broken) -> Rendered | Broken:
+def _readable(rendered: Rendered | Broken) -> Rendered | Broken:
     """Return text that tokenizers can read: JSON can write half a character."""
-    if isinstance(rendered, Broken) or rendered.text.isascii():
+    if isinstance(rendered, Broken):
+        return rendered
+    if (count := len(rendered.text)) > _CHARACTERS_MAX:
+        return Broken(f"{count:,} characters, of at most {_CHARACTERS_MAX:,}: split it into rows")
+    if rendered.text.isascii():
         return rendered
     try:
         rendered.text.encode()

@@ -126,7 +126,10 @@ class PreparedTexts:
 
 def _of_broken(summary: TextsSummary, rows: list[BrokenRow]) -> str:
     """Return how many rows are broken, and the first few of them."""
-    few = "; ".join(f"line {row.line}: {row.reason}" for row in rows[:_BROKEN_SHOWN])
+    few = "; ".join(
+        f"{'' if row.file == summary.source else f'{row.file}: '}line {row.line}: {row.reason}"
+        for row in rows[:_BROKEN_SHOWN]
+    )
     more = (
         f"; and {summary.broken - _BROKEN_SHOWN:,} more" if summary.broken > _BROKEN_SHOWN else ""
     )
