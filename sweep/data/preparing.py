@@ -29,6 +29,7 @@ from search_spaces.errors import InputError, quote
 from search_spaces.texts import LengthQuantiles, TextsFormat, TextsKind, TextsSummary
 from storage import files
 from sweep.data import request as own
+from sweep.data.files import text_files
 from sweep.data.kinds import Broken, Row, parsed, recognised
 from sweep.data.rendering import Rendered, renderer
 from sweep.data.request import BrokenRow, Place, Progress, Question
@@ -67,6 +68,7 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
     _remove_unfinished(directory.parent)
     with _unfinished(directory) as unfinished:
         _Preparation(question, source, unfinished, on_progress).run(directory.name)
+        _require_unchanged(question)
         _put(unfinished, directory)
     return directory
 
@@ -74,6 +76,13 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
 def _content_of(source: Files | Hub) -> str:
     assert isinstance(source, Hub)
     return source.fingerprint
+
+
+def _require_unchanged(question: Question) -> None:
+    """Refuse texts that were written to since their content was looked at: what was read is not
+    what it would be known by."""
+    if question.seen is not None and own.seen(text_files(question.source)) != question.seen:
+        raise InputError(f"{question.source}: changed while it was read: run the command again")
 
 
 @contextlib.contextmanager

@@ -205,10 +205,11 @@ def require_vocabulary(summary: TextsSummary, model: ModelSpec) -> None:
 
 def _question(request: TextsRequest, tell: Progress) -> Question:
     tokenizer = find_tokenizer(request.tokenizer, request.model)
-    content = None
+    content = seen = None
     if not is_on_hub(request.source):
         files = text_files(request.source)
         try:
+            seen = own.seen(files)
             content = content_of(_telling_names(files, request.source), on_progress=tell)
         except OSError as error:
             raise EnvironmentFault(
@@ -224,6 +225,7 @@ def _question(request: TextsRequest, tell: Progress) -> Question:
         tokenizer_digest=tokenizer.digest,
         home=str(texts_directory().absolute()),
         content=content,
+        seen=seen,
     )
 
 

@@ -238,3 +238,11 @@ def test_of_several_files_broken_rows_are_told_with_theirs(
         (tmp_path / "all" / f"{name}.jsonl").write_text('{"text": "a b"}\n{"text": 3}\n')
     (note,) = prepared([], source=str(tmp_path / "all"), content="all").notes()
     assert f"{tmp_path}/all/b.jsonl: line 2: text must be text" in note
+
+
+def test_texts_that_change_while_they_are_read_are_not_kept(
+    prepared: Prepare, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="changed while it was read: run the command again"):
+        prepared([{"text": "the hall"}], seen=[[1, 1]])
+    assert not list((tmp_path / "home").iterdir())
