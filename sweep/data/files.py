@@ -24,7 +24,7 @@ _ENDINGS = {
     ".parquet": PARQUET,
 }
 _COMPRESSIONS = (".gz", ".bz2", ".xz")
-_NO_HUBS = (*_COMPRESSIONS, ".arrow", ".md", ".pdf", ".tar", ".txt", ".xlsx", ".xml", ".zip", ".zst")
+_NO_HUBS = (*_COMPRESSIONS, ".arrow", ".md", ".pdf", ".tar", ".txt", ".xlsx", ".xml", ".zip")
 """Endings that files have and data sets of the hub do not, of formats that are not read."""
 _KNOWN = ".jsonl, .ndjson, .json, .csv, .tsv or .parquet, and .gz, .bz2 or .xz behind all but these"
 
@@ -55,14 +55,24 @@ def text_files(name: str) -> list[tuple[str, Path]]:
     if not is_directory(path, label=name):
         if how_read(path) is None:
             raise InputError(f"{name}: its name must end in {_KNOWN}")
-        return [(name, path)]
+        return _named([(name, path)])
     try:
         found = sorted(file for file in _walked(path) if how_read(file) is not None)
     except OSError as error:
         raise EnvironmentFault(f"{name}: cannot be read: {words_of(error)}") from error
     if not found:
         raise InputError(f"{name}: no file in this directory ends in {_KNOWN}")
-    return [(f"{name.rstrip('/')}/{file.relative_to(path)}", file) for file in found]
+    return _named([(f"{name.rstrip('/')}/{file.relative_to(path)}", file) for file in found])
+
+
+def _named(files: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """Return files with their names, all of which can be written down."""
+    for label, _ in files:
+        try:
+            label.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{quote(label)}: the name is no UTF-8: rename it") from error
+    return files
 
 
 def _walked(directory: Path) -> Iterator[Path]:

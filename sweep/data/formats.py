@@ -23,15 +23,32 @@ Numbered = tuple[int, dict[str, Any] | Broken]
 _ROWS_AT_ONCE = 1024
 """Of Parquet."""
 _CHUNK_BYTES = 2**20
+_LINE_MAX, _CELL_MAX = 2**26, 2**24
+"""Bytes of a line and characters of a cell, which may be a book; what has no end is no longer."""
+_ESCAPE = 16
+"""Characters at the end of a chunk that may be the beginning of something else."""
+_DELIMITERS = (",", ";", "\t", "|")
 
 
 def line_rows(file: io.BufferedReader) -> Iterator[Numbered]:
     """Yield the objects of JSON lines; a blank line is no row."""
-    for number, line in enumerate(file, start=1):
+    number = 0
+    while line := file.readline(_LINE_MAX):
+        number += 1
+        if len(line) == _LINE_MAX and not line.endswith(b"\n"):
+            _skip_line(file)
+            yield number, Broken(f"a line of more than {_LINE_MAX:,} bytes")
+            continue
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
             yield number, _parsed(line)
+
+
+def _skip_line(file: io.BufferedReader) -> None:
+    """Go to where the next line begins."""
+    while (rest := file.readline(_CHUNK_BYTES)) and not rest.endswith(b"\n"):
+        pass
 
 
 def _parsed(line: bytes) -> dict[str, Any] | Broken:
@@ -84,13 +101,18 @@ class _Array:
         while True:
             try:
                 value, end = decoder.raw_decode(self.text, self.at)
-            except json.JSONDecodeError:
-                if not self.more():
+            except json.JSONDecodeError as error:
+                if not self._may_be_cut(error) or not self.more():
                     raise
                 continue
             self.line += self.text.count("\n", self.at, end)
             self.at = end
             return value
+
+    def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
+        """Return whether an item may be JSON once more of it is read."""
+        is_at_end = error.pos >= len(self.text) - _ESCAPE or error.msg.startswith("Unterminated")
+        return is_at_end and len(self.text) - self.at < _LINE_MAX
 
 
 def array_rows(file: io.BufferedReader) -> Iterator[Numbered]:
@@ -138,9 +160,15 @@ def _is_escaped(text: str) -> bool:
 
 
 def csv_rows(file: io.BufferedReader, label: str, *, delimiter: str) -> Iterator[Numbered]:
-    """Yield the rows of CSV, each with the line on which it begins; the first names columns."""
-    # A cell may be a book.
-    csv.field_size_limit(2**31 - 1)
+    """Yield the rows of CSV, each with the line on which it begins; the first names columns.
+
+    Args:
+        file: whose cells are quoted by ``"``.
+        label: what a person calls it.
+        delimiter: of cells, unless the first line has others alone.
+    """
+    csv.field_size_limit(_CELL_MAX)
+    delimiter = _delimiter(file, delimiter)
     with _text_of(file) as text:
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         header = next(reader, [])
@@ -154,10 +182,24 @@ def csv_rows(file: io.BufferedReader, label: str, *, delimiter: str) -> Iterator
             except StopIteration:
                 return
             except csv.Error as error:
-                yield line, Broken(f"not CSV: {error}")
+                yield line, Broken(_of_csv(error))
                 continue
             if cells:
                 yield line, _row_of(cells, header)
+
+
+def _delimiter(file: io.BufferedReader, expected: str) -> str:
+    """Return what stands between the names of columns: in many countries it is no comma."""
+    first = file.peek(_CHUNK_BYTES).splitlines()[:1]
+    unquoted = re.sub(b'"[^"]*"', b"", first[0]).decode(errors="replace") if first else ""
+    found = {mark: unquoted.count(mark) for mark in (expected, *_DELIMITERS)}
+    return expected if found[expected] else max(found, key=lambda mark: found[mark])
+
+
+def _of_csv(error: csv.Error) -> str:
+    if str(error) == "unexpected end of data":
+        return "not CSV: a quote is never closed, so that nothing behind it is read"
+    return f"not CSV: {error}"
 
 
 def _row_of(cells: list[str], header: list[str]) -> dict[str, Any] | Broken:
@@ -176,13 +218,17 @@ def parquet_rows(
     import pyarrow.parquet as pq
 
     try:
-        table = pq.ParquetFile(file)
+        # Without a buffer whole columns of a row group are read, and a file may be one group.
+        table = pq.ParquetFile(file, pre_buffer=False, buffer_size=_CHUNK_BYTES)
         count, number = max(table.metadata.num_rows, 1), 0
         for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE):
             for values in values_of(batch):
                 number += 1
                 yield number, values, number / count
-    except (pa.ArrowException, pa.ArrowInvalid) as error:
+    except (pa.ArrowException, OSError) as error:
+        # What is broken in a file is an error of the system's kind to pyarrow, without its number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise InputError(f"{label}: not Parquet that can be read: {words_of(error)}") from error
 
 

@@ -29,6 +29,7 @@ from search_spaces.errors import InputError, quote
 from search_spaces.texts import LengthQuantiles, TextsFormat, TextsKind, TextsSummary
 from storage import files
 from sweep.data import request as own
+from sweep.data.files import text_files
 from sweep.data.kinds import Broken, Row, parsed, recognised
 from sweep.data.rendering import Rendered, renderer
 from sweep.data.request import BrokenRow, Place, Progress, Question
@@ -37,6 +38,8 @@ from sweep.data.tokenizing import Tokenizing, Tokens, load_tokenizer
 
 _CHARACTERS_AT_ONCE = 2_000_000
 """In a batch; the library's own objects take a hundred times the bytes until they are copied."""
+_CHARACTERS_MAX = 8_000_000
+"""Of a row, for which the library takes a gigabyte and more; no model reads a tenth of them."""
 _ROWS_AT_ONCE = 1000
 _BATCHES_AHEAD = 2
 _ROWS_LOOKED_AT = 100
@@ -65,6 +68,7 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
     _remove_unfinished(directory.parent)
     with _unfinished(directory) as unfinished:
         _Preparation(question, source, unfinished, on_progress).run(directory.name)
+        _require_unchanged(question)
         _put(unfinished, directory)
     return directory
 
@@ -72,6 +76,13 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
 def _content_of(source: Files | Hub) -> str:
     assert isinstance(source, Hub)
     return source.fingerprint
+
+
+def _require_unchanged(question: Question) -> None:
+    """Refuse texts that were written to since their content was looked at: what was read is not
+    what it would be known by."""
+    if question.seen is not None and own.seen(text_files(question.source)) != question.seen:
+        raise InputError(f"{question.source}: changed while it was read: run the command again")
 
 
 @contextlib.contextmanager
@@ -139,7 +150,8 @@ class _Preparation:
             kind=kind,
             format=cast(TextsFormat, self._question.format),
             text_column=self._question.text_column,
-            columns=columns,
+            # A name may hold bytes that are no UTF-8, and half a character.
+            columns=tuple(name.encode(errors="replace").decode() for name in columns),
             fingerprint=fingerprint,
             tokenizer=name,
             tokenizer_size=len(tokenizer),
@@ -222,7 +234,7 @@ class _Preparation:
         if isinstance(values, Broken):
             return values
         row = parsed(values, kind, text_column=self._question.text_column)
-        return row if isinstance(row, Broken) else _encodable(render(row))
+        return row if isinstance(row, Broken) else _readable(render(row))
 
     def _note(self, place: Place, broken: Broken) -> None:
         self._broken_count += 1
@@ -294,9 +306,13 @@ class _Preparation:
         (self._directory / own.SUMMARY).write_text(text, encoding="utf-8")
 
 
-def _encodable(rendered: Rendered | Broken) -> Rendered | Broken:
+def _readable(rendered: Rendered | Broken) -> Rendered | Broken:
     """Return text that tokenizers can read: JSON can write half a character."""
-    if isinstance(rendered, Broken) or rendered.text.isascii():
+    if isinstance(rendered, Broken):
+        return rendered
+    if (count := len(rendered.text)) > _CHARACTERS_MAX:
+        return Broken(f"{count:,} characters, of at most {_CHARACTERS_MAX:,}: split it into rows")
+    if rendered.text.isascii():
         return rendered
     try:
         rendered.text.encode()

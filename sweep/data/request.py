@@ -61,6 +61,8 @@ class Question:
     """Directory that the prepared texts are put into, by fingerprint."""
     content: str | None
     """Digest of the content; None where only the child can tell."""
+    seen: list[list[int]] | None = None
+    """What `seen` said before the content was looked at; None where nobody asked."""
 
     def fingerprint(self, content: str) -> str:
         """Return what tells these tokens from any others, as a name of a directory.
@@ -81,6 +83,12 @@ def is_whole(directory: Path) -> bool:
     """Return whether all that there is of prepared texts is in a directory."""
     names = (SUMMARY, BROKEN, TOKENS, LENGTHS, LOSS_LENGTHS)
     return all((directory / name).exists() for name in names)
+
+
+def seen(files: Iterable[tuple[str, Path]]) -> list[list[int]]:
+    """Return size and time of each file, by which it is known that somebody wrote to one."""
+    found = [path.stat() for _, path in files]
+    return [[each.st_size, each.st_mtime_ns] for each in found]
 
 
 def content_of(files: Iterable[tuple[str, Path]], *, on_progress: Progress) -> str:

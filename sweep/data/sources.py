@@ -8,6 +8,7 @@ datasets is imported where it is needed alone.
 from __future__ import annotations
 
 import bz2
+import codecs
 import contextlib
 import gzip
 import io
@@ -102,6 +103,8 @@ class Files:
 
     def _rows_in(self, file: io.BufferedReader, path: Path, label: str) -> Iterator[Numbered]:
         how = how_read(path)
+        if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise InputError(f"{label}: is UTF-16: save it as UTF-8")
         if how == CSV:
             return csv_rows(file, label, delimiter="\t" if ".tsv" in path.name.lower() else ",")
         return array_rows(file) if how == JSON and is_array(file) else line_rows(file)

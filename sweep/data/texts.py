@@ -126,7 +126,10 @@ class PreparedTexts:
 
 def _of_broken(summary: TextsSummary, rows: list[BrokenRow]) -> str:
     """Return how many rows are broken, and the first few of them."""
-    few = "; ".join(f"line {row.line}: {row.reason}" for row in rows[:_BROKEN_SHOWN])
+    few = "; ".join(
+        f"{'' if row.file == summary.source else f'{row.file}: '}line {row.line}: {row.reason}"
+        for row in rows[:_BROKEN_SHOWN]
+    )
     more = (
         f"; and {summary.broken - _BROKEN_SHOWN:,} more" if summary.broken > _BROKEN_SHOWN else ""
     )
@@ -202,10 +205,11 @@ def require_vocabulary(summary: TextsSummary, model: ModelSpec) -> None:
 
 def _question(request: TextsRequest, tell: Progress) -> Question:
     tokenizer = find_tokenizer(request.tokenizer, request.model)
-    content = None
+    content = seen = None
     if not is_on_hub(request.source):
         files = text_files(request.source)
         try:
+            seen = own.seen(files)
             content = content_of(_telling_names(files, request.source), on_progress=tell)
         except OSError as error:
             raise EnvironmentFault(
@@ -221,6 +225,7 @@ def _question(request: TextsRequest, tell: Progress) -> Question:
         tokenizer_digest=tokenizer.digest,
         home=str(texts_directory().absolute()),
         content=content,
+        seen=seen,
     )
 
 

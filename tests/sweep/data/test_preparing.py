@@ -213,3 +213,36 @@ def test_quantiles_are_lengths_that_occur() -> None:
     assert found.model_dump() == {"p50": 100, "p90": 180, "p95": 190, "p99": 198, "max": 200}
     one = quantiles_of(np.array([7], np.int32))
     assert set(one.model_dump().values()) == {7}
+
+
+def test_a_row_that_is_a_library_is_broken(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "_CHARACTERS_MAX", 20)
+    texts = prepared([{"text": "as long as is read"}, {"text": "x" * 21}])
+    assert [row.reason for row in texts.broken()] == [
+        "21 characters, of at most 20: split it into rows"
+    ]
+
+
+def test_columns_whose_names_are_no_text_are_written_down(prepared: Prepare) -> None:
+    texts = prepared('{"half \\ud800": 1, "text": "the hall"}\n')
+    assert texts.summary.columns == ("half ?", "text")
+
+
+def test_of_several_files_broken_rows_are_told_with_theirs(
+    prepared: Prepare, tmp_path: Path
+) -> None:
+    (tmp_path / "all").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "all" / f"{name}.jsonl").write_text('{"text": "a b"}\n{"text": 3}\n')
+    (note,) = prepared([], source=str(tmp_path / "all"), content="all").notes()
+    assert f"{tmp_path}/all/b.jsonl: line 2: text must be text" in note
+
+
+def test_texts_that_change_while_they_are_read_are_not_kept(
+    prepared: Prepare, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="changed while it was read: run the command again"):
+        prepared([{"text": "the hall"}], seen=[[1, 1]])
+    assert not list((tmp_path / "home").iterdir())

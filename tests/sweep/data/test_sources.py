@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
@@ -18,7 +19,7 @@ from datasets import Dataset, DatasetInfo, Features, Image, Value
 from datasets.table import InMemoryTable
 
 from search_spaces.errors import InputError
-from sweep.data import sources
+from sweep.data import formats, sources
 from sweep.data.files import is_on_hub, text_files
 from sweep.data.kinds import Broken
 from sweep.data.request import Place
@@ -118,7 +119,7 @@ def test_rows_of_csv_have_the_lines_on_which_they_begin(tmp_path: Path) -> None:
         (2, {"text": "a,b", "n": "1"})
     ]
     assert read(written(tmp_path / "c.csv", 'text\n"no end\n')) == [
-        (2, "not CSV: unexpected end of data")
+        (2, "not CSV: a quote is never closed, so that nothing behind it is read")
     ]
 
 
@@ -184,6 +185,64 @@ def test_of_a_directory_with_splits_the_training_split_is_read(tmp_path: Path) -
     assert files.notes == ("its split train is read; 1 of its 3 files are left out (test)",)
 
 
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_csv_of_other_marks_than_commas_is_told_by_its_first_line(
+    tmp_path: Path, mark: str
+) -> None:
+    text = f'"text, all"{mark}id\n"a{mark} b\nc"{mark}1\n"d, e"{mark}2\n'
+    found = read(written(tmp_path / "a.csv", text))
+    assert [line for line, _ in found] == [2, 4]
+    assert [values for _, values in found] == [
+        {"text, all": f"a{mark} b\nc", "id": "1"},
+        {"text, all": "d, e", "id": "2"},
+    ]
+
+
+def test_a_quote_that_is_never_closed_is_told(tmp_path: Path) -> None:
+    found = read(written(tmp_path / "a.csv", 'text,id\na,1\n"b,2\nc,3\n'))
+    reason = "not CSV: a quote is never closed, so that nothing behind it is read"
+    assert found == [(2, {"text": "a", "id": "1"}), (3, reason)]
+
+
+def test_a_line_without_end_is_named_and_what_follows_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "_LINE_MAX", 64)
+    text = LINES + json.dumps({"text": "x" * 99}).encode() + b"\n" + LINES
+    found = read(written(tmp_path / "a.jsonl", text))
+    assert found[2] == (3, "a line of more than 64 bytes")
+    assert [line for line, _ in found] == [1, 2, 3, 4, 5]
+
+
+class Counted(io.BytesIO):
+    """Bytes of which it is known how many were read."""
+
+    count = 0
+
+    def readinto(self, buffer: Any) -> int:
+        self.count += len(buffer)
+        return super().readinto(buffer)
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self.count += len(data)
+        return data
+
+
+@pytest.mark.parametrize("wrong", ['"text" "x"', '"text": "never closed'])
+def test_of_an_array_not_much_is_read_behind_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    monkeypatch.setattr(formats, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(formats, "_LINE_MAX", 256)
+    raw = Counted(('[{"text": "a"}, {' + wrong + "x" * 1_000_000).encode())
+    (_, first), (_, second) = formats.array_rows(io.BufferedReader(raw, 64))  # type: ignore[arg-type]
+    assert first == {"text": "a"}
+    assert isinstance(second, Broken)
+    assert second.reason.startswith("not JSON, so what follows is not read either")
+    assert raw.count < 50_000
+
+
 def test_progress_ends_with_all_that_there_is(tmp_path: Path) -> None:
     line = json.dumps({"text": "x" * 100_000}) + "\n"
     files = Files(str(written(tmp_path / "a.jsonl", line * 30)))
@@ -203,6 +262,8 @@ def test_progress_ends_with_all_that_there_is(tmp_path: Path) -> None:
         ("a.jsonl.bz2", bz2.compress(LINES * 99)[:40], "cannot be unpacked"),
         ("a.csv", b"text,text\n1,2\n", "line 1: column 'text' is there twice"),
         ("empty", b"", "its name must end in"),
+        ("a.csv", "text\na\n".encode("utf-16"), "is UTF-16: save it as UTF-8"),
+        ("a.json", '[{"text": "a"}]'.encode("utf-16"), "is UTF-16: save it as UTF-8"),
     ],
 )
 def test_what_is_no_file_of_texts_is_refused(
@@ -247,3 +308,28 @@ def test_what_is_missing_in_a_directory_is_no_name_of_the_hub(
     with pytest.raises(InputError) as refused:
         text_files("here/missing")
     assert str(refused.value) == "'here/missing': no such file or directory in 'here'"
+
+
+def test_of_parquet_no_whole_group_of_rows_is_read(tmp_path: Path) -> None:
+    table = pa.table({"text": [f"{number} " * 200 for number in range(20_000)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=20_000, compression="none")
+    raw = Counted((tmp_path / "a.parquet").read_bytes())
+    rows = formats.parquet_rows(raw, "a")
+    next(rows)
+    assert raw.count < table.nbytes / 3
+    assert sum(1 for _ in rows) == len(table) - 1
+
+
+def test_parquet_that_is_broken_inside_is_a_mistake_in_the_file(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a b", "c d"]}), tmp_path / "a.parquet")
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[8:40] = bytes([255]) * 32
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(InputError, match="not Parquet that can be read"):
+        list(Files(str(tmp_path / "a.parquet")).rows())
+
+
+def test_a_name_that_cannot_be_written_down_is_refused(tmp_path: Path) -> None:
+    path = written(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl")), LINES)
+    with pytest.raises(InputError, match="the name is no UTF-8: rename it"):
+        text_files(str(path))
