@@ -91,10 +91,13 @@ def cut_in_words(epoch: EpochRecord, seq_len: int) -> str:
     )
     if not epoch.rows_left_out:
         return cut
+    # Earlier versions counted their tokens among those cut off.
+    is_known = epoch.tokens_left_out > 0
+    tokens = f", {units.error(epoch.tokens_left_out)} of the tokens," if is_known else ""
     what, them = ("row", "it") if epoch.rows_left_out == 1 else ("rows", "them")
     return (
-        f"{cut}; {epoch.rows_left_out:,} more {what}, {units.error(epoch.tokens_left_out)} of the "
-        f"tokens, left out: nothing to learn is left of {them}"
+        f"{cut}; {epoch.rows_left_out:,}{' more' if epoch.rows_cut else ''} {what}{tokens} left "
+        f"out: nothing to learn is left of {them}"
     )
 
 
@@ -132,9 +135,7 @@ def _by_length(snapshot: StudySnapshot) -> tuple[tuple[str, str, str, str, str],
             units.count(length),
             str(record.number),
             units.rate(measured_of(record).tokens_per_second),
-            "–"
-            if record.epoch is None
-            else units.error(record.epoch.tokens_cut + record.epoch.tokens_left_out),
+            _lost(record.epoch),
             _epoch_time(snapshot, record),
         )
         for length, record in sorted(fastest.items())

@@ -186,10 +186,16 @@ def _saved_by_pruning(snapshot: StudySnapshot, pruned: Sequence[TrialRecord]) ->
     seconds = 0.0
     for record in pruned:
         measured = measured_of(record)
+        is_on_texts = measured.loss_tokens_per_step is not None
+        # On texts what is timed as one is several steps.
+        each = (
+            measured.measured_seconds / measured.steps_measured
+            if is_on_texts
+            else measured.step_seconds
+        )
         # A trial of slow steps is ended by the clock, once it has the fewest steps there are.
-        whole_seconds = measured.step_seconds * steps
-        end = min(whole_seconds, max(longest, least * measured.step_seconds))
-        seconds += max(0.0, end - measured.step_seconds * measured.steps_measured)
+        end = min(each * steps, max(longest, least * each))
+        seconds += max(0.0, end - each * measured.steps_measured)
     return Saving(len(pruned), seconds, len(whole), steps)
 
 

@@ -103,6 +103,17 @@ _LEARNED_BY: Mapping[str, Callable[[TrialConfig], object]] = {
     "rows a step": lambda config: config.samples_per_step,
     "length": lambda config: config.seq_len,
     "packing": lambda config: config.packing,
+    "optimizer": lambda config: config.optimizer,
+    "precision": lambda config: (
+        config.compute_dtype,
+        config.adapter_dtype,
+        config.upcast_fp32,
+    ),
+    "base": lambda config: (
+        config.quantization,
+        config.double_quant,
+        config.quantized_fraction,
+    ),
 }
 
 

@@ -51,6 +51,8 @@ def text_files(name: str) -> list[tuple[str, Path]]:
     if not exists(path, label=name):
         is_here = path.parent.name and is_directory(path.parent, label=name)
         why = f" in '{path.parent}'" if is_here else ", and no hub id (org/name)"
+        if is_here and is_hub_id(name):
+            why += "; for the hub's, run this where no directory has that name"
         raise InputError(f"{quote(name)}: no such file or directory{why}")
     if not is_directory(path, label=name):
         if how_read(path) is None:

@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
+def import_readers() -> None:
+    """Import what texts are read and collated by, a second's work of 200 MB that no trial is to
+    do: it would be taken from its budget.
+    """
+    import datasets  # noqa: F401
+    from trl.trainer import sft_trainer  # noqa: F401
+
+
 def open_tokens(directory: Path) -> Dataset:
     """Return the rows of prepared texts, mapped from the disk.
 

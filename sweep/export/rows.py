@@ -85,9 +85,11 @@ def _lost_file(texts: RecipeTexts, trainer: Trainer) -> Iterator[str]:
     if builder == "csv" and texts.summary.kind in ("messages", "conversations"):
         yield f"Chats in CSV: it does not look for JSON in a cell. {_REWRITE}"
     elif builder == "csv":
+        marks = "tabs" if _has_tabs(texts.source) else "commas"
         yield (
-            "CSV: `datasets` takes a column of numbers for numbers, and NA, null or an empty cell "
-            "for nothing; measured were the cells' texts."
+            f"CSV: `datasets` expects {marks} between cells, and takes a column of numbers for "
+            "numbers, and NA, null or an empty cell for nothing; measured were the cells' texts, "
+            "whatever is between them."
         )
 
 

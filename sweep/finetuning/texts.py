@@ -69,7 +69,6 @@ def is_keeping_apart(model: torch.nn.Module, training: Dataset, config: TrialCon
     """
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     device = embeddings.weight.device
-    devices = [device] if device.type == "cuda" else []
     check_is_causal(model)
     if not is_packed(config):
         return None
@@ -78,13 +77,11 @@ def is_keeping_apart(model: torch.nn.Module, training: Dataset, config: TrialCon
     row = _of_several(training)
     if row is None:
         return None
-    batch = Collator(config=config, pad_token_id=_PAD_TOKEN)([training[row]])
+    # Compiled, a micro-batch would have all its rows, and this one is asked of one.
+    eager = config.model_copy(update={"compile": False})
+    batch = Collator(config=eager, pad_token_id=_PAD_TOKEN)([training[row]])
     on_device = {key: v.to(device) if hasattr(v, "to") else v for key, v in batch.items()}
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(devices=devices),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         return are_apart(model, on_device, vocab_size=embeddings.num_embeddings)
 
 

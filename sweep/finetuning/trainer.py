@@ -185,13 +185,18 @@ class MeasuredTrainer(Trainer):
     def held_out_loss(self, *, rows: int | None = None) -> tuple[float, int]:
         """Return the loss over held-out rows, the mean over their tokens, and how many they are.
 
-        The order of everything random in the training is as if nothing had been evaluated.
+        The order of everything random in the training is as if nothing had been evaluated. A
+        compiled layer runs as it is written: evaluated rows have shapes of their own.
 
         Args:
             rows: the first so many of them; None for all.
         """
         devices = [] if self._job.device == "cpu" else [torch.cuda.current_device()]
-        with torch.random.fork_rng(devices=devices), evaluating(self.model):
+        with (
+            torch.random.fork_rng(devices=devices),
+            torch.compiler.set_stance("force_eager"),
+            evaluating(self.model),
+        ):
             totals = [self._batch_loss(batch) for batch in self._held_out(rows)]
         tokens = int(sum(count for _, count in totals))
         return float(sum(loss for loss, _ in totals)) / tokens, tokens

@@ -30,6 +30,7 @@ from storage.records import (
     OutOfMemory,
     Phase,
 )
+from sweep.data.opening import import_readers
 from sweep.data.request import SUMMARY
 from sweep.nvml import card_at
 from sweep.running.wire import (
@@ -96,6 +97,8 @@ class Worker:
 
     def prepare(self) -> None:
         """Take what libraries take once, then put the budget in force."""
+        if self._texts is not None:
+            import_readers()
         self._device.warm_up()
         self._rehearse()
         # Freed blocks stay in the allocator's cache, which the cap would count.

@@ -245,10 +245,12 @@ def _change_where_seen(
 def _activations(model: torch.nn.Module, batch: Batch, looked: torch.Tensor) -> torch.Tensor:
     """Return what the decoder makes of some tokens of a micro-batch, of shape (tokens, hidden)."""
     inside = {key: value for key, value in batch.items() if key != "labels"}
-    # The same elements are dropped each time.
-    torch.manual_seed(0)
     decoder: Any = getattr(model, "base_model", model)
-    result: torch.Tensor = decoder(**inside).last_hidden_state.detach()[looked]
+    devices = [looked.device] if looked.device.type == "cuda" else []
+    # A dropout drops the same in each, and training goes on as if nobody had asked.
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        result: torch.Tensor = decoder(**inside).last_hidden_state.detach()[looked]
     return result.float()
 
 

@@ -266,8 +266,12 @@ def _script(
 
 
 def _seconds_max(record: Record, *, steps: int) -> float:
-    """Return how long a script may take: to load, and for steps that are slower than recorded."""
-    expected = steps * record.config.tokens_per_step / record.tokens_per_second
+    """Return how long a script may take: to load, and for texts and steps that go slower than
+    recorded; it reads all the texts, and evaluates those that are held out."""
+    tokens = steps * record.config.tokens_per_step
+    if record.texts is not None:
+        tokens += record.texts.tokens
+    expected = tokens / record.tokens_per_second
     return _LOADING_SECONDS_MAX + _SLOWER_MAX * expected
 
 

@@ -218,6 +218,9 @@ FILES: dict[str, bytes] = {
     "array.json.gz": gzip.compress(json.dumps([*ROWS, 7]).encode()),
     "texts.csv": CSV,
     "texts.tsv": CSV.replace(b",", b"\t"),
+    "semicolons.csv": CSV.replace(b",", b";"),
+    "commas-within.csv": b"prompt;completion\nhello, you;world\n",
+    "bars.tsv": CSV.replace(b",", b"|"),
     "texts.tsv.gz": gzip.compress(CSV.replace(b",", b"\t")),
     "bom.csv": b"\xef\xbb\xbf" + CSV.replace(b"\n", b"\r\n"),
     # What datasets takes for numbers, truth values, nothing, dates or another column.
