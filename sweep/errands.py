@@ -70,6 +70,11 @@ def run_errand(
             end = child.end(patience=_LAST_MOMENT_SECONDS)
         if answer is None:
             raise EnvironmentFault(f"{name} ended with {end}{last_words(printed)}")
+    return _result(answer)
+
+
+def _result(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an answer holds, or raise the fault that it is."""
     match answer:
         case {"input": str(reason)}:
             raise InputError(reason)
