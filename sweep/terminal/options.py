@@ -308,7 +308,7 @@ EvalFractionOption = Annotated[
 ]
 LearningRateOption = Annotated[
     float | None,
-    typer.Option("--learning-rate", help="At the first step; the configuration's, 2e-4."),
+    typer.Option("--learning-rate", "--lr", help="At the first step; the configuration's, 2e-4."),
 ]
 CheckpointEveryOption = Annotated[
     int | None,

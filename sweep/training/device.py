@@ -23,9 +23,9 @@ from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memo
 from sweep.training.marks import CpuMark, CudaMark, Mark
 
 _NEXT_TO_NOTHING_BYTES = 2**20
-_NET_BYTES = 64 * 2**20
-"""What a process on the CPU may take beyond its tensors: scratch memory of libraries, events of the
-profiler, objects of the interpreter."""
+_NET_BYTES = 2**30
+"""What a process on the CPU may take beyond its tensors: scratch memory of libraries and a kernel
+for each shape, of which texts make hundreds; events of the profiler, objects of the interpreter."""
 _SPILL_SLACK_BYTES = 256 * 2**20
 """Windows tells what is free to some hundred MiB."""
 _MARK = "stage: "

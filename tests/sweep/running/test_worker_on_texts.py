@@ -127,3 +127,24 @@ def test_texts_that_are_not_those_of_the_study_are_refused(
     )
     with pytest.raises(EnvironmentFault, match=words):
         Worker(settings, send=lambda _: None)
+
+
+def test_kernels_for_every_width_of_texts_are_no_part_of_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    lengths = np.random.default_rng(3).integers(20, 190, 120)
+    directory = prepared(tmp_path / "texts", lengths)
+    (directory / "texts.json").write_text(json.dumps({"fingerprint": "abc"}), encoding="utf-8")
+    texts = TextsSettings(directory=str(directory), fingerprint="abc", eval_fraction=0.1)
+    config = TrialConfig(
+        micro_batch_size=2,
+        seq_len=192,
+        target_modules="all-linear",
+        upcast_fp32=False,
+        packing="grouped",
+    )
+    target, log = Target(gpu="cpu", device="cpu", budget_bytes=32 * 2**20), tmp_path / "worker.log"
+    many = StepBudget(warmup_min=1, warmup_max=1, measured_min=6, measured_max=6)
+    with SupervisedRunner(load_model_spec("demo"), target=target, log_path=log, texts=texts) as one:
+        assert measured(one.run(config, steps=many)).peak_allocated_bytes < 20 * 2**20
