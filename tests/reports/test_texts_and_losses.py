@@ -117,8 +117,8 @@ def test_a_length_that_cuts_nothing_says_so() -> None:
     assert cut_words(known.records[0]) == "length 2,048 cuts nothing off"
     one = of_texts(trained(0, 8_000.0, LONG, rows_cut=0, rows_left_out=1, tokens_cut=0.0))
     assert cut_words(one.records[0]) == (
-        "length 2,048 cuts nothing off; 1 more row, 1.1 % of the tokens, left out: nothing to "
-        "learn is left of it"
+        "length 2,048 cuts nothing off; 1 row, 1.1 % of the tokens, left out: nothing to learn "
+        "is left of it"
     )
 
 

@@ -307,7 +307,10 @@ def test_what_is_missing_in_a_directory_is_no_name_of_the_hub(
     assert not is_on_hub("here/missing")
     with pytest.raises(InputError) as refused:
         text_files("here/missing")
-    assert str(refused.value) == "'here/missing': no such file or directory in 'here'"
+    assert str(refused.value) == (
+        "'here/missing': no such file or directory in 'here'; for the hub's, run this where no "
+        "directory has that name"
+    )
 
 
 def test_of_parquet_no_whole_group_of_rows_is_read(tmp_path: Path) -> None:
