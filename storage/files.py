@@ -169,6 +169,20 @@ def write_chosen(path: Path, data: bytes) -> None:
     _swap_in(target, data, mode=None if there is None else stat.S_IMODE(there.st_mode))
 
 
+def lock(descriptor: int) -> None:
+    """Take the lock of an open file or directory, where its file system has locks.
+
+    Raises:
+        BlockingIOError: somebody else has it.
+        OSError: the system refuses it otherwise.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+
+
 def is_temporary(path: Path) -> bool:
     """Whether a file has the name that one has until it is whole."""
     return re.fullmatch(rf"\.[0-9a-f]{{16}}{re.escape(_TEMPORARY)}", path.name) is not None

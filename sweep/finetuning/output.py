@@ -7,8 +7,6 @@ training runs.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -146,13 +144,9 @@ def held(output: Path) -> Iterator[None]:
         raise EnvironmentFault(f"--output: {words_of(error)}") from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files.lock(lock.fileno())
         except BlockingIOError as error:
             raise InputError(f"--output: another training writes {output} now") from error
-        except OSError as error:
-            # Not every file system has locks.
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
-                raise
         yield
 
 

@@ -6,8 +6,6 @@ Knows nothing of torch or of the terminal.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -24,6 +22,7 @@ from search_spaces.documents import home_expanded, read_json
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.hub import fetch_weights
 from search_spaces.models import ModelSpec, load_model_spec
+from storage import files
 from sweep.child_environment import child_environment
 from sweep.errands import run_errand
 from sweep.merging.adapter import WEIGHTS, Adapter, TensorInfo, read_adapter, read_tensors
@@ -241,13 +240,9 @@ def _held(temporary: Path, output: Path) -> Iterator[None]:
     descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files.lock(descriptor)
         except BlockingIOError as error:
             raise InputError(f"--output: another merge writes {output} now") from error
-        except OSError as error:
-            # Not every file system has locks.
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
-                raise
         for path in temporary.iterdir():
             path.unlink()
         yield

@@ -44,9 +44,7 @@ from sweep.running.wire import (
 )
 from sweep.training.compiling import forget_compiled
 from sweep.training.device import Device, open_device
-from sweep.training.exceptions import (
-    requested_bytes,
-)
+from sweep.training.exceptions import requested_bytes
 from sweep.training.meter import CardReader, NeighbourWatch
 from sweep.training.model import BaseModel, Unavailable, build_base
 from sweep.training.quality import NoRoomToEvaluateError, Quality, Question

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from search_spaces.config import TrialConfig
@@ -102,3 +105,14 @@ def a_study(
             ),
         ),
     )
+
+
+def imported(script: str, path: Path) -> ModuleType:
+    """Write an exported script and return it as a module; importing it does nothing."""
+    path.write_text(script, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

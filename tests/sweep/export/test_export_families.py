@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from sweep.export.formats import export
 from sweep.training.adapters import attached, with_adapters
 from sweep.training.model import BaseModel, build_base
 from tests.sweep.export.families import families, saved
-from tests.sweep.export.studies import a_study
+from tests.sweep.export.studies import a_study, imported
 from tests.sweep.training.tiny import tiny_config
 
 FAMILIES = sorted(families())
@@ -81,13 +80,8 @@ def test_the_script_builds_what_was_measured(
 ) -> None:
     spec = model_of(family)
     config = tiny_config(lora_rank=4, attention=ATTENTION.get(family, "sdpa"), **knobs)
-    path = tmp_path / "exported_family.py"
-    path.write_text(export(a_study(config, model=spec), format="script"), encoding="utf-8")
-    found = importlib.util.spec_from_file_location("exported_family", path)
-    assert found is not None
-    assert found.loader is not None
-    script = importlib.util.module_from_spec(found)
-    found.loader.exec_module(script)
+    text = export(a_study(config, model=spec), format="script")
+    script = imported(text, tmp_path / "exported_family.py")
     built = described(script.load_model(str(spec.path)))
     base = base_of(spec, config)
     with attached(base, config) as attachment:

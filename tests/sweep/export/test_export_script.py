@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -33,7 +32,7 @@ from sweep.export.formats import export
 from sweep.export.recipe import WEIGHT_DECAY
 from sweep.training.adapters import attached
 from sweep.training.step import TrainingLoop
-from tests.sweep.export.studies import a_study
+from tests.sweep.export.studies import a_study, imported
 from tests.sweep.training.tiny import TINY, tiny_base, tiny_config, trial_on
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
@@ -68,16 +67,10 @@ def some_texts() -> list[dict[str, str]]:
     return [{"text": " ".join(WORDS * (1 + index % 5))} for index in range(40)]
 
 
-def imported(config: TrialConfig, directory: Path) -> ModuleType:
-    """Return the exported script as a module; importing it does nothing."""
-    path = directory / "exported_script.py"
-    path.write_text(export(a_study(config, model=TINY), format="script"), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("exported_script", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script_of(config: TrialConfig, directory: Path) -> ModuleType:
+    """Return the exported script as a module."""
+    text = export(a_study(config, model=TINY), format="script")
+    return imported(text, directory / "exported_script.py")
 
 
 def described(model: PreTrainedModel) -> dict[str, Any]:
@@ -115,7 +108,7 @@ def test_the_script_builds_what_was_measured(
     knobs: dict[str, Any], weights: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(**knobs)
-    built = imported(config, tmp_path).load_model(str(weights)).get_base_model()
+    built = script_of(config, tmp_path).load_model(str(weights)).get_base_model()
     with tiny_base(config) as base, attached(base, config):
         assert described(built) == described(base.model)
 
@@ -123,7 +116,7 @@ def test_the_script_builds_what_was_measured(
 @pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_torch_fused"])
 def test_the_script_takes_the_steps_that_were_measured(optimizer: str, tmp_path: Path) -> None:
     config = tiny_config(optimizer=optimizer, effective_batch_size=8, learning_rate=3e-4)
-    arguments = imported(config, tmp_path).training_arguments(str(tmp_path / "out"), 3)
+    arguments = script_of(config, tmp_path).training_arguments(str(tmp_path / "out"), 3)
     assert arguments.per_device_train_batch_size == config.micro_batch_size
     assert arguments.gradient_accumulation_steps == config.accumulation_steps
     assert arguments.optim.value == config.optimizer
@@ -138,7 +131,7 @@ def test_the_script_takes_the_steps_that_were_measured(optimizer: str, tmp_path:
 def test_texts_are_joined_into_full_rows_and_every_token_is_kept(
     weights: Path, tmp_path: Path
 ) -> None:
-    script = imported(tiny_config(seq_len=32), tmp_path)
+    script = script_of(tiny_config(seq_len=32), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(weights)
     rows = script.packed(Dataset.from_list(some_texts()), tokenizer)
     tokens = sum(9 * (1 + index % 5) + 1 for index in range(40))
@@ -158,7 +151,7 @@ def test_texts_are_joined_into_full_rows_and_every_token_is_kept(
 def test_data_that_cannot_be_trained_on_is_refused(
     line: dict[str, str], complaint: str, weights: Path, tmp_path: Path
 ) -> None:
-    script, tokenizer = imported(tiny_config(), tmp_path), AutoTokenizer.from_pretrained(weights)
+    script, tokenizer = script_of(tiny_config(), tmp_path), AutoTokenizer.from_pretrained(weights)
     with pytest.raises(SystemExit, match=complaint):
         script.packed(Dataset.from_list([line]), tokenizer)
 
@@ -192,7 +185,7 @@ def test_every_other_option_is_one_of_transformers(format: str) -> None:
 def test_the_first_steps_of_a_run_are_not_its_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = imported(tiny_config(seq_len=32), tmp_path)
+    script = script_of(tiny_config(seq_len=32), tmp_path)
     moments = iter((10.0, 17.0, 19.0, 20.5, 21.5, 22.5, 23.5))
     monkeypatch.setattr(script.time, "perf_counter", lambda: next(moments))
     clock = script.StepClock()

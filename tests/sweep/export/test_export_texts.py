@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import bz2
 import gzip
-import importlib.util
 import json
 import lzma
 import sys
@@ -24,7 +23,7 @@ from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.split import split
 from sweep.export.formats import export, exported, format_names
-from tests.sweep.export.studies import HOSTILE, a_study, some_texts
+from tests.sweep.export.studies import HOSTILE, a_study, imported, some_texts
 from tests.sweep.export.test_export_keys import dataset_info
 from tests.sweep.export.weights import a_row, saved_model, written_texts
 from tests.sweep.training.tiny import tiny_config
@@ -50,14 +49,8 @@ def script_of(
     """Return the script of a study on texts of a kind, as a module."""
     source = written_texts(directory / "texts.jsonl", kind)
     texts = some_texts(kind, completions_only=only, source=str(source))
-    path = directory / "exported_texts.py"
-    path.write_text(export(a_study(config, model=model, texts=texts), format="script"), "utf-8")
-    spec = importlib.util.spec_from_file_location("exported_texts", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    script = export(a_study(config, model=model, texts=texts), format="script")
+    return imported(script, directory / "exported_texts.py")
 
 
 @pytest.mark.parametrize("only", [False, True])
