@@ -19,7 +19,7 @@ from sweep.data.epoch import PACKED_AT_ONCE, Epoch, Integers, epoch
 from sweep.data.opening import open_tokens
 from sweep.data.request import LENGTHS, LOSS_LENGTHS
 from sweep.data.split import split
-from sweep.data.strata import STRATA, representative
+from sweep.data.strata import representative
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -56,7 +56,6 @@ def trial_batches(
     *,
     seed: int,
     eval_fraction: float,
-    strata: int = STRATA,
     micro_steps: int | None = None,
     pad_token_id: int = 0,
 ) -> TrialBatches:
@@ -67,7 +66,6 @@ def trial_batches(
         config: what trains on them.
         seed: of the epoch's order, and of what is held out.
         eval_fraction: share of the rows that no training sees.
-        strata: shares of the epoch by size, of which each has a micro-batch in the round.
         micro_steps: micro-batches of an optimizer step; None for as many as the configuration says.
         pad_token_id: any token of the model.
 
@@ -77,9 +75,7 @@ def trial_batches(
     rows = open_tokens(directory).with_format("numpy")
     indices, _ = split(len(rows), eval_fraction, seed)
     whole = epoch_of(directory, config, indices=indices, seed=seed)
-    chosen = representative(
-        whole, strata=strata, micro_steps=micro_steps or config.accumulation_steps
-    )
+    chosen = representative(whole, micro_steps=micro_steps or config.accumulation_steps)
     collate = collator(config, pad_token_id)
 
     def made(places: Iterable[int]) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Owns the few micro-batches that stand for a whole epoch in a trial.
 
 An epoch's micro-batches are put in order of their size and divided into strata of an equal number;
-one of each is the round that a trial repeats. Knows nothing of tokens or tensors.
+one of each is the round that a trial repeats. Of packed rows, all as wide, one stands for all.
+Knows nothing of tokens or tensors.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from numpy.typing import NDArray
 from sweep.data.epoch import Epoch
 
 STRATA = 4
+"""At most, but for what whole optimizer steps ask for."""
 _ROUNDS = 8
 """Of exchanges; two or three leave nothing to exchange."""
 
 
-def representative(epoch: Epoch, *, strata: int = STRATA, micro_steps: int) -> list[int]:
+def representative(epoch: Epoch, *, micro_steps: int) -> list[int]:
     """Return the micro-batches of a round: one of each stratum, a whole number of optimizer steps.
 
     They are chosen together, so that computed tokens, their squares (attention's work) and
@@ -25,13 +27,13 @@ def representative(epoch: Epoch, *, strata: int = STRATA, micro_steps: int) -> l
 
     Args:
         epoch: whose micro-batches they are; one with fewer rows is none of them.
-        strata: the least number.
         micro_steps: micro-batches of an optimizer step.
     """
     whole = len(epoch.rows) // epoch.config.micro_batch_size
     padded, widths, loss = epoch.padded[:whole], epoch.widths[:whole], epoch.loss[:whole]
-    # Packed rows are all as wide: there the tokens that carry loss tell the strata apart.
-    size = loss if epoch.config.packing == "packed" else padded
+    is_packed = epoch.config.packing == "packed"
+    # Packed rows take as long each; what tells them apart is how many of their tokens carry loss.
+    size, strata = (loss, 1) if is_packed else (padded, STRATA)
     by_size = np.lexsort((loss, size))
     features = np.stack([padded, padded * widths, loss], axis=1)[by_size].astype(float)
     count = -(-strata // micro_steps) * micro_steps

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sweep.training.compiling import Compilation
 from sweep.training.device import Device
 from sweep.training.marks import Mark
 
@@ -40,6 +41,7 @@ class Steps:
     seconds: list[float] = field(default_factory=list)
     """From the end of the step before, or of what interrupted it."""
     is_warm: list[bool] = field(default_factory=list)
+    """Whether a step is a measure of speed: not one of a run's first, and nothing was compiled."""
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     """Step and loss of each evaluation on the way."""
     checkpoints: int = 0
@@ -126,6 +128,7 @@ class _Queued:
     gradient_norm: torch.Tensor | None
     computed: int
     learning_rate: float
+    has_compiled: bool
 
 
 class Course:
@@ -136,15 +139,25 @@ class Course:
         steps: of earlier runs, which this one adds to.
         checks_gradients: whether a gradient that is not finite ends it; a loss scale, which fp16
             has, makes some so and leaves their steps out.
+        compilation: what the compiler does meanwhile, which each new width of texts calls for.
     """
 
-    def __init__(self, device: Device, steps: Steps, *, checks_gradients: bool) -> None:
+    def __init__(
+        self,
+        device: Device,
+        steps: Steps,
+        *,
+        checks_gradients: bool,
+        compilation: Compilation | None = None,
+    ) -> None:
         self.steps = steps
         self.fault: str | None = None
         """What is not finite, ``loss nan``; None while all is."""
         self.fault_step = 0
         self._device = device
         self._checks_gradients = checks_gradients
+        self._compilation = compilation
+        self._compiling_seconds = 0.0
         self._queued: deque[_Queued] = deque()
         self._of_run = 0
         self._last: Mark | None = None
@@ -182,7 +195,10 @@ class Course:
         assert tokens is not None
         # Behind the copies: they are there when it is passed.
         mark = self._device.mark()
-        self._queued.append(_Queued(mark, loss, tokens, norm, self._computed, learning_rate))
+        has_compiled = self._has_compiled()
+        self._queued.append(
+            _Queued(mark, loss, tokens, norm, self._computed, learning_rate, has_compiled)
+        )
         self._loss = self._norm = None
         while len(self._queued) >= _AHEAD_STEPS or (
             self._queued and self._queued[0].ended.is_passed()
@@ -193,6 +209,13 @@ class Course:
         """Read all that is queued: nothing is in flight afterwards."""
         while self._queued:
             self._take_in()
+
+    def _has_compiled(self) -> bool:
+        """Return whether something was compiled since this was asked."""
+        if self._compilation is None:
+            return False
+        before, self._compiling_seconds = self._compiling_seconds, self._compilation.seconds
+        return self._compiling_seconds > before
 
     def _take_in(self) -> None:
         step = self._queued.popleft()
@@ -206,7 +229,7 @@ class Course:
         steps.tokens.append(int(step.tokens))
         steps.computed.append(step.computed)
         steps.learning_rates.append(step.learning_rate)
-        steps.is_warm.append(self._of_run > WARMUP_STEPS)
+        steps.is_warm.append(self._of_run > WARMUP_STEPS and not step.has_compiled)
         self._judge(step)
 
     def _judge(self, step: _Queued) -> None:

@@ -107,6 +107,7 @@ class Run(TrainerCallback):
             self._device,
             _steps_of(self._checkpoint),
             checks_gradients=self._job.config.compute_dtype != "fp16",
+            compilation=attachment.compilation,
         )
         self._trainer = MeasuredTrainer(
             self._job,

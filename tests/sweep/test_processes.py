@@ -119,10 +119,10 @@ def test_a_process_that_nothing_ends_is_given_up_in_time(
     with monkeypatch.context() as patched:
         # The kernel's doing, which no test can bring about.
         patched.setattr(os, "killpg", lambda *_: None)
-        began = time.monotonic()
+        patched.setattr(os, "kill", lambda *_: None)
         end = child.end(kill_seconds=0.2)
-        assert time.monotonic() - began < 2.0
     assert end.status is None
+    assert is_running(child.pid)
     assert "SIGKILL" in str(end)
     os.killpg(child.pid, signal.SIGKILL)
     child.process.wait()
