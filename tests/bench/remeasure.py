@@ -92,6 +92,10 @@ PRODUCERS: dict[str, Producer] = {
         DATA / "new_models_h200.jsonl",
         lambda out, seconds: [_bench("new_models.py", "-o", out, "--seconds", seconds)],
     ),
+    "packed": Producer(
+        DATA / "packed_h200.jsonl",
+        lambda out, seconds: [_bench("packed_rows.py", out, "--seconds", seconds)],
+    ),
     "study_steps": Producer(DATA / "study_steps_h200.jsonl", _study_steps),
 }
 

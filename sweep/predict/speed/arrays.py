@@ -15,6 +15,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from sweep.predict.speed.calibration import FACTORS, Calibration, in_order
+from sweep.predict.speed.kernels import MASKED_DOUBT
 from sweep.predict.speed.phases import StepPhases
 
 _LAUNCH = FACTORS.index("launch")
@@ -36,7 +37,8 @@ class StepTimes:
     def __init__(self, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> None:
         self.phases = StepPhases.of(configs, model=model, gpu=gpu)
         self._card = gpu.speed_uncertainty
-        self._is_packed = np.array([config.packing == "packed" for config in configs], np.bool_)
+        doubts = [_attention_doubt(config) for config in configs]
+        self._attention_doubts: NDArray[np.float64] = np.array(doubts, np.float64)
 
     def seconds(self, calibration: Calibration | None) -> NDArray[np.float64]:
         """Return the seconds of each step, accumulation included.
@@ -65,19 +67,26 @@ class StepTimes:
 
         The card's own, between what it is for time that the card takes and for time that the host's
         launches take; smaller after trials on the card, for further steps of the same study.
-        Of packed rows all of attention's share is unsure beside that.
+        Of packed rows attention's share is unsure beside that.
         """
         known = self._card if calibration is None else calibration.uncertainty(self._card)
         launches = self.launch_shares(calibration)
         stated = np.asarray(launches * known.launch + (1.0 - launches) * known.device)
-        return stated + self._attention_shares(calibration) * self._is_packed
+        return stated + self._attention_shares(calibration) * self._attention_doubts
 
     def _attention_shares(self, calibration: Calibration | None) -> NDArray[np.float64]:
-        """Return the share of each step that goes with attention: of packed rows, whose kernels no
-        measurement backs, that much more is unsure."""
+        """Return the share of each step that goes with attention."""
         factors = _factors(calibration)
         attention = self.phases.slopes(factors)[:, _ATTENTION] * factors[_ATTENTION]
         return np.asarray(attention / self.phases.seconds(factors))
+
+
+def _attention_doubt(config: TrialConfig) -> float:
+    """Return how far attention's time may be off because rows are packed, relative."""
+    if config.packing != "packed" or config.attention == "eager":
+        return 0.0
+    # Flash attention is told where texts begin, and nobody has measured what that saves.
+    return MASKED_DOUBT if config.attention == "sdpa" else 1.0
 
 
 def _factors(calibration: Calibration | None) -> NDArray[np.float64]:

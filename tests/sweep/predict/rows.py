@@ -29,6 +29,8 @@ def read_rows(name: str) -> list[Row]:
 TABLE = read_rows("measurements_h200.jsonl")
 HELD_OUT = read_rows("held_out_h200.jsonl")
 COMPILED = read_rows("compiled_h200.jsonl")
+PACKED = read_rows("packed_h200.jsonl")
+"""Rows that texts fill to the last token; ``full`` is the same configuration on one text a row."""
 EDGES = read_rows("edges_h200.jsonl")
 STUDY_STEPS = read_rows("study_steps_h200.jsonl")
 IS_NEW_MEASURED = (DATA / "new_models_h200.jsonl").exists()

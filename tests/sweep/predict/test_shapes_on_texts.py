@@ -11,7 +11,6 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import find_gpu
 from search_spaces.models import load_model_spec
 from sweep.data.epoch import Epoch, epoch
-from sweep.predict.memory.prediction import COMPILED_RECOMPUTED, EAGER, PACKED, stated_uncertainty
 from sweep.predict.speed.arrays import StepTimes
 from sweep.predict.texts import SpeedOnTexts, mean_shape_on_texts, shape_on_texts, speed_on_texts
 
@@ -102,13 +101,3 @@ def test_a_mask_costs_attention_and_nothing_else() -> None:
     for attention in ("flash_attention_2", "eager"):
         alike = [_config(packing=p, attention=attention) for p in ("none", "packed")]
         assert len(set(_seconds(alike).tolist())) == 1
-
-
-def test_packed_rows_are_predicted_less_surely() -> None:
-    assert stated_uncertainty(_config()) == EAGER
-    assert stated_uncertainty(_config(packing="grouped")) == EAGER
-    assert stated_uncertainty(_config(packing="packed")) == PACKED
-    flat = _config(packing="packed", attention="flash_attention_2")
-    assert stated_uncertainty(flat) == EAGER
-    compiled = stated_uncertainty(_config(packing="packed", compile=True))
-    assert compiled == COMPILED_RECOMPUTED

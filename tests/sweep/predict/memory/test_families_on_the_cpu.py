@@ -91,7 +91,7 @@ def test_a_sample_more_takes_what_is_predicted_of_it(
 def test_a_packed_sample_more_takes_what_is_predicted_of_it(
     tracing_child: TracingChild, tmp_path: Path, family: str, attention: str, error: float
 ) -> None:
-    """What `PACKED` says of its own error."""
+    """The kernels of a card keep the same tensors, and two models were measured there."""
     texts = Texts(prepared(tmp_path / "texts", [100, 151] * 9), eval_fraction=0.0, seed=0)
     tiny = spec_of(family)
     spec = ModelSpec(tiny.name, tiny.source, {**tiny.config, **WINDOWED.get(family, {})})

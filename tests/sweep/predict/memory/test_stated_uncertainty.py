@@ -17,6 +17,7 @@ from tests.sweep.predict.rows import (
     COMPILED,
     EDGES,
     HELD_OUT,
+    PACKED,
     TABLE,
     Predict,
     Row,
@@ -58,7 +59,7 @@ def _rows(
 ) -> list[Row]:
     return [
         row
-        for row in (*TABLE, *HELD_OUT, *COMPILED)
+        for row in (*TABLE, *HELD_OUT, *COMPILED, *PACKED)
         if is_compiled(row) is compiled
         and recomputed in (None, is_recomputed(row))
         and upcast in (None, row["config"]["upcast_fp32"])
@@ -129,6 +130,13 @@ def test_a_stated_uncertainty_covers_the_rows_it_is_claimed_for(statement: State
 
 def test_a_stated_uncertainty_is_not_far_more_than_the_rows_support(statement: Statement) -> None:
     assert statement.stated <= 2 * statement.supported + ROUNDING
+
+
+def test_packed_rows_are_predicted_as_surely_as_full_ones(predict_row: Predict) -> None:
+    rows = [row for row in PACKED if not is_compiled(row)]
+    assert all(row["documents_apart"] for row in rows)
+    assert Statement(0.0, _allocated(predict_row, rows)).supported < memory.EAGER.allocated / 2
+    assert Statement(0.0, _reserved(predict_row, rows)).supported < memory.EAGER.reserved / 2
 
 
 @pytest.mark.parametrize(
