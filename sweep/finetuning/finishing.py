@@ -62,6 +62,8 @@ def finish(
         _write_pages(job, result, staging, card=card, document=document)
         checkpoints.synchronize(staging)
         _give_names(staging, directory)
+        # Nothing goes on from a training that is done, and an optimizer's state is large.
+        checkpoints.remove_behind(directory, 0)
     except OSError as error:
         raise EnvironmentFault(
             f"cannot write {directory}: {words_of(error)}. Nothing is lost: the last checkpoint is "
