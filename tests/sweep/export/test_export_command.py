@@ -124,6 +124,8 @@ def test_what_the_trainer_cannot_do_is_said_on_stderr(
     assert main(["export", study, "--format", "trl"]) == 0
     said = capsys.readouterr()
     assert "trl: kernels" in said.err
+    assert max(map(len, said.err.splitlines())) <= 80
+    assert "less memory than measured" in " ".join(said.err.split())
     assert "trl: kernels" not in said.out
     yaml.safe_load(said.out)
     assert main(["export", study, "--format", "json"]) == 0
