@@ -87,7 +87,7 @@ def test_a_report_prices_the_training_that_is_asked_about(
 @pytest.mark.parametrize(
     ("options", "space", "code", "complaint"),
     [
-        (["--format", "axolot"], {}, 2, "llama-factory, peft, json, yaml or surface"),
+        (["--format", "axolot"], {}, 2, "llama-factory, trl or surface"),
         # As `best` does.
         ([], TOO_LARGE, 1, "has nothing to export"),
         (["--trial", "77"], {}, 2, "has no trial 77"),

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.split import split
@@ -363,6 +363,13 @@ def test_a_tokenizer_that_was_named_is_that_of_every_export() -> None:
         assert any("/my/tokenizer" in lost for lost in exported(study, format=format).lost)
     for format in ("script", "axolotl", "trl", "llama-factory"):
         assert "/my/tokenizer" not in export(on_texts(), format=format)
+
+
+def test_a_shipped_tokenizer_is_where_trainers_find_it() -> None:
+    place = str(load_model_spec("demo").tokenizer_path)
+    study = on_texts(tokenizer="demo")
+    assert yaml.safe_load(export(study, format="axolotl"))["tokenizer_config"] == place
+    assert f'default="{place}"' in export(study, format="script")
 
 
 @pytest.mark.parametrize("format", ["axolotl", "trl", "llama-factory"])
