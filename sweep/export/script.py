@@ -10,6 +10,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from search_spaces.trainers import TORCH_DTYPES, allocator_settings, liger_kernels
+from sweep.data.kinds import ROLES, ROLES_OF_OTHERS
 from sweep.export.documents import record_line
 from sweep.export.recipe import (
     MAX_GRAD_NORM,
@@ -47,6 +48,8 @@ def script(recipe: Recipe) -> str:
         needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),
         texts=texts,
         is_chat=_is_chat(recipe),
+        roles=ROLES,
+        roles_of_others=ROLES_OF_OTHERS,
         marks_turns=_marks_turns(recipe),
         is_flattened=config.packing == "packed" and config.attention == "flash_attention_2",
         output=recipe.output_directory("script"),
