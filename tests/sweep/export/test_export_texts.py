@@ -90,7 +90,8 @@ def test_the_script_leaves_out_what_is_broken(
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "does f"}}
 _ASKED = {"role": "user", "content": "hi"}
-_TURNS = [_ASKED, {"role": "assistant", "content": "ho"}]
+_ANSWER = [{"role": "assistant", "content": "ho"}]
+_TURNS = [_ASKED, *_ANSWER]
 ODD_ROWS: dict[str, list[dict[str, Any]]] = {
     "instruction": [
         {"instruction": "a", "input": 7, "output": "b"},
@@ -103,6 +104,23 @@ ODD_ROWS: dict[str, list[dict[str, Any]]] = {
         {"prompt": " ", "completion": "b"},
         {"prompt": "a", "completion": " "},
         {"prompt": 1, "completion": "b"},
+        {"prompt": [_ASKED], "completion": _ANSWER},
+        {"prompt": [*_TURNS, _ASKED], "completion": _ANSWER},
+        {"prompt": [*_TURNS, _ASKED], "completion": [*_ANSWER, _ASKED, *_ANSWER]},
+        # What prompts for an answer is no beginning of this: the turns' own words tell where.
+        {"prompt": [_ASKED], "completion": [{"role": "tool", "content": "7"}, *_ANSWER]},
+        {"prompt": [*_TURNS, *_ANSWER], "completion": _ANSWER},
+        {"prompt": [_ASKED, {"from": "gpt", "value": "retell"}, _ASKED], "completion": _ANSWER},
+        {"prompt": [_ASKED], "completion": _ANSWER, "tools": json.dumps([_TOOL])},
+        {"prompt": [_ASKED], "completion": _ANSWER, "chat_template_kwargs": {"aside": "psst"}},
+        {"prompt": [_ASKED], "completion": _ANSWER, "tools": "7"},
+        {"prompt": [_ASKED], "completion": [{"role": "assistant", "content": "refuse"}]},
+        {"prompt": [_ASKED], "completion": [_ASKED]},
+        {"prompt": [], "completion": _ANSWER},
+        {"prompt": [_ASKED], "completion": []},
+        {"prompt": [{"role": "narrator", "content": "so"}], "completion": _ANSWER},
+        {"prompt": [_ASKED], "completion": "ho"},
+        {"prompt": json.dumps([_ASKED]), "completion": json.dumps(_ANSWER)},
     ],
     "messages": [
         {"messages": json.dumps(_TURNS)},
@@ -150,6 +168,8 @@ def test_the_script_takes_and_leaves_odd_rows_as_the_study_did(
     tokenizer = AutoTokenizer.from_pretrained(str(model.path))
     tokenizer.chat_template = (
         "{% if messages[-1].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}"
+        "{% if messages | length > 1 and messages[1].content == 'retell' %}"
+        "{{ messages | length }}{% endif %}"
         "{{ tools | tojson if tools else '' }}{{ aside }}"
     ) + tokenizer.chat_template.replace("{% generation %}", "{% generation -%}")
     script = script_of(tmp_path, kind, tiny_config(packing="none"), model, only=only)
@@ -166,6 +186,18 @@ def test_the_script_takes_and_leaves_odd_rows_as_the_study_did(
         assert found is not None, row
         assert found["input_ids"] == expected.ids.tolist(), row
         assert found["completion_mask"] == expected.mask.tolist(), row
+
+
+def test_only_the_completion_of_turns_carries_loss(
+    model: ModelSpec, tokenizer: Any, tmp_path: Path
+) -> None:
+    script = script_of(tmp_path, "prompt-completion", tiny_config(), model, only=True)
+    row = {"prompt": [*_TURNS, _ASKED], "completion": [*_ANSWER, _ASKED, *_ANSWER]}
+    found = script.tokens_of(row, tokenizer)
+    pairs = zip(found["input_ids"], found["completion_mask"], strict=True)
+    learned = [token for token, carries in pairs if carries]
+    assert tokenizer.decode(learned) == "ho</s>ho</s>"
+    assert tokenizer.decode(found["input_ids"]).count("ho</s>") == 3
 
 
 def test_a_mark_that_the_tokenizer_itself_puts_at_the_end_carries_loss(
