@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from search_spaces.dimensions import Choices
 from search_spaces.documents import Document
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, quote
 from search_spaces.knobs import Packing
 from search_spaces.space import SearchSpace
 from search_spaces.validation import validate
@@ -116,6 +116,12 @@ def _refusals(space: SearchSpace) -> Iterator[str]:
         missing = list(_missing_for_quality(space))
         if missing:
             yield f"objectives: eval_loss needs {', and '.join(missing)}"
+    elif space.data is not None and space.data.quality_tokens is not None:
+        yield (
+            f"data: quality_tokens {space.data.quality_tokens} is what trials train on for their "
+            "held-out loss, which is not searched for: add eval_loss to the objectives, or leave "
+            "quality_tokens out"
+        )
     if space.data is None:
         values = [*space.values_of("packing"), space.baseline.get("packing", PACKINGS[0])]
         packed = next((value for value in values if value != PACKINGS[0]), None)
@@ -132,4 +138,7 @@ def _missing_for_quality(space: SearchSpace) -> Iterator[str]:
     elif space.data.eval_fraction == 0:
         yield "texts that are held out (data.eval_fraction above 0)"
     if space.weights != "pretrained":
-        yield "real weights (weights: pretrained), as random ones learn nothing that compares"
+        yield (
+            "weights: pretrained in the space (random where nothing is said, whatever model "
+            f"{quote(space.model)} has), as random ones learn nothing that compares"
+        )

@@ -64,6 +64,9 @@ def text_files(name: str) -> list[tuple[str, Path]]:
         raise EnvironmentFault(f"{name}: cannot be read: {words_of(error)}") from error
     if not found:
         raise InputError(f"{name}: no file in this directory ends in {_KNOWN}")
+    dead = next((file for file in found if not exists(file, label=str(file))), None)
+    if dead is not None:
+        raise InputError(f"{dead}: a link to what is not there: remove it, or bring that back")
     return _named([(f"{name.rstrip('/')}/{file.relative_to(path)}", file) for file in found])
 
 

@@ -16,8 +16,10 @@ from search_spaces.texts import TextsKind
 
 TEXT_COLUMN = "text"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_ROLES_OF_OTHERS = {"human": "user", "gpt": "assistant"}
+ROLES_OF_OTHERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """As ShareGPT names them."""
+_CALLS = ("function_call", "tool_call")
+"""ShareGPT's too, and no role that a chat template knows."""
 _MAY_BE_EMPTY = ("system", "developer", "tool")
 _NEEDED: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -241,9 +243,13 @@ def _turn(given: Any) -> dict[str, Any] | str:
     role = turn.get("role")
     if role is None:
         return "role is missing"
-    turn["role"] = role = _ROLES_OF_OTHERS.get(role, role) if isinstance(role, str) else role
+    turn["role"] = role = ROLES_OF_OTHERS.get(role, role) if isinstance(role, str) else role
+    if role in _CALLS:
+        return (
+            f"unknown role {quote(role)}: write the call as tool_calls of a turn of the assistant"
+        )
     if role not in ROLES:
-        return f"unknown role {quote(role)}; known are {', '.join(ROLES)}"
+        return f"unknown role {quote(role)}; known are {', '.join((*ROLES, *ROLES_OF_OTHERS))}"
     return _with_content(turn)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from search_spaces.documents import home_expanded, is_directory
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
 from search_spaces.hub import SECONDS_MAX, is_hub_id, translate
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, shipped_models
 
 _FILES = (
     "tokenizer.json",
@@ -113,6 +113,10 @@ def find_tokenizer(
         return _named(named, fetch=fetch)
     if model is None:
         raise InputError(f"texts are counted in a tokenizer's tokens: {NEEDS}")
+    return _own(model, fetch=fetch)
+
+
+def _own(model: ModelSpec, *, fetch: Callable[[str], Path]) -> TokenizerFiles:
     if model.source == "hub":
         return _checked(model.name, fetch(model.name))
     if model.tokenizer_path is None:
@@ -126,6 +130,9 @@ def _named(name: str, *, fetch: Callable[[str], Path]) -> TokenizerFiles:
     directory = home_expanded(name)
     if name and is_directory(directory, label=f"tokenizer '{name}'"):
         return _checked(name, directory.resolve())
+    shipped = {spec.name: spec for spec in shipped_models()}
+    if name in shipped:
+        return _own(shipped[name], fetch=fetch)
     if is_hub_id(name):
         return _checked(name, fetch(name))
     raise InputError(f"tokenizer '{name}': no such directory, and no hub id (org/name)")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
+from search_spaces.errors import EnvironmentFault, InputError, listed, quote
 from storage.definition import StudySnapshot
 from storage.files import write_chosen
 from storage.surfaces import surface_text
@@ -73,9 +73,8 @@ def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None)
             raise InputError("--trial: a surface is of all trials; leave it out")
         return Export(surface_text(snapshot))
     if format not in _FORMATS:
-        raise InputError(
-            f"unknown format {quote(format)}{did_you_mean(format, (*_FORMATS, SURFACE))}"
-        )
+        known = listed((*_FORMATS, SURFACE))
+        raise InputError(f"unknown format {quote(format)}: it must be {known}")
     recipe, chosen = recipe_of(snapshot, number=number), _FORMATS[format]
     return Export(chosen.text(recipe), chosen.lost(recipe))
 

@@ -19,7 +19,7 @@ from reports.summary import emulation_note
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, NothingFits, quote
 from search_spaces.linears import resolve_targets
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, shipped_models
 from search_spaces.space import Objective
 from search_spaces.texts import TextsChoice, TextsSummary
 from storage.definition import StudySnapshot, Target
@@ -334,8 +334,14 @@ def _texts(snapshot: StudySnapshot) -> RecipeTexts | None:
         return None
     choice = space.data or TextsChoice(texts=summary.source)
     return RecipeTexts(
-        summary, choice.texts, float(choice.eval_fraction), space.seed, choice.tokenizer
+        summary, choice.texts, float(choice.eval_fraction), space.seed, _found(choice.tokenizer)
     )
+
+
+def _found(tokenizer: str | None) -> str | None:
+    """Return a tokenizer as trainers find it: they know no names of ours."""
+    shipped = next((spec for spec in shipped_models() if spec.name == tokenizer), None)
+    return tokenizer if shipped is None else str(shipped.tokenizer_path)
 
 
 def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecord:

@@ -11,6 +11,7 @@ from typing import Any
 
 from search_spaces.trainers import Trainer
 from sweep.data.files import CSV, JSON, LINES, PARQUET, how_read
+from sweep.data.kinds import ROLES_OF_OTHERS
 from sweep.export.recipe import Recipe, RecipeTexts
 
 DATA_FILE = "data.jsonl"
@@ -144,8 +145,9 @@ def _trl_loss(texts: RecipeTexts) -> dict[str, Any]:
 def _trl_lost_conversations(texts: RecipeTexts) -> str:
     loss = " and loss on every token" if texts.summary.completions_only else ""
     return (
-        "conversations: it renames from and value alone, so the chat template sees the roles human "
-        f"and gpt{loss}. Write them as messages with the roles user and assistant."
+        "conversations: it renames from and value alone, so the chat template sees the roles "
+        f"human, gpt and observation{loss}. Write them as messages with the roles user, assistant "
+        "and tool."
     )
 
 
@@ -186,7 +188,14 @@ def _axolotl_rows(texts: RecipeTexts) -> dict[str, Any]:
                 "type": "chat_template",
                 "field_messages": kind,
                 "message_property_mappings": dict(zip(("role", "content"), names, strict=True)),
+                # Of ShareGPT's it knows human and gpt alone.
+                **({"roles": _roles()} if kind == "conversations" else {}),
             }
+
+
+def _roles() -> dict[str, list[str]]:
+    """Return the roles of chat templates, each with those of others that stand for it."""
+    return {role: [other] for other, role in ROLES_OF_OTHERS.items()}
 
 
 def _axolotl_lost_text(texts: RecipeTexts) -> str:

@@ -10,6 +10,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from search_spaces.trainers import TORCH_DTYPES, allocator_settings, liger_kernels
+from sweep.data.kinds import ROLES, ROLES_OF_OTHERS
 from sweep.export.documents import record_line
 from sweep.export.recipe import (
     MAX_GRAD_NORM,
@@ -47,6 +48,9 @@ def script(recipe: Recipe) -> str:
         needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),
         texts=texts,
         is_chat=_is_chat(recipe),
+        has_chats=_may_be_chats(recipe),
+        roles=ROLES,
+        roles_of_others=ROLES_OF_OTHERS,
         marks_turns=_marks_turns(recipe),
         is_flattened=config.packing == "packed" and config.attention == "flash_attention_2",
         output=recipe.output_directory("script"),
@@ -59,21 +63,29 @@ def script(recipe: Recipe) -> str:
 
 def script_lost(recipe: Recipe) -> tuple[str, ...]:
     """Return what the script cannot do as it was measured."""
-    return (_MARKS,) if _marks_turns(recipe) else ()
+    if not _marks_turns(recipe):
+        return ()
+    whose = "Loss on the assistant's turns alone"
+    return (f"{whose if _is_chat(recipe) else 'Prompts and completions that are turns'}: {_MARKS}",)
 
 
 def _is_chat(recipe: Recipe) -> bool:
     return recipe.texts_kind in ("messages", "conversations")
 
 
+def _may_be_chats(recipe: Recipe) -> bool:
+    """Whether rows are chats, or a prompt and a completion, which may be turns."""
+    return _is_chat(recipe) or recipe.texts_kind == "prompt-completion"
+
+
 def _marks_turns(recipe: Recipe) -> bool:
     texts = recipe.texts
-    return texts is not None and _is_chat(recipe) and texts.summary.completions_only
+    return texts is not None and _may_be_chats(recipe) and texts.summary.completions_only
 
 
 _MARKS = (
-    "Loss on the assistant's turns alone: the script needs a chat template that marks them with "
-    "{% generation %}, and ends with a message where neither the tokenizer's nor TRL's for it does."
+    "the script needs a chat template that marks the assistant's with {% generation %}, and ends "
+    "with a message where neither the tokenizer's nor TRL's for it does."
 )
 
 

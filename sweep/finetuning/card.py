@@ -6,19 +6,31 @@ Its header is huggingface_hub's, so that the hub reads it. Knows nothing of file
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reports import units
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.gpus import match_product
 from search_spaces.hub import is_hub_id
+from search_spaces.knobs import KNOBS
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import shown
 from search_spaces.texts import TextsSummary
+from sweep.finetuning.beside import (
+    Compared,
+    Deviation,
+    behind,
+    compared_memory,
+    compared_speed,
+    off,
+)
 from sweep.finetuning.wire import TrainingJob, TrainingResult
 
 Row = Sequence[str]
 
+FEW_STEPS = 35
+"""Behind the warm-up; `sweep verify` measures as many where nobody says how many."""
 TOGETHER = "the texts of a packed row see each other: this model does not keep them apart"
 
 
@@ -28,7 +40,7 @@ def model_card(
     *,
     texts: TextsSummary | None,
     subject: str,
-    versions: dict[str, Any],
+    environment: Mapping[str, Any],
 ) -> str:
     """Return the card, as Markdown with the hub's header."""
     # Whoever trains nothing does not wait for it.
@@ -42,7 +54,9 @@ def model_card(
         datasets=[texts.source] if texts is not None and is_hub_id(texts.source) else None,
         tags=["lora", "qlora" if job.config.is_quantized else "lora-16bit", "qlora-sweep"],
     )
-    body = "\n\n".join(_sections(job, result, texts=texts, subject=subject, versions=versions))
+    body = "\n\n".join(
+        _sections(job, result, texts=texts, subject=subject, environment=environment)
+    )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n"))
 
 
@@ -92,6 +106,38 @@ def incomparable(job: TrainingJob, result: TrainingResult) -> str | None:
     return None
 
 
+def compared(job: TrainingJob, result: TrainingResult) -> tuple[Compared, Compared] | None:
+    """Return speed and memory beside what was promised; None where that is no measure of them."""
+    promise = job.promise
+    if promise is None or incomparable(job, result) is not None:
+        return None
+    return (
+        compared_speed(promise.tokens_per_second, result.tokens_per_second),
+        compared_memory(promise.peak_allocated_bytes, result.peak_allocated_bytes),
+    )
+
+
+def deviation(
+    job: TrainingJob, result: TrainingResult, *, environment: Mapping[str, Any]
+) -> Deviation | None:
+    """Return what is not as promised; None where nothing is, or nothing can be compared.
+
+    Args:
+        job: with what was promised.
+        result: what was reached.
+        environment: fingerprint of the machine that trained.
+    """
+    promise, both = job.promise, compared(job, result)
+    if promise is None or both is None or all(one.is_within for one in both):
+        return None
+    causes = behind(
+        promise.environment, environment, flags=promise.flags, is_confirmed=promise.is_confirmed
+    )
+    few = f"the speed is of {units.plural(result.steps_measured, 'step')} alone"
+    is_short = result.steps_measured < FEW_STEPS and not both[0].is_within
+    return Deviation(tuple(off(*both)), (*causes, *((few,) if is_short else ())))
+
+
 def _is_same(promised: str, reached: str) -> bool:
     """Whether two names are of one device; a document may have the catalogue's."""
     known = match_product(promised)
@@ -109,7 +155,7 @@ def _sections(
     *,
     texts: TextsSummary | None,
     subject: str,
-    versions: dict[str, Any],
+    environment: Mapping[str, Any],
 ) -> Iterable[str]:
     spec = job.spec
     yield f"# LoRA adapter for {shown(spec.name)}"
@@ -129,14 +175,22 @@ def _sections(
     why_not = incomparable(job, result)
     if why_not is not None:
         yield f"Not comparable: {why_not}."
+    different = deviation(job, result, environment=environment)
+    if different is not None:
+        yield different.words
     if job.promise is not None:
         yield f"Promised: {shown(job.promise.source)}, measured on {shown(job.promise.device)}."
-    config = job.config.model_dump(mode="json")
-    yield "## Configuration\n\n" + _table(
-        ("key", "value"), [(f"`{key}`", f"`{value}`") for key, value in config.items()]
-    )
+    yield "## Configuration\n\n" + _table(("key", "value"), _configuration(job.config))
+    versions = environment.get("versions") or {}
     known = [(name, str(version)) for name, version in versions.items() if version]
     yield "## Versions\n\n" + _table(("package", "version"), known)
+
+
+def _configuration(config: TrialConfig) -> list[Row]:
+    """Return what is used: every default written out, and no knob that has no say here."""
+    values = canonical(config).model_dump(mode="json")
+    idle = {key for key, knob in KNOBS.items() if knob.applies and not knob.applies(config)}
+    return [(f"`{key}`", f"`{value}`") for key, value in values.items() if key not in idle]
 
 
 def _texts(job: TrainingJob, result: TrainingResult, texts: TextsSummary | None) -> list[Row]:

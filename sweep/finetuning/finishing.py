@@ -19,7 +19,7 @@ from search_spaces.redaction import redacted
 from search_spaces.texts import TextsSummary
 from sweep.data.tokenizers import TokenizerFiles
 from sweep.finetuning import checkpoints, output
-from sweep.finetuning.card import base_of, incomparable, model_card
+from sweep.finetuning.card import base_of, compared, deviation, incomparable, model_card
 from sweep.finetuning.checkpoints import ADAPTER, ADAPTER_CONFIG
 from sweep.finetuning.loss_page import loss_page
 from sweep.finetuning.wire import TrainingJob, TrainingResult
@@ -52,9 +52,7 @@ def finish(
     directory, staging = Path(job.output), Path(job.output, _STAGING)
     output.release(directory)
     document = training_document(job, result, texts=texts, subject=subject, environment=environment)
-    card = model_card(
-        job, result, texts=texts, subject=subject, versions=environment.get("versions") or {}
-    )
+    card = model_card(job, result, texts=texts, subject=subject, environment=environment)
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
@@ -64,6 +62,8 @@ def finish(
         _write_pages(job, result, staging, card=card, document=document)
         checkpoints.synchronize(staging)
         _give_names(staging, directory)
+        # Nothing goes on from a training that is done, and an optimizer's state is large.
+        checkpoints.remove_behind(directory, 0)
     except OSError as error:
         raise EnvironmentFault(
             f"cannot write {directory}: {words_of(error)}. Nothing is lost: the last checkpoint is "
@@ -96,6 +96,8 @@ def training_document(
 ) -> dict[str, Any]:
     """Return what `training.json` says, and ``--json`` prints."""
     promise = job.promise
+    speed, memory = compared(job, result) or (None, None)
+    different = deviation(job, result, environment=environment)
     figures = result.model_dump(mode="json", exclude={"kind", "checkpoint"})
     return {
         "steps": result.steps,
@@ -112,6 +114,13 @@ def training_document(
         **{key: value for key, value in figures.items() if key not in ("steps", "tokens")},
         "promise": None if promise is None else redacted(promise.model_dump(mode="json")),
         "incomparable": incomparable(job, result),
+        "ratios": {
+            "tokens_per_second": None if speed is None else speed.ratio,
+            "peak_allocated_bytes": None if memory is None else memory.ratio,
+        },
+        "differences": []
+        if different is None
+        else redacted([*different.figures, *different.causes]),
         "trained": subject,
         "model": redacted({"name": job.spec.name, "base": base_of(job.spec)}),
         "weights": job.weights,

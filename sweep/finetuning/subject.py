@@ -19,7 +19,7 @@ from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.objectives import measured_of
 from storage.ranking import rank_study
-from storage.records import Measurement, TrialRecord, Verdict
+from storage.records import TrialRecord, Verdict
 from sweep.finetuning.wire import Promise
 
 ReadStudy = Callable[[str], StudySnapshot]
@@ -126,9 +126,20 @@ def _promise_of_file(values: dict[str, Any], label: str) -> Promise | None:
             source=f"trial {number} of study {quote(study)}, by {label}",
             device=str(card or gpu.get("emulated_on") or gpu.get("name")),
             texts=None if texts is None else str(texts["fingerprint"]),
+            flags=tuple(measured.get("flags") or ()),
+            is_confirmed=values.get("confirmed") is not False,
+            environment=_environment_of(values),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
+
+
+def _environment_of(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what an export tells of the machine that measured, but for its card's name."""
+    told = values.get("provenance") or {}
+    known = {key: told.get(key) for key in ("driver", "cuda_driver", "python")}
+    commit = (told.get("sweep") or {}).get("commit")
+    return {**known, "commit": commit, "versions": dict(values.get("versions") or {})}
 
 
 def _of_shipped(name: str, *, model: str | None) -> Subject:
@@ -160,7 +171,13 @@ def _of_study(snapshot: StudySnapshot, *, number: int | None, model: str | None)
         config=record.config,
         model=chosen,
         words=f"{role} of study {quote(snapshot.name)}, trial {record.number}",
-        promise=_promise(snapshot, record, measured_of(record)) if same else None,
+        promise=_promise(
+            snapshot,
+            record,
+            is_confirmed=ranking.is_confirmed if is_best else ranking.is_measured_again(record),
+        )
+        if same
+        else None,
         definition=snapshot.definition,
         study=snapshot.name,
         number=record.number,
@@ -180,7 +197,8 @@ def _trial(snapshot: StudySnapshot, number: int) -> TrialRecord:
     return found
 
 
-def _promise(snapshot: StudySnapshot, record: TrialRecord, measured: Measurement) -> Promise:
+def _promise(snapshot: StudySnapshot, record: TrialRecord, *, is_confirmed: bool) -> Promise:
+    measured = measured_of(record)
     target, texts = snapshot.definition.target, snapshot.definition.texts
     device = snapshot.environment.get("gpu") or target.emulated_on or target.gpu
     return Promise(
@@ -189,6 +207,9 @@ def _promise(snapshot: StudySnapshot, record: TrialRecord, measured: Measurement
         source=f"trial {record.number} of study {quote(snapshot.name)}",
         device="CPU" if target.device == "cpu" else str(device),
         texts=None if texts is None else texts.fingerprint,
+        flags=measured.flags,
+        is_confirmed=is_confirmed,
+        environment=snapshot.environment,
     )
 
 

@@ -34,6 +34,12 @@ class Promise(_Frozen):
     """What it was measured on: the product's name, or ``CPU``."""
     texts: str | None = None
     """Fingerprint of the texts that it was measured on; None for full rows of random tokens."""
+    flags: tuple[str, ...] = ()
+    """Of the measurement."""
+    is_confirmed: bool = True
+    """Whether it was measured again; True too where nothing says."""
+    environment: dict[str, Any] = Field(default_factory=dict)
+    """`storage.environment.fingerprint` of the machine that measured, as far as it is known."""
 
 
 class TrainingJob(_Frozen):

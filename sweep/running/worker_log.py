@@ -29,7 +29,7 @@ _TAIL_CHARACTERS = 600
 _REASON_CHARACTERS = 300
 _REASON_LINES = 12
 """From the end, among which an error is the one that ended the process, and no earlier one."""
-_NOISE = re.compile(
+_PLACE = re.compile(
     r"frame #\d+:"
     r"|File \".*\", line \d+"
     r"|(?:Current thread|Thread) 0x\w+.*:$"
@@ -40,12 +40,15 @@ _NOISE = re.compile(
     r"|Compile with `TORCH_USE_"
     r"|Search for `\w+' in https:"
     r"|[\^~]+$"
-    # What torch's profiler and bitsandbytes always say.
-    r"|USDT:"
-    r"|Failed to load CPU gemm_4bit_forward "
 )
 """Begins a line that says where in the code it was, or how to look for it, and never what went
 wrong."""
+_NOISE = re.compile(
+    r"USDT:"
+    r"|\[W.*\] Memory block of unknown size was allocated before the profiling started"
+    r"|Failed to load CPU gemm_4bit_forward "
+)
+"""Begins a line that torch's profiler and bitsandbytes always print, whatever becomes of them."""
 _REASON = re.compile(r"what\(\): |(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)\b: ")
 """Begins a line that names an error, as C++ and Python print one that nobody caught."""
 
@@ -96,11 +99,12 @@ class WorkerLog:
     def tail(self) -> str:
         """Return the last lines that were printed since this was opened, as they may be shown.
 
-        Those that say where in the code it happened are left out, and the error that they follow
-        comes first. Of a log of any size a few thousand bytes are read.
+        Those that say where in the code it happened are left out unless there are no others, and
+        the error that they follow comes first. Of a log of any size a few thousand bytes are read.
         """
         printed = (self._before + self._end()).decode(errors="replace").splitlines()
-        told = [line for line in printed if _NOISE.match(line.strip()) is None]
+        printed = [line for line in printed if _NOISE.match(line.strip()) is None]
+        told = [line for line in printed if _PLACE.match(line.strip()) is None]
         # These and nothing else say more than nothing.
         words = "\n".join(told if any(map(str.strip, told)) else printed)
         # Before it is cut any further: half a password is found by nobody.

@@ -36,6 +36,7 @@ from sweep.planning.kept_memory import with_memory_forecasts
 from sweep.terminal.console import (
     STDOUT,
     confirmed,
+    folded,
     note,
     say,
     say_as_is,
@@ -46,6 +47,8 @@ from sweep.terminal.listings import read, warn_of_unreadable
 from sweep.terminal.working import working
 
 DONE, NOTHING_FITS, ENVIRONMENT = 0, 1, 3
+_NOTES_WIDTH = 80
+"""Columns of an export's notes off a terminal: each is a sentence or two, to be read."""
 
 
 def read_for_report(study: str, *, url: str) -> StudySnapshot:
@@ -155,7 +158,7 @@ def export(
     export = formats.exported(snapshot, format=format, number=trial)
     text = export.text
     for sentence in export.lost:
-        note(f"{format}: {sentence}")
+        note(folded(f"{format}: {sentence}", width_of(sys.stderr) or _NOTES_WIDTH, indent=2))
     if output is None or str(output) == STDOUT:
         say_as_is(text.removesuffix("\n"))
     else:

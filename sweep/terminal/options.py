@@ -142,7 +142,7 @@ TokenizerOption = Annotated[
     str | None,
     typer.Option(
         "--tokenizer",
-        help="Directory or hub id; the model's own by default.",
+        help="Directory, hub id or demo; the model's own by default.",
         callback=_named("--tokenizer"),
     ),
 ]

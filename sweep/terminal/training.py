@@ -23,7 +23,7 @@ from storage.definition import StudySnapshot
 from storage.reading import read_study
 from sweep.finetuning import checkpoints
 from sweep.finetuning import output as directories
-from sweep.finetuning.card import TOGETHER, incomparable, promised_and_reached
+from sweep.finetuning.card import TOGETHER, deviation, incomparable, promised_and_reached
 from sweep.finetuning.training import (
     PreparedTraining,
     TrainingRequest,
@@ -196,7 +196,8 @@ def _conclude(prepared: PreparedTraining, end: End, *, as_json: bool) -> int:
             if as_json:
                 say_json(document)
             else:
-                say(_result_text(prepared, result))
+                here = {**document["environment"], "versions": document["versions"]}
+                say(_result_text(prepared, result, environment=here))
             return DONE
         case Stopped() as stopped:
             note(
@@ -234,7 +235,9 @@ def _ran_out(prepared: PreparedTraining, end: RanOut) -> str:
     return f"out of memory in {end.doing}, after step {end.step:,} ({end.detail}); {kept}{then}"
 
 
-def _result_text(prepared: PreparedTraining, result: TrainingResult) -> str:
+def _result_text(
+    prepared: PreparedTraining, result: TrainingResult, *, environment: Mapping[str, Any]
+) -> str:
     job, width = prepared.job, width_of(sys.stdout)
     held = result.eval_loss
     rows = promised_and_reached(job, result)
@@ -248,6 +251,9 @@ def _result_text(prepared: PreparedTraining, result: TrainingResult) -> str:
     ]
     if why_not is not None:
         lines.append(folded(f"Not comparable: {why_not}.", width))
+    different = deviation(job, result, environment=environment)
+    if different is not None:
+        lines.append(folded(different.words, width))
     if result.rows_left_out:
         lines.append(f"{units.plural(result.rows_left_out, 'row')} had no token that carries loss.")
     return "\n".join([*lines, f"Adapter: {prepared.job.output}"])

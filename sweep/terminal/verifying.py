@@ -10,13 +10,14 @@ from pathlib import Path
 from reports import units
 from search_spaces.documents import exists
 from search_spaces.errors import InputError
+from sweep.finetuning.beside import Compared
 from sweep.paths import storage_url
 from sweep.terminal.console import say, say_json
 from sweep.terminal.listings import read
 from sweep.terminal.working import working
 from sweep.verifying.record import Record, record_of_export, record_of_study
 from sweep.verifying.runs import verify
-from sweep.verifying.verdict import Compared, Verification
+from sweep.verifying.verdict import Verification
 
 NOT_AS_RECORDED = 1
 

@@ -166,6 +166,7 @@ def _texts_of(record: Record) -> dict[str, Any]:
 def _run_export(record: Record, *, steps: int, model: str | None, tell: Tell) -> Reached:
     """Run an exported file as it is, on texts that are made for it."""
     assert record.path is not None, "an export is a file"
+    _refuse_texts(record)
     if record.kind == "trl" and find_spec("trl") is None:
         raise EnvironmentFault("TRL is not installed here: `pip install trl`")
     with _workplace() as place:
@@ -182,25 +183,31 @@ def _run_export(record: Record, *, steps: int, model: str | None, tell: Tell) ->
     )
 
 
-def _texts_to_read(record: Record, place: Path, weights: Path, *, steps: int) -> Path:
-    """Return the texts that an export is run on: the study's own, or random words.
+def _refuse_texts(record: Record) -> None:
+    """Refuse an export of a study with texts that it cannot be held against, before weights are
+    made for it.
 
     Raises:
-        InputError: the study's own are not here, or what is run does not count their tokens.
+        InputError: they are not here, or what is run does not count their tokens.
     """
     if record.texts is None:
-        path = place / "texts.jsonl"
-        _write_texts(path, weights, tokens=steps * record.config.tokens_per_step)
-        return path
+        return
     if record.kind == "trl":
         raise InputError(
             f"{record.label} was measured on texts, whose tokens that carry loss TRL does not "
             "count: verify the study, or its script"
         )
-    source = Path(record.texts.source)
-    if not source.exists():
-        raise InputError(f"{record.label} was measured on {source}, which is not here")
-    return source.resolve()
+    if not Path(record.texts.source).exists():
+        raise InputError(f"{record.label} was measured on {record.texts.source}, which is not here")
+
+
+def _texts_to_read(record: Record, place: Path, weights: Path, *, steps: int) -> Path:
+    """Return the texts that an export is run on: the study's own, or random words."""
+    if record.texts is not None:
+        return Path(record.texts.source).resolve()
+    path = place / "texts.jsonl"
+    _write_texts(path, weights, tokens=steps * record.config.tokens_per_step)
+    return path
 
 
 def _notes(record: Record, reached: Mapping[str, Any], *, steps: int) -> Iterator[str]:

@@ -1,22 +1,16 @@
-"""Owns the judgement: what a run reached beside what was recorded, and what may explain the rest.
+"""Owns the judgement: whether what a run reached is what was recorded, and what differs.
 
 Pure values. Knows nothing of how anything was run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reports import units
-from storage.reading import changed_versions
+from sweep.finetuning.beside import Compared, behind, compared_memory, compared_speed, off
 from sweep.verifying.record import Record
-
-SPEED_TOLERANCE = 0.05
-"""Of tokens/s at the median step, either way."""
-MEMORY_TOLERANCE = 0.02
-"""Of peak allocated bytes, either way."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +24,6 @@ class Reached:
     """None where nothing counted it, as nothing does for a script on a CPU."""
     notes: tuple[str, ...] = ()
     """What else differs from what was measured, in words."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One figure, recorded and reached."""
-
-    promised: float
-    reached: float | None
-    tolerance: float
-
-    @property
-    def ratio(self) -> float | None:
-        """Reached over promised; None where nothing was reached that can be compared."""
-        return None if self.reached is None else self.reached / self.promised
-
-    @property
-    def is_within(self) -> bool:
-        """Whether it is within the tolerance, or not comparable."""
-        return self.ratio is None or abs(self.ratio - 1.0) <= self.tolerance
-
-    def to_json(self) -> dict[str, float | None]:
-        """Return what programs read."""
-        return {"promised": self.promised, "reached": self.reached, "ratio": self.ratio}
 
 
 @dataclass(frozen=True)
@@ -92,11 +63,12 @@ def judge(record: Record, reached: Reached, *, environment: Mapping[str, Any]) -
         reached: by the run.
         environment: this machine's fingerprint.
     """
-    speed = Compared(record.tokens_per_second, reached.tokens_per_second, SPEED_TOLERANCE)
-    memory = Compared(
-        float(record.peak_allocated_bytes), reached.peak_allocated_bytes, MEMORY_TOLERANCE
+    speed = compared_speed(record.tokens_per_second, reached.tokens_per_second)
+    memory = compared_memory(record.peak_allocated_bytes, reached.peak_allocated_bytes)
+    elsewhere = behind(
+        record.environment, environment, flags=record.flags, is_confirmed=record.is_confirmed
     )
-    differences = (*_off(speed, memory), *_elsewhere(record, environment), *reached.notes)
+    differences = (*off(speed, memory), *elsewhere, *reached.notes)
     return Verification(
         label=record.label,
         kind=record.kind,
@@ -105,49 +77,3 @@ def judge(record: Record, reached: Reached, *, environment: Mapping[str, Any]) -
         memory=memory,
         differences=differences,
     )
-
-
-def _off(speed: Compared, memory: Compared) -> Iterator[str]:
-    """Yield which figure is not what was recorded, and by how much."""
-    if not speed.is_within and speed.ratio is not None:
-        yield (
-            f"tokens/s {_apart(speed.ratio)} the record: {units.rate(speed.reached)} beside "
-            f"{units.rate(speed.promised)}"
-        )
-    if not memory.is_within and memory.ratio is not None:
-        yield (
-            f"peak allocated {_apart(memory.ratio)} the record: {units.gib(memory.reached)} beside "
-            f"{units.gib(memory.promised)}"
-        )
-
-
-def _apart(ratio: float) -> str:
-    return f"{abs(ratio - 1.0):.1%} {'above' if ratio > 1.0 else 'below'}"
-
-
-def _elsewhere(record: Record, environment: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what differs between here and where it was measured."""
-    known = {
-        key: environment.get(key)
-        for key in ("gpu", "driver", "cuda_driver", "python", "commit")
-        if record.environment.get(key) is not None
-    }
-    recorded = record.environment.get("versions") or {}
-    versions = environment.get("versions") or {}
-    known["versions"] = {name: versions.get(name) for name in recorded}
-    narrowed = {key: record.environment.get(key) for key in known} | {"versions": recorded}
-    yield from changed_versions(narrowed, known)
-    for flag in record.flags:
-        if flag in _FLAGS:
-            yield f"the record is flagged {flag}: {_FLAGS[flag]}"
-    if not record.is_confirmed:
-        yield "the record was measured once: `sweep confirm` measures it again"
-
-
-_FLAGS = {
-    "noisy": "its steps varied, so its speed is uncertain",
-    "throttled": "the card was slowed down as it was measured",
-    "neighbour": "something else used the card as it was measured",
-    "accumulation_extrapolated": "a part of its accumulation was derived",
-    "round_extrapolated": "its speed was derived from micro-batches of other sizes",
-}

@@ -142,6 +142,19 @@ def test_all_that_is_missing_for_a_held_out_loss_is_said_at_once() -> None:
     assert "weights: pretrained" in str(caught.value)
 
 
+def test_that_weights_are_real_has_to_be_said_whatever_the_model_has() -> None:
+    space = a_space(**{**QUALITY, "weights": "random"}, model="./base")
+    with pytest.raises(InputError, match=r"eval_loss needs weights: pretrained in the .*'./base'"):
+        refuse_without_texts(space)
+
+
+def test_tokens_for_a_loss_that_is_not_searched_for_are_refused() -> None:
+    data = {"texts": "mine.jsonl", "quality_tokens": 500}
+    with pytest.raises(InputError, match=r"quality_tokens 500 .*add eval_loss .*or leave"):
+        refuse_without_texts(a_space(data=data))
+    refuse_without_texts(a_space(**{**QUALITY, "data": data}))
+
+
 @pytest.mark.parametrize("text", ["data: mine.jsonl", "data: {texts: mine.jsonl}"])
 def test_texts_are_named_by_a_path_or_a_section(text: str) -> None:
     space = parse_space(f"{text}\ndimensions: {{lora_rank: [8, 16]}}", label="mine.yaml")

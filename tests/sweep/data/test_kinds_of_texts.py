@@ -102,6 +102,10 @@ def test_sharegpts_turns_are_the_same_as_the_hubs() -> None:
     assert row("conversations", {"conversations": theirs}) == Chat(TURNS)
     assert row("conversations", {"conversations": TURNS}) == Chat(TURNS)
     assert row("messages", {"messages": theirs}) == Chat(TURNS)
+    for tool in ("tool", "observation"):
+        told = [*theirs, {"from": tool, "value": "42"}]
+        expected = Chat([*TURNS, {"role": "tool", "content": "42"}])
+        assert row("conversations", {"conversations": told}) == expected
 
 
 def test_what_a_table_makes_of_turns_is_undone() -> None:
@@ -153,6 +157,11 @@ def test_tools_and_what_they_are_called_with_reach_the_template() -> None:
             "turn 1: unknown role 'narrator'; known are system, developer, user",
         ),
         ("messages", {"messages": [{"role": ["user"], "content": "a"}]}, "unknown role ['user']"),
+        (
+            "conversations",
+            {"conversations": [{"from": "function_call", "value": "{}"}]},
+            "turn 1: unknown role 'function_call': write the call as tool_calls",
+        ),
         ("messages", {"messages": [{"content": "a"}]}, "turn 1: role is missing"),
         ("messages", {"messages": [TURNS[0], {"role": "assistant"}]}, "turn 2: content is missing"),
         (

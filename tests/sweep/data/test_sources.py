@@ -285,6 +285,13 @@ def test_a_directory_of_nothing_and_a_pipe_are_refused(tmp_path: Path) -> None:
         list(Files(str(tmp_path / "a.jsonl")).rows())
 
 
+def test_a_link_to_nothing_in_a_directory_is_bad_input_that_names_it(tmp_path: Path) -> None:
+    written(tmp_path / "a.jsonl", LINES)
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(InputError, match=r"b\.jsonl: a link to what is not there"):
+        Files(str(tmp_path))
+
+
 def test_a_name_is_the_hubs_only_where_nothing_here_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,6 +230,7 @@ def fetched(name: str) -> Path:
     [
         (None, None, "counted in a tokenizer's tokens: name the directory or hub id"),
         (None, "mistral-7b-v0.3", "'mistral-7b-v0.3' ships as an architecture, without"),
+        ("mistral-7b-v0.3", None, "'mistral-7b-v0.3' ships as an architecture, without"),
         ("nowhere", "demo", "tokenizer 'nowhere': no such directory, and no hub id"),
         ("", "demo", "no such directory"),
         ("./here", "demo", "'./here' has no tokenizer"),
@@ -250,6 +251,16 @@ def test_a_tokenizer_that_is_not_there_says_what_is_needed(
     with pytest.raises((InputError, EnvironmentFault)) as refused:
         find_tokenizer(named, spec, fetch=fetched)
     assert words in str(refused.value)
+
+
+def test_a_shipped_tokenizer_has_the_name_of_its_model_but_a_directory_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_tokenizer("demo", None, fetch=fetched) == find_tokenizer(None, DEMO, fetch=fetched)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "tokenizer.json").write_text("{}")
+    assert find_tokenizer("demo", None, fetch=fetched).directory == tmp_path / "demo"
 
 
 def test_a_models_own_tokenizer_is_beside_it_or_on_the_hub(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_report_prices_the_training_that_is_asked_about(
 @pytest.mark.parametrize(
     ("options", "space", "code", "complaint"),
     [
-        (["--format", "axolot"], {}, 2, "did you mean 'axolotl'"),
+        (["--format", "axolot"], {}, 2, "llama-factory, trl or surface"),
         # As `best` does.
         ([], TOO_LARGE, 1, "has nothing to export"),
         (["--trial", "77"], {}, 2, "has no trial 77"),
@@ -124,6 +124,8 @@ def test_what_the_trainer_cannot_do_is_said_on_stderr(
     assert main(["export", study, "--format", "trl"]) == 0
     said = capsys.readouterr()
     assert "trl: kernels" in said.err
+    assert max(map(len, said.err.splitlines())) <= 80
+    assert "less memory than measured" in " ".join(said.err.split())
     assert "trl: kernels" not in said.out
     yaml.safe_load(said.out)
     assert main(["export", study, "--format", "json"]) == 0

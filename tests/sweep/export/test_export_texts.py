@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.split import split
@@ -90,7 +90,8 @@ def test_the_script_leaves_out_what_is_broken(
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "does f"}}
 _ASKED = {"role": "user", "content": "hi"}
-_TURNS = [_ASKED, {"role": "assistant", "content": "ho"}]
+_ANSWER = [{"role": "assistant", "content": "ho"}]
+_TURNS = [_ASKED, *_ANSWER]
 ODD_ROWS: dict[str, list[dict[str, Any]]] = {
     "instruction": [
         {"instruction": "a", "input": 7, "output": "b"},
@@ -103,6 +104,23 @@ ODD_ROWS: dict[str, list[dict[str, Any]]] = {
         {"prompt": " ", "completion": "b"},
         {"prompt": "a", "completion": " "},
         {"prompt": 1, "completion": "b"},
+        {"prompt": [_ASKED], "completion": _ANSWER},
+        {"prompt": [*_TURNS, _ASKED], "completion": _ANSWER},
+        {"prompt": [*_TURNS, _ASKED], "completion": [*_ANSWER, _ASKED, *_ANSWER]},
+        # What prompts for an answer is no beginning of this: the turns' own words tell where.
+        {"prompt": [_ASKED], "completion": [{"role": "tool", "content": "7"}, *_ANSWER]},
+        {"prompt": [*_TURNS, *_ANSWER], "completion": _ANSWER},
+        {"prompt": [_ASKED, {"from": "gpt", "value": "retell"}, _ASKED], "completion": _ANSWER},
+        {"prompt": [_ASKED], "completion": _ANSWER, "tools": json.dumps([_TOOL])},
+        {"prompt": [_ASKED], "completion": _ANSWER, "chat_template_kwargs": {"aside": "psst"}},
+        {"prompt": [_ASKED], "completion": _ANSWER, "tools": "7"},
+        {"prompt": [_ASKED], "completion": [{"role": "assistant", "content": "refuse"}]},
+        {"prompt": [_ASKED], "completion": [_ASKED]},
+        {"prompt": [], "completion": _ANSWER},
+        {"prompt": [_ASKED], "completion": []},
+        {"prompt": [{"role": "narrator", "content": "so"}], "completion": _ANSWER},
+        {"prompt": [_ASKED], "completion": "ho"},
+        {"prompt": json.dumps([_ASKED]), "completion": json.dumps(_ANSWER)},
     ],
     "messages": [
         {"messages": json.dumps(_TURNS)},
@@ -122,6 +140,9 @@ ODD_ROWS: dict[str, list[dict[str, Any]]] = {
         },
         {"messages": [{**_ASKED, "content": [{"type": "image"}]}, *_TURNS]},
         {"messages": [{**_ASKED, "from": "gpt"}, *_TURNS]},
+        {"messages": [*_TURNS, {"from": "observation", "value": "42"}]},
+        {"messages": [*_TURNS, {"from": "function_call", "value": "{}"}]},
+        {"messages": [*_TURNS, {"role": ["user"], "content": "so"}]},
         {"messages": [{**_ASKED, "name": None}, *_TURNS]},
         {"messages": [*_TURNS, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]},
         {"messages": _TURNS, "tools": [_TOOL]},
@@ -147,6 +168,8 @@ def test_the_script_takes_and_leaves_odd_rows_as_the_study_did(
     tokenizer = AutoTokenizer.from_pretrained(str(model.path))
     tokenizer.chat_template = (
         "{% if messages[-1].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}"
+        "{% if messages | length > 1 and messages[1].content == 'retell' %}"
+        "{{ messages | length }}{% endif %}"
         "{{ tools | tojson if tools else '' }}{{ aside }}"
     ) + tokenizer.chat_template.replace("{% generation %}", "{% generation -%}")
     script = script_of(tmp_path, kind, tiny_config(packing="none"), model, only=only)
@@ -163,6 +186,18 @@ def test_the_script_takes_and_leaves_odd_rows_as_the_study_did(
         assert found is not None, row
         assert found["input_ids"] == expected.ids.tolist(), row
         assert found["completion_mask"] == expected.mask.tolist(), row
+
+
+def test_only_the_completion_of_turns_carries_loss(
+    model: ModelSpec, tokenizer: Any, tmp_path: Path
+) -> None:
+    script = script_of(tmp_path, "prompt-completion", tiny_config(), model, only=True)
+    row = {"prompt": [*_TURNS, _ASKED], "completion": [*_ANSWER, _ASKED, *_ANSWER]}
+    found = script.tokens_of(row, tokenizer)
+    pairs = zip(found["input_ids"], found["completion_mask"], strict=True)
+    learned = [token for token, carries in pairs if carries]
+    assert tokenizer.decode(learned) == "ho</s>ho</s>"
+    assert tokenizer.decode(found["input_ids"]).count("ho</s>") == 3
 
 
 def test_a_mark_that_the_tokenizer_itself_puts_at_the_end_carries_loss(
@@ -363,6 +398,13 @@ def test_a_tokenizer_that_was_named_is_that_of_every_export() -> None:
         assert any("/my/tokenizer" in lost for lost in exported(study, format=format).lost)
     for format in ("script", "axolotl", "trl", "llama-factory"):
         assert "/my/tokenizer" not in export(on_texts(), format=format)
+
+
+def test_a_shipped_tokenizer_is_where_trainers_find_it() -> None:
+    place = str(load_model_spec("demo").tokenizer_path)
+    study = on_texts(tokenizer="demo")
+    assert yaml.safe_load(export(study, format="axolotl"))["tokenizer_config"] == place
+    assert f'default="{place}"' in export(study, format="script")
 
 
 @pytest.mark.parametrize("format", ["axolotl", "trl", "llama-factory"])

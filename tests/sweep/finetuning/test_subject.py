@@ -13,11 +13,9 @@ from search_spaces.errors import InputError, NothingFits
 from search_spaces.models import load_model_spec
 from storage.definition import StudySnapshot
 from sweep.export.formats import export
-from sweep.finetuning.card import incomparable, model_card
 from sweep.finetuning.fitting import candidates, next_smaller, refuse_too_large
 from sweep.finetuning.loss_page import POINTS_MAX, loss_page
 from sweep.finetuning.subject import Subject, subject_of
-from sweep.finetuning.wire import Promise, TrainingJob, TrainingResult
 from tests.sweep.export.studies import a_study, some_texts
 
 WINNER = TrialConfig(micro_batch_size=8, lora_rank=32)
@@ -83,6 +81,14 @@ def test_a_file_is_a_configuration_alone_or_as_an_export_writes_it(tmp_path: Pat
     promise = of(str(exported)).promise
     assert promise is not None
     assert promise.texts == some_texts().fingerprint
+    own = of("a10", read_study=lambda _: study(name="a10")).promise
+    assert own is not None
+    assert own.environment["versions"]["torch"] == promise.environment["versions"]["torch"]
+    assert (
+        (own.flags, own.is_confirmed)
+        == (promise.flags, promise.is_confirmed)
+        == (("emulated",), False)
+    )
     with pytest.raises(InputError, match="says no model: name one with --model"):
         of(str(alone))
     with pytest.raises(InputError, match="--trial is of a study"):
@@ -181,84 +187,6 @@ def test_what_is_named_can_be_trained_and_says_where_nothing_predicts_it() -> No
     )
     assert found is not None
     assert found.words(config) == "micro_batch_size 1, effective_batch_size 4 (not predicted)"
-
-
-def a_job(promise: Promise | None) -> TrainingJob:
-    return TrainingJob(
-        config=TrialConfig(),
-        model=load_model_spec("demo").to_json(),
-        texts="/texts",
-        fingerprint="abc",
-        device="cpu",
-        output="/out",
-        promise=promise,
-    )
-
-
-def promised(texts: str | None) -> Promise:
-    return Promise(
-        tokens_per_second=200.0,
-        peak_allocated_bytes=2**30,
-        source="trial 3 of study 'x | y'",
-        device="CPU",
-        texts=texts,
-    )
-
-
-RESULT = TrainingResult(
-    steps=10,
-    tokens=1000,
-    tokens_computed=1200,
-    tokens_per_second=190.0,
-    run_tokens_per_second=150.0,
-    step_seconds=0.5,
-    steps_measured=5,
-    seconds=6.0,
-    peak_allocated_bytes=2**30,
-    trainable_parameters=64,
-    train_loss=2.5,
-    final_train_loss=2.25,
-    eval_loss=2.125,
-    eval_tokens=50,
-    rows=40,
-    rows_held_out=2,
-    rows_left_out=0,
-    epochs=1.0,
-    checkpoints=1,
-    checkpoint_seconds=0.1,
-    data_wait_seconds=0.0,
-    device_name="CPU",
-)
-
-
-def test_only_what_was_measured_on_the_same_texts_is_a_measure_of_what_is_reached() -> None:
-    def why_not(promise: Promise | None, **changes: Any) -> str:
-        return str(incomparable(a_job(promise), RESULT.model_copy(update=changes)))
-
-    assert why_not(promised("abc")) == "None"
-    assert "other texts" in why_not(promised("def"))
-    assert "random tokens" in why_not(promised(None))
-    assert "nothing was measured" in why_not(None)
-    assert "another device, CPU" in why_not(promised("abc"), device_name="NVIDIA L4")
-    by_catalogue = promised("abc").model_copy(update={"device": "l4"})
-    assert why_not(by_catalogue, device_name="NVIDIA L4") == "None"
-    assert "another device, l4" in why_not(by_catalogue, device_name="NVIDIA A10")
-    assert "within its warm-up" in why_not(promised("abc"), steps_measured=0)
-
-
-def test_the_card_says_what_was_promised_and_reached() -> None:
-    card = model_card(
-        a_job(promised("abc")),
-        RESULT,
-        texts=None,
-        subject="the winner",
-        versions={"torch": "2.13.0", "triton": None},
-    )
-    assert "| tokens/s | 200 | 190 | 0.950 |" in card
-    assert "| peak allocated | 1.00 GiB | 1.00 GiB | 1.000 |" in card
-    assert "| held-out loss | 2.1250 |" in card
-    assert "| torch | 2.13.0 |" in card
-    assert "triton" not in card
 
 
 def test_a_long_course_is_drawn_in_as_many_points_as_can_be_seen() -> None:

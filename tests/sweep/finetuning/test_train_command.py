@@ -114,6 +114,7 @@ def leaves_all(output: Path) -> None:
     assert '"training loss"' in page
     assert "://" not in re.sub(r"<script>.*?</script>", "", page, flags=re.S)
     assert [path.name for path in output.iterdir() if path.name.startswith(".")] == [".lock"]
+    assert not list(output.glob("checkpoint-*"))
 
 
 def uninterrupted(home: Path) -> object:

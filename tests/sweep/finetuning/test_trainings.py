@@ -160,7 +160,7 @@ def test_a_training_says_whether_packed_texts_see_each_other(
     assert isinstance(end, TrainingResult), end
     started = next(message for message in said if isinstance(message, Started))
     assert (started.documents_apart, end.documents_apart) == (are_apart, are_apart)
-    card = model_card(begun, end, texts=None, subject="tiny", versions={})
+    card = model_card(begun, end, texts=None, subject="tiny", environment={})
     assert ("see each other" in card) is (are_apart is False)
 
 

@@ -148,6 +148,20 @@ def test_a_stack_alone_is_told_as_it_is(tmp_path: Path) -> None:
     log.close()
 
 
+def test_what_torchs_profiler_always_prints_is_never_told(tmp_path: Path) -> None:
+    log = WorkerLog(tmp_path / "worker.log")
+    profiler = "USDT:2026-11-22 02:43:29 1:1 SyncActivityProfilerHandler.cpp:{}] profiler_{}\n"
+    unknown = (
+        "[W1122 10:50:38.8 CPUAllocator.cpp:245] Memory block of unknown size was allocated before "
+        "the profiling started, profiler results will not include the deallocation event\n"
+    )
+    printed(log, (profiler.format(52, "start") + unknown + profiler.format(59, "stop")).encode())
+    assert log.tail() == ""
+    printed(log, b"frame #1: f\n" + profiler.format(52, "start").encode())
+    assert log.tail() == "frame #1: f"
+    log.close()
+
+
 def test_no_password_and_nothing_unseen_is_in_the_end(tmp_path: Path) -> None:
     log = WorkerLog(tmp_path / "worker.log")
     printed(log, b"\x1b[2J at postgresql://me:hunter2hunter2@host/db \xff\n")

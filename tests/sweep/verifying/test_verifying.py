@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -96,6 +97,24 @@ def test_an_export_is_run_as_it_is(
     assert "nothing counts a script's memory on a CPU" in differences
     # The study was measured here a moment ago.
     assert " -> " not in differences
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "said"),
+    [
+        ("trl", __file__, "tokens that carry loss TRL does not count: verify the study"),
+        ("script", "/gone.jsonl", "measured on /gone.jsonl, which is not here"),
+    ],
+)
+def test_an_export_of_a_study_with_texts_is_refused_before_weights_are_made(
+    kind: Literal["trl", "script"], texts: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_weights", pytest.fail)
+    study = record_of_study(a_study(model=DEMO, texts=TEXTS.model_copy(update={"source": texts})))
+    target = study.target.model_copy(update={"device": "cpu"})
+    record = replace(study, kind=kind, target=target, path=Path(__file__))
+    with pytest.raises(InputError, match=said):
+        verify(record)
 
 
 FIGURES = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text"
