@@ -206,7 +206,7 @@ def _suspect(ranking: Ranking, best: Measurement) -> Iterator[str]:
 
 
 def _retryable(snapshot: StudySnapshot) -> Iterator[str]:
-    failed = [record for record in snapshot.records if record.verdict in RETRYABLE]
+    failed = [record for record in snapshot.trials if record.verdict in RETRYABLE]
     if failed:
         yield (
             f"Unknown so far: {units.plural(len(failed), 'trial')} crashed, timed out or got lost, "

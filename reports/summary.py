@@ -266,7 +266,7 @@ def _memory(measured: Measurement, target: Target) -> Fact:
 def _trials(snapshot: StudySnapshot) -> Fact:
     fitting = sum(record.verdict is Verdict.FITS for record in snapshot.records)
     return Fact(
-        f"{len(snapshot.records):,}",
+        f"{len(snapshot.trials):,}",
         "trials",
         f"{fitting:,} fitted; {units.duration(snapshot.wall_seconds)} of wall time",
     )

@@ -38,7 +38,7 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
             "wall": snapshot.wall_seconds,
             "device": sum(r.device_seconds for r in (*records, *snapshot.confirmations)),
         },
-        "trials": {"total": len(records), **verdict_counts(records)},
+        "trials": {"total": len(snapshot.trials), **verdict_counts(snapshot.trials)},
         "ended": snapshot.ended,
         "best": None if winner is None else _trial(winner) | {"target_tokens_per_second": speed},
         "cost": None if winner is None else _cost(snapshot, winner),

@@ -166,7 +166,7 @@ def _summary(snapshot: StudySnapshot) -> StudySummary:
         name=snapshot.name,
         gpu=snapshot.definition.target.gpu,
         model=str(snapshot.definition.model.get("name")),
-        trials=len(snapshot.records),
+        trials=len(snapshot.trials),
         objectives=snapshot.definition.space.objectives,
         best_number=None if best is None else best.number,
         best=None if best is None else best.measurement,

@@ -169,7 +169,7 @@ def _counted(snapshot: StudySnapshot) -> Iterator[tuple[str, str]]:
     over = f", {carried} of them carried over" if carried else ""
     yield (
         "trials",
-        f"{len(snapshot.records):,} in {units.duration(snapshot.wall_seconds)}{over}"
+        f"{len(snapshot.trials):,} in {units.duration(snapshot.wall_seconds)}{over}"
         + (f": {counted}" if counted else ""),
     )
     for warning in snapshot.warnings:
@@ -330,7 +330,7 @@ def _opening(snapshot: StudySnapshot) -> str:
     target = snapshot.definition.target
     counted = verdict_words(snapshot.records)
     lines = [
-        f"Study {snapshot.name}: {units.plural(len(snapshot.records), 'trial')} in "
+        f"Study {snapshot.name}: {units.plural(len(snapshot.trials), 'trial')} in "
         f"{units.duration(snapshot.wall_seconds)} for {snapshot.definition.model['name']} on "
         f"{target.gpu}, budget {units.gib(target.budget_bytes)}",
         f"  {counted}" if counted else "",
