@@ -219,7 +219,8 @@ def _why_nothing_fits(snapshot: StudySnapshot, ranking: Ranking) -> Iterator[str
         yield "No trial has finished yet."
         return
     budget = units.gib(snapshot.definition.target.budget_bytes)
-    yield f"No configuration of the space was measured within {budget}."
+    if ranking.of_space:
+        yield f"No configuration of the space was measured within {budget}."
     if ranking.baseline is not None and not ranking.is_baseline_in_space:
         peak = units.gib(measured_of(ranking.baseline).peak_allocated_bytes)
         yield (

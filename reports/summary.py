@@ -131,6 +131,11 @@ def _no_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
     if ranking.baseline is None or ranking.is_baseline_in_space:
         return f"Nothing that was tried was measured to fit in {budget}."
     reached = uncertainty.speed(measured_of(ranking.baseline))
+    if not ranking.of_space:
+        return (
+            f"Nothing of the space has been tried yet. Its baseline fits in {budget}, at {reached}:"
+            " a reference that the space does not hold, and so no answer."
+        )
     return (
         f"Nothing of the space that was tried was measured to fit in {budget}. Its baseline was, "
         f"at {reached}: a reference that the space does not hold, and so no answer."

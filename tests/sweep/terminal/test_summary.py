@@ -171,13 +171,17 @@ def test_several_objectives_end_with_their_front_and_its_knee() -> None:
 
 
 def test_where_only_a_baseline_outside_the_space_fits_nothing_does() -> None:
-    snapshot = with_space(
-        a_snapshot(*trials()[:1]),
-        fixed={"lora_rank": 64},
-        baseline={"lora_rank": 16, "micro_batch_size": 8},
+    baseline, _, ran_out = trials()
+    values = {"fixed": {"lora_rank": 64}, "baseline": {"lora_rank": 16, "micro_batch_size": 8}}
+    large = ran_out.model_copy(
+        update={"config": ran_out.config.model_copy(update={"lora_rank": 64})}
     )
+    snapshot = with_space(a_snapshot(baseline, large), **values)
     assert not has_fit(snapshot)
     assert "Nothing of the space that was tried" in last_screen(snapshot)
+    alone = with_space(a_snapshot(baseline), **values)
+    assert "Nothing of the space has been tried yet. Its baseline fits in" in last_screen(alone)
+    assert "measured within" not in last_screen(alone)
     with pytest.raises(NothingFits, match="has nothing to export"):
         recipe_of(snapshot)
 
