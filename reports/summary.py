@@ -242,7 +242,9 @@ def _gain(ranking: Ranking) -> Fact:
     other = ranking.definition.target.emulated_on
     there = "" if other is None else f" on {other}"
     reached = f"{uncertainty.speed(measured_of(over))}{there}"
+    faster = uncertainty.faster_and_no_answer(ranking, winner)
     what = f"{named.removeprefix('the ')}: {reached} ({units.shape(over.config)})"
+    what = f"{what}; {faster}" if faster else what
     own = _own_class(comparison, ranking, winner)
     if comparison.gain is None:
         why = uncertainty.why_no_gain(comparison, winner.config)

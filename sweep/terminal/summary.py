@@ -145,12 +145,14 @@ def _gain(ranking: Ranking) -> str:
     comparison, winner = compare(ranking), ranking.winner
     if comparison is None or winner is None:
         return "none stated: the baseline was not measured"
+    faster = uncertainty.faster_and_no_answer(ranking, winner)
+    beside = f"; {faster}" if faster else ""
     if comparison.gain is None:
         why = uncertainty.why_no_gain(comparison, winner.config).partition("; ")[0]
-        return why.replace("no gain is stated", "none stated")
+        return f"{why.replace('no gain is stated', 'none stated')}{beside}"
     ends = uncertainty.factor_interval(comparison.gain)
     over = uncertainty.reference_of(ranking, winner.config)
-    return f"{uncertainty.factor(comparison.gain)} {over} ({ends})"
+    return f"{uncertainty.factor(comparison.gain)} {over} ({ends}){beside}"
 
 
 def _sureness(snapshot: StudySnapshot, ranking: Ranking) -> str:
