@@ -106,8 +106,8 @@ def test_an_epoch_on_a_card_that_another_stood_in_for_takes_the_predicted_speed(
 def test_what_a_length_cuts_off_stands_beside_its_speed() -> None:
     known = of_texts(trained(0, 8_000.0, SHORT))
     assert cut_words(known.records[0]) == (
-        "length 512 cuts off 3.2 % of the tokens (900 of 9,500 rows); 100 more rows, 1.1 % of the "
-        "tokens, left out: nothing to learn is left of them"
+        "length 512 cuts off 3.2 % of the tokens (900 of 9,500 training rows); 100 more rows, "
+        "1.1 % of the tokens, left out: nothing to learn is left of them"
     )
     for words in (last_screen(known), best_text(known), render(known)):
         assert "cuts off 3.2 % of the tokens" in " ".join(words.split())
@@ -259,7 +259,7 @@ def test_a_baseline_that_is_faster_and_no_answer_is_said_so_where_the_gain_is() 
     known = of_texts(baseline, winner, **about)
     words = (
         "the baseline is faster and no answer: its length 512 cuts off 40 % of the tokens "
-        "(900 of 9,500 rows)"
+        "(900 of 9,500 training rows)"
     )
     again = replace(known, confirmations=confirmed(baseline, winner))
     for text in (last_screen(known), best_text(known), render(known), last_screen(again)):
