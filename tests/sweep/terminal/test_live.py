@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import re
-from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -274,10 +273,7 @@ def test_in_a_pipe_a_long_silence_is_broken_by_what_is_waited_for(
     said = capsys.readouterr().err.splitlines()
     waits = [line.partition("... ")[2] for line in said if "..." in line]
     seconds = [int(re.findall(r"(\d+) s", wait)[0]) for wait in waits]
-    assert seconds[:10] == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
-    later = [after - before for before, after in pairwise(seconds[9:])]
-    assert later == sorted(later), "less and less is said of one wait"
-    assert len(seconds) < 17
+    assert seconds == [2, 4, 8, 16, 32, 64], "less and less is said of one wait"
     assert all(wait.startswith("trial 1, starting the worker") for wait in waits)
     lines.listen(finished(1))
     for _ in range(2):

@@ -24,17 +24,26 @@ class Clock:
         return self.seconds
 
 
-def test_without_a_terminal_a_line_a_second_says_how_far_it_is(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("what", "said_at"),
+    [
+        ("structures traced", [0, 2, 6, 14, 30, 62, 122]),
+        ("MB looked at", [2, 4, 8, 16, 32, 64, 124]),
+    ],
+)
+def test_without_a_terminal_lines_say_how_far_it_is_ever_more_seldom(
+    what: str, said_at: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Soon at first; what is sure to take longer is said at once, and once."""
     clock = Clock()
     with working("predicting", clock=clock) as progress:
-        for done in range(11):
-            progress("structures traced")(done, 10)
-            clock.seconds += 0.3
+        for second in range(130):
+            for _ in range(2):
+                progress(what)(second, 1000)
+            clock.seconds += 1.0
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == [f"{done} of 10 structures traced" for done in (0, 4, 8)]
+    assert err.splitlines() == [f"{second} of 1000 {what}" for second in said_at]
 
 
 @pytest.mark.parametrize("of", [0, 3])
@@ -50,14 +59,15 @@ def test_what_is_done_at_once_is_not_worth_a_line(
 def test_a_silence_is_broken_by_what_goes_on_and_for_how_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(working_module, "SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr(working_module, "FIRST_SECONDS", 0.02)
+    monkeypatch.setattr(working_module, "PAUSE_SECONDS", 0.02)
     with working("predicting") as progress:
         time.sleep(0.2)
         progress("steps replayed")(3, 36)
         time.sleep(0.2)
     time.sleep(0.1)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 4
+    assert len(lines) > 3
     assert lines[0] == "predicting (0 s)"
     assert lines[-1] == "3 of 36 steps replayed (0 s)"
     time.sleep(0.1)
