@@ -313,7 +313,7 @@ def _sooner(board: Board) -> str:
     least = board.definition.space.stop_below_gain
     if board.foreseen is None or board.foreseen.gain == float("inf"):
         return f": it ends once less than {units.error(least)} is expected to be gained"
-    gain = units.error(board.foreseen.gain)
+    gain = units.share(board.foreseen.gain)
     return f": {gain} expected of the next trial, it ends below {units.error(least)}"
 
 

@@ -293,7 +293,8 @@ def not_ruled_out(snapshot: StudySnapshot) -> str | None:
     if gain is None or chance <= 0:
         return f"{likeliest}."
     # Expected over all cases is the chance times what is gained where it comes true.
-    return f"{likeliest}, and would then be {units.error(gain / chance)} better."
+    then = units.share(gain / chance)
+    return f"{likeliest}, and would then be {then} better: {units.share(gain)} is expected of it."
 
 
 def _best_of(summary: StudySummary) -> str:
