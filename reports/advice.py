@@ -233,7 +233,7 @@ def _why_nothing_fits(snapshot: StudySnapshot, ranking: Ranking) -> Iterator[str
     budget = units.gib(snapshot.definition.target.budget_bytes)
     if ranking.of_space:
         yield f"No configuration of the space was measured within {budget}."
-    if ranking.baseline is not None and not ranking.is_baseline_in_space:
+    if ranking.of_space and ranking.baseline is not None and not ranking.is_baseline_in_space:
         peak = units.gib(measured_of(ranking.baseline).peak_allocated_bytes)
         yield (
             f"The baseline fits at {peak}: a space that holds what it sets has an answer "

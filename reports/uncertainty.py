@@ -141,7 +141,7 @@ def faster_and_no_answer(ranking: Ranking, record: TrialRecord) -> str:
     is_offered = over.config.seq_len in ranking.definition.space.values_of("seq_len")
     if over.epoch is not None and over.epoch.rows_cut and not is_offered:
         why = f"its {texts.cut_in_words(over.epoch, over.config.seq_len)}"
-    return f"{reference_of(ranking, record.config)} is faster and no answer: {why}"
+    return f"{reference_of(ranking, record.config)} was measured faster and is no answer: {why}"
 
 
 def at_capacity(config: TrialConfig) -> str:

@@ -182,6 +182,7 @@ def test_where_only_a_baseline_outside_the_space_fits_nothing_does() -> None:
     alone = with_space(a_snapshot(baseline), **values)
     assert "Nothing of the space has been tried yet. Its baseline fits in" in last_screen(alone)
     assert "measured within" not in last_screen(alone)
+    assert "a space that holds what it sets" not in best_text(alone)
     with pytest.raises(NothingFits, match="has nothing to export"):
         recipe_of(snapshot)
 
