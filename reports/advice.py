@@ -12,8 +12,9 @@ from reports import objectives, uncertainty, units
 from search_spaces.config import canonical
 from search_spaces.dimensions import Choices
 from search_spaces.knobs import KNOBS, SIZE_KEYS
+from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
-from storage.definition import StudySnapshot
+from storage.definition import StudyDefinition, StudySnapshot
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
 from storage.records import (
@@ -154,7 +155,7 @@ def _edges(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[str]:
     space, budget_bytes = snapshot.definition.space, snapshot.definition.target.budget_bytes
     for key in SIZE_KEYS:
         dimension = space.dimensions.get(key)
-        if dimension is None or (key == "micro_batch_size" and _is_whole_batch(space, winner)):
+        if dimension is None or _is_wide_enough(key, snapshot.definition, winner):
             continue
         largest = max(dimension.choices) if isinstance(dimension, Choices) else dimension.high
         if getattr(winner.config, key) >= largest and winner.measurement is not None:
@@ -164,6 +165,17 @@ def _edges(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[str]:
                 f"'{space.name}' offers ({largest:g}) and uses {share} of the budget. "
                 f"Offer larger values of {key}."
             )
+
+
+def _is_wide_enough(key: str, definition: StudyDefinition, winner: TrialRecord) -> bool:
+    """Whether a larger size than the winner's is none: it does not go into the effective batch that
+    the space fixes, the model has no positions for it, or no row of the texts is as long.
+    """
+    if key != "seq_len":
+        return _is_whole_batch(definition.space, winner)
+    is_uncut = winner.epoch is not None and not winner.epoch.rows_cut
+    limit = ModelSpec.from_json(definition.model).max_positions
+    return is_uncut or (limit is not None and winner.config.seq_len >= limit)
 
 
 def _is_whole_batch(space: SearchSpace, winner: TrialRecord) -> bool:
@@ -206,7 +218,7 @@ def _suspect(ranking: Ranking, best: Measurement) -> Iterator[str]:
 
 
 def _retryable(snapshot: StudySnapshot) -> Iterator[str]:
-    failed = [record for record in snapshot.records if record.verdict in RETRYABLE]
+    failed = [record for record in snapshot.trials if record.verdict in RETRYABLE]
     if failed:
         yield (
             f"Unknown so far: {units.plural(len(failed), 'trial')} crashed, timed out or got lost, "
@@ -219,8 +231,9 @@ def _why_nothing_fits(snapshot: StudySnapshot, ranking: Ranking) -> Iterator[str
         yield "No trial has finished yet."
         return
     budget = units.gib(snapshot.definition.target.budget_bytes)
-    yield f"No configuration of the space was measured within {budget}."
-    if ranking.baseline is not None and not ranking.is_baseline_in_space:
+    if ranking.of_space:
+        yield f"No configuration of the space was measured within {budget}."
+    if ranking.of_space and ranking.baseline is not None and not ranking.is_baseline_in_space:
         peak = units.gib(measured_of(ranking.baseline).peak_allocated_bytes)
         yield (
             f"The baseline fits at {peak}: a space that holds what it sets has an answer "

@@ -335,6 +335,14 @@ def _basis(speed: TargetSpeed | None) -> str:
 
 
 def _gain(ranking: Ranking, record: TrialRecord) -> tuple[str, str]:
+    """Return a trial's gain and what that is over; that this is faster and no answer, if so."""
+    gain, detail = _own_gain(ranking, record)
+    faster = uncertainty.faster_and_no_answer(ranking, record)
+    end = "." if detail.endswith(".") else ""
+    return gain, f"{detail.removesuffix('.')}; {faster}{end}" if faster else detail
+
+
+def _own_gain(ranking: Ranking, record: TrialRecord) -> tuple[str, str]:
     """Return a trial's gain and what it is over; nothing and why where none is stated."""
     over = uncertainty.reference_of(ranking, record.config)
     baseline = ranking.baseline

@@ -26,6 +26,7 @@ from storage.records import (
     TrialRecord,
     Verdict,
     need_of,
+    without_repeated,
 )
 
 _REASON_CHARACTERS = 160
@@ -109,7 +110,14 @@ def _cause(record: TrialRecord) -> str:
 
 
 def verdict_words(records: Iterable[TrialRecord]) -> str:
-    """Return how many trials ended in each way: ``5 fits, 3 ran out of memory``."""
-    counts = verdict_counts(records)
+    """Return how many trials ended in each way: ``5 fits, 3 ran out of memory``.
+
+    An attempt that came to nothing and was repeated is no trial of its own, and is said so.
+    """
+    records = tuple(records)
+    trials = without_repeated(records)
+    counts = verdict_counts(trials)
     ended = ((counts[verdict], VERDICT_LABELS[verdict]) for verdict in Verdict)
-    return ", ".join(f"{count} {label}" for count, label in ended if count)
+    words = ", ".join(f"{count} {label}" for count, label in ended if count)
+    again = len(records) - len(trials)
+    return f"{words} (after {units.plural(again, 'failed attempt')})" if again else words

@@ -131,6 +131,11 @@ def _no_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
     if ranking.baseline is None or ranking.is_baseline_in_space:
         return f"Nothing that was tried was measured to fit in {budget}."
     reached = uncertainty.speed(measured_of(ranking.baseline))
+    if not ranking.of_space:
+        return (
+            f"Nothing of the space has been tried yet. Its baseline fits in {budget}, at {reached}:"
+            " a reference that the space does not hold, and so no answer."
+        )
     return (
         f"Nothing of the space that was tried was measured to fit in {budget}. Its baseline was, "
         f"at {reached}: a reference that the space does not hold, and so no answer."
@@ -237,7 +242,9 @@ def _gain(ranking: Ranking) -> Fact:
     other = ranking.definition.target.emulated_on
     there = "" if other is None else f" on {other}"
     reached = f"{uncertainty.speed(measured_of(over))}{there}"
+    faster = uncertainty.faster_and_no_answer(ranking, winner)
     what = f"{named.removeprefix('the ')}: {reached} ({units.shape(over.config)})"
+    what = f"{what}; {faster}" if faster else what
     own = _own_class(comparison, ranking, winner)
     if comparison.gain is None:
         why = uncertainty.why_no_gain(comparison, winner.config)
@@ -266,7 +273,7 @@ def _memory(measured: Measurement, target: Target) -> Fact:
 def _trials(snapshot: StudySnapshot) -> Fact:
     fitting = sum(record.verdict is Verdict.FITS for record in snapshot.records)
     return Fact(
-        f"{len(snapshot.records):,}",
+        f"{len(snapshot.trials):,}",
         "trials",
         f"{fitting:,} fitted; {units.duration(snapshot.wall_seconds)} of wall time",
     )

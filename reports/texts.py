@@ -63,7 +63,7 @@ def _rows(texts: TextsSummary) -> str:
 def _held_out(snapshot: StudySnapshot) -> str:
     choice = snapshot.definition.space.data
     share = 0.0 if choice is None else choice.eval_fraction
-    return f"{units.error(share)} of the rows; none of them is part of an epoch"
+    return f"{units.share(share)} of the rows; none of them is part of an epoch"
 
 
 def lengths_words(texts: TextsSummary) -> str:
@@ -84,8 +84,8 @@ def cut_in_words(epoch: EpochRecord, seq_len: int) -> str:
     """Return what a length cuts off the texts, in tokens and in rows."""
     length, of = units.count(seq_len), epoch.rows + epoch.rows_left_out
     cut = (
-        f"length {length} cuts off {units.error(epoch.tokens_cut)} of the tokens "
-        f"({epoch.rows_cut:,} of {of:,} rows)"
+        f"length {length} cuts off {units.share(epoch.tokens_cut)} of the tokens "
+        f"({epoch.rows_cut:,} of {of:,} training rows)"
         if epoch.rows_cut
         else f"length {length} cuts nothing off"
     )
@@ -93,7 +93,7 @@ def cut_in_words(epoch: EpochRecord, seq_len: int) -> str:
         return cut
     # Earlier versions counted their tokens among those cut off.
     is_known = epoch.tokens_left_out > 0
-    tokens = f", {units.error(epoch.tokens_left_out)} of the tokens," if is_known else ""
+    tokens = f", {units.share(epoch.tokens_left_out)} of the tokens," if is_known else ""
     what, them = ("row", "it") if epoch.rows_left_out == 1 else ("rows", "them")
     return (
         f"{cut}; {epoch.rows_left_out:,}{' more' if epoch.rows_cut else ''} {what}{tokens} left "
@@ -143,7 +143,7 @@ def _by_length(snapshot: StudySnapshot) -> tuple[tuple[str, str, str, str, str],
 
 
 def _lost(epoch: EpochRecord | None) -> str:
-    return units.DASH if epoch is None else units.error(epoch.tokens_cut + epoch.tokens_left_out)
+    return units.DASH if epoch is None else units.share(epoch.tokens_cut + epoch.tokens_left_out)
 
 
 def _epoch_time(snapshot: StudySnapshot, record: TrialRecord) -> str:

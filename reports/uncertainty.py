@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from reports import units
+from reports import texts, units
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
 from storage.definition import StudySnapshot, Target
@@ -127,6 +127,21 @@ def capacity(config: TrialConfig) -> str:
 def reference_of(ranking: Ranking, config: TrialConfig) -> str:
     """Return what its gain is over: ``the baseline``, or ``the baseline at rank 8 on q,v``."""
     return "the baseline" if ranking.is_of_baselines_class(config) else at_capacity(config)
+
+
+def faster_and_no_answer(ranking: Ranking, record: TrialRecord) -> str:
+    """Return that what a trial's gain is over is the faster of both, and why it is no answer all
+    the same: a clause, empty where that is not so."""
+    over = ranking.reference_for(record.config)
+    if over is None or ranking.holds(over.config):
+        return ""
+    if measured_of(over).tokens_per_second <= measured_of(record).tokens_per_second:
+        return ""
+    why = "the space does not hold it"
+    is_offered = over.config.seq_len in ranking.definition.space.values_of("seq_len")
+    if over.epoch is not None and over.epoch.rows_cut and not is_offered:
+        why = f"its {texts.cut_in_words(over.epoch, over.config.seq_len)}"
+    return f"{reference_of(ranking, record.config)} was measured faster and is no answer: {why}"
 
 
 def at_capacity(config: TrialConfig) -> str:

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import in_percent
 from search_spaces.gpus import GIB
 from search_spaces.knobs import CAPACITY_KEYS, KNOBS, SIZE_KEYS
 
@@ -76,6 +77,11 @@ def usd_interval(ends: tuple[float, float] | None) -> str:
 def percent(share: float | None) -> str:
     """Return a share as whole percent: ``93 %``."""
     return DASH if share is None or not is_known(share) else f"{100 * share:.0f} %"
+
+
+def share(value: float | None) -> str:
+    """Return a share of texts, say, with a decimal where it has one: ``3.8 %``."""
+    return DASH if value is None or not is_known(value) else in_percent(value)
 
 
 def error(share: float | None) -> str:

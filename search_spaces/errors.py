@@ -133,3 +133,12 @@ def listed(words: Iterable[str]) -> str:
     """Return words as a choice between them: ``a, b or c``."""
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def in_percent(share: float) -> str:
+    """Return a share of 0 to 1 as ``3.8 %``; little is not told as nothing, nor most as all."""
+    if 0 < share < 0.001:
+        return "<0.1 %"
+    if 0.999 < share < 1:
+        return ">99.9 %"
+    return f"{100 * share:.1f}".removesuffix(".0") + " %"

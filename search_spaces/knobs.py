@@ -586,3 +586,16 @@ def _kind(annotation: Any) -> Kind:
 
 KNOBS: Mapping[str, Knob] = dict(_declared())
 """What is declared of each knob, by its key."""
+
+
+def as_options(values: Mapping[str, Any]) -> list[str]:
+    """Return values by their keys as they are typed on the command line."""
+    words: list[str] = []
+    for key, value in values.items():
+        option = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            text = ",".join(value) if isinstance(value, list | tuple) else str(value)
+            words += [f"--{option}", text]
+    return words

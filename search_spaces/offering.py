@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from search_spaces.dimensions import Choices
 from search_spaces.documents import Document
-from search_spaces.errors import InputError, quote
+from search_spaces.errors import InputError, in_percent, quote
 from search_spaces.knobs import Packing
 from search_spaces.space import SearchSpace
 from search_spaces.validation import validate
@@ -92,12 +92,12 @@ def with_texts(
 
 
 def _lengths_words(space: SearchSpace, lengths: Sequence[Length]) -> str:
-    shown = ", ".join(f"{x.seq_len} (cuts {x.tokens_cut:.1%})" for x in lengths)
+    shown = ", ".join(f"{x.seq_len} (cuts {in_percent(x.tokens_cut)})" for x in lengths)
     had = space.values_of("seq_len")
     own = f" in place of {', '.join(map(str, had))}" if "seq_len" in space.dimensions else ""
     return (
-        f"Lengths are those of the texts{own}: {shown} of their tokens; --seq-len, or seq_len in a "
-        "space file of your own, keeps another."
+        f"Lengths are those of the texts{own}: {shown} of the tokens of all rows; --seq-len, "
+        "or seq_len in a space file of your own, keeps another."
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import did_you_mean
+from search_spaces.errors import did_you_mean, in_percent
 from search_spaces.experts import LEAST_QUANTIZED_SHARE, Unquantized, unquantized
 from search_spaces.linears import (
     known_linear_modules,
@@ -305,7 +305,7 @@ def _no_layer(config: TrialConfig, setting: Setting) -> str | None:
 def _portion(left: Unquantized) -> str:
     if left.share is None:
         return "only a small part"
-    return f"only {left.share:.1%}" if left.share else "none"
+    return f"only {in_percent(left.share)}" if left.share else "none"
 
 
 def _size(left: Unquantized) -> str:

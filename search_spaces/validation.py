@@ -5,7 +5,8 @@ Every file that people write goes through it. Knows nothing of what the keys mea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -16,6 +17,8 @@ from search_spaces.errors import InputError, did_you_mean, quote
 Model = TypeVar("Model", bound=BaseModel)
 Fault = Mapping[str, Any]
 """One of pydantic's errors: its type, location, input and context."""
+FAULTS_TOLD = 5
+"""Of a file at once: whoever corrects one wants to know of the next."""
 
 
 class UnknownKeyError(ValueError):
@@ -93,17 +96,29 @@ def validate(
         about: stands before the key in the message, but for an unknown one.
 
     Raises:
-        InputError: what `explain` makes of the first fault, after the file and the line.
+        InputError: of a file every fault after its line, else the first; each as `explain` says.
     """
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        fault = _first_fault(error)
-        path = _path(fault)
-        inside = (moved or {}).get(str(path[0])) if path else None
-        where = document.where(*(inside or (*at, *path)))
-        words = explain(error, model, at=at, about=about, is_yaml=bool(document.lines))
-        raise InputError(f"{where}: {words}") from error
+        told: dict[KeyPath, str] = {}
+        for fault in _faults(error) if document.lines else _faults(error)[:1]:
+            path = _path(fault)
+            inside = (moved or {}).get(str(path[0])) if path else None
+            where = document.where(*(inside or (*at, *path)))
+            words = _words(fault, model, at=at, about=about, is_yaml=bool(document.lines))
+            told.setdefault(_key(fault, model), f"{where}: {words}")
+        raise InputError(_in_one_line(list(told.values()), document.label)) from error
+
+
+def _in_one_line(faults: list[str], label: str) -> str:
+    """Return what is wrong with a file: its name once, then each fault with its line."""
+    first, *others = faults[:FAULTS_TOLD]
+    for other in others:
+        line = re.sub("^line ", "Line ", other.removeprefix(f"{label}: "))
+        first += f"{' ' if first.endswith('?') else '. '}{line}"
+    left = len(faults) - FAULTS_TOLD
+    return f"{first}. And {left} more" if left > 0 else first
 
 
 def explain(
@@ -123,7 +138,12 @@ def explain(
         about: stands before any other key.
         is_yaml: whether a hint of what YAML made of the value may help.
     """
-    fault = _first_fault(error)
+    return _words(_faults(error)[0], model, at=at, about=about, is_yaml=is_yaml)
+
+
+def _words(
+    fault: Fault, model: type[BaseModel] | None, *, at: KeyPath, about: str, is_yaml: bool
+) -> str:
     path, kind = _path(fault), fault["type"]
     if _is_unknown_key(fault):
         return _unknown_key((*at, *path), known=_known_keys(fault, model))
@@ -137,9 +157,20 @@ def explain(
     return f"{subject}{rule}{value}{_yaml_hint(fault) if is_yaml else ''}"
 
 
-def _first_fault(error: ValidationError) -> Fault:
-    """Return an unknown key before anything else: what is missing is often a key misspelt."""
-    return min(error.errors(), key=lambda fault: not _is_unknown_key(fault))
+def _faults(error: ValidationError) -> list[Fault]:
+    """Return unknown keys before anything else: what is missing is often a key misspelt."""
+    return sorted(error.errors(), key=lambda fault: not _is_unknown_key(fault))
+
+
+def _key(fault: Fault, model: type[BaseModel]) -> KeyPath:
+    """Return whose fault it is: a value that may be of several kinds has one of each."""
+    models, key = [model], []
+    for step in _path(fault):
+        key.append(step)
+        models = _models_under(str(step), models)
+        if not models and not _is_unknown_key(fault):
+            break
+    return tuple(key)
 
 
 def _is_unknown_key(fault: Fault) -> bool:
@@ -173,10 +204,14 @@ def _known_keys(fault: Fault, model: type[BaseModel] | None) -> tuple[str, ...]:
         return raised.known
     models = [] if model is None else [model]
     for step in _path(fault)[:-1]:
-        fields = [model.model_fields[str(step)] for model in models if step in model.model_fields]
         # A list's index and a mapping's key lead to no field: the models stay those of its items.
-        models = [inner for field in fields for inner in _models_in(field.annotation)] or models
+        models = _models_under(str(step), models) or models
     return tuple(key for model in models for key in model.model_fields)
+
+
+def _models_under(key: str, models: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
+    fields = [model.model_fields[key] for model in models if key in model.model_fields]
+    return [inner for field in fields for inner in _models_in(field.annotation)]
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -16,7 +16,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.prices import Offer
 from search_spaces.space import Objective, SearchSpace
 from search_spaces.texts import TextsSummary
-from storage.records import Measurement, Purpose, TrialRecord
+from storage.records import Measurement, Purpose, TrialRecord, without_repeated
 
 _ABSENT = "(absent)"
 _RECIPE = TrialConfig().model_dump(mode="json")
@@ -277,6 +277,11 @@ class StudySnapshot:
     """What a configuration is predicted to need, tried or not, where that is at hand."""
     job_tokens: float | None = None
     """Tokens of the training that a report is asked to price; None where nobody said."""
+
+    @property
+    def trials(self) -> tuple[TrialRecord, ...]:
+        """The finished trials of the search without attempts that were repeated, by number."""
+        return without_repeated(self.records)
 
     def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
         """Return how fast a measured trial is on the target card: as measured where that ran it.

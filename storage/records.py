@@ -450,6 +450,21 @@ class TrialRecord(Errand):
         return cls.model_validate(values)
 
 
+def without_repeated(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+    """Return trials, in their order, without attempts that came to nothing beside another.
+
+    A configuration that failed whenever it was tried stays once, as it did last.
+    """
+    records = tuple(records)
+    known = {record.config for record in records if record.verdict not in RETRYABLE}
+    kept: list[TrialRecord] = []
+    for record in reversed(records):
+        if record.verdict not in RETRYABLE or record.config not in known:
+            kept.append(record)
+        known.add(record.config)
+    return tuple(reversed(kept))
+
+
 def over_budget(
     peak_bytes: int, *, budget_bytes: int, stage: Stage, step: int = 0
 ) -> OutOfMemory | None:

@@ -17,7 +17,7 @@ from reports import objectives, uncertainty, units
 from reports.confirmation import status_words
 from reports.summary import emulation_note
 from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import InputError, NothingFits, quote
+from search_spaces.errors import InputError, NothingFits, in_percent, quote
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec, shipped_models
 from search_spaces.space import Objective
@@ -257,7 +257,7 @@ class Recipe:
         loss = "completions alone carry loss" if summary.completions_only else "every token counts"
         return (
             f"Texts: {quote(self.texts.source)} ({summary.kind}, {loss}; fingerprint "
-            f"{summary.fingerprint}), {100 * self.texts.eval_fraction:g} % of the rows held out."
+            f"{summary.fingerprint}), {in_percent(self.texts.eval_fraction)} of the rows held out."
         )
 
     @property

@@ -67,7 +67,7 @@ def off(speed: Compared, memory: Compared) -> Iterator[str]:
 
 
 def _apart(ratio: float) -> str:
-    return f"{abs(ratio - 1.0):.1%} {'above' if ratio > 1.0 else 'below'}"
+    return f"{100 * abs(ratio - 1.0):.1f} % {'above' if ratio > 1.0 else 'below'}"
 
 
 @dataclass(frozen=True)

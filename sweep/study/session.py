@@ -6,6 +6,7 @@ Knows nothing of options' spelling and prints nothing; who listens is handed in.
 from __future__ import annotations
 
 import re
+import shlex
 import unicodedata
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from search_spaces.documents import Document
 from search_spaces.errors import InputError, quote
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import match_product
-from search_spaces.knobs import KNOBS
+from search_spaces.knobs import KNOBS, as_options
 from search_spaces.loading import load_space, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.offering import Offered, refuse_without_texts
@@ -329,11 +330,28 @@ def _held(
     rest = with_fixed(space, held)
     if isinstance(rest, TrialConfig):
         raise InputError(
-            f"space '{space.name}': with {', '.join(held)} held nothing is left to search; "
-            "`sweep plan --exact` asks about one configuration"
+            f"space '{space.name}': with {', '.join(held)} held nothing is left to search: "
+            f"{_instead_of_a_search(space, rest)}"
         )
     fixed = {key: rest.fixed[key] for key in held if rest.fixed[key] != space.fixed.get(key)}
     return rest, {**changed, **fixed}
+
+
+def _instead_of_a_search(space: SearchSpace, config: TrialConfig) -> str:
+    """Return what can be done about one configuration: no study is of one."""
+    if space.gpu == "cpu":
+        return "leave one of them out"
+    typed: dict[str, Any] = {"model": space.model}
+    if space.gpu != "auto":
+        typed["gpu"] = space.gpu
+    if space.data is not None:
+        choice = space.data.model_dump(exclude={"eval_fraction", "quality_tokens"})
+        known = {"format": "auto", "completions_only": False}
+        typed["data"] = choice.pop("texts")
+        typed |= {key: value for key, value in choice.items() if value != known.get(key)}
+    typed |= config.changes_from(TrialConfig())
+    command = shlex.join(["sweep", "plan", "--exact", *as_options(typed)])
+    return f"leave one of them out, or ask about this one configuration with {command}"
 
 
 def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:

@@ -109,7 +109,11 @@ class Stopping:
 
 
 def outlook_document(reason: StopReason, outlook: Outlook | None) -> dict[str, Any]:
-    """Return what a study keeps of why its search ended, in plain JSON values."""
+    """Return what a study keeps of why its search ended, in plain JSON values.
+
+    ``gain`` is expected over all cases: the chance that the most promising is better, times what is
+    gained where it is, which is ``gain_if_better``.
+    """
     if outlook is None or outlook.config is None:
         return {
             "reason": str(reason),
@@ -125,8 +129,15 @@ def outlook_document(reason: StopReason, outlook: Outlook | None) -> dict[str, A
             "chance": outlook.chance,
             # Infinite where nothing fits yet, which JSON has no number for.
             "gain": outlook.gain if outlook.gain < float("inf") else None,
+            "gain_if_better": _gain_if_better(outlook),
         },
     }
+
+
+def _gain_if_better(outlook: Outlook) -> float | None:
+    if outlook.chance <= 0 or outlook.gain == float("inf"):
+        return None
+    return outlook.gain / outlook.chance
 
 
 def price_of(space: SearchSpace, *, gpu: str) -> float | None:

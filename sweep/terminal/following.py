@@ -50,6 +50,8 @@ def follow(
             before = clock()
             snapshot = read()
             sleep(max(_LOOK_SECONDS, (clock() - before) / _SHARE_READING))
+        # Who drove it is looked at after its trials, and may have ended the last one in between.
+        snapshot = read()
         for event in changes(board, snapshot):
             listener(event)
     return snapshot

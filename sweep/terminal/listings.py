@@ -147,7 +147,8 @@ def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
 
     That of ``sweep best --json``, and beside it ``{"driven_by", "running": [{"number", "config",
     "started_at", "purpose"}], "ended": {"reason", "open", "most_promising"} | null, "warnings",
-    "unreadable": [{"number", "reason"}]}``.
+    "unreadable": [{"number", "reason"}]}``. What is most promising has a ``chance`` to be better, a
+    ``gain`` that is expected over all cases, and its ``gain_if_better``.
     """
     running = [
         {

@@ -35,13 +35,9 @@ from sweep.study.events import (
 from sweep.terminal.board import Board
 from sweep.terminal.console import Synchronized, cancel_announced, folded, note, width_of
 from sweep.terminal.drawing import Shown
-from sweep.terminal.working import progress_words
+from sweep.terminal.working import Rhythm, progress_words
 
 _BAR_WIDTH = 30
-_SILENCE, _LONGEST_SILENCE = 1.5, 60.0
-"""Seconds without a line after which one says what is waited for."""
-_PATIENCE = 20.0
-"""Seconds of one wait after which they double each time: a night's log is for reading."""
 STOPPING = "stopping after this trial; Ctrl-C again stops now, and the study can go on either way"
 
 _PHASES: dict[Phase, str] = {
@@ -107,9 +103,7 @@ class PlainLines:
     def __init__(self, board: Board, *, is_stopping: Callable[[], bool]) -> None:
         self._board = board
         self._is_stopping = is_stopping
-        self._said_seconds = board.clock()
-        self._heard_seconds = board.clock()
-        self._silence = _SILENCE
+        self._rhythm = Rhythm(board.clock)
 
     def listen(self, event: Event) -> None:
         """Take in an event, and say what is worth a line."""
@@ -122,19 +116,16 @@ class PlainLines:
         if isinstance(event, TrialFinished):
             line = trial_line(board, event)
         if line:
-            self._heard_seconds, self._silence = board.clock(), _SILENCE
+            self._rhythm.begin()
             self._say(line)
 
     def tick(self) -> None:
         """Say what is being done where nothing was said for long."""
-        now = self._board.clock()
-        if now - self._said_seconds >= self._silence:
-            if now - self._heard_seconds >= _PATIENCE:
-                self._silence = min(2 * self._silence, _LONGEST_SILENCE)
+        if self._rhythm.is_due:
+            self._rhythm.go_on()
             self._say(f"... {now_line(self._board)}")
 
     def _say(self, line: str) -> None:
-        self._said_seconds = self._board.clock()
         # A terminal that cannot be drawn on has a width all the same.
         said = f"{datetime.now():%H:%M:%S} {line}"
         note(folded(said, width_of(sys.stderr), indent=2))
@@ -322,7 +313,7 @@ def _sooner(board: Board) -> str:
     least = board.definition.space.stop_below_gain
     if board.foreseen is None or board.foreseen.gain == float("inf"):
         return f": it ends once less than {units.error(least)} is expected to be gained"
-    gain = units.error(board.foreseen.gain)
+    gain = units.share(board.foreseen.gain)
     return f": {gain} expected of the next trial, it ends below {units.error(least)}"
 
 

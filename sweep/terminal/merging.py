@@ -94,5 +94,5 @@ def _four_bit_line(compared: Comparison) -> str:
 def _difference(found: Comparison | FourBit) -> str:
     return (
         f"{found.mean_abs:.2g} apart on average, {found.max_abs:.2g} at most, the likeliest token "
-        f"is the same at {found.argmax_agreement:.1%}"
+        f"is the same at {units.share(found.argmax_agreement)}"
     )

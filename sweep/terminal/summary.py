@@ -145,12 +145,14 @@ def _gain(ranking: Ranking) -> str:
     comparison, winner = compare(ranking), ranking.winner
     if comparison is None or winner is None:
         return "none stated: the baseline was not measured"
+    faster = uncertainty.faster_and_no_answer(ranking, winner)
+    beside = f"; {faster}" if faster else ""
     if comparison.gain is None:
         why = uncertainty.why_no_gain(comparison, winner.config).partition("; ")[0]
-        return why.replace("no gain is stated", "none stated")
+        return f"{why.replace('no gain is stated', 'none stated')}{beside}"
     ends = uncertainty.factor_interval(comparison.gain)
     over = uncertainty.reference_of(ranking, winner.config)
-    return f"{uncertainty.factor(comparison.gain)} {over} ({ends})"
+    return f"{uncertainty.factor(comparison.gain)} {over} ({ends}){beside}"
 
 
 def _sureness(snapshot: StudySnapshot, ranking: Ranking) -> str:
@@ -169,7 +171,7 @@ def _counted(snapshot: StudySnapshot) -> Iterator[tuple[str, str]]:
     over = f", {carried} of them carried over" if carried else ""
     yield (
         "trials",
-        f"{len(snapshot.records):,} in {units.duration(snapshot.wall_seconds)}{over}"
+        f"{len(snapshot.trials):,} in {units.duration(snapshot.wall_seconds)}{over}"
         + (f": {counted}" if counted else ""),
     )
     for warning in snapshot.warnings:
@@ -291,7 +293,8 @@ def not_ruled_out(snapshot: StudySnapshot) -> str | None:
     if gain is None or chance <= 0:
         return f"{likeliest}."
     # Expected over all cases is the chance times what is gained where it comes true.
-    return f"{likeliest}, and would then be {units.error(gain / chance)} better."
+    then = units.share(gain / chance)
+    return f"{likeliest}, and would then be {then} better: {units.share(gain)} is expected of it."
 
 
 def _best_of(summary: StudySummary) -> str:
@@ -330,7 +333,7 @@ def _opening(snapshot: StudySnapshot) -> str:
     target = snapshot.definition.target
     counted = verdict_words(snapshot.records)
     lines = [
-        f"Study {snapshot.name}: {units.plural(len(snapshot.records), 'trial')} in "
+        f"Study {snapshot.name}: {units.plural(len(snapshot.trials), 'trial')} in "
         f"{units.duration(snapshot.wall_seconds)} for {snapshot.definition.model['name']} on "
         f"{target.gpu}, budget {units.gib(target.budget_bytes)}",
         f"  {counted}" if counted else "",

@@ -183,8 +183,8 @@ def _opening(summary: TextsSummary) -> str:
     return (
         f"{summary.source}: {units.plural(summary.rows, 'row')}{broken}: "
         f"{_KINDS[summary.kind]} ({summary.kind}, {told})\n"
-        f"{summary.tokens:,} tokens of tokenizer '{summary.tokenizer}', {_share(loss)} of them "
-        f"carry loss ({which})\n"
+        f"{summary.tokens:,} tokens of tokenizer '{summary.tokenizer}', {units.share(loss)} of "
+        f"them carry loss ({which})\n"
         f"Tokens of a row: median {found.p50:,}, 90 % up to {found.p90:,}, 95 % up to "
         f"{found.p95:,}, 99 % up to {found.p99:,}, longest {found.max:,}"
     )
@@ -223,23 +223,16 @@ def _waste_table(wastes: Sequence[Waste], worthwhile: Sequence[int], *, width: i
     rows = [
         (
             f"{waste.seq_len:,}",
-            _share(waste.rows_cut),
-            _share(waste.tokens_cut),
-            _share(waste.padding_waste),
-            _share(waste.grouped_waste),
-            _share(waste.packed_waste),
+            units.share(waste.rows_cut),
+            units.share(waste.tokens_cut),
+            units.share(waste.padding_waste),
+            units.share(waste.grouped_waste),
+            units.share(waste.packed_waste),
             "worth searching" if waste.seq_len in worthwhile else "",
         )
         for waste in wastes
     ]
     return table(header, rows, width=width)
-
-
-def _share(value: float) -> str:
-    """Return a share of 0 to 1 in percent, so that little is not told as nothing."""
-    if 0 < value < 0.001:
-        return "<0.1 %"
-    return f"{100 * value:.1f} %"
 
 
 def _explanation(worthwhile: Sequence[int], micro_batch_size: int) -> str:

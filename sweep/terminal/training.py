@@ -63,11 +63,9 @@ from sweep.terminal.console import (
     width_of,
 )
 from sweep.terminal.texts import prepared as read_texts
+from sweep.terminal.working import Rhythm
 
 DONE = 0
-_LINE_SECONDS = 15.0
-"""Between two lines of progress where nobody's terminal redraws one; the first come sooner."""
-_FIRST_SECONDS = 2.0
 
 
 def train(
@@ -316,9 +314,7 @@ class _Lines:
     """A line for what happens once, and one now and then for the steps."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._next = clock() + _FIRST_SECONDS
-        self._pause = _FIRST_SECONDS
+        self._rhythm = Rhythm(clock)
         self._steps = 0
 
     def __call__(self, event: Event) -> None:
@@ -329,9 +325,8 @@ class _Lines:
                 note(_started(started))
                 if started.documents_apart is False:
                     note(f"warning: {TOGETHER}")
-            case Progressed() as progressed if self._clock() >= self._next:
-                self._pause = min(2 * self._pause, _LINE_SECONDS)
-                self._next = self._clock() + self._pause
+            case Progressed() as progressed if self._rhythm.is_due:
+                self._rhythm.go_on()
                 of = units.out_of(progressed.step, self._steps)
                 note(f"step {of}: {_progress_words(progressed)}")
             case Evaluated(step=step, loss=loss):

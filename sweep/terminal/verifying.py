@@ -78,4 +78,5 @@ def lines(found: Verification) -> list[str]:
 def _beside(compared: Compared) -> str:
     if compared.ratio is None:
         return "not compared"
-    return f"{compared.ratio - 1.0:+.1%} (within {compared.tolerance:.0%} is as recorded)"
+    within = units.percent(compared.tolerance)
+    return f"{100 * (compared.ratio - 1.0):+.1f} % (within {within} is as recorded)"

@@ -18,8 +18,11 @@ from rich.console import Console
 from sweep.planning.forecast import TRACED
 from sweep.terminal.console import Synchronized, note
 
-SILENCE_SECONDS = 1.25
+SILENCE_SECONDS, LONGEST_SILENCE_SECONDS = 1.25, 60.0
 """After which something is said; nobody waits two seconds wondering."""
+PATIENCE_SECONDS = 20.0
+"""Of one wait, after which each silence is twice as long, up to a minute: a night's log is for
+reading."""
 
 
 def progress_words(what: str, done: int, of: int) -> str:
@@ -50,15 +53,42 @@ def working(
         yield lambda what: partial(show, what)
 
 
+class Rhythm:
+    """When a further line is worth it where none is redrawn: soon, and in time more seldom."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Wait for something else."""
+        self._begun_seconds = self._clock()
+        self._silence_seconds = SILENCE_SECONDS
+        self._due_seconds = self._begun_seconds + SILENCE_SECONDS
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing was said for long enough."""
+        return self._clock() >= self._due_seconds
+
+    def go_on(self) -> None:
+        """Something was said of what is waited for."""
+        now = self._clock()
+        if now - self._begun_seconds >= PATIENCE_SECONDS:
+            self._silence_seconds = min(2 * self._silence_seconds, LONGEST_SILENCE_SECONDS)
+        self._due_seconds = now + self._silence_seconds
+
+
 class _Lines:
-    """Says no more than a line a second, and the start of what is sure to take longer.
+    """Says how far it is where a line is due, and the start of what is sure to take longer.
 
     What takes long without telling how far it is, is said to go on.
     """
 
     def __init__(self, doing: str, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._began_seconds = self._said_seconds = clock()
+        self._began_seconds = clock()
+        self._rhythm = Rhythm(clock)
         self._doing = self._words = doing
         self._talking = threading.Lock()
 
@@ -69,8 +99,8 @@ class _Lines:
         is_beginning = what == TRACED and done == 0
         with self._talking:
             told = progress_words(what, done, of)
-            self._words = told if done < of else self._doing
-            if is_beginning or self._clock() - self._said_seconds >= 1.0:
+            is_new, self._words = told != self._words, told if done < of else self._doing
+            if self._rhythm.is_due or (is_beginning and is_new):
                 self._note(told)
 
     @contextmanager
@@ -88,10 +118,9 @@ class _Lines:
     def _break_silences(self, ended: threading.Event) -> None:
         while not ended.wait(SILENCE_SECONDS / 4):
             with self._talking:
-                now = self._clock()
-                if now - self._said_seconds >= SILENCE_SECONDS:
-                    self._note(f"{self._words} ({now - self._began_seconds:.0f} s)")
+                if self._rhythm.is_due:
+                    self._note(f"{self._words} ({self._clock() - self._began_seconds:.0f} s)")
 
     def _note(self, text: str) -> None:
         note(text)
-        self._said_seconds = self._clock()
+        self._rhythm.go_on()

@@ -21,6 +21,7 @@ from peft.tuners.lora import LoraLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import in_percent
 from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from storage.records import Ineffective
 from sweep.data.epoch import is_flattened
@@ -141,8 +142,8 @@ def _quantization(config: TrialConfig, evidence: StepEvidence) -> str | None:
     share = evidence.attached.quantized_share
     if share is not None and share < LEAST_QUANTIZED_SHARE:
         return (
-            f"only {share:.1%} of the matrices' weights are in 4 bits, the others in 16: use "
-            "quantization none"
+            f"only {in_percent(share)} of the matrices' weights are in 4 bits, the others in 16: "
+            "use quantization none"
         )
     return None
 
@@ -280,9 +281,9 @@ def _segments(config: TrialConfig, evidence: StepEvidence) -> str | None:
     segments = torch.cuda.memory_snapshot() if parameters else []
     share = expandable_share(parameters, segments)
     if config.expandable_segments and share <= 0.5:
-        return f"{share:.0%} of the weights are in expandable segments"
+        return f"{in_percent(share)} of the weights are in expandable segments"
     if not config.expandable_segments and share > 0:
-        return f"{share:.0%} of the weights are still in expandable segments"
+        return f"{in_percent(share)} of the weights are still in expandable segments"
     return None
 
 

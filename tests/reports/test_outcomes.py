@@ -95,3 +95,17 @@ def test_counts_by_verdict_in_words() -> None:
 def test_every_verdict_has_a_name_and_a_meaning(verdict: Verdict) -> None:
     assert VERDICT_LABELS[verdict]
     assert VERDICT_MEANINGS[verdict].endswith(".")
+
+
+def test_an_attempt_that_was_repeated_is_no_trial_of_its_own() -> None:
+    """A crash that a second attempt made up for leaves nothing unknown."""
+    other = TrialConfig(micro_batch_size=2)
+    records = (
+        a_record(CONFIG, Crashed(phase="warmup"), number=0),
+        a_record(other, Crashed(phase="warmup"), number=1),
+        a_record(CONFIG, number=2),
+    )
+    assert verdict_words(records) == "1 fits, 1 crashed (after 1 failed attempt)"
+    assert verdict_words(records[1:]) == "1 fits, 1 crashed"
+    failed = (*records[:2], a_record(other, Crashed(phase="warmup"), number=2, attempt=2))
+    assert verdict_words(failed) == "2 crashed (after 1 failed attempt)"

@@ -22,6 +22,7 @@ from storage.ranking import rank, rank_study
 from storage.records import EpochRecord, TrialRecord
 from sweep.terminal.summary import best_text, last_screen
 from tests.reports.synthetic import HOSTILE, definition, fits, snapshot
+from tests.storage.builders import confirmed
 from tests.sweep.prepared_texts import a_summary
 
 SHORT = TrialConfig(micro_batch_size=8, seq_len=512)
@@ -105,8 +106,8 @@ def test_an_epoch_on_a_card_that_another_stood_in_for_takes_the_predicted_speed(
 def test_what_a_length_cuts_off_stands_beside_its_speed() -> None:
     known = of_texts(trained(0, 8_000.0, SHORT))
     assert cut_words(known.records[0]) == (
-        "length 512 cuts off 3.2 % of the tokens (900 of 9,500 rows); 100 more rows, 1.1 % of the "
-        "tokens, left out: nothing to learn is left of them"
+        "length 512 cuts off 3.2 % of the tokens (900 of 9,500 training rows); 100 more rows, "
+        "1.1 % of the tokens, left out: nothing to learn is left of them"
     )
     for words in (last_screen(known), best_text(known), render(known)):
         assert "cuts off 3.2 % of the tokens" in " ".join(words.split())
@@ -244,3 +245,48 @@ def test_losses_whose_intervals_overlap_are_a_tie_and_others_are_not() -> None:
     assert rank_study(near).tied
     far = about_loss(learned(0, 16, 2.0, 0.01), learned(1, 64, 1.9, 0.01))
     assert not rank(far.records, far.definition).tied
+
+
+def test_a_baseline_that_is_faster_and_no_answer_is_said_so_where_the_gain_is() -> None:
+    """Its length is fast at leaving texts out, so the space does not offer it."""
+    about = {
+        "dimensions": {"seq_len": {"choices": [1024, 2048]}},
+        "fixed": {"micro_batch_size": 8, "lora_rank": 16},
+        "baseline": {"micro_batch_size": 8, "seq_len": 512},
+    }
+    baseline = trained(0, 8_000.0, SHORT, tokens_cut=0.4)
+    winner = trained(1, 7_000.0, LONG)
+    known = of_texts(baseline, winner, **about)
+    words = (
+        "the baseline was measured faster and is no answer: its length 512 cuts off 40 % of "
+        "the tokens (900 of 9,500 training rows)"
+    )
+    again = replace(known, confirmations=confirmed(baseline, winner))
+    for text in (last_screen(known), best_text(known), render(known), last_screen(again)):
+        assert words in " ".join(text.split())
+    for slow in (
+        of_texts(trained(0, 6_000.0, SHORT), winner, **about),
+        of_texts(baseline, winner),
+        of_texts(winner),
+    ):
+        assert "is no answer" not in best_text(slow)
+    plain = snapshot(
+        [fits(0, 8_000.0, SHORT), fits(1, 7_000.0, LONG)],
+        definition=definition(space=about, **TARGET),
+    )
+    assert (
+        "the baseline was measured faster and is no answer: the space does not hold it"
+        in best_text(plain)
+    )
+
+
+@pytest.mark.parametrize(("seq_len", "rows_cut", "is_advised"), [(2048, 3, True), (2048, 0, False)])
+def test_longer_rows_are_advised_only_where_some_are_cut(
+    seq_len: int, rows_cut: int, is_advised: bool
+) -> None:
+    config = TrialConfig(micro_batch_size=8, seq_len=seq_len)
+    known = of_texts(trained(0, 8_000.0, config, rows_cut=rows_cut))
+    assert ("Offer larger values of seq_len" in best_text(known)) is is_advised
+    limited = known.definition.model | {"config": {"max_position_embeddings": seq_len}}
+    about = known.definition.model_copy(update={"model": limited})
+    assert "Offer larger values" not in best_text(replace(known, definition=about))

@@ -11,8 +11,8 @@ from reports.summary import summary_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.gain import Gain
-from storage.records import Need
-from tests.reports.synthetic import BUDGET_BYTES, definition, fits, measurement, snapshot
+from storage.records import Need, OutOfMemory
+from tests.reports.synthetic import BUDGET_BYTES, definition, fits, measurement, record, snapshot
 from tests.storage.builders import confirmed
 
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
@@ -166,7 +166,10 @@ def test_a_baseline_outside_the_space_is_no_answer_where_nothing_of_the_space_fi
             "baseline": {"micro_batch_size": 8, "lora_rank": 16},
         }
     )
-    said = summary_of(snapshot([fits(0, 8_000.0)], definition=about))
+    alone = fits(0, 8_000.0)
+    wide = alone.config.model_copy(update={"lora_rank": 64})
+    tried = record(1, OutOfMemory(stage="forward"), wide)
+    said = summary_of(snapshot([alone, tried], definition=about))
     assert said.sentence.startswith("Nothing of the space that was tried was measured to fit")
     assert "Its baseline was, at 8,000 tokens/s: a reference" in said.sentence
     assert (said.configuration, said.commands) == ("", ())

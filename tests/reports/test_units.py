@@ -113,3 +113,22 @@ def test_little_memory_is_told_in_mib(count: float, text: str) -> None:
 )
 def test_progress_beyond_the_end_says_so(done: int, total: int, text: str) -> None:
     assert units.out_of(done, total) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (0.0, "0 %"),
+        (0.0008, "<0.1 %"),
+        (0.001, "0.1 %"),
+        (0.0376, "3.8 %"),
+        (0.05, "5 %"),
+        (0.9995, ">99.9 %"),
+        (1.0, "100 %"),
+        (None, "–"),
+    ],
+)
+def test_a_share_is_told_with_a_decimal_and_little_is_not_nothing(
+    share: float | None, words: str
+) -> None:
+    assert units.share(share) == words

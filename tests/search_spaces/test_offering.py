@@ -77,7 +77,7 @@ def test_a_presets_lengths_give_way_to_those_of_the_texts_and_that_is_said() -> 
     assert choices_of(offered.space, "seq_len") == (256, 1024)
     (said,) = [note for note in offered.notes if "Lengths" in note]
     assert "in place of 512, 1024, 2048" in said
-    assert "256 (cuts 4.0%)" in said
+    assert "256 (cuts 4 %)" in said
     assert "--seq-len" in said
 
 

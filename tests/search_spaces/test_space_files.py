@@ -576,3 +576,30 @@ def test_the_a10_preset_compares_with_the_published_recipe() -> None:
     baseline = load_space("a10").baseline_config()
     assert (baseline.micro_batch_size, baseline.seq_len) == (8, 512)
     assert baseline.changes_from(type(baseline)()) == {"micro_batch_size": 8}
+
+
+def test_every_fault_of_a_file_is_told_at_once_with_its_line() -> None:
+    text = """\
+model: demo
+trials: none
+data:
+  formt: text
+  eval_fraction: 2
+  completions_only: maybe
+dimensions: {micro_batch_size: [1, 2]}
+"""
+    with pytest.raises(InputError) as refusal:
+        parse_space(text, label="mine.yaml")
+    assert str(refusal.value) == (
+        "mine.yaml: line 4: unknown key 'formt' under data; did you mean 'format'? "
+        "Line 3: data.texts is missing. "
+        "Line 6: data.completions_only must be true or false, got 'maybe'. "
+        "Line 5: data.eval_fraction must be less than 1.0, got 2. "
+        "Line 2: trials must be a whole number, got 'none'"
+    )
+
+
+def test_of_many_faults_some_are_told_and_the_others_counted() -> None:
+    text = "model: demo\n" + "".join(f"wrong{number}: 1\n" for number in range(7))
+    with pytest.raises(InputError, match=r"line 2: unknown key 'wrong0'.*And 2 more$"):
+        parse_space(text, label="mine.yaml")

@@ -180,7 +180,7 @@ TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
             QWEN3_30B,
             AMPERE,
             "quantization-leaves-weights",
-            "nf4 would hold only 3.0% of the matrices",
+            "nf4 would hold only 3 % of the matrices",
         ),
         (
             {"quantization": "fp4"},

@@ -13,6 +13,7 @@ from search_spaces.config import TrialConfig
 from sweep.planning.comparison import CardComparison
 from sweep.planning.forecast import Forecast
 from sweep.planning.plan import CardPlan
+from sweep.planning.recommendation import certainty
 from sweep.planning.whatif import WhatIf
 from sweep.predict.cost import Bill
 from sweep.predict.memory.prediction import Fit
@@ -58,6 +59,7 @@ def verdict_lines(plan: CardPlan) -> Iterator[str]:
     if plan.bills and plan.shown.fit is not Fit.NO:
         yield _cost(plan.bills[0])
     yield from _epoch(plan, plan.shown)
+    yield from _passed_over(plan, plan.shown)
     grounds = [*_speed_ground(plan.shown), *_memory_ground(plan.shown)]
     if grounds:
         yield f"how sure: {'; '.join(grounds)}"
@@ -71,6 +73,21 @@ def _epoch(plan: CardPlan, shown: Forecast) -> Iterator[str]:
     tokens = f"{epoch.loss_tokens:,} tokens that carry loss in {epoch.steps:,} steps"
     cut = cut_in_words(epoch, shown.config.seq_len)
     yield f"one epoch of the texts: {units.duration(epoch.loss_tokens / speed)}, {tokens}; {cut}"
+
+
+def _passed_over(plan: CardPlan, shown: Forecast) -> Iterator[str]:
+    """Yield what is predicted to be faster than what is recommended, and why that is not."""
+    other = None if plan.survey is None else plan.survey.alternative
+    if other is None or other.memory is None or certainty(other) > certainty(shown):
+        return
+    doubt = (
+        f"its memory is predicted within {units.error(other.memory.uncertainty)} alone"
+        if other.fit is Fit.YES
+        else "it is too close to the budget to say that it fits"
+    )
+    change = units.changes(other.config, baseline=shown.config)
+    speed = f"{units.rate(other.tokens_per_second)} tokens/s predicted"
+    yield f"passed over: {change}, {speed}, not surely faster, and {doubt}"
 
 
 def _too_small(plan: CardPlan) -> str:

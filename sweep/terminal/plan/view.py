@@ -207,7 +207,7 @@ def _largest(table: ShapeTable, length: int) -> str:
 
 
 def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
-    """Yield why that class, that length and that certainty; what else is worth a try."""
+    """Yield why that class, that length and that certainty."""
     config, capacity = best.config, survey.capacity
     assert capacity is not None, "what is recommended has a class"
     standard = uncertainty.capacity(STANDARD)
@@ -221,17 +221,9 @@ def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
     if len({length for known, length in survey.fastest_by_class if known == capacity}) > 1:
         yield f"{config.seq_len:,} is the length of most tokens/s: hold yours with --seq-len"
     other = survey.alternative
-    if other is None:
-        return
-    speed = f"{units.rate(other.tokens_per_second)} tokens/s"
-    if certainty(other) > certainty(best):
+    if other is not None and certainty(other) > certainty(best):
+        speed = f"{units.rate(other.tokens_per_second)} tokens/s"
         yield f"surer to fit, and slower beyond doubt: {describe(other.config)}, {speed}"
-    else:
-        doubt = "its memory less well known" if other.fit is Fit.YES else "less sure to fit"
-        yield (
-            f"worth a try, {doubt} and not surely faster: {describe(other.config)}, "
-            f"{speed} predicted"
-        )
 
 
 def _classes(survey: Survey, best: Forecast) -> RenderableType:

@@ -44,7 +44,7 @@ from sweep.planning.table import boundary, shape_table
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.speed.predictor import predict_step
-from sweep.terminal.plan.verdict import comparison_verdict
+from sweep.terminal.plan.verdict import comparison_verdict, verdict_lines
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import (
     INTERFACE_KEYS,
@@ -419,6 +419,20 @@ def test_a_gain_inside_the_speeds_error_is_no_reason_to_be_less_sure_of_the_fit(
     assert (found.recommended, found.alternative) == (plain, compiled)
     document = card_document(planned(compiled_or_not(1, 2, 4, 8), forecaster))
     assert document["alternative"]["config"]["compile"] is True
+
+
+def test_what_is_predicted_faster_and_passed_over_is_said_with_the_answer() -> None:
+    space = compiled_or_not(1, 2, 4, 8)
+    unsure = a_forecaster(predictor=UnsureOfCompiled(), budget_gib=21)
+    (line,) = [line for line in verdict_lines(planned(space, unsure)) if "passed over" in line]
+    assert line.startswith("passed over: compiled layers, ")
+    assert line.endswith(
+        "tokens/s predicted, not surely faster, and its memory is predicted within 10 % alone"
+    )
+    sure = planned(space, a_forecaster(predictor=ImaginedPredictor(), budget_gib=21))
+    assert sure.shown is not None
+    assert sure.shown.config.compile
+    assert not [line for line in verdict_lines(sure) if "passed over" in line]
 
 
 def test_a_less_sure_one_is_recommended_where_it_is_faster_beyond_the_error() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -7,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.knobs import KNOBS
 from storage.reading import list_studies, read_study
 from storage.records import Measured, Outcome, TrialRecord
 from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
+from sweep import cli
 from sweep.paths import runs_directory
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
@@ -22,6 +26,7 @@ from sweep.study.events import Event, Listener, SpaceTraced, StopReason, TrialFi
 from sweep.study.interruption import Interruption
 from sweep.study.session import Prepared, drive, prepare, prepare_again
 from sweep.study.tuner import confirm_anew
+from sweep.terminal.knob_options import add_knobs
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_measurement, train
 from tests.sweep.study.test_targets import a_card
@@ -115,14 +120,39 @@ def test_the_baselines_micro_batch_goes_into_an_effective_batch_that_is_typed(
     [
         ({"lora_rank": 0}, "lora_rank must be at least 1, got 0"),
         ({"kernels": "ligr"}, "kernels must be one of"),
-        ("all", "nothing is left to search; `sweep plan --exact`"),
     ],
 )
 def test_knobs_that_cannot_be_held_are_refused(held: Any, message: str) -> None:
-    if held == "all":
-        held = {key: d.first for key, d in prepared("a10").space.dimensions.items()}
     with pytest.raises(InputError, match=message):
         prepared("a10", held=held)
+
+
+def test_where_all_knobs_are_held_a_command_that_answers_is_named() -> None:
+    """It is typed here, and asks about the configuration that was left."""
+    held = {key: d.first for key, d in prepared("a10").space.dimensions.items()}
+    held |= {"target_modules": ("v_proj", "q_proj"), "double_quant": False}
+    with pytest.raises(InputError, match="nothing is left to search") as refusal:
+        prepared("a10", held=held, model="demo")
+    command, *words = shlex.split(str(refusal.value).partition(" with sweep ")[2])
+    assert command == "plan"
+    add_knobs(cli.plan, KNOBS)
+    plan = get_command(cli.app).commands["plan"]  # type: ignore[attr-defined]
+    typed = plan.make_context("plan", words).params
+    assert typed["exact"]
+    assert typed["gpu"] == ["a10"]
+    assert typed["model"] == "demo"
+    left = TrialConfig(**{**prepared("a10").space.fixed, **held})
+    assert {key: typed[key] for key in ("double_quant", "micro_batch_size", "target_modules")} == {
+        "double_quant": False,
+        "micro_batch_size": left.micro_batch_size,
+        "target_modules": ["q_proj", "v_proj"],
+    }
+
+
+def test_on_a_cpu_no_prediction_is_named_where_all_knobs_are_held() -> None:
+    held = {key: d.first for key, d in prepared().space.dimensions.items()}
+    with pytest.raises(InputError, match=r"nothing is left to search: leave one of them out$"):
+        prepared(held=held)
 
 
 def test_a_bigger_card_is_said_to_stand_in() -> None:

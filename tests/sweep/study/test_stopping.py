@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.ranking import rank
@@ -110,7 +111,12 @@ def test_a_guided_study_ends_when_it_knows_and_says_what_it_could_not_rule_out(
     assert json.loads(json.dumps(snapshot.ended)) == snapshot.ended
     said = not_ruled_out(snapshot)
     assert said is not None
-    assert "the most promising, " in said
+    promising = snapshot.ended["most_promising"]
+    assert promising["gain_if_better"] == pytest.approx(promising["gain"] / promising["chance"])
+    assert said.endswith(
+        f"would then be {units.share(promising['gain_if_better'])} better: "
+        f"{units.share(promising['gain'])} is expected of it."
+    )
 
 
 TWO_RANKS: dict[str, Any] = {

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,8 @@ class Looks:
     """Hands out one snapshot after the other, and the last one for ever."""
 
     def __init__(self, *snapshots: StudySnapshot) -> None:
-        self._snapshots = iter(snapshots)
+        *first, last = snapshots
+        self._snapshots = chain(first, repeat(last))
         self.seen = 0
 
     def __call__(self) -> StudySnapshot:
@@ -74,7 +76,7 @@ def test_a_study_is_followed_until_nobody_drives_it(capsys: pytest.CaptureFixtur
         "soak of trial 0",
     ]
     assert min(waits) >= 1.0
-    assert looks.seen == 4
+    assert looks.seen == 5
 
 
 def test_a_trial_is_shown_as_old_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +91,17 @@ def test_a_trial_is_shown_as_old_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
         sleep=lambda _: time.sleep(1.5),
     )
     assert any(re.search(r"trial 1, running, 12\d s", picture) for picture in screen.pictures)
+
+
+def test_what_ended_between_two_halves_of_a_look_is_not_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Trials are read first, and the driver may end the last one and itself before it is asked."""
+    whole = a_snapshot(*records(3))
+    torn = a_snapshot(*records(2))
+    looks = Looks(driven(*records(2), running=2), torn, whole)  # type: ignore[arg-type]
+    assert follow(looks, stream=io.StringIO(), sleep=lambda _: None) is whole
+    assert "trial 2" in capsys.readouterr().err
 
 
 def test_a_study_that_nobody_drives_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import NothingFits
+from storage.best import best_document
 from storage.definition import (
     RunningTrial,
     StudyDefinition,
@@ -16,7 +17,7 @@ from storage.definition import (
     Target,
     TargetSpeed,
 )
-from storage.records import OutOfMemory, TrialRecord
+from storage.records import Crashed, OutOfMemory, TrialRecord
 from sweep.export.recipe import recipe_of
 from sweep.terminal.summary import best_text, has_fit, last_screen, status_text, studies_text
 from tests.storage.builders import confirmed
@@ -170,13 +171,18 @@ def test_several_objectives_end_with_their_front_and_its_knee() -> None:
 
 
 def test_where_only_a_baseline_outside_the_space_fits_nothing_does() -> None:
-    snapshot = with_space(
-        a_snapshot(*trials()[:1]),
-        fixed={"lora_rank": 64},
-        baseline={"lora_rank": 16, "micro_batch_size": 8},
+    baseline, _, ran_out = trials()
+    values = {"fixed": {"lora_rank": 64}, "baseline": {"lora_rank": 16, "micro_batch_size": 8}}
+    large = ran_out.model_copy(
+        update={"config": ran_out.config.model_copy(update={"lora_rank": 64})}
     )
+    snapshot = with_space(a_snapshot(baseline, large), **values)
     assert not has_fit(snapshot)
     assert "Nothing of the space that was tried" in last_screen(snapshot)
+    alone = with_space(a_snapshot(baseline), **values)
+    assert "Nothing of the space has been tried yet. Its baseline fits in" in last_screen(alone)
+    assert "measured within" not in last_screen(alone)
+    assert "a space that holds what it sets" not in best_text(alone)
     with pytest.raises(NothingFits, match="has nothing to export"):
         recipe_of(snapshot)
 
@@ -201,3 +207,17 @@ def test_the_best_shows_the_whole_configuration_and_the_capacity_classes() -> No
     text = best_text(a_snapshot(*trials()))
     assert '"micro_batch_size": 10' in text
     assert "Fastest of each capacity class" in text
+
+
+def test_attempts_that_were_repeated_are_counted_as_one_trial_everywhere() -> None:
+    baseline, faster, _ = trials()
+    crashed = a_record(faster.config, Crashed(phase="warmup"), number=1)
+    again = a_snapshot(baseline, crashed, faster.model_copy(update={"number": 2, "attempt": 2}))
+    for text in (last_screen(again), best_text(again), status_text(again)):
+        assert "2 fits (after 1 failed attempt)" in text
+        assert "Unknown so far" not in text
+    assert "  2 trials (2 fitted" in best_text(again)
+    assert best_document(again)["trials"]["total"] == 2
+    assert best_document(again)["trials"]["crashed"] == 0
+    failed = a_snapshot(baseline, crashed, crashed.model_copy(update={"number": 2, "attempt": 2}))
+    assert "Unknown so far: 1 trial crashed" in best_text(failed)

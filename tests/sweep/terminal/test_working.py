@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -24,17 +25,27 @@ class Clock:
         return self.seconds
 
 
-def test_without_a_terminal_a_line_a_second_says_how_far_it_is(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("what", "first"), [("structures traced", 0), ("MB looked at", 2)])
+def test_without_a_terminal_lines_say_how_far_it_is_and_in_time_more_seldom(
+    what: str, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Within two seconds at first; what is sure to take longer is said at once, and once."""
     clock = Clock()
     with working("predicting", clock=clock) as progress:
-        for done in range(11):
-            progress("structures traced")(done, 10)
-            clock.seconds += 0.3
+        for second in range(130):
+            for _ in range(2):
+                progress(what)(second, 1000)
+            clock.seconds += 1.0
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == [f"{done} of 10 structures traced" for done in (0, 4, 8)]
+    lines = err.splitlines()
+    seconds = [int(line.partition(" ")[0]) for line in lines]
+    assert lines == [f"{second} of 1000 {what}" for second in seconds]
+    assert seconds[0] == first
+    assert max(after - before for before, after in pairwise([0, *seconds[:10]])) <= 2
+    later = [after - before for before, after in pairwise(seconds[10:])]
+    assert later == sorted(later)
+    assert len(seconds) < 20
 
 
 @pytest.mark.parametrize("of", [0, 3])

@@ -98,7 +98,7 @@ def test_a_base_that_stays_in_16_bits_is_not_a_4_bit_one() -> None:
         outcome = trial_on(base, config, steps=BRIEF).run()
     assert isinstance(outcome, Ineffective)
     assert outcome.knob == "quantization"
-    assert outcome.detail.startswith("only 11.1% of the matrices' weights are in 4 bits")
+    assert outcome.detail.startswith("only 11.1 % of the matrices' weights are in 4 bits")
 
 
 def test_a_measurement_keeps_the_share_in_4_bits() -> None:

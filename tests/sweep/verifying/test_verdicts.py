@@ -63,8 +63,8 @@ def test_the_document_has_promised_reached_and_ratio() -> None:
     }
     assert document["peak_allocated_bytes"]["ratio"] == pytest.approx(1.1)
     assert document["differences"] == [
-        "tokens/s 10.0% below the record: 15,120 beside 16,800",
-        "peak allocated 10.0% above the record: 22.00 GiB beside 20.00 GiB",
+        "tokens/s 10.0 % below the record: 15,120 beside 16,800",
+        "peak allocated 10.0 % above the record: 22.00 GiB beside 20.00 GiB",
     ]
 
 
@@ -100,5 +100,5 @@ def test_a_record_that_was_doubtful_says_so() -> None:
 def test_a_person_reads_both_figures_beside_each_other() -> None:
     found = lines(judge(RECORD, reached(0.9), environment=HERE))
     assert found[0].startswith("Not as recorded: trial 17 of study 'a10-mistral', 40 steps of")
-    assert found[1].endswith("16,800 recorded, 15,120 reached: -10.0% (within 5% is as recorded)")
-    assert found[2].endswith("20.00 GiB reached: +0.0% (within 2% is as recorded)")
+    assert found[1].endswith("16,800 recorded, 15,120 reached: -10.0 % (within 5 % is as recorded)")
+    assert found[2].endswith("20.00 GiB reached: +0.0 % (within 2 % is as recorded)")

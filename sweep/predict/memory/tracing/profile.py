@@ -16,7 +16,7 @@ import torch
 from transformers import masking_utils
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, words_of
+from search_spaces.errors import InputError, in_percent, words_of
 from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from search_spaces.models import ModelSpec
 from sweep.predict.memory.polynomials import Symbols
@@ -117,8 +117,8 @@ def _check_quantized(base: BaseModel) -> None:
     share = base.quantized_share
     if share is not None and share < LEAST_QUANTIZED_SHARE:
         raise Untraceable(
-            f"only {share:.1%} of its matrices' weights would be in 4 bits, as bitsandbytes "
-            "replaces linear layers only: use quantization none"
+            f"only {in_percent(share)} of its matrices' weights would be in 4 bits, as "
+            "bitsandbytes replaces linear layers only: use quantization none"
         )
 
 
