@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
@@ -24,7 +24,7 @@ from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue
 from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.speed.arrays import StepTimes
 from sweep.predict.speed.calibration import Calibration, calibrate
-from sweep.predict.speed.predictor import predict_step
+from sweep.predict.speed.predictor import predict_step, predict_steps
 
 DATA = Path(__file__).parents[3] / "data"
 H200 = find_gpu("h200")
@@ -57,8 +57,24 @@ def outcome(
     gpu: GpuSpec,
     calibration: Calibration | None = None,
 ) -> Outcome:
-    prediction = predict_step(config, model=model, gpu=gpu, calibration=calibration)
-    return Outcome(seconds / prediction.step_seconds, prediction.uncertainty)
+    (one,) = outcomes_of([(config, seconds)], model=model, gpu=gpu, calibration=calibration)
+    return one
+
+
+def outcomes_of(
+    steps: Sequence[tuple[TrialConfig, float]],
+    *,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    calibration: Calibration | None = None,
+) -> list[Outcome]:
+    """Configurations and their measured seconds, predicted all at once."""
+    configs = [config for config, _ in steps]
+    predictions = predict_steps(configs, model=model, gpu=gpu, calibration=calibration)
+    return [
+        Outcome(seconds / prediction.step_seconds, prediction.uncertainty)
+        for (_, seconds), prediction in zip(steps, predictions, strict=True)
+    ]
 
 
 def share_inside(outcomes: Iterable[Outcome]) -> float:
@@ -197,18 +213,14 @@ def test_steps_on_the_h200_stay_as_well_predicted_as_they_were_from_the_data_she
 @pytest.mark.parametrize("trials", [1, 2, 3, 5, 10, 20])
 def test_after_trials_the_rest_of_a_study_is_within_what_is_then_stated(trials: int) -> None:
     rows = measured_on_h200("study_steps_h200.jsonl")
+    (model,) = {row[0].name: row[0] for row in rows}.values()
+    steps = [(config, seconds) for _, config, seconds in rows]
     chance = random.Random(5)
     outcomes = []
     for _ in range(20):
-        chosen = chance.sample(rows, k=len(rows))
-        model = chosen[0][0]
-        calibration = calibrate(
-            [(config, seconds) for _, config, seconds in chosen[:trials]], model=model, gpu=H200
-        )
-        outcomes += [
-            outcome(config, seconds, model=model, gpu=H200, calibration=calibration)
-            for _, config, seconds in chosen[trials:]
-        ]
+        chosen = chance.sample(steps, k=len(steps))
+        calibration = calibrate(chosen[:trials], model=model, gpu=H200)
+        outcomes += outcomes_of(chosen[trials:], model=model, gpu=H200, calibration=calibration)
     assert share_inside(outcomes) >= CLAIMED_SHARE
 
 

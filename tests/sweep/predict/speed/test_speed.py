@@ -17,7 +17,7 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, find_gpu
 from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.speed.calibration import FACTORS, Calibration, Factor, calibrate
-from sweep.predict.speed.predictor import SpeedPrediction, predict_step
+from sweep.predict.speed.predictor import SpeedPrediction, predict_step, predict_steps
 from tests.sweep.predict.rows import (
     HELD_OUT,
     STUDY_STEPS,
@@ -221,9 +221,10 @@ ELSEWHERE: dict[Factor, float] = {
 """A made-up card: power-limited, a little slow in memory, in a machine with a quick host."""
 
 
-def other_card_seconds(config: TrialConfig) -> float:
+def measured_elsewhere() -> list[tuple[TrialConfig, float]]:
     truth = Calibration("h200", 1, ELSEWHERE, 0.0)
-    return predict_step(config, model=MISTRAL, gpu=H200, calibration=truth).step_seconds
+    predictions = predict_steps(grid(), model=MISTRAL, gpu=H200, calibration=truth)
+    return [(c, one.step_seconds) for c, one in zip(grid(), predictions, strict=True)]
 
 
 def grid() -> list[TrialConfig]:
@@ -239,14 +240,14 @@ def grid() -> list[TrialConfig]:
 def test_five_noisy_trials_bring_the_rest_of_an_unknown_card_within_five_percent() -> None:
     chance = random.Random(7)
     medians = []
+    measured = measured_elsewhere()
     for _ in range(8):
-        configs = chance.sample(grid(), k=len(grid()))
-        trials = [(c, other_card_seconds(c) * chance.gauss(1.0, 0.01)) for c in configs[:5]]
+        chosen = chance.sample(measured, k=len(measured))
+        trials = [(c, seconds * chance.gauss(1.0, 0.01)) for c, seconds in chosen[:5]]
         calibration = calibrate(trials, model=MISTRAL, gpu=H200)
         assert min(calibration.factors.values()) >= 0.0
         assert calibration.trials == 5
-        errors = [relative_error(c, other_card_seconds(c), calibration) for c in configs[5:]]
-        medians.append(statistics.median(errors))
+        medians.append(statistics.median(relative_errors(chosen[5:], calibration)))
     assert statistics.median(medians) <= 0.03
     assert max(medians) <= 0.06
 
@@ -267,7 +268,8 @@ def test_one_trial_moves_its_own_prediction_most_of_the_way(
 ) -> None:
     measured = seconds(config) * factor
     calibration = calibrate([(config, measured)], model=MISTRAL, gpu=H200)
-    assert relative_error(config, measured, calibration) <= 0.25 * abs(factor - 1.0) + 1e-3
+    (error,) = relative_errors([(config, measured)], calibration)
+    assert error <= 0.25 * abs(factor - 1.0) + 1e-3
 
 
 @pytest.mark.parametrize("trials", [[], [(make_config(), 0.0)], [(make_config(), -1.0)]])
@@ -278,10 +280,15 @@ def test_calibrating_by_nothing_is_a_mistake_of_the_caller(
         calibrate(trials, model=MISTRAL, gpu=H200)
 
 
-def relative_error(config: TrialConfig, measured: float, calibration: Calibration | None) -> float:
-    model = MISTRAL
-    prediction = predict_step(config, model=model, gpu=H200, calibration=calibration)
-    return abs(prediction.step_seconds / measured - 1.0)
+def relative_errors(
+    trials: Sequence[tuple[TrialConfig, float]], calibration: Calibration
+) -> list[float]:
+    configs = [config for config, _ in trials]
+    predictions = predict_steps(configs, model=MISTRAL, gpu=H200, calibration=calibration)
+    return [
+        abs(prediction.step_seconds / measured - 1.0)
+        for (_, measured), prediction in zip(trials, predictions, strict=True)
+    ]
 
 
 STEADY = 0.05
@@ -342,5 +349,5 @@ def test_five_measured_trials_bring_the_median_of_the_rest_within_five_percent()
     for _ in range(20):
         chosen = chance.sample(trials, k=len(trials))
         calibration = calibrate(chosen[:5], model=MISTRAL, gpu=H200)
-        errors += [relative_error(c, measured, calibration) for c, measured in chosen[5:]]
+        errors += relative_errors(chosen[5:], calibration)
     assert statistics.median(errors) <= 0.05
