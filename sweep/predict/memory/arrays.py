@@ -242,7 +242,7 @@ class OneByOne:
             except InputError as error:
                 self._known.append(error.with_traceback(None))
 
-    @property
+    @cached_property
     def refused(self) -> Mapping[int, InputError]:
         """See `WholeMemory`."""
         rows = enumerate(self._known)
