@@ -11,15 +11,7 @@ import torch
 
 import sweep.training.trial  # noqa: F401 - so that the libraries' objects can be frozen
 from sweep.training.compiling import forget_compiled
-
-
-@pytest.fixture(scope="session", autouse=True)
-def frozen_libraries() -> Iterator[None]:
-    """Spare each trial's collections the libraries' objects, as the worker does."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+from tests.sweep.frozen import frozen_libraries  # noqa: F401
 
 
 @pytest.fixture
