@@ -15,6 +15,7 @@ import shlex
 import shutil
 import tomllib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from search_spaces.knobs import KNOBS
 from search_spaces.loading import parse_space
 from search_spaces.prices import load_prices
 from sweep import cli
+from sweep.predict.memory.tracing_children import TracingChildren
 from sweep.terminal.knob_options import add_knobs
 from tests.bench import knob_effects
+from tests.sweep.shared_tracing import asked_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -132,6 +135,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
+@pytest.fixture(scope="module")
+def tracing() -> Iterator[TracingChildren]:
+    """Children that the commands of pages share; those of the first page start their own."""
+    children = TracingChildren(outlive=True)
+    yield children
+    children.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
@@ -142,6 +153,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_commands_of_a_page_run_one_after_another(
     page: Path,
     home: Path,
+    tracing: TracingChildren,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -154,7 +166,8 @@ def test_the_commands_of_a_page_run_one_after_another(
     for program, *arguments in (command for block in wanted for command in block.commands):
         if program != "sweep":
             continue
-        code = cli.main(arguments)
+        with nullcontext() if page in FIRST else asked_of(tracing):
+            code = cli.main(arguments)
         out, err = capsys.readouterr()
         assert code == 0, f"sweep {shlex.join(arguments)}: {err}"
         assert out.strip() or "-o" in arguments

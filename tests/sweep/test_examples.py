@@ -6,7 +6,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,17 @@ from search_spaces.loading import preset_texts
 from search_spaces.models import load_model_spec
 from sweep import cli
 from sweep.cli import app, main
+from sweep.predict.memory.tracing_children import TracingChildren
 from sweep.terminal.knob_options import add_knobs
 from tests.sweep.merging.made import make_adapter, make_base
+from tests.sweep.shared_tracing import asked_of
 
 REFUSED_WITHOUT_A_CARD = 3
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
 TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "texts.jsonl"
 TOKENIZER = Path(__file__).parents[2] / "search_spaces" / "tokenizers" / "demo"
+ALONE = "sweep plan a10"
+"""Starts tracing children of its own and ends them, as commands do; the others share some."""
 SHORTER = {"10m": "1s", "200": "8"}
 """What is typed instead, where an example takes as long as a person means it to."""
 
@@ -64,6 +69,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.fixture(scope="module")
+def tracing() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Commands ask the same children inside of what this returns."""
+    children = TracingChildren(outlive=True)
+    yield lambda: asked_of(children)
+    children.close()
+
+
 def at_home(home: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("SWEEP_HOME", str(home))
     patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -82,6 +95,7 @@ def test_an_example_does_what_its_command_says(
     name: str,
     line: str,
     prepared: Path,
+    tracing: Callable[[], AbstractContextManager[None]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -104,7 +118,8 @@ def test_an_example_does_what_its_command_says(
         # It makes what other examples take.
         shutil.rmtree(home / "adapter")
     before = set(os.listdir(home))
-    code = main(arguments)
+    with nullcontext() if line == ALONE else tracing():
+        code = main(arguments)
     out, err = capsys.readouterr()
     if _needs_a_card(arguments):
         assert code == REFUSED_WITHOUT_A_CARD
