@@ -151,7 +151,7 @@ def test_what_may_be_behind_it_is_named_on_the_card() -> None:
     told = deviation(a_job(promise), slow, environment=here)
     assert told is not None
     assert told.words == (
-        "Not as promised: tokens/s 25.0% below the record: 150 beside 200. What may be behind it: "
+        "Not as promised: tokens/s 25.0 % below the record: 150 beside 200. What may be behind it: "
         "driver 580.1 -> 590.2; the record is flagged noisy: its steps varied, so its speed is "
         "uncertain; the record was measured once: `sweep confirm` measures it again; the speed is "
         "of 5 steps alone."
