@@ -18,12 +18,6 @@ from search_spaces.validation import validate
 
 PACKINGS: tuple[str, ...] = get_args(Packing)
 """How rows of texts are put into micro-batches; the first is the standard recipe's."""
-CUT_MAX = 0.05
-"""Of the texts' tokens: a length that cuts off a larger share is offered only to who asks for it.
-
-A twentieth is what is left of most data sets beyond their 95th percentile of lengths. A shorter
-length may well be the fastest, and what it is fast at is leaving texts out.
-"""
 HOW_TO_NAME_TEXTS = "name them with --data TEXTS, or under data in a space file"
 
 
@@ -34,12 +28,6 @@ class Length:
     seq_len: int
     tokens_cut: float
     """Share of the texts' tokens beyond it, 0 to 1."""
-
-
-def worth_offering(lengths: Sequence[Length]) -> tuple[Length, ...]:
-    """Return the lengths that cut off little, shortest first; of none that does, the longest."""
-    ordered = sorted(lengths, key=lambda length: length.seq_len)
-    return tuple(x for x in ordered if x.tokens_cut <= CUT_MAX) or tuple(ordered[-1:])
 
 
 @dataclass(frozen=True)

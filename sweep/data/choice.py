@@ -10,18 +10,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from search_spaces.documents import Document, exists, home_expanded
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.loading import located_texts
 from search_spaces.models import ModelSpec
-from search_spaces.offering import HOW_TO_NAME_TEXTS, Length, Offered, with_texts, worth_offering
+from search_spaces.offering import HOW_TO_NAME_TEXTS, Length, Offered, with_texts
 from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition
-from sweep.data.lengths import worthwhile_lengths
+from sweep.data.lengths import tokens_cut, worthwhile_lengths
 from sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_directory
 
 ReadTexts = Callable[[TextsRequest], PreparedTexts]
@@ -111,15 +109,12 @@ def space_with_texts(
         InputError: what is left makes no space.
     """
     is_own = not is_preset and "seq_len" in {*space.dimensions, *space.fixed}
-    lengths = worth_offering(_candidates(texts, model))
+    lengths = _lengths(texts, model)
     return with_texts(space, lengths, names_its_lengths=is_own, held=held)
 
 
-def _candidates(texts: PreparedTexts, model: ModelSpec) -> tuple[Length, ...]:
+def _lengths(texts: PreparedTexts, model: ModelSpec) -> tuple[Length, ...]:
     """Return the lengths that the texts make worth searching, no longer than the model takes."""
-    lengths = worthwhile_lengths(texts.lengths(), max_positions=model.max_positions)
-    rows = np.asarray(texts.lengths(), dtype=np.int64)
-    total = max(1, int(rows.sum()))
-    return tuple(
-        Length(int(length), int(np.maximum(rows - length, 0).sum()) / total) for length in lengths
-    )
+    rows = texts.lengths()
+    worthwhile = worthwhile_lengths(rows, max_positions=model.max_positions)
+    return tuple(Length(length, tokens_cut(rows, length)) for length in worthwhile)

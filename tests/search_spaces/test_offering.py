@@ -11,11 +11,9 @@ from search_spaces.dimensions import Choices
 from search_spaces.errors import InputError
 from search_spaces.loading import load_space, parse_space
 from search_spaces.offering import (
-    CUT_MAX,
     Length,
     refuse_without_texts,
     with_texts,
-    worth_offering,
 )
 from search_spaces.space import SearchSpace
 
@@ -87,16 +85,6 @@ def test_lengths_that_a_person_named_are_kept(held: tuple[str, ...]) -> None:
     offered = with_texts(space, LENGTHS, names_its_lengths=not held, held=held)
     assert choices_of(offered.space, "seq_len") == (64, 128)
     assert not any("Lengths" in note for note in offered.notes)
-
-
-def test_a_length_that_cuts_off_more_than_a_twentieth_is_not_offered() -> None:
-    lengths = [Length(2048, 0.0), Length(128, 0.3), Length(512, CUT_MAX), Length(256, 0.051)]
-    assert [x.seq_len for x in worth_offering(lengths)] == [512, 2048]
-
-
-def test_where_every_length_cuts_off_much_the_longest_is_offered() -> None:
-    lengths = [Length(128, 0.6), Length(512, 0.3)]
-    assert [x.seq_len for x in worth_offering(lengths)] == [512]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from sweep.data.lengths import (
+    CUT_MAX,
     candidate_lengths,
     histogram,
     rounded_up,
+    tokens_cut,
     waste_at,
     worthwhile_lengths,
 )
@@ -45,6 +47,14 @@ def test_worthwhile_lengths_leave_most_rows_whole() -> None:
     assert worthwhile_lengths(lengths, max_positions=512) == (512,)
     assert worthwhile_lengths(ints(3)) == (64,)
     assert worthwhile_lengths(ints(3), max_positions=32) == (32,)
+
+
+def test_a_length_that_cuts_off_much_is_not_worth_searching() -> None:
+    lengths = ints(*[60] * 91, *[500] * 9)
+    assert tokens_cut(lengths, 64) > CUT_MAX
+    assert worthwhile_lengths(lengths) == (512,)
+    # Where each cuts off as much, the longest is what is left.
+    assert worthwhile_lengths(lengths, max_positions=100) == (100,)
 
 
 def test_candidates_are_powers_of_two_quantiles_and_the_models_limit() -> None:
