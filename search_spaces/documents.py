@@ -37,10 +37,13 @@ class Document:
 
     def where(self, *path: str | int) -> str:
         """Return ``file: line n`` of the key, or of the nearest one around it."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.lines:
-                return f"{self.label}: line {self.lines[path[:end]]}"
-        return self.label
+        line = self.line_of(*path)
+        return self.label if line is None else f"{self.label}: line {line}"
+
+    def line_of(self, *path: str | int) -> int | None:
+        """Return the line of the key, or of the nearest one around it; None where none is known."""
+        ends = range(len(path), 0, -1)
+        return next((self.lines[path[:end]] for end in ends if path[:end] in self.lines), None)
 
 
 def home_expanded(name: str) -> Path:

@@ -5,7 +5,6 @@ Every file that people write goes through it. Knows nothing of what the keys mea
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -96,29 +95,32 @@ def validate(
         about: stands before the key in the message, but for an unknown one.
 
     Raises:
-        InputError: of a file every fault after its line, else the first; each as `explain` says.
+        InputError: of a file's keys all that is wrong, each fault after its line, else the first;
+            each as `explain` says.
     """
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        told: dict[KeyPath, str] = {}
-        for fault in _faults(error) if document.lines else _faults(error)[:1]:
+        told: dict[KeyPath, tuple[int, str]] = {}
+        # Within one value they are often one mistake.
+        for fault in _faults(error) if document.lines and not at else _faults(error)[:1]:
             path = _path(fault)
             inside = (moved or {}).get(str(path[0])) if path else None
-            where = document.where(*(inside or (*at, *path)))
+            line = document.line_of(*(inside or (*at, *path))) or 0
             words = _words(fault, model, at=at, about=about, is_yaml=bool(document.lines))
-            told.setdefault(_key(fault, model), f"{where}: {words}")
-        raise InputError(_in_one_line(list(told.values()), document.label)) from error
+            told.setdefault(_key(fault, model), (line, words))
+        faults = sorted(told.values(), key=lambda fault: fault[0])
+        raise InputError(f"{document.label}: {_in_one_line(faults)}") from error
 
 
-def _in_one_line(faults: list[str], label: str) -> str:
-    """Return what is wrong with a file: its name once, then each fault with its line."""
-    first, *others = faults[:FAULTS_TOLD]
-    for other in others:
-        line = re.sub("^line ", "Line ", other.removeprefix(f"{label}: "))
-        first += f"{' ' if first.endswith('?') else '. '}{line}"
+def _in_one_line(faults: list[tuple[int, str]]) -> str:
+    """Return faults, each after its line where that is known."""
+    told = [f"line {line}: {words}" if line else words for line, words in faults[:FAULTS_TOLD]]
+    text = told[0]
+    for words in told[1:]:
+        text += f"{' ' if text.endswith('?') else '. '}{words[0].upper()}{words[1:]}"
     left = len(faults) - FAULTS_TOLD
-    return f"{first}. And {left} more" if left > 0 else first
+    return f"{text}. And {left} more" if left > 0 else text
 
 
 def explain(

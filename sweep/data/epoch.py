@@ -142,6 +142,10 @@ class Epoch:
     """Tokens of texts."""
     loss: Integers = field(repr=False)
     """Tokens that carry loss."""
+    pairs: Integers = field(repr=False)
+    """Pairs of tokens that attention looks at: of each row's width; flattened, of each text's."""
+    masked: Mask = field(repr=False)
+    """Whether a mask keeps texts apart: not where no row has two, and not with flash attention."""
     largest_rows: Integers = field(repr=False)
     """The rows of the largest micro-batch, by their place in the epoch's order."""
     largest: Shape
@@ -149,8 +153,11 @@ class Epoch:
     rows_cut: int
     rows_left_out: int
     """For want of a token that carries loss."""
-    is_masked: bool
-    """Whether a mask keeps texts apart: not where no row has two, and not with flash attention."""
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether any of the micro-batches is."""
+        return bool(self.masked.any())
 
     @property
     def tokens(self) -> int:
@@ -228,11 +235,14 @@ def epoch(
         padded=padded,
         filled=np.add.reduceat(row_lengths, starts),
         loss=np.add.reduceat(row_loss, starts),
+        pairs=np.add.reduceat(rows.sums(kept**2), starts)
+        if is_flattened(config)
+        else padded * widths,
+        masked=np.logical_or.reduceat(masked, starts),
         largest_rows=longest,
         largest=_largest(row_lengths[longest], config),
         rows_cut=int(np.count_nonzero(np.asarray(lengths)[chosen] > config.seq_len)),
         rows_left_out=len(kept) - len(chosen),
-        is_masked=bool(masked.any()),
     )
 
 

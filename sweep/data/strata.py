@@ -1,8 +1,8 @@
 """Owns the few micro-batches that stand for a whole epoch in a trial.
 
 An epoch's micro-batches are put in order of their size and divided into strata of an equal number;
-one of each is the round that a trial repeats. Of packed rows, all as wide, one stands for all.
-Knows nothing of tokens or tensors.
+one of each is the round that a trial repeats. Of packed rows one that is as the mean stands for
+all. Knows nothing of tokens or tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from sweep.data.epoch import Epoch
 
 STRATA = 4
-"""At most, but for what whole optimizer steps ask for."""
+STRATA_MAX = 8
+"""Of packed rows that a mask makes slow or not: nothing lies between. Whole optimizer steps may ask
+for more."""
+MASKED_COST = 3.0
+"""Times that attention takes under the mask that keeps packed texts apart: 2.8 to 3.1 at 4,096
+tokens on an H200 (tests/bench/results/masked_attention.json)."""
+_NEAR = 0.01
+"""Relative: a micro-batch of packed rows that is so near to the epoch's mean stands for all."""
 _ROUNDS = 8
 """Of exchanges; two or three leave nothing to exchange."""
 
@@ -21,24 +28,38 @@ _ROUNDS = 8
 def representative(epoch: Epoch, *, micro_steps: int) -> list[int]:
     """Return the micro-batches of a round: one of each stratum, a whole number of optimizer steps.
 
-    They are chosen together, so that computed tokens, their squares (attention's work) and
-    loss-carrying tokens come to the epoch's mean: where one is too large another makes up for it.
-    In an epoch with fewer micro-batches than strata some stand for several.
+    They are chosen together, so that computed tokens, attention's work and loss-carrying tokens
+    come to the epoch's mean: where one is too large another makes up for it. In an epoch with fewer
+    micro-batches than strata some stand for several.
 
     Args:
         epoch: whose micro-batches they are; one with fewer rows is none of them.
         micro_steps: micro-batches of an optimizer step.
     """
     whole = len(epoch.rows) // epoch.config.micro_batch_size
-    padded, widths, loss = epoch.padded[:whole], epoch.widths[:whole], epoch.loss[:whole]
-    is_packed = epoch.config.packing == "packed"
-    # Packed rows take as long each; what tells them apart is how many of their tokens carry loss.
-    size, strata = (loss, 1) if is_packed else (padded, STRATA)
-    by_size = np.lexsort((loss, size))
-    features = np.stack([padded, padded * widths, loss], axis=1)[by_size].astype(float)
-    count = -(-strata // micro_steps) * micro_steps
+    padded, loss, attention = epoch.padded[:whole], epoch.loss[:whole], _attention(epoch)[:whole]
+    by_size = np.lexsort((loss, attention, padded))
+    features = np.stack([padded, attention, loss], axis=1)[by_size].astype(float)
     relative = features / np.maximum(features.mean(axis=0), 1e-9)
+    count = -(-_least(epoch, relative) // micro_steps) * micro_steps
     return [int(by_size[place]) for place in _balanced(relative, _strata(whole, count))]
+
+
+def _attention(epoch: Epoch) -> NDArray[np.float64]:
+    """Return what attention costs in each micro-batch, in pairs of tokens without a mask."""
+    is_slowed = epoch.masked & (epoch.config.attention == "sdpa")
+    return np.asarray(epoch.pairs * np.where(is_slowed, MASKED_COST, 1.0), np.float64)
+
+
+def _least(epoch: Epoch, features: NDArray[np.float64]) -> int:
+    """Return how many micro-batches stand for an epoch at least."""
+    if epoch.config.packing != "packed":
+        return STRATA
+    # Padded rows of other widths run through other kernels; packed ones are all as wide.
+    if np.abs(features - 1.0).max(axis=1).min() <= _NEAR:
+        return 1
+    is_mixed = 0 < np.count_nonzero(epoch.masked[: len(features)]) < len(features)
+    return STRATA_MAX if is_mixed else STRATA
 
 
 def _strata(entries: int, count: int) -> list[slice]:
@@ -69,9 +90,9 @@ def _balanced(features: NDArray[np.float64], strata: list[slice]) -> list[int]:
 def _misses(means: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return how far off the rates are that rounds of such means would show.
 
-    A rate is loss-carrying tokens over time, which goes with computed tokens, less with their
-    squares, and in part with neither.
+    A rate is loss-carrying tokens over time, which goes with computed tokens, less with attention's
+    work, and in part with neither.
     """
-    padded, squares, loss = means.T
-    parts = [(loss / padded, 1.0), (loss, 0.5), (loss / squares, 0.25)]
+    padded, attention, loss = means.T
+    parts = [(loss / padded, 1.0), (loss, 0.5), (loss / attention, 0.25)]
     return np.sum([weight * np.square(rate - 1.0) for rate, weight in parts], axis=0)

@@ -17,6 +17,7 @@ from reports import objectives, uncertainty, units
 from reports.confirmation import status_words
 from reports.summary import emulation_note
 from search_spaces.config import TrialConfig, canonical
+from search_spaces.documents import home_expanded
 from search_spaces.errors import InputError, NothingFits, in_percent, quote
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec, shipped_models
@@ -340,8 +341,10 @@ def _texts(snapshot: StudySnapshot) -> RecipeTexts | None:
 
 def _found(tokenizer: str | None) -> str | None:
     """Return a tokenizer as trainers find it: they know no names of ours."""
-    shipped = next((spec for spec in shipped_models() if spec.name == tokenizer), None)
-    return tokenizer if shipped is None else str(shipped.tokenizer_path)
+    if tokenizer is None or home_expanded(tokenizer).is_dir():
+        return tokenizer
+    paths = {spec.name: spec.tokenizer_path for spec in shipped_models()}
+    return str(paths.get(tokenizer) or tokenizer)
 
 
 def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecord:

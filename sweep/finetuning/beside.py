@@ -110,6 +110,9 @@ def behind(
     known["versions"] = {name: versions.get(name) for name in before}
     narrowed = {key: recorded.get(key) for key in known} | {"versions": before}
     yield from changed_versions(narrowed, known)
+    then, now = recorded.get("cpu"), environment.get("cpu")
+    if recorded.get("gpu") is None and then and now and then != now:
+        yield f"processor {then} -> {now}"
     for flag in flags:
         if flag in _FLAGS:
             yield f"the record is flagged {flag}: {_FLAGS[flag]}"

@@ -102,7 +102,7 @@ def incomparable(job: TrainingJob, result: TrainingResult) -> str | None:
     if promise.texts != job.fingerprint:
         return "promised on other texts"
     if result.steps_measured == 0:
-        return "the training ended within its warm-up, so its speed is a guess"
+        return "no step is behind the warm-up and without compiling, so its speed is a guess"
     return None
 
 

@@ -134,6 +134,12 @@ def remove_behind(output: Path, step: int) -> None:
             _remove(output, later)
 
 
+def remove_all(output: Path) -> None:
+    """Remove what nothing goes on from once a training is done: optimizer states are large."""
+    remove_behind(output, 0)
+    remove_leftovers(output)
+
+
 def _remove(output: Path, step: int) -> None:
     going = output / f"{_REMOVING}{step}"
     # What cannot be removed now is tried again with the next one.

@@ -74,7 +74,7 @@ class Steps:
     def median_rate(self) -> float | None:
         """Return tokens that carry loss per second, as a trial measures them.
 
-        Of a training that ends within its warm-up, over the steps after the first.
+        Where none of the steps is a measure of it, over those after the first.
 
         A trial's steps are alike, and the median step is its measure. Where texts make steps of
         many sizes, stretches of consecutive steps are what is alike.
@@ -104,7 +104,7 @@ class Steps:
 
     @property
     def measured(self) -> int:
-        """Steps after the warm-up; 0 where a training has no more than that."""
+        """Steps that are a measure of speed; 0 where there is none behind the warm-up."""
         return sum(self.is_warm)
 
     def _steady(self) -> list[tuple[int, float]]:

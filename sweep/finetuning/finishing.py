@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,6 @@ def finish(
         _write_pages(job, result, staging, card=card, document=document)
         checkpoints.synchronize(staging)
         _give_names(staging, directory)
-        # Nothing goes on from a training that is done, and an optimizer's state is large.
-        checkpoints.remove_behind(directory, 0)
     except OSError as error:
         raise EnvironmentFault(
             f"cannot write {directory}: {words_of(error)}. Nothing is lost: the last checkpoint is "
@@ -71,6 +70,8 @@ def finish(
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    with suppress(OSError):
+        checkpoints.remove_all(directory)
     return document
 
 

@@ -115,7 +115,7 @@ def _promise_of_file(values: dict[str, Any], label: str) -> Promise | None:
     measured: Any = values.get("measurement")
     try:
         number, study, gpu = values.get("number"), values.get("study"), values["gpu"]
-        card = (values.get("provenance") or {}).get("card")
+        card = _mapping(values.get("provenance")).get("card")
         texts = values.get("texts")
         speed, peak = float(measured["tokens_per_second"]), int(measured["peak_allocated_bytes"])
         if not (0 < speed < math.inf and peak > 0):
@@ -136,10 +136,14 @@ def _promise_of_file(values: dict[str, Any], label: str) -> Promise | None:
 
 def _environment_of(values: dict[str, Any]) -> dict[str, Any]:
     """Return what an export tells of the machine that measured, but for its card's name."""
-    told = values.get("provenance") or {}
+    told = _mapping(values.get("provenance"))
     known = {key: told.get(key) for key in ("driver", "cuda_driver", "python")}
-    commit = (told.get("sweep") or {}).get("commit")
-    return {**known, "commit": commit, "versions": dict(values.get("versions") or {})}
+    commit = _mapping(told.get("sweep")).get("commit")
+    return {**known, "commit": commit, "versions": _mapping(values.get("versions"))}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _of_shipped(name: str, *, model: str | None) -> Subject:

@@ -22,7 +22,7 @@ from storage import outcome_file
 from storage.definition import Target
 from storage.outcome_file import OutcomeFile
 from storage.records import INTERRUPTED, Attempt, Outcome, Phase
-from sweep.data.strata import STRATA
+from sweep.data.strata import STRATA_MAX
 from sweep.processes import End, oom_kills
 from sweep.running import ends
 from sweep.running.child import (
@@ -309,7 +309,7 @@ class SupervisedRunner:
             self._deadlines,
             self._clock,
             steps,
-            micro_steps=max(STRATA, MICRO_STEPS_TIMED) if has_texts else MICRO_STEPS_TIMED,
+            micro_steps=max(STRATA_MAX, MICRO_STEPS_TIMED) if has_texts else MICRO_STEPS_TIMED,
             quality_tokens=0 if quality is None else quality.tokens + quality.eval_tokens,
         )
 

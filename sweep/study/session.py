@@ -161,7 +161,7 @@ def prepare(
     if texts is not None:
         is_preset = preset_name(space_name) is not None
         offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held or ())
-    space, changed = _held(offered.space, held or {}, changed)
+    space, changed = _held(offered.space, held or {}, changed, typed=space_name)
     space, sampled = _sampled(space)
     name = default_study_name(space, changed) if study is None else study
     if name in RESERVED:
@@ -318,9 +318,9 @@ def _as_held(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace:
 
 
 def _held(
-    space: SearchSpace, held: Mapping[str, Any], changed: Mapping[str, Any]
+    space: SearchSpace, held: Mapping[str, Any], changed: Mapping[str, Any], *, typed: str
 ) -> tuple[SearchSpace, Mapping[str, Any]]:
-    """Return the space with the knobs that were typed fixed, and all that was changed.
+    """Return the space, as it was typed, with the knobs fixed that were, and all that was changed.
 
     Raises:
         InputError: a value that a configuration does not take, or nothing left free.
@@ -331,13 +331,13 @@ def _held(
     if isinstance(rest, TrialConfig):
         raise InputError(
             f"space '{space.name}': with {', '.join(held)} held nothing is left to search: "
-            f"{_instead_of_a_search(space, rest)}"
+            f"{_instead_of_a_search(space, rest, named=typed)}"
         )
     fixed = {key: rest.fixed[key] for key in held if rest.fixed[key] != space.fixed.get(key)}
     return rest, {**changed, **fixed}
 
 
-def _instead_of_a_search(space: SearchSpace, config: TrialConfig) -> str:
+def _instead_of_a_search(space: SearchSpace, config: TrialConfig, *, named: str) -> str:
     """Return what can be done about one configuration: no study is of one."""
     if space.gpu == "cpu":
         return "leave one of them out"
@@ -350,7 +350,8 @@ def _instead_of_a_search(space: SearchSpace, config: TrialConfig) -> str:
         typed["data"] = choice.pop("texts")
         typed |= {key: value for key, value in choice.items() if value != known.get(key)}
     typed |= config.changes_from(TrialConfig())
-    command = shlex.join(["sweep", "plan", "--exact", *as_options(typed)])
+    # Its budget is the space's own.
+    command = shlex.join(["sweep", "plan", named, "--exact", *as_options(typed)])
     return f"leave one of them out, or ask about this one configuration with {command}"
 
 

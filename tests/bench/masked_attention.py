@@ -3,8 +3,8 @@
     python -m tests.bench.masked_attention OUT.json
 
 As transformers calls it: keys and values repeated where there is a mask, grouped where there is
-none. ``slowness`` is what `sweep.predict.speed.kernels.MASKED_SLOWNESS` stands for: the masked
-kernel's time for all products over the causal one's for half of them, doubled.
+none. ``slowness`` is the masked kernel's time for all products over twice the causal one's, which
+does half of them: `sweep.predict.speed.kernels.MASKED_SLOWNESS` and reading the mask together.
 """
 
 from __future__ import annotations

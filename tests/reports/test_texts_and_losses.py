@@ -280,12 +280,20 @@ def test_a_baseline_that_is_faster_and_no_answer_is_said_so_where_the_gain_is() 
     )
 
 
-@pytest.mark.parametrize(("seq_len", "rows_cut", "is_advised"), [(2048, 3, True), (2048, 0, False)])
-def test_longer_rows_are_advised_only_where_some_are_cut(
-    seq_len: int, rows_cut: int, is_advised: bool
+@pytest.mark.parametrize(
+    ("lost", "is_advised"),
+    [
+        ({"rows_cut": 3}, True),
+        ({"rows_cut": 0, "rows_left_out": 0}, False),
+        ({"rows_cut": 0, "rows_left_out": 5}, True),
+    ],
+)
+def test_longer_rows_are_advised_only_where_some_are_cut_or_left_out(
+    lost: dict[str, int], is_advised: bool
 ) -> None:
+    seq_len = 2048
     config = TrialConfig(micro_batch_size=8, seq_len=seq_len)
-    known = of_texts(trained(0, 8_000.0, config, rows_cut=rows_cut))
+    known = of_texts(trained(0, 8_000.0, config, **lost))
     assert ("Offer larger values of seq_len" in best_text(known)) is is_advised
     limited = known.definition.model | {"config": {"max_position_embeddings": seq_len}}
     about = known.definition.model_copy(update={"model": limited})

@@ -591,11 +591,11 @@ dimensions: {micro_batch_size: [1, 2]}
     with pytest.raises(InputError) as refusal:
         parse_space(text, label="mine.yaml")
     assert str(refusal.value) == (
-        "mine.yaml: line 4: unknown key 'formt' under data; did you mean 'format'? "
+        "mine.yaml: line 2: trials must be a whole number, got 'none'. "
         "Line 3: data.texts is missing. "
-        "Line 6: data.completions_only must be true or false, got 'maybe'. "
+        "Line 4: unknown key 'formt' under data; did you mean 'format'? "
         "Line 5: data.eval_fraction must be less than 1.0, got 2. "
-        "Line 2: trials must be a whole number, got 'none'"
+        "Line 6: data.completions_only must be true or false, got 'maybe'"
     )
 
 

@@ -45,10 +45,11 @@ class Amount:
 
 MASKED_SLOWNESS = 1.2
 """How many times as long the memory-efficient kernel takes over a product as a flash kernel, beside
-reading the mask: at 4,096 tokens 0.9 to 1.5 in three models on an H200
+reading the mask: at 4,096 tokens 0.8 to 1.5 in three models on an H200, by the ratio of both
 (tests/bench/results/masked_attention.json); where rows are short the host's launches hide it."""
 MASKED_DOUBT = 0.3
-"""How far attention under the mask may be off, relative: 27 % at worst in those models."""
+"""How far attention under the mask may be off, relative: 27 % at worst in those models, which the
+slowness was taken from."""
 
 Pair = tuple[Amount, Amount]
 """Forward and backward."""

@@ -407,6 +407,16 @@ def test_a_shipped_tokenizer_is_where_trainers_find_it() -> None:
     assert f'default="{place}"' in export(study, format="script")
 
 
+def test_a_tokenizers_directory_comes_before_what_is_shipped_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does where texts are tokenized; and not all that is shipped has a tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "mistral-7b-v0.3"):
+        (tmp_path / name).mkdir()
+        assert f'default="{name}"' in export(on_texts(tokenizer=name), format="script")
+
+
 @pytest.mark.parametrize("format", ["axolotl", "trl", "llama-factory"])
 def test_rows_that_the_study_left_out_are_said(format: str) -> None:
     assert any("left 3 out" in lost for lost in exported(on_texts(broken=3), format=format).lost)

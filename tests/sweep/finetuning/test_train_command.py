@@ -101,6 +101,12 @@ def test_a_training_that_was_killed_goes_on_and_leaves_the_same_adapter(
     assert main([*COMMAND, "--resume"]) == 0
     assert "done: there is nothing left to do" in capsys.readouterr().err
 
+    # One that was killed before they were gone leaves them to the next.
+    for name in ("checkpoint-9", ".removing-8"):
+        (output / name).mkdir()
+    assert main([*COMMAND, "--resume"]) == 0
+    leaves_all(output)
+
 
 def leaves_all(output: Path) -> None:
     values = json.loads((output / "adapter_config.json").read_text())

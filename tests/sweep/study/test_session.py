@@ -139,6 +139,8 @@ def test_where_all_knobs_are_held_a_command_that_answers_is_named() -> None:
     plan = get_command(cli.app).commands["plan"]  # type: ignore[attr-defined]
     typed = plan.make_context("plan", words).params
     assert typed["exact"]
+    # With it goes the budget.
+    assert typed["space"] == "a10"
     assert typed["gpu"] == ["a10"]
     assert typed["model"] == "demo"
     left = TrialConfig(**{**prepared("a10").space.fixed, **held})
