@@ -189,8 +189,8 @@ def _untried(ranking: Ranking) -> Iterator[str]:
     tried = len({canonical(record.config) for record in ranking.of_space})
     if size is not None and tried < size:
         yield (
-            f"More trials: {tried:,} of the {size:,} configurations of the space have been looked "
-            "at; the same command with more --trials goes on from here."
+            f"More trials: {tried:,} of the {size:,} configurations of the space have been tried "
+            "so far; the same command with more --trials goes on from here."
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from reports import texts, units
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.knobs import targets_in_words
 from storage.definition import StudySnapshot, Target
 from storage.gain import Comparison, Gain, NoGain
@@ -132,7 +132,8 @@ def reference_of(ranking: Ranking, config: TrialConfig) -> str:
 def faster_and_no_answer(ranking: Ranking, record: TrialRecord) -> str:
     """Return that what a trial's gain is over is the faster of both, and why it is no answer all
     the same: a clause, empty where that is not so."""
-    over = ranking.reference_for(record.config)
+    own = ranking.reference_for(record.config)
+    over = ranking.baseline if own is None else own
     if over is None or ranking.holds(over.config):
         return ""
     if measured_of(over).tokens_per_second <= measured_of(record).tokens_per_second:
@@ -142,7 +143,8 @@ def faster_and_no_answer(ranking: Ranking, record: TrialRecord) -> str:
     is_cut = over.epoch is not None and (over.epoch.rows_cut or over.epoch.rows_left_out)
     if over.epoch is not None and is_cut and not is_offered:
         why = f"its {texts.cut_in_words(over.epoch, over.config.seq_len)}"
-    return f"{reference_of(ranking, record.config)} was measured faster and is no answer: {why}"
+    named = "the baseline" if own is None else reference_of(ranking, record.config)
+    return f"{named} was measured faster and is no answer: {why}"
 
 
 def at_capacity(config: TrialConfig) -> str:
@@ -163,6 +165,8 @@ def why_no_gain(comparison: Comparison, winner: TrialConfig) -> str:
                 f"than the baseline ({capacity(comparison.baseline.config)}), and "
                 f"{doubt_in_words('another_class', at_capacity(winner))} beside it"
             )
+        case "not_confirmed" if canonical(comparison.baseline.config) == canonical(winner):
+            return "no gain is stated: the winner is the baseline itself"
         case "not_confirmed":
             return "no gain is stated: the winner is not confirmed"
         case "baseline_not_confirmed":

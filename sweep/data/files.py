@@ -26,7 +26,10 @@ _ENDINGS = {
 _COMPRESSIONS = (".gz", ".bz2", ".xz")
 _NO_HUBS = (*_COMPRESSIONS, ".arrow", ".md", ".pdf", ".tar", ".txt", ".xlsx", ".xml", ".zip")
 """Endings that files have and data sets of the hub do not, of formats that are not read."""
-_KNOWN = ".jsonl, .ndjson, .json, .csv, .tsv or .parquet, and .gz, .bz2 or .xz behind all but these"
+_KNOWN = (
+    ".jsonl, .ndjson, .json, .csv, .tsv (with .gz, .bz2 or .xz behind it, where it is compressed) "
+    'or .parquet; of plain texts, write each as a line {"text": ...} of a .jsonl'
+)
 
 
 def is_on_hub(name: str) -> bool:

@@ -53,7 +53,8 @@ def lost_rows(recipe: Recipe, trainer: Trainer) -> tuple[str, ...]:
     if texts.summary.broken:
         sentences.append(
             f"Broken rows: the study left {texts.summary.broken:,} out. `datasets` reads the texts "
-            "here, and may refuse a file that has any: `sweep data` names them, take them out."
+            "here, and may refuse a file that has any, or train on them: `sweep data` names them, "
+            "take them out."
         )
     if texts.eval_fraction:
         sentences.append(

@@ -117,7 +117,7 @@ def behind(
         if flag in _FLAGS:
             yield f"the record is flagged {flag}: {_FLAGS[flag]}"
     if not is_confirmed:
-        yield "the record was measured once: `sweep confirm` measures it again"
+        yield "the record is not confirmed: `sweep confirm` measures it again"
 
 
 _FLAGS = {

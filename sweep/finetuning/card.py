@@ -70,15 +70,10 @@ def promised_and_reached(job: TrainingJob, result: TrainingResult) -> tuple[Row,
     promise = job.promise
     speed = None if promise is None else promise.tokens_per_second
     peak = None if promise is None else promise.peak_allocated_bytes
-    reached = result.tokens_per_second
+    ratios = [_ratio(one.ratio) for one in compared(job, result) or ()] or [units.DASH] * 2
     return (
-        ("tokens/s", units.rate(speed), units.rate(reached), _ratio(reached, speed)),
-        (
-            "peak allocated",
-            units.gib(peak),
-            units.gib(result.peak_allocated_bytes),
-            _ratio(result.peak_allocated_bytes, peak),
-        ),
+        ("tokens/s", units.rate(speed), units.rate(result.tokens_per_second), ratios[0]),
+        ("peak allocated", units.gib(peak), units.gib(result.peak_allocated_bytes), ratios[1]),
     )
 
 
@@ -145,8 +140,8 @@ def _is_same(promised: str, reached: str) -> bool:
     return is_card or promised.casefold() == reached.casefold()
 
 
-def _ratio(reached: float | None, promised: float | None) -> str:
-    return units.DASH if not reached or not promised else f"{reached / promised:.3f}"
+def _ratio(ratio: float | None) -> str:
+    return units.DASH if ratio is None else f"{ratio:.3f}"
 
 
 def _sections(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
@@ -65,12 +66,13 @@ def stack(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 class EpochOrder(Sampler[int]):
     """The order of an epoch: of its seed and number alone, so that a resumed training has it again.
 
-    The longest row is in the first micro-batch, as Trainer's own order by length has it: what does
+    The longest row is in the first micro-batch, as Trainer's own order by length has it, and the
+    next in the second optimizer step's first, which has the optimizer's state beside it: what does
     not fit shows at once and not after hours.
 
     Args:
         count: rows.
-        batch_size: of them in a micro-batch.
+        batch_size: of them in an optimizer step.
         seed: of all epochs' orders.
         widths: tokens of each row; None where all are alike.
         is_grouped: whether micro-batches hold rows of like length.
@@ -102,13 +104,19 @@ class EpochOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed((self._seed << 16) + self._epoch)
         if self._is_grouped and self._widths is not None:
-            widths = list(self._widths)
-            return iter(get_length_grouped_indices(widths, self._batch_size, generator=generator))
-        order = torch.randperm(self._count, generator=generator).numpy()
+            widths, size = list(self._widths), self._batch_size
+            order = np.asarray(get_length_grouped_indices(widths, size, generator=generator))
+        else:
+            order = torch.randperm(self._count, generator=generator).numpy()
         if self._widths is not None:
-            widest = int(np.argmax(np.asarray(self._widths)[order]))
-            order[[0, widest]] = order[[widest, 0]]
+            self._put_widest_first(order, np.asarray(self._widths))
         return iter(order.tolist())
+
+    def _put_widest_first(self, order: NDArray[np.int64], widths: NDArray[np.int64]) -> None:
+        for first in (0, self._batch_size):
+            if first < len(order):
+                widest = first + int(np.argmax(widths[order[first:]]))
+                order[[first, widest]] = order[[widest, first]]
 
 
 def rows_of(job: TrainingJob, *, vocab_size: int) -> Rows:

@@ -48,7 +48,7 @@ from sweep.training.model import BaseModel as Base
 
 OBSERVED_STEPS = 2
 """The first makes the optimizer's state, the second has it from the start; the widest rows are in
-the first micro-batch."""
+the first micro-batch of both."""
 _TELL_SECONDS = 0.25
 _SHARE_OF_STEPS = 0.05
 """After so many of all steps a checkpoint is due as well, where it is cheap."""

@@ -143,7 +143,7 @@ class MeasuredTrainer(Trainer):
         is_grouped = config.packing == "grouped"
         return EpochOrder(
             len(self._rows.training),
-            batch_size=config.samples_per_step if is_grouped else config.micro_batch_size,
+            batch_size=config.samples_per_step,
             seed=self._job.seed,
             widths=self._rows.widths,
             is_grouped=is_grouped,

@@ -161,10 +161,7 @@ def _batch(row: FitRow, count: int) -> int:
 
 
 class _Column:
-    """The rows of one length, those that are fastest at their largest micro-batch first.
-
-    As speed never falls with the micro-batch, a row is done with once it is slower even there.
-    """
+    """The rows of one length, the fastest first: a row is done with once all of it is slower."""
 
     def __init__(self, forecaster: Forecaster, rows: Sequence[FitRow]) -> None:
         self._forecaster = forecaster
@@ -173,7 +170,9 @@ class _Column:
         self._rows = rows
 
     def _top(self, row: FitRow) -> float:
-        return self._forecaster.tokens_per_second(row.configurations[row.possible - 1]) or 0.0
+        # On texts a larger micro-batch may be slower: it pads more.
+        possible = row.configurations[: row.possible]
+        return max(self._forecaster.tokens_per_second(config) or 0.0 for config in possible)
 
     def at(self, batch: int) -> Forecast | None:
         """Return the cell of a micro-batch; None where no row has it."""

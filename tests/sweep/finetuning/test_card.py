@@ -79,7 +79,7 @@ def test_only_what_was_measured_on_the_same_texts_is_a_measure_of_what_is_reache
     by_catalogue = promised("abc").model_copy(update={"device": "l4"})
     assert why_not(by_catalogue, device_name="NVIDIA L4") == "None"
     assert "another device, l4" in why_not(by_catalogue, device_name="NVIDIA A10")
-    assert "within its warm-up" in why_not(promised("abc"), steps_measured=0)
+    assert "behind the warm-up" in why_not(promised("abc"), steps_measured=0)
 
 
 def test_the_card_says_what_was_promised_and_reached() -> None:
@@ -153,7 +153,7 @@ def test_what_may_be_behind_it_is_named_on_the_card() -> None:
     assert told.words == (
         "Not as promised: tokens/s 25.0 % below the record: 150 beside 200. What may be behind it: "
         "driver 580.1 -> 590.2; the record is flagged noisy: its steps varied, so its speed is "
-        "uncertain; the record was measured once: `sweep confirm` measures it again; the speed is "
+        "uncertain; the record is not confirmed: `sweep confirm` measures it again; the speed is "
         "of 5 steps alone."
     )
     card = model_card(a_job(promise), slow, texts=None, subject="the winner", environment=here)

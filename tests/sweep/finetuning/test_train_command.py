@@ -103,9 +103,9 @@ def test_a_training_that_was_killed_goes_on_and_leaves_the_same_adapter(
 
     # One that was killed before they were gone leaves them to the next.
     for name in ("checkpoint-9", ".removing-8"):
-        (output / name).mkdir()
+        (home / "out" / name).mkdir()
     assert main([*COMMAND, "--resume"]) == 0
-    leaves_all(output)
+    leaves_all(home / "out")
 
 
 def leaves_all(output: Path) -> None:

@@ -21,6 +21,7 @@ from sweep.planning.forecast import Forecaster
 from sweep.planning.plan import AskedWork, plan_configuration, plan_space
 from sweep.planning.question import PlanRequest, resolve_request
 from sweep.planning.survey import survey
+from sweep.predict.memory.prediction import Fit
 from sweep.predict.on_texts import ShapesOnTexts
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, a_snapshot
@@ -46,6 +47,32 @@ def a_forecaster(rows: Any = ROWS, **changes: Any) -> Forecaster:
         "shapes": shapes(rows),
     }
     return Forecaster(**(values | changes))
+
+
+def test_a_cell_is_the_fastest_of_its_size_though_larger_batches_may_be_slower() -> None:
+    """They pad more, so that no structure is done with for what it is at its largest."""
+    dimensions = {
+        "micro_batch_size": {"choices": (1, 2, 4, 8, 16, 32)},
+        "seq_len": {"choices": (128, 256, 384, 512)},
+        "packing": {"choices": ["none", "grouped", "packed"]},
+        "kernels": {"choices": ["hf", "liger", "fused-loss"]},
+        "compile": {"choices": [False, True]},
+        "checkpoint_fraction": {"choices": [0.0, 1.0]},
+    }
+    space = SearchSpace.model_validate({"name": "mine", "dimensions": dimensions})
+    rows = np.random.default_rng(0).lognormal(np.log(200), 0.8, 100).astype(np.int64) + 2
+    forecaster = a_forecaster(rows)
+    table = survey(space, forecaster).table
+    assert table is not None
+    speeds: dict[tuple[int, int, Fit], list[float]] = {}
+    for params in space.combinations():
+        config = space.config(params)
+        forecast = forecaster.forecast(config)
+        size = config.micro_batch_size, config.seq_len, forecast.fit
+        speeds.setdefault(size, []).append(forecast.tokens_per_second or 0.0)
+    for size, cell in table.cells.items():
+        if cell.fit is not Fit.NO:
+            assert cell.tokens_per_second == pytest.approx(max(speeds[*size, cell.fit]))
 
 
 def test_a_plan_prices_an_epoch_and_says_what_it_takes() -> None:

@@ -92,7 +92,7 @@ def test_a_record_that_was_doubtful_says_so() -> None:
     found = judge(noisy, noted, environment=HERE)
     assert found.differences == (
         "the record is flagged noisy: its steps varied, so its speed is uncertain",
-        "the record was measured once: `sweep confirm` measures it again",
+        "the record is not confirmed: `sweep confirm` measures it again",
         "TRL trained adapters of bfloat16, measured were float32",
     )
 
