@@ -37,6 +37,11 @@ class Compared:
         """Whether it is within the tolerance, or not comparable."""
         return self.ratio is None or abs(self.ratio - 1.0) <= self.tolerance
 
+    @property
+    def is_below(self) -> bool:
+        """Whether less was reached than the tolerance allows."""
+        return self.ratio is not None and self.ratio < 1.0 and not self.is_within
+
     def to_json(self) -> dict[str, float | None]:
         """Return what programs read."""
         return {"promised": self.promised, "reached": self.reached, "ratio": self.ratio}

@@ -55,6 +55,18 @@ class Verification:
         }
 
 
+_MISSED = (
+    "the peak is lower and not compared: a script's few steps on padded texts may meet none of the "
+    "longest rows"
+)
+
+
+def _may_have_missed_the_longest(record: Record) -> bool:
+    """Whether a run takes the rows of texts as they come: ours begins with the widest."""
+    is_padded = record.texts is not None and record.config.packing != "packed"
+    return record.kind != "training" and is_padded
+
+
 def judge(record: Record, reached: Reached, *, environment: Mapping[str, Any]) -> Verification:
     """Return how a run compares with what was recorded.
 
@@ -65,10 +77,13 @@ def judge(record: Record, reached: Reached, *, environment: Mapping[str, Any]) -
     """
     speed = compared_speed(record.tokens_per_second, reached.tokens_per_second)
     memory = compared_memory(record.peak_allocated_bytes, reached.peak_allocated_bytes)
+    notes = reached.notes
+    if _may_have_missed_the_longest(record) and memory.is_below:
+        memory, notes = compared_memory(record.peak_allocated_bytes, None), (*notes, _MISSED)
     elsewhere = behind(
         record.environment, environment, flags=record.flags, is_confirmed=record.is_confirmed
     )
-    differences = (*off(speed, memory), *elsewhere, *reached.notes)
+    differences = (*off(speed, memory), *elsewhere, *notes)
     return Verification(
         label=record.label,
         kind=record.kind,

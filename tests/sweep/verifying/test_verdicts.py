@@ -12,6 +12,7 @@ from sweep.terminal.verifying import lines
 from sweep.verifying.record import record_of_study
 from sweep.verifying.verdict import Reached, judge
 from tests.sweep.export.studies import a_measurement, a_study
+from tests.sweep.prepared_texts import a_summary
 
 PEAK = a_measurement().peak_allocated_bytes
 HERE = {"gpu": "NVIDIA A10", "driver": "580", "versions": {"torch": "2.13.0", "triton": None}}
@@ -51,6 +52,27 @@ def test_five_percent_of_speed_and_two_of_memory_are_as_recorded(
     found = judge(RECORD, reached(speed, peak), environment=HERE)
     assert found.ok is is_ok
     assert bool(found.differences) is not is_ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing", "peak", "is_ok"),
+    [
+        ("script", "none", 0.7, True),
+        ("script", "grouped", 0.7, True),
+        ("script", "none", 1.1, False),
+        ("script", "packed", 0.7, False),
+        ("training", "none", 0.7, False),
+    ],
+)
+def test_a_script_may_miss_the_longest_of_padded_texts_and_nothing_else_may_be_lower(
+    kind: Any, packing: str, peak: float, is_ok: bool
+) -> None:
+    config = RECORD.config.model_copy(update={"packing": packing})
+    record = replace(RECORD, kind=kind, config=config, texts=a_summary())
+    found = judge(record, reached(peak=peak), environment=HERE)
+    assert found.ok is is_ok
+    assert found.differences
+    assert (found.memory.reached is None) is is_ok
 
 
 def test_the_document_has_promised_reached_and_ratio() -> None:
