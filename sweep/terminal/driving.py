@@ -235,9 +235,10 @@ def _opening(definition: StudyDefinition) -> Iterator[str]:
     emulation = emulation_note(definition.target)
     if emulation is not None:
         yield emulation
-    fixed = fixed_words(definition.space)
-    baseline = definition.space.baseline_config()
-    yield f"Gains are over {search_words(baseline, space=definition.space)}."
+    space = definition.space
+    fixed, baseline = fixed_words(space), space.baseline_config()
+    what = "" if space.holds(baseline) else ": a reference that the space does not hold, no answer"
+    yield f"Gains are over {search_words(baseline, space=space)}{what}."
     if fixed:
         yield f"The same in every other trial, and changed over the baseline: {fixed}."
 
