@@ -5,6 +5,7 @@ Every file that people write goes through it. Knows nothing of what the keys mea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -101,24 +102,25 @@ def validate(
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        told: dict[KeyPath, tuple[int, str]] = {}
+        told: dict[KeyPath, tuple[float, str]] = {}
         # Within one value they are often one mistake.
         for fault in _faults(error) if document.lines and not at else _faults(error)[:1]:
             path = _path(fault)
             inside = (moved or {}).get(str(path[0])) if path else None
-            line = document.line_of(*(inside or (*at, *path))) or 0
+            line = document.line_of(*(inside or (*at, *path))) or math.inf
             words = _words(fault, model, at=at, about=about, is_yaml=bool(document.lines))
             told.setdefault(_key(fault, model), (line, words))
         faults = sorted(told.values(), key=lambda fault: fault[0])
         raise InputError(f"{document.label}: {_in_one_line(faults)}") from error
 
 
-def _in_one_line(faults: list[tuple[int, str]]) -> str:
-    """Return faults, each after its line where that is known."""
-    told = [f"line {line}: {words}" if line else words for line, words in faults[:FAULTS_TOLD]]
-    text = told[0]
-    for words in told[1:]:
-        text += f"{' ' if text.endswith('?') else '. '}{words[0].upper()}{words[1:]}"
+def _in_one_line(faults: list[tuple[float, str]]) -> str:
+    """Return faults, each after its line; what is missing in the whole file has none."""
+    text = ""
+    for line, words in faults[:FAULTS_TOLD]:
+        between = " " if text.endswith("?") else ". "
+        where = "" if line == math.inf else f"{'Line' if text else 'line'} {line}: "
+        text += f"{between if text else ''}{where}{words}"
     left = len(faults) - FAULTS_TOLD
     return f"{text}. And {left} more" if left > 0 else text
 
