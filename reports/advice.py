@@ -173,8 +173,7 @@ def _is_wide_enough(key: str, definition: StudyDefinition, winner: TrialRecord) 
     """
     if key != "seq_len":
         return _is_whole_batch(definition.space, winner)
-    epoch = winner.epoch
-    is_uncut = epoch is not None and not epoch.rows_cut and not epoch.rows_left_out
+    is_uncut = winner.epoch is not None and winner.epoch.is_whole
     limit = ModelSpec.from_json(definition.model).max_positions
     return is_uncut or (limit is not None and winner.config.seq_len >= limit)
 

@@ -140,8 +140,7 @@ def faster_and_no_answer(ranking: Ranking, record: TrialRecord) -> str:
         return ""
     why = "the space does not hold it"
     is_offered = over.config.seq_len in ranking.definition.space.values_of("seq_len")
-    is_cut = over.epoch is not None and (over.epoch.rows_cut or over.epoch.rows_left_out)
-    if over.epoch is not None and is_cut and not is_offered:
+    if over.epoch is not None and not over.epoch.is_whole and not is_offered:
         why = f"its {texts.cut_in_words(over.epoch, over.config.seq_len)}"
     named = "the baseline" if own is None else reference_of(ranking, record.config)
     return f"{named} was measured faster and is no answer: {why}"

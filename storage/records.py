@@ -361,6 +361,11 @@ class EpochRecord(_Frozen):
     steps: int
     """Optimizer steps."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has every text from its first token to its last."""
+        return not self.rows_cut and not self.rows_left_out
+
 
 class Errand(_Frozen):
     """Why a configuration is run."""

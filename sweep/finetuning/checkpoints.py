@@ -135,9 +135,11 @@ def remove_behind(output: Path, step: int) -> None:
 
 
 def remove_all(output: Path) -> None:
-    """Remove what nothing goes on from once a training is done: optimizer states are large."""
-    remove_behind(output, 0)
-    remove_leftovers(output)
+    """Remove what nothing goes on from once a training is done, as far as the disk lets it:
+    optimizer states are large."""
+    with contextlib.suppress(OSError):
+        remove_behind(output, 0)
+        remove_leftovers(output)
 
 
 def _remove(output: Path, step: int) -> None:

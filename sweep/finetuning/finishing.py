@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import stat
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,7 @@ def finish(
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    with suppress(OSError):
-        checkpoints.remove_all(directory)
+    checkpoints.remove_all(directory)
     return document
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, assert_never, cast
 
@@ -144,8 +144,7 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
     )
     width = width_of(sys.stderr)
     if request.is_resumed and directories.is_done(request.output):
-        with suppress(OSError):
-            checkpoints.remove_all(request.output)
+        checkpoints.remove_all(request.output)
         note(f"{request.output} holds a training that is done: there is nothing left to do.")
         if as_json:
             say_json(read_json(request.output / directories.TRAINING, label=directories.TRAINING))
