@@ -415,6 +415,7 @@ def _runner_of(prepared: Prepared, *, lane: int = 0, cards: tuple[str, ...] = ()
         seed=prepared.space.seed,
         texts=_texts_settings(prepared),
         cards=cards,
+        neighbours=max(0, len(prepared.cards) - 1),
     )
 
 
