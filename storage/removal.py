@@ -65,7 +65,7 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
             number = storage.get_study_id_from_name(name)
             identity = stored_identity(storage.engine, name)
             is_its_own = not look_beside(home / name).strangers(identity)
-            _delete(storage.engine, number)
+            delete_rows(storage.engine, number)
             removed = _remove_files(home / name, FILES if is_its_own else ())
     finally:
         lease.release()
@@ -73,7 +73,7 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
     return removed
 
 
-def _delete(engine: sqlalchemy.Engine, number: int) -> None:
+def delete_rows(engine: sqlalchemy.Engine, number: int) -> None:
     """Delete a study's rows from every table, be there in them what may: Optuna would read first
     what it deletes.
     """

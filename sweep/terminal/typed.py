@@ -68,7 +68,7 @@ def respelled(
         every = typed if isinstance(typed, list | tuple) else [typed]
         for value in every:
             if parameter.param_type_name == "argument":
-                arguments.append(instead.get(parameter.name, value))
+                arguments.append(instead.get(parameter.name, str(value)))
             elif isinstance(value, bool):
                 options.append((parameter.opts if value else parameter.secondary_opts)[-1])
             else:
@@ -78,4 +78,4 @@ def respelled(
 
 
 def _longest(parameter: Any) -> str:
-    return max(parameter.opts, key=len)
+    return str(max(parameter.opts, key=len))

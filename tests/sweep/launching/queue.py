@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -80,6 +81,9 @@ class Queue:
                 job.send_signal(number)
             code = job.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            code = job.wait()
+            code = -1
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
         return code, (self.directory / "requeued").exists()

@@ -12,6 +12,7 @@ import pytest
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.reading import read_study
 from storage.records import Measured
+from storage.recovery import attempts
 from sweep.cli import main
 from sweep.launching import slurm
 from sweep.launching.slurm import IDLE_ALLOCATIONS_MAX, Allocation, Job, job_script, submit
@@ -224,16 +225,27 @@ def test_a_study_goes_through_several_allocations_with_nothing_lost_or_doubled(
 ) -> None:
     monkeypatch.chdir(home)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    words = ["cpu-demo", "--trials", "3", "--sampler", "random", "--no-confirm"]
+    words = ["cpu-demo", "--trials", "9", "--sampler", "random", "--no-confirm"]
     assert main(["submit", *words, "--slurm", "--time", "10m"]) == 0
     assert "Submitted study cpu-demo as job 17." in capsys.readouterr().out
-    assert sys.executable in queue.script.read_text()
+    # The device is simulated; the command, the study and what stops them are not.
+    command = f"{sys.executable} -P -m sweep"
+    program = f"{sys.executable} {ROOT}/tests/sweep/launching/replayed_sweep.py"
+    queue.script.write_text(queue.script.read_text().replace(command, program))
     spool = home / "runs" / "cpu-demo" / "spool.jsonl"
-    assert queue.allocation(number=signal.SIGUSR1, when=spool.exists) == (0, True)
+
+    def has(results: int) -> bool:
+        return spool.exists() and spool.read_text().count("\n") >= results
+
+    warned = queue.allocation(number=signal.SIGUSR1, when=lambda: has(2))
+    assert warned == (0, True), spool.with_name("slurm-17.log").read_text()
+    # The node is lost: a queue that hears nothing of it any more starts the job anew.
+    killed = queue.allocation(number=signal.SIGUSR2, when=lambda: has(4), limit=0.1)
+    assert killed[1] is False
     assert queue.allocation(limit=120) == (0, False), spool.with_name("slurm-17.log").read_text()
     url = f"sqlite:///{home}/runs/sweep.db"
     study = read_study("cpu-demo", url=url, home=home / "runs")
     assert (study.running, study.holder) == ((), None)
-    assert [type(record.outcome) for record in study.records].count(Measured) <= 3
-    assert len(study.records) == len({record.config for record in study.records}) == 3
-    assert {record.attempt for record in study.records} == {1}
+    concluded = [record for record in study.records if isinstance(record.outcome, Measured)]
+    assert len(concluded) == len({record.config for record in concluded}) == 9
+    assert {attempts(study.records, record.config) for record in concluded} <= {0, 1}
