@@ -33,7 +33,8 @@ STAMP = ".qlora-sweep-wheel"
 """In an environment that sweep was installed into from elsewhere: the digest of its wheel."""
 OUT, ERR, LOCK, END, PID = "stdout", "stderr", "lock", "end.json", "pid.json"
 _LOOK_SECONDS = 0.1
-_PATIENCE_SECONDS = 2.0
+_PATIENCE_SECONDS = 0.3
+"""Whoever looks whether a study runs holds its lock for an instant."""
 _OTHERS = ("PYTHON", "SWEEP_", "VIRTUAL_ENV", "SSH_", "CONDA_PREFIX")
 """How variables begin that are of the login, or of another Python."""
 

@@ -111,7 +111,7 @@ def test_an_address_is_told_to_ssh(typed: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "typed",
-    ["", "-oProxyCommand=x", "me@-x", "me@", "a b", "box:0", "box:99999", "box:ssh", "a@b@c"],
+    ["", "-oProxyCommand=x", "me@-x", "me@", "a b", "box:0", "box:99999", "box:ssh", "a@b@"],
 )
 def test_what_is_no_address_is_refused_before_ssh_sees_it(typed: str) -> None:
     with pytest.raises(InputError, match="--host: an address is written like"):
@@ -227,7 +227,7 @@ def test_a_study_outlives_its_connection_and_is_followed_again(
 def test_a_study_that_runs_already_is_followed_and_not_started_twice(
     study: RemoteStudy, tmp_path: Path
 ) -> None:
-    set_up(study, tmp_path, seconds=1)
+    set_up(study, tmp_path, seconds=3)
     assert study.start(["run", "first"]) is False
     assert study.start(["run", "second"]) is True
     heard: list[str] = []
