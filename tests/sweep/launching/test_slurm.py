@@ -16,7 +16,7 @@ from storage.recovery import attempts
 from sweep.cli import main
 from sweep.launching import slurm
 from sweep.launching.slurm import IDLE_ALLOCATIONS_MAX, Allocation, Job, job_script, submit
-from tests.sweep.launching.queue import Queue
+from tests.sweep.launching.pretend_queue import Queue
 
 ROOT = Path(__file__).parents[3]
 
@@ -230,7 +230,7 @@ def test_a_study_goes_through_several_allocations_with_nothing_lost_or_doubled(
     assert "Submitted study cpu-demo as job 17." in capsys.readouterr().out
     # The device is simulated; the command, the study and what stops them are not.
     command = f"{sys.executable} -P -m sweep"
-    program = f"{sys.executable} {ROOT}/tests/sweep/launching/replayed_sweep.py"
+    program = f"{sys.executable} -P {ROOT}/tests/sweep/launching/replayed_sweep.py"
     queue.script.write_text(queue.script.read_text().replace(command, program))
     spool = home / "runs" / "cpu-demo" / "spool.jsonl"
 

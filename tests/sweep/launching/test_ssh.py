@@ -19,7 +19,7 @@ from sweep.launching.box import prepared
 from sweep.launching.package import version
 from sweep.launching.remote_study import RemoteStudy
 from sweep.launching.ssh import Address, Connection, ConnectionLostError
-from tests.sweep.launching.server import Server, environment, skip_without_ssh
+from tests.sweep.launching.ssh_server import Server, environment, skip_without_ssh
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -257,23 +257,23 @@ def test_a_study_is_installed_run_stopped_and_fetched(
     there = ["--study", "fetched", "--host", server.address, "--host-python", str(python)]
     demo = (ROOT / "search_spaces" / "presets" / "cpu-demo.yaml").read_text()
     (home / "space.yaml").write_text(demo)
-    run = subprocess.Popen(
+    with subprocess.Popen(
         [*command, *words, *there],
         cwd=home,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert run.stderr is not None
-    said = []
-    for line in run.stderr:
-        said.append(line)
-        if "trial 0 starts" in line:
-            run.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130, said
-    assert run.stdout is not None
-    document = json.loads(run.stdout.read())
+    ) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        said = []
+        for line in run.stderr:
+            said.append(line)
+            if "trial 0 starts" in line:
+                run.send_signal(signal.SIGINT)
+        document = json.loads(run.stdout.read())
+    assert run.returncode == 130, said
     assert document["trials"]["total"] == 1
     assert any("Installing sweep" in line for line in said)
     url = f"sqlite:///{home}/runs/sweep.db"
