@@ -15,15 +15,13 @@ import optuna
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from storage.database import close, faults, open_for_reading, open_for_writing, reader_of
 from storage.files import make_directory, open_reading, replace
-from storage.identity import look_beside
+from storage.identity import HOST, look_beside
 from storage.lease import lease_for
 from storage.reading import read_study
 from storage.removal import delete_rows
 from storage.stored import stored_identity
 from storage.urls import DatabaseUrl, SqliteUrl, parse_url
 
-NAME = "host.json"
-"""In a fetched study's directory: where it was driven."""
 _NOTE_BYTES_MAX = 4096
 
 
@@ -75,7 +73,7 @@ def take_in(
     try:
         make_directory(home / name)
         # Before its rows, so that whatever happens then the next fetch knows whose they are.
-        replace(home / name / NAME, json.dumps({"host": host}).encode())
+        replace(home / name / HOST, json.dumps({"host": host}).encode())
         _copy(name, here=here, there=there)
         for file, data in files.items():
             replace(home / name / file, data)
@@ -137,7 +135,7 @@ def _copy(name: str, *, here: DatabaseUrl, there: DatabaseUrl) -> None:
 def _noted(directory: Path) -> str | None:
     """Return where a study's directory was fetched from; None for one of this machine's."""
     try:
-        with open_reading(directory / NAME) as file:
+        with open_reading(directory / HOST) as file:
             noted = json.loads(file.read(_NOTE_BYTES_MAX))
     except (OSError, ValueError):
         return None

@@ -14,15 +14,15 @@ from sqlalchemy import select
 from search_spaces.errors import EnvironmentFault, words_of
 from storage.database import close, faults, open_for_writing
 from storage.files import is_temporary
+from storage.identity import HOST, REPORT, look_beside
 from storage.identity import NAME as IDENTITY
-from storage.identity import REPORT, look_beside
 from storage.lease import lease_for
 from storage.outcome_file import NAME as OUTCOME
 from storage.spool import NAME as SPOOL
 from storage.stored import stored_identity
 from storage.urls import parse_url
 
-FILES = (SPOOL, OUTCOME, REPORT, "worker.log", "worker.log.1", IDENTITY)
+FILES = (SPOOL, OUTCOME, REPORT, "worker.log", "worker.log.1", HOST, IDENTITY)
 """What a study leaves in its directory; whatever else is there is somebody else's.
 
 The last one is what says whose they are: where that fails half-way it is still known.

@@ -138,7 +138,7 @@ def run(
 
 def _driver(context: typer.Context, host: str | None, host_python: str | None) -> Drive:
     """Return what a study is handed to: this process, another machine, or who asked for this."""
-    called = context.obj
+    called = context.obj or Invocation(())
     if host is not None:
         from sweep.terminal import remote
 
@@ -148,7 +148,7 @@ def _driver(context: typer.Context, host: str | None, host_python: str | None) -
         return partial(remote.run, host, python=host_python, command=command, words=words)
     if host_python is not None:
         raise InputError("--host-python is of --host, which is not given")
-    if isinstance(called, Invocation) and called.drive is not None:
+    if called.drive is not None:
         return called.drive
     from sweep.terminal import driving
 

@@ -17,10 +17,11 @@ from typing import IO, Any
 from search_spaces.errors import EnvironmentFault
 from sweep.launching import package
 from sweep.launching.ssh import Connection
-from sweep.launching.there import BOOT
+from sweep.launching.there import BOOT, MARK
 
 ENVIRONMENT = "~/.cache/qlora-sweep/venv"
 _PYTHONS = ("python3", "python3.13", "python3.12", "python3.11", "python")
+_MARK = MARK.encode() + b"\n"
 _IS_NEW_ENOUGH = "import sys; sys.exit(sys.version_info < (3, 11))"
 
 
@@ -33,17 +34,24 @@ class Box:
 
     def do(self, verb: str, *arguments: str, stdin: bytes = b"") -> dict[str, Any]:
         """Return what a verb of `there` answers. Raises what `Connection.call` raises."""
-        printed = self.connection.call(self._line(verb, arguments), stdin=_program() + stdin)
-        return dict(json.loads(printed))
+        return dict(json.loads(self._called(verb, arguments, stdin)))
 
     def fetch(self, *arguments: str) -> bytes:
         """Return the archive that is there."""
-        return self.connection.call(self._line("fetch", arguments), stdin=_program())
+        return self._called("fetch", arguments, b"")
+
+    def _called(self, verb: str, arguments: Sequence[str], stdin: bytes) -> bytes:
+        printed = self.connection.call(self._line(verb, arguments), stdin=_program() + stdin)
+        return printed.partition(_MARK)[2]
 
     def follow(self, *arguments: str, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
         """Return what prints what a study says there, as it says it."""
         line = self._line("follow", arguments)
-        return self.connection.stream(line, stdin=_program(), stderr=stderr)
+        process = self.connection.stream(line, stdin=_program(), stderr=stderr)
+        assert process.stdout is not None
+        while process.stdout.readline() not in (_MARK, b""):
+            pass
+        return process
 
     def _line(self, verb: str, arguments: Sequence[str]) -> str:
         words = [self.python, "-I", "-c", BOOT, str(len(_program())), verb, *arguments]
@@ -98,9 +106,10 @@ def _python(connection: Connection, named: str | None) -> str:
         f"2>/dev/null && command -v {one}; }}"
         for one in spelled
     )
-    printed = connection.call(f"sh -c {shlex.quote(f'{tries} || true')}").decode().split("\n")[0]
-    if printed:
-        return printed
+    line = f"echo '{MARK}'; {tries} || true"
+    printed = connection.call(f"sh -c {shlex.quote(line)}").partition(_MARK)[2]
+    if printed.strip():
+        return printed.decode().splitlines()[0]
     if named is not None:
         raise EnvironmentFault(
             f"--host-python: {named} on {connection.address} is no Python 3.11 or newer"

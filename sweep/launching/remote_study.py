@@ -24,7 +24,8 @@ from sweep.launching.ssh import ConnectionLostError
 
 HOME = "~/qlora-sweep"
 """There: a directory for each study, which is its ``SWEEP_HOME``."""
-_RECONNECT_SECONDS = (1.0, 2.0, 5.0, 10.0, 20.0)
+RECONNECT_SECONDS = (1.0, 2.0, 5.0, 10.0, 20.0)
+"""Pauses before each attempt; an attempt takes as long as `ssh.CONNECT_SECONDS` besides."""
 _LOOK_SECONDS = 0.2
 _FILE_BYTES_MAX = 512 * 1024 * 1024
 
@@ -59,6 +60,7 @@ class RemoteStudy:
     def __init__(self, box: Box, name: str) -> None:
         self._box = box
         self._name = name
+        self._asked = 0
         self.directory = f"{HOME}/{name}"
 
     def ship(self, files: Mapping[str, Path]) -> None:
@@ -93,41 +95,44 @@ class RemoteStudy:
         hear: Callable[[str], None],
         requests: Callable[[], int],
         say: Callable[[str], None],
+        pauses: Sequence[float] = RECONNECT_SECONDS,
     ) -> Ended:
         """Follow what it says until it has ended; return how it did.
 
         Args:
             hear: told each line of its stderr.
             requests: how often it is to be asked to stop, so far.
-            say: told that the connection is gone, and that it is there again.
+            say: told that the connection is gone.
+            pauses: seconds before each attempt to connect again.
 
         Raises:
             ConnectionLostError: it does not come back; the study goes on.
         """
-        lines, asked, patience = _Lines(hear), 0, iter(_RECONNECT_SECONDS)
+        lines = _Lines(hear)
         while True:
             try:
-                asked = self._listen(lines, requests, asked)
+                self._listen(lines, requests)
                 lines.end()
                 ended = self._box.do("end", self.directory)
                 return Ended(ended["exit"], ended["stdout"])
             except ConnectionLostError as error:
-                pause = next(patience, None)
-                if pause is None or requests() > asked:
-                    raise
                 say(f"{error}; the study goes on there. Connecting again ...")
-                time.sleep(pause)
-                self._reconnect(error)
+                self._reconnect(error, pauses)
 
-    def _reconnect(self, lost: ConnectionLostError) -> None:
-        """Connect again; where that fails it is the same connection that is lost."""
-        try:
-            self._box.connection.open()
-        except EnvironmentFault as error:
-            raise ConnectionLostError(f"{lost}; {error}") from error
+    def _reconnect(self, lost: ConnectionLostError, pauses: Sequence[float]) -> None:
+        """Connect again; where that cannot be done it is the same connection that is lost."""
+        why: EnvironmentFault = lost
+        for pause in pauses:
+            time.sleep(pause)
+            try:
+                self._box.connection.open()
+                return
+            except EnvironmentFault as error:
+                why = error
+        raise ConnectionLostError(f"{lost}; {why}") from why
 
-    def _listen(self, lines: _Lines, requests: Callable[[], int], asked: int) -> int:
-        """Pass on what is said, and requests to stop; return how many of those were."""
+    def _listen(self, lines: _Lines, requests: Callable[[], int]) -> None:
+        """Pass on what is said there, and there what is asked here."""
         with tempfile.TemporaryFile() as said:
             process = self._box.follow(self.directory, str(lines.bytes), stderr=said)
             assert process.stdout is not None
@@ -137,9 +142,9 @@ class RemoteStudy:
             try:
                 for chunk in _until_end(chunks):
                     lines.take(chunk)
-                    while requests() > asked:
-                        asked += 1
+                    while requests() > self._asked:
                         self._box.do("ask", self.directory)
+                        self._asked += 1
                 code = process.wait()
             finally:
                 process.kill()
@@ -148,7 +153,6 @@ class RemoteStudy:
                 process.stdout.close()
             said.seek(0)
             self._box.connection.check(code, said.read().decode(errors="replace"))
-        return asked
 
     def fetch(self, into: Path) -> Fetched:
         """Fetch its files, and a copy of its database as of one moment.

@@ -2,8 +2,8 @@
 imports nothing but Python's own library (3.11).
 
 ``python -c BOOT LENGTH VERB ARGUMENTS`` reads it from stdin; what is behind it there is the verb's.
-Answers are JSON on stdout. A study is kept by a process of its own session, which holds a lock
-for as long as it runs, so that a connection may come and go.
+Answers are on stdout behind `MARK`, most of them JSON. A study is kept by a process of its own
+session, which holds a lock for as long as it runs, so that a connection may come and go.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from typing import Any
 
 BOOT = 'import sys;exec(compile(sys.stdin.buffer.read(int(sys.argv[1])),"there","exec"))'
 """Has no single quote in it: shells differ in how they take those."""
+MARK = "--- qlora-sweep answers ---"
+"""Before each answer: a login may print what it likes before it."""
 PACKAGE = "qlora-sweep"
 STAMP = ".qlora-sweep-wheel"
 """In an environment that sweep was installed into from elsewhere: the digest of its wheel."""
@@ -109,7 +111,9 @@ def put(directory: str) -> dict[str, Any]:
     place = _place(directory)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
-        archive.extractall(place, filter="data")
+        # The first versions of Python 3.11 have none; it is this program's own archive.
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        archive.extractall(place, **safely)
     return {}
 
 
@@ -281,6 +285,8 @@ VERBS = {
 
 
 def _main(verb: str, arguments: list[str]) -> None:
+    sys.stdout.write(f"{MARK}\n")
+    sys.stdout.flush()
     answer = VERBS[verb](*arguments)
     if answer is not None:
         sys.stdout.write(json.dumps(answer))

@@ -80,7 +80,7 @@ def run(
     address, url = Address.parse(host), storage_url(storage)
     parse_url(url)
     name, space = named(space_name, overrides=overrides, held=held, study=study)
-    luggage = _packed(space_name, space, name, carried, command=command, words=words)
+    luggage = packed(space_name, space, name, carried, command=command, words=words)
     refuse_local(name, host=str(address), url=url, home=runs_directory())
     with Connection(address) as connection:
         box = prepared(connection, python=python, say=_note)
@@ -150,7 +150,7 @@ def _note(text: str) -> None:
     note(folded(text, width_of(sys.stderr)))
 
 
-def _packed(
+def packed(
     space_name: str,
     space: SearchSpace,
     name: str,
@@ -159,7 +159,19 @@ def _packed(
     command: Any,
     words: Sequence[str],
 ) -> Luggage:
-    """Return what goes along, with the words that name it there."""
+    """Return what goes along, with the words that name it there.
+
+    Args:
+        space_name: as it was typed.
+        space: what that came to, with what else was typed.
+        name: of the study.
+        carried: the study or spool whose trials are taken over; None for none.
+        command: the `sweep run` that was typed.
+        words: behind its name.
+
+    Raises:
+        InputError: something is not there, or is too large to go along.
+    """
     files, options = dict[str, Path](), list[str]()
     instead = {}
     if preset_name(space_name) is None:
@@ -215,13 +227,13 @@ def _texts(space: SearchSpace) -> Iterator[tuple[str, Path]]:
         yield "tokenizer", home_expanded(space.data.tokenizer)
 
 
-def _as_named(space: SearchSpace, packed: set[str]) -> Iterator[str]:
+def _as_named(space: SearchSpace, elsewhere: set[str]) -> Iterator[str]:
     """Yield the options of what is the same everywhere."""
-    named = {"--model": space.model}
+    same = {"--model": space.model}
     if space.data is not None:
-        named |= {"--data": space.data.texts, "--tokenizer": space.data.tokenizer or ""}
-    for option, value in named.items():
-        if option not in packed and value:
+        same |= {"--data": space.data.texts, "--tokenizer": space.data.tokenizer or ""}
+    for option, value in same.items():
+        if option not in elsewhere and value:
             yield f"{option}={value}"
 
 

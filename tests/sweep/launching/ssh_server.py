@@ -35,6 +35,8 @@ class Server:
         self.directory = directory
         self.home = directory / "home"
         self.home.mkdir()
+        # What a login prints, whoever logs in.
+        (self.home / ".bashrc").write_text("echo Welcome; echo to this machine\n")
         self.port = _free_port()
         for name in ("host", "user", "stranger"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name))

@@ -11,8 +11,7 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.reading import read_study
-from storage.records import Measured
-from storage.recovery import attempts
+from storage.records import Verdict
 from sweep.cli import main
 from sweep.launching import slurm
 from sweep.launching.slurm import IDLE_ALLOCATIONS_MAX, Allocation, Job, job_script, submit
@@ -246,6 +245,6 @@ def test_a_study_goes_through_several_allocations_with_nothing_lost_or_doubled(
     url = f"sqlite:///{home}/runs/sweep.db"
     study = read_study("cpu-demo", url=url, home=home / "runs")
     assert (study.running, study.holder) == ((), None)
-    concluded = [record for record in study.records if isinstance(record.outcome, Measured)]
+    concluded = [record for record in study.records if record.verdict is not Verdict.LOST]
     assert len(concluded) == len({record.config for record in concluded}) == 9
-    assert {attempts(study.records, record.config) for record in concluded} <= {0, 1}
+    assert len(study.records) - len(concluded) <= 1, "what ran as the node was lost, and no more"

@@ -242,7 +242,9 @@ def test_a_machine_that_stays_away_is_told_of(
     study.start(["run"])
     try:
         with pytest.raises(ConnectionLostError, match="nobody listens there"):
-            study.follow(hear=lambda _: server.stop(), requests=never, say=lambda _: None)
+            study.follow(
+                hear=lambda _: server.stop(), requests=never, say=lambda _: None, pauses=(0.1, 0.1)
+            )
     finally:
         server.start()
 
