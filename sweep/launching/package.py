@@ -86,10 +86,11 @@ def _files(root: Path) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of every file of ours."""
     beside = root / _START
     # In a checkout it has its place in a room; a wheel has it beside the packages.
-    yield _START, (beside if beside.exists() else root / "sweep" / "entry_point.py").read_bytes()
+    start = root / "sweep" / "entry_point.py"
+    yield _START, (start if start.exists() else beside).read_bytes()
     for package in _PACKAGES:
         for file in sorted((root / package).rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".pyc":
+            if file.is_file() and "__pycache__" not in file.parts and file != start:
                 yield file.relative_to(root).as_posix(), file.read_bytes()
 
 

@@ -86,14 +86,10 @@ def test_a_fault_is_tried_on_another_node_only_behind_a_result(queue: Queue) -> 
     assert "Exit code 3 and no new result" in (files / "slurm-17.log").read_text()
 
 
-def test_a_script_sets_what_it_was_given_and_has_no_fault_that_shellcheck_knows(
-    queue: Queue,
-) -> None:
+def test_a_script_sets_what_it_was_given(queue: Queue) -> None:
     files = a_job(queue, 'echo "$MINE" > said')
     assert queue.allocation() == (0, False)
     assert (files / "said").read_text() == "a b\n"
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "--severity=style", queue.script], check=True)
 
 
 def test_an_allocation_is_asked_for_in_the_queues_words() -> None:
@@ -206,6 +202,17 @@ def test_without_a_queue_the_script_can_still_be_written(
     assert "--gres" not in text
     assert main(["submit", "a10", "--slurm", "-o", "-"]) == 0
     assert "#SBATCH --gres=gpu:1\n" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not here")
+def test_a_script_has_no_fault_that_shellcheck_knows(home: Path) -> None:
+    script = str(home / "job.sh")
+    words = ["--time", "4h", "--cpus", "2", "--sbatch-option", "exclusive", "--rank", "8"]
+    assert main(["submit", "a10", "--slurm", *words, "-o", script]) == 0
+    done = subprocess.run(
+        ["shellcheck", "--severity=style", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_password_of_the_environment_does_not_stand_in_the_script(
