@@ -79,7 +79,7 @@ def front_door(version: opt.VersionOption = False) -> int:
         "sweep run a10 --rank 64 --target-modules all-linear",
         "sweep run a10 --data texts.jsonl",
         "sweep run wider.yaml --from a10",
-        "sweep run a10 --cards all",
+        "sweep run a10 --cards all --model mistral-7b-v0.3 --model llama-3.1-8b",
     )
 )
 @takes_knobs
@@ -87,7 +87,7 @@ def run(
     context: typer.Context,
     space: opt.SpaceArgument,
     gpu: opt.GpuOption = None,
-    model: opt.ModelOption = None,
+    model: opt.ModelsOption = None,
     data: opt.DataOption = None,
     text_column: opt.TextColumnOption = None,
     texts_format: opt.TextsFormatOption = None,
@@ -118,7 +118,7 @@ def run(
         raise InputError("--no-confirm and --soak are both given: keep one")
     overrides = {
         "gpu": gpu,
-        "model": model,
+        "model": None if model is None else model[0],
         "data": _texts(data, text_column, texts_format, completions_only, tokenizer),
         "trials": trials,
         "time_budget_seconds": _seconds("--time-budget", time_budget),
@@ -127,7 +127,7 @@ def run(
         "seed": seed,
         "sampler": sampler,
     }
-    return _driver(context, host, host_python)(
+    return _driver(context, host, host_python, models=model or ())(
         space,
         overrides=overrides,
         held=configuration,
@@ -139,9 +139,13 @@ def run(
     )
 
 
-def _driver(context: typer.Context, host: str | None, host_python: str | None) -> Drive:
+def _driver(
+    context: typer.Context, host: str | None, host_python: str | None, *, models: Sequence[str]
+) -> Drive:
     """Return what a study is handed to: this process, another machine, or who asked for this."""
     called = context.obj or Invocation(())
+    if len(models) > 1 and (host is not None or called.drive is not None):
+        raise InputError("--model: several models are for this machine's cards: elsewhere name one")
     if host is not None:
         from sweep.terminal import remote
 
@@ -155,6 +159,9 @@ def _driver(context: typer.Context, host: str | None, host_python: str | None) -
         return called.drive
     from sweep.terminal import driving
 
+    if len(models) > 1:
+        command, words = context.command, called.words
+        return partial(driving.run_models, models=models, command=command, words=words)
     return driving.run
 
 

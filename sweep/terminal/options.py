@@ -25,6 +25,18 @@ def _named(option: str) -> Callable[[str | None], str | None]:
     return check
 
 
+def _each_named(option: str) -> Callable[[list[str] | None], list[str] | None]:
+    """Return a check that a repeatable option, wherever it is given, names something."""
+    check = _named(option)
+
+    def check_all(typed: list[str] | None) -> list[str] | None:
+        for each in typed or ():
+            check(each)
+        return typed or None
+
+    return check_all
+
+
 def _known_format(typed: str | None) -> str | None:
     """Return the format of texts that was typed, where there is such a one."""
     from search_spaces.texts import FORMATS
@@ -96,6 +108,16 @@ ModelOption = Annotated[
         "--model",
         help="Shipped architecture, directory or hub id.",
         callback=_named("--model"),
+        autocompletion=completion.models,
+    ),
+]
+
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="Shipped architecture, directory or hub id; repeatable: a study for each.",
+        callback=_each_named("--model"),
         autocompletion=completion.models,
     ),
 ]
