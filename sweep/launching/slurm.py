@@ -68,6 +68,12 @@ class Allocation:
                 )
 
     @property
+    def gpu_count(self) -> int:
+        """How many cards it has."""
+        count = "0" if self.gpus is None else self.gpus.rpartition(":")[2]
+        return int(count) if count.isdecimal() else 1
+
+    @property
     def warning_seconds(self) -> int:
         """How long before its limit a job is told to stop."""
         limit = self.limit_seconds

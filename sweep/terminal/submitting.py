@@ -75,6 +75,7 @@ def _submit(
     held: Mapping[str, Any],
     study: str | None,
     storage: str | None,
+    cards: str | None,
     **_: Any,
 ) -> int:
     """Do it once the run's own options are read."""
@@ -83,7 +84,11 @@ def _submit(
     if space.data is not None and not is_on_hub(space.data.texts):
         text_files(space.data.texts)
     files = runs_directory().absolute() / name
+    allocation = _allocation(asked, space)
     run = [*respelled(command, words, without={"study", "storage"}), f"--study={name}"]
+    if allocation.gpu_count > 1 and cards is None:
+        # What was asked of the queue is there to be used.
+        run.append("--cards=all")
     job = Job(
         study=name,
         command=(_python(asked.environment), "-P", "-m", "sweep", "run", *run, *_storage(storage)),
@@ -91,7 +96,7 @@ def _submit(
         files=files,
         variables={"SWEEP_HOME": str(files.parents[1])},
     )
-    script = job_script(job, _allocation(asked, space))
+    script = job_script(job, allocation)
     if output is not None:
         return _write(script, output, files=files)
     return _hand_in(script, name=name, files=files)

@@ -201,7 +201,24 @@ def test_without_a_queue_the_script_can_still_be_written(
     assert "--study=cpu-demo-lora_rank-8" in text
     assert "--gres" not in text
     assert main(["submit", "a10", "--slurm", "-o", "-"]) == 0
-    assert "#SBATCH --gres=gpu:1\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "#SBATCH --gres=gpu:1\n" in out
+    assert "--cards" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "cards"),
+    [
+        (["--gpus", "4"], "--cards=all"),
+        (["--gpus", "a100:2"], "--cards=all"),
+        (["--gpus", "2", "--cards", "1"], "--cards=1"),
+    ],
+)
+def test_a_study_runs_on_all_cards_that_the_queue_was_asked_for(
+    home: Path, words: list[str], cards: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "a10", "--slurm", *words, "-o", "-"]) == 0
+    assert [word for word in capsys.readouterr().out.split() if "--cards" in word] == [cards]
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not here")
