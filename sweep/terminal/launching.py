@@ -1,0 +1,456 @@
+"""Owns `sweep launch` on the terminal: what it will cost, the question, the file, the start.
+
+Knows no provider's spelling.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reports import units
+from search_spaces.documents import exists, home_expanded
+from search_spaces.errors import EnvironmentFault, InputError, quote
+from search_spaces.gpus import find_gpu
+from search_spaces.knobs import KNOBS
+from search_spaces.loading import load_space, preset_name
+from search_spaces.prices import PRICE_OPTION
+from search_spaces.space import SearchSpace
+from storage.files import replace as put
+from storage.files import write_chosen
+from storage.reading import is_file_name
+from sweep.data.texts import prepare_texts
+from sweep.launching.costing import Course, foreseen
+from sweep.launching.keeping import STOP_SECONDS
+from sweep.launching.parcel import Input, Parcel, package, python_version, requirements
+from sweep.launching.providers import provider_named, require
+from sweep.launching.rental import (
+    Cost,
+    Machine,
+    Provider,
+    Rental,
+    cost_of,
+    machine_offer,
+    shared,
+)
+from sweep.paths import RESERVED, cache_directory, runs_directory
+from sweep.planning.forecast import Progress
+from sweep.planning.question import PlanRequest, Predictor, Question, resolve_request
+from sweep.planning.survey import START_SECONDS
+from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.study.session import default_study_name
+from sweep.terminal.console import confirmed, folded, note, say, say_json, width_of
+from sweep.terminal.plan.command import tracing
+from sweep.terminal.working import working
+
+DONE = 0
+TOKEN = "HF_TOKEN"
+BEFORE = {
+    "gpu": "--gpu",
+    "cards": "--cards",
+    "study": "--study",
+    "max_dollars": "--max-dollars",
+    "as_json": "--json",
+}
+"""Options of `sweep run` that `sweep launch` has itself."""
+NOT_THERE = {"storage": "--storage", "carried": "--from"}
+"""Those that name what a rented machine cannot see."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """What was typed."""
+
+    space: str
+    on: str
+    gpu: str | None = None
+    cards: int = 1
+    cloud: str | None = None
+    is_spot: bool = False
+    max_dollars: float | None = None
+    prices: str | None = None
+    typed_prices: tuple[str, ...] = ()
+    volume: str | None = None
+    study: str | None = None
+    output: Path | None = None
+    is_sure: bool = False
+    as_json: bool = False
+    words: tuple[str, ...] = ()
+    """For `sweep run`, as they were typed."""
+    options: Mapping[str, Any] | None = None
+    """The same, as `sweep run` reads them."""
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """What was typed for `sweep run`, without what was not."""
+        options = {} if self.options is None else self.options
+        return {key: one for key, one in options.items() if one is not None and one is not False}
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """Knobs that are held."""
+        return {key: one for key, one in self.run.items() if key in KNOBS}
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What was typed of texts, by the keys of a space's section."""
+        keys = {
+            "texts": "data",
+            "text_column": "text_column",
+            "format": "texts_format",
+            "completions_only": "completions_only",
+            "tokenizer": "tokenizer",
+        }
+        return {key: self.run.get(name) for key, name in keys.items()}
+
+
+def launch(
+    request: LaunchRequest,
+    *,
+    limits: Mapping[str, Any],
+    predictor: Predictor | None = None,
+    ready: Callable[[Provider, Machine], None] = require,
+    start: Callable[[Sequence[str]], int] | None = None,
+) -> int:
+    """Write a study's job for a rented machine, say what it costs, and start it where that is asked.
+
+    Args:
+        request: what was typed.
+        limits: of the search, by the keys of the space.
+        predictor: makes what predicts memory; by default it traces the model's own code.
+        ready: checks that a provider's tool and login are there.
+        start: runs the provider's command to its end; returns its exit code.
+
+    Raises:
+        InputError: something that was typed or named is not right, or no price is known.
+        EnvironmentFault: the provider's tool or login is not there, or it did not start.
+        NothingFits: nothing of the space is predicted to fit the card.
+    """
+    _refuse_foreign(request)
+    provider = provider_named(request.on)
+    space = load_space(request.space)
+    machine = _machine(request, space)
+    provider.check(machine)
+    is_started = request.output is None and (request.is_sure or sys.stdin.isatty())
+    if is_started:
+        with working(f"asking {provider.title} for your account"):
+            ready(provider, machine)
+    question, cost = _question_and_cost(request, machine, provider, limits, predictor)
+    study = _study_name(request, space, machine, question)
+    file = request.output or runs_directory() / study / "launch" / provider.file_name
+    rental = _rental(request, machine, provider, question, cost=cost, study=study, beside=file)
+    _write(file, provider.text(rental), is_chosen=request.output is not None)
+    command = provider.start(rental, file)
+    note(folded(cost_words(cost, machine), width_of(sys.stderr), indent=2))
+    if is_started and not request.is_sure:
+        is_started = confirmed(f"Start it on {provider.title} now?")
+    if is_started:
+        _start(command, provider, rental, start or _run(as_json=request.as_json))
+    _tell(request, provider, rental, file=file, command=command, is_started=is_started)
+    return DONE
+
+
+def _refuse_foreign(request: LaunchRequest) -> None:
+    for key, option in BEFORE.items():
+        if key in request.run:
+            raise InputError(f"{option} is an option of launch: write it before the --")
+    for key, option in NOT_THERE.items():
+        if key in request.run:
+            raise InputError(f"{option} names what a rented machine cannot see: leave it out")
+    if request.max_dollars is not None and not request.max_dollars > 0:
+        raise InputError(f"--max-dollars must be more than 0, got {request.max_dollars:g}")
+    if request.study is not None and (request.study in RESERVED or not is_file_name(request.study)):
+        raise InputError(f"--study: {quote(request.study)} cannot name a study")
+
+
+def _machine(request: LaunchRequest, space: SearchSpace) -> Machine:
+    name = request.gpu or space.gpu
+    if name in ("auto", "cpu"):
+        raise InputError(
+            f"space '{space.name}' is for gpu {name}: name the card to rent with --gpu (`sweep gpus`)"
+        )
+    if request.cards < 1:
+        raise InputError(f"--cards must be at least 1, got {request.cards}")
+    cloud = None if request.cloud is None else request.cloud.strip().lower()
+    return Machine(find_gpu(name), request.cards, cloud, request.is_spot)
+
+
+def _question_and_cost(
+    request: LaunchRequest,
+    machine: Machine,
+    provider: Provider,
+    limits: Mapping[str, Any],
+    predictor: Predictor | None,
+) -> tuple[Question, Cost]:
+    with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
+        question = resolve_request(
+            _plan_request(request, machine),
+            predictor=predictor or tracing(children),
+            card=lambda: None,
+            read_study=_no_study,
+            read_texts=partial(_read_texts, progress=progress),
+        )
+        offers = provider.offers(machine, question.offers.get(machine.card.name, ()))
+        offer = machine_offer(machine, offers, idle_seconds=provider.idle_seconds)
+        if offer is None:
+            raise InputError(_no_price(machine, provider))
+        changes = {key: one for key, one in limits.items() if one is not None}
+        course = foreseen(
+            question,
+            machine.card,
+            changes=changes,
+            cache=cache_directory() / "surveys",
+            progress=progress,
+        )
+    if course.note is not None:
+        note(folded(f"how long it takes is not predicted: {course.note}", width_of(sys.stderr)))
+    cost = cost_of(
+        _spread(course, machine),
+        offer=offer,
+        usd_per_hour_most=provider.dearest(machine, offer.usd_per_hour),
+        download_bytes=course.download_bytes,
+        max_dollars=request.max_dollars,
+        least_seconds=course.least_seconds + offer.boot_seconds + STOP_SECONDS,
+    )
+    return question, cost
+
+
+def _plan_request(request: LaunchRequest, machine: Machine) -> PlanRequest:
+    return PlanRequest(
+        space=request.space,
+        gpus=(machine.card.name,),
+        model=request.run.get("model"),
+        data=request.data,
+        configuration=request.held,
+        prices=None if request.prices is None else Path(request.prices),
+        typed_prices=request.typed_prices,
+    )
+
+
+def _no_study(name: str, _storage: str | None) -> Any:
+    raise AssertionError(f"nobody asked for study {name}")
+
+
+def _read_texts(request: Any, *, progress: Progress) -> Any:
+    return prepare_texts(request, on_progress=lambda what, done, of: progress(what)(done, of))
+
+
+def _spread(course: Course, machine: Machine) -> tuple[float, float] | None:
+    if course.seconds is None:
+        return None
+    return shared(course.seconds, cards=machine.cards, start=START_SECONDS)
+
+
+def _no_price(machine: Machine, provider: Provider) -> str:
+    kind = f"{machine.card.name}{' spot' if machine.is_spot else ''}"
+    where = provider.title if machine.cloud is None else f"{machine.cloud} with {provider.title}"
+    return (
+        f"no price is known of {kind} on {where}: give the dollars of an hour, "
+        f"{PRICE_OPTION} {machine.card.name}=0.75 say, or a file with --prices"
+    )
+
+
+def _study_name(
+    request: LaunchRequest, space: SearchSpace, machine: Machine, question: Question
+) -> str:
+    """Return the study's name: what `sweep run` would call it."""
+    if request.study is not None:
+        return request.study
+    changed: dict[str, Any] = dict(request.held)
+    if request.gpu is not None and machine.card.name != space.gpu:
+        changed["gpu"] = machine.card.name
+    if "model" in request.run:
+        changed["model"] = question.model.name
+    if request.data["texts"] is not None and question.space is not None:
+        changed["data"] = question.space.data
+    return default_study_name(space, changed)
+
+
+def _rental(
+    request: LaunchRequest,
+    machine: Machine,
+    provider: Provider,
+    question: Question,
+    *,
+    cost: Cost,
+    study: str,
+    beside: Path,
+) -> Rental:
+    space, inputs = _inputs(request, question)
+    spent = () if request.max_dollars is None else ("--max-dollars", f"{request.max_dollars:g}")
+    several = () if machine.cards == 1 else ("--cards", "all")
+    kept = _without(request.words, tuple(f"--{option}" for option in inputs))
+    named = [word for option, there in inputs.items() for word in (f"--{option}", there)]
+    is_hub = question.model.source == "hub"
+    return Rental(
+        study=study,
+        machine=machine,
+        arguments=(
+            *("run", space, "--gpu", machine.card.name, "--study", study),
+            *spent,
+            *several,
+            *kept,
+            *named,
+        ),
+        parcel=_parcel(beside.parent, inputs=_mounted(space, inputs, question)),
+        cost=cost,
+        volume=request.volume or provider.volume(study),
+        secrets=(TOKEN,) if is_hub and _has_token() else (),
+    )
+
+
+def _has_token() -> bool:
+    import os
+
+    return bool(os.environ.get(TOKEN))
+
+
+def _inputs(request: LaunchRequest, question: Question) -> tuple[str | Input, dict[str, Input]]:
+    """Return the space as it is named there, and what is there by another name, by option."""
+    named: dict[str, Input] = {}
+    model = question.model
+    if model.source == "directory" and model.path is not None:
+        named["model"] = Input(model.path.absolute(), f"model/{model.path.absolute().name}")
+    choice = None if question.space is None else question.space.data
+    for option, name in (
+        ("data", None if choice is None else choice.texts),
+        ("tokenizer", None if choice is None else choice.tokenizer),
+    ):
+        path = None if name is None else home_expanded(name)
+        if path is not None and exists(path, label=str(name)):
+            named[option] = Input(path.absolute(), f"{option}/{path.name}")
+    preset = preset_name(request.space)
+    if preset is not None:
+        return preset, named
+    path = home_expanded(request.space).absolute()
+    return Input(path, f"space/{path.name}"), named
+
+
+def _mounted(
+    space: str | Input, named: Mapping[str, Input], question: Question
+) -> tuple[Input, ...]:
+    """Return the files that go along: of a model whose weights are random, all but the weights."""
+    model = named.get("model")
+    others = [one for option, one in named.items() if option != "model"]
+    files = [] if isinstance(space, str) else [space]
+    if model is not None and question.space is not None and question.space.weights == "random":
+        small = (path for path in sorted(model.local.iterdir()) if path.is_file())
+        files += [
+            Input(path, f"{model.name}/{path.name}")
+            for path in small
+            if path.suffix not in WEIGHTS and not path.name.startswith(".")
+        ]
+    elif model is not None:
+        files.append(model)
+    return (*files, *others)
+
+
+def _without(words: Sequence[str], options: tuple[str, ...]) -> list[str]:
+    """Return words without some options and what they are given."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word in options:
+            next(rest, None)
+        elif not word.startswith(tuple(f"{option}=" for option in options)):
+            kept.append(word)
+    return kept
+
+
+def _parcel(directory: Path, *, inputs: tuple[Input, ...]) -> Parcel:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write to {directory}: {error.strerror}") from error
+    with working("building the package"):
+        return Parcel(python_version(), requirements(), package(directory), inputs)
+
+
+def _write(file: Path, text: str, *, is_chosen: bool) -> None:
+    write = write_chosen if is_chosen else put
+    try:
+        write(file, text.encode())
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {file}: {error.strerror}") from error
+
+
+def _run(*, as_json: bool) -> Callable[[Sequence[str]], int]:
+    """Return what runs a command whose results are not to be taken for ours."""
+
+    def run(command: Sequence[str]) -> int:
+        out = sys.stderr.fileno() if as_json else None
+        return subprocess.run(command, stdout=out, check=False).returncode
+
+    return run
+
+
+def _start(
+    command: Sequence[str],
+    provider: Provider,
+    rental: Rental,
+    start: Callable[[Sequence[str]], int],
+) -> None:
+    try:
+        code = start(command)
+    except KeyboardInterrupt:
+        note(f"It may go on at {provider.title}; what stops it: {provider.stop(rental)}")
+        raise
+    except OSError as error:
+        raise EnvironmentFault(f"cannot run {command[0]}: {error.strerror}") from error
+    if code:
+        raise EnvironmentFault(
+            f"`{shlex.join(command)}` ended with exit code {code}: what it said is above"
+        )
+
+
+def _tell(
+    request: LaunchRequest,
+    provider: Provider,
+    rental: Rental,
+    *,
+    file: Path,
+    command: Sequence[str],
+    is_started: bool,
+) -> None:
+    results = provider.results(rental)
+    if request.as_json:
+        say_json(
+            {
+                "provider": provider.name,
+                "study": rental.study,
+                "file": str(file),
+                "command": shlex.join(command),
+                "results": results,
+                "gpu": {"name": rental.machine.card.name, "cards": rental.machine.cards},
+                "volume": rental.volume,
+                "cost": rental.cost.to_json(),
+                "started": is_started,
+            }
+        )
+        return
+    if not is_started:
+        say(f"Wrote {file}; nothing was started. What starts it, and resumes it:")
+        say(f"  {shlex.join(command)}")
+    say("What came of it, once it has begun:")
+    say(f"  {results}")
+
+
+def cost_words(cost: Cost, machine: Machine) -> str:
+    """Return what a rental costs: ``about $0.21 to $0.35: 11 to 19 min of a10 at $1.10 ...``."""
+    cards = f"{machine.cards} x " if machine.cards > 1 else ""
+    card = f"{cards}{machine.card.name}{' spot' if machine.is_spot else ''}"
+    rate = f"at ${cost.machine.usd_per_hour:.2f} an hour on {cost.machine.provider}"
+    most = f"at most ${cost.usd_max:.2f}, stopped after {units.duration(cost.limit_seconds)}"
+    if cost.usd is None or cost.hours is None:
+        return f"{card} {rate}; {most}"
+    low, high = (units.duration(3600 * hours) for hours in cost.hours)
+    dollars = f"about ${cost.usd[0]:.2f} to ${cost.usd[1]:.2f}"
+    return f"{dollars}: {low} to {high} of {card} {rate}; {most}"
