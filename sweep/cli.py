@@ -168,7 +168,7 @@ def _soak(typed: str | None) -> dict[str, float] | None:
 @app.command(
     epilog=opt.examples(
         "sweep launch a10 --on modal --max-dollars 2 -o a10_on_modal.py",
-        "sweep launch a10 --on skypilot --cloud aws --gpu a10g -o a10.yaml -- --trials 20",
+        "sweep launch a10 --on skypilot --cloud lambda -o a10.yaml -- --trials 20",
     )
 )
 def launch(

@@ -10,6 +10,7 @@ resumed at every moment. Knows no provider; runs as ``python -P -m sweep.launchi
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ LEDGER_SECONDS = 30.0
 STOP_SECONDS = 30.0
 """Before the limit: the worker's end, the report and the last copy take as long."""
 INTERRUPTED = 130
+_PR_SET_PDEATHSIG = 1
 _PART, _LEDGER, _FILES = ".part", "paid.json", "runs"
 _NEVER_KEPT = (".lock", "-journal", "-wal", "-shm", _PART)
 """What belongs to a machine: locks, and halves of transactions, which a backup has whole."""
@@ -209,7 +211,9 @@ def keep(
     files = keeper.restore()
     _say(f"resuming from {files} files of the volume" if files else "starting a new study")
     # Its own session, so that a terminal's Ctrl-C reaches it once, and through here.
-    child = subprocess.Popen(command, env=dict(environment), start_new_session=True)
+    child = subprocess.Popen(
+        command, env=dict(environment), start_new_session=True, preexec_fn=_end_with_parent
+    )
     stopper.watch(child)
     while (code := _ended(child, seconds=save_seconds)) is None:
         _try_to_keep(keeper, ledger)
@@ -222,6 +226,11 @@ def keep(
     if code == INTERRUPTED and ledger.is_spent:
         return 0
     return {1: 0}.get(code, code if code >= 0 else 128 - code)
+
+
+def _end_with_parent() -> None:
+    """Ask for a clean stop where whoever keeps what this writes is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _ended(child: subprocess.Popen[bytes], *, seconds: float) -> int | None:

@@ -5,6 +5,7 @@ Written for Modal 1.1 and later, and tried with 1.6.4. Knows nothing of what a s
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -161,4 +162,10 @@ def _template() -> Template:
 
 def _python(value: Any) -> str:
     """Return a value as Python writes it: whatever was typed stays a value."""
-    return repr(value)
+    match value:
+        case str():
+            return json.dumps(value, ensure_ascii=False)
+        case list():
+            return f"[{', '.join(map(_python, value))}]"
+        case _:
+            return repr(value)
