@@ -85,9 +85,11 @@ class Keeper:
             _copy(source, target)
             return
         copied = self.home / path.name
-        with closing(sqlite3.connect(source, timeout=30)) as live:
-            with closing(sqlite3.connect(copied)) as copy:
-                live.backup(copy)
+        with (
+            closing(sqlite3.connect(source, timeout=30)) as live,
+            closing(sqlite3.connect(copied)) as copy,
+        ):
+            live.backup(copy)
         _copy(copied, target)
 
 

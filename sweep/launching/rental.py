@@ -21,7 +21,7 @@ HOURS_MAX = 24.0
 """Modal ends a function after a day, and no study is known to take so long."""
 HOURS_LEAST = 1.0
 RESULTS = "rented"
-"""Directory that results are fetched to: a database of theirs is not to take a local one's place."""
+"""Directory that results are fetched to, where no database takes the place of a local one."""
 SLACK = 2.0
 """Of the longest that a study is predicted to take, where nobody says what it may cost."""
 

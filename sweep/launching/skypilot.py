@@ -134,10 +134,11 @@ class SkyPilot:
 
     def text(self, rental: Rental) -> str:
         """Return the task."""
+        start = shlex.join(self.start(rental, Path("THIS_FILE")))
         header = (
             f"# Study {rental.study} on SkyPilot, written by `sweep launch`. "
             f"Costs ${rental.cost.usd_max:.2f} at most.\n"
-            f"# Start it, and resume it, with: {shlex.join(self.start(rental, Path('THIS_FILE')))}\n"
+            f"# Start it, and resume it, with: {start}\n"
         )
         return header + yaml.dump(
             task(rental), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000

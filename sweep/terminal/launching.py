@@ -5,6 +5,7 @@ Knows no provider's spelling.
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -16,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from reports import units
-from search_spaces.documents import exists, home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.knobs import KNOBS
-from search_spaces.loading import load_space, preset_name
+from search_spaces.loading import load_space
 from search_spaces.prices import PRICE_OPTION
 from search_spaces.space import SearchSpace
 from storage.files import replace as put
@@ -28,6 +28,7 @@ from storage.files import write_chosen
 from storage.reading import is_file_name
 from sweep.data.texts import prepare_texts
 from sweep.launching.costing import Course, foreseen
+from sweep.launching.inputs import carried, located, renamed
 from sweep.launching.keeping import STOP_SECONDS
 from sweep.launching.parcel import Input, Parcel, package, python_version, requirements
 from sweep.launching.providers import provider_named, require
@@ -44,6 +45,7 @@ from sweep.paths import RESERVED, cache_directory, runs_directory
 from sweep.planning.forecast import Progress
 from sweep.planning.question import PlanRequest, Predictor, Question, resolve_request
 from sweep.planning.survey import START_SECONDS
+from sweep.predict.cost import SECONDS_PER_HOUR
 from sweep.predict.memory.tracing_children import TracingChildren
 from sweep.study.session import default_study_name
 from sweep.terminal.console import confirmed, folded, note, say, say_json, width_of
@@ -62,7 +64,6 @@ BEFORE = {
 """Options of `sweep run` that `sweep launch` has itself."""
 NOT_THERE = {"storage": "--storage", "carried": "--from"}
 """Those that name what a rented machine cannot see."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def launch(
     ready: Callable[[Provider, Machine], None] = require,
     start: Callable[[Sequence[str]], int] | None = None,
 ) -> int:
-    """Write a study's job for a rented machine, say what it costs, and start it where that is asked.
+    """Write a study's job for a rented machine, say what it costs, and start it where asked.
 
     Args:
         request: what was typed.
@@ -175,7 +176,8 @@ def _machine(request: LaunchRequest, space: SearchSpace) -> Machine:
     name = request.gpu or space.gpu
     if name in ("auto", "cpu"):
         raise InputError(
-            f"space '{space.name}' is for gpu {name}: name the card to rent with --gpu (`sweep gpus`)"
+            f"space '{space.name}' is for gpu {name}: name the card to rent with --gpu "
+            "(`sweep gpus`)"
         )
     if request.cards < 1:
         raise InputError(f"--cards must be at least 1, got {request.cards}")
@@ -284,11 +286,11 @@ def _rental(
     study: str,
     beside: Path,
 ) -> Rental:
-    space, inputs = _inputs(request, question)
+    choice = None if question.space is None else question.space.data
+    space, named = located(request.space, model=question.model, choice=choice)
+    is_random = question.space is None or question.space.weights == "random"
     spent = () if request.max_dollars is None else ("--max-dollars", f"{request.max_dollars:g}")
     several = () if machine.cards == 1 else ("--cards", "all")
-    kept = _without(request.words, tuple(f"--{option}" for option in inputs))
-    named = [word for option, there in inputs.items() for word in (f"--{option}", there)]
     is_hub = question.model.source == "hub"
     return Rental(
         study=study,
@@ -297,72 +299,13 @@ def _rental(
             *("run", space, "--gpu", machine.card.name, "--study", study),
             *spent,
             *several,
-            *kept,
-            *named,
+            *renamed(request.words, named),
         ),
-        parcel=_parcel(beside.parent, inputs=_mounted(space, inputs, question)),
+        parcel=_parcel(beside.parent, inputs=carried(space, named, are_weights_random=is_random)),
         cost=cost,
         volume=request.volume or provider.volume(study),
-        secrets=(TOKEN,) if is_hub and _has_token() else (),
+        secrets=(TOKEN,) if is_hub and os.environ.get(TOKEN) else (),
     )
-
-
-def _has_token() -> bool:
-    import os
-
-    return bool(os.environ.get(TOKEN))
-
-
-def _inputs(request: LaunchRequest, question: Question) -> tuple[str | Input, dict[str, Input]]:
-    """Return the space as it is named there, and what is there by another name, by option."""
-    named: dict[str, Input] = {}
-    model = question.model
-    if model.source == "directory" and model.path is not None:
-        named["model"] = Input(model.path.absolute(), f"model/{model.path.absolute().name}")
-    choice = None if question.space is None else question.space.data
-    for option, name in (
-        ("data", None if choice is None else choice.texts),
-        ("tokenizer", None if choice is None else choice.tokenizer),
-    ):
-        path = None if name is None else home_expanded(name)
-        if path is not None and exists(path, label=str(name)):
-            named[option] = Input(path.absolute(), f"{option}/{path.name}")
-    preset = preset_name(request.space)
-    if preset is not None:
-        return preset, named
-    path = home_expanded(request.space).absolute()
-    return Input(path, f"space/{path.name}"), named
-
-
-def _mounted(
-    space: str | Input, named: Mapping[str, Input], question: Question
-) -> tuple[Input, ...]:
-    """Return the files that go along: of a model whose weights are random, all but the weights."""
-    model = named.get("model")
-    others = [one for option, one in named.items() if option != "model"]
-    files = [] if isinstance(space, str) else [space]
-    if model is not None and question.space is not None and question.space.weights == "random":
-        small = (path for path in sorted(model.local.iterdir()) if path.is_file())
-        files += [
-            Input(path, f"{model.name}/{path.name}")
-            for path in small
-            if path.suffix not in WEIGHTS and not path.name.startswith(".")
-        ]
-    elif model is not None:
-        files.append(model)
-    return (*files, *others)
-
-
-def _without(words: Sequence[str], options: tuple[str, ...]) -> list[str]:
-    """Return words without some options and what they are given."""
-    kept: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        if word in options:
-            next(rest, None)
-        elif not word.startswith(tuple(f"{option}=" for option in options)):
-            kept.append(word)
-    return kept
 
 
 def _parcel(directory: Path, *, inputs: tuple[Input, ...]) -> Parcel:
@@ -444,13 +387,17 @@ def _tell(
 
 
 def cost_words(cost: Cost, machine: Machine) -> str:
-    """Return what a rental costs: ``about $0.21 to $0.35: 11 to 19 min of a10 at $1.10 ...``."""
+    """Return what a rental costs: ``about $0.21 to $0.35: 11 min to 19 min of a10 at ...``."""
     cards = f"{machine.cards} x " if machine.cards > 1 else ""
     card = f"{cards}{machine.card.name}{' spot' if machine.is_spot else ''}"
     rate = f"at ${cost.machine.usd_per_hour:.2f} an hour on {cost.machine.provider}"
     most = f"at most ${cost.usd_max:.2f}, stopped after {units.duration(cost.limit_seconds)}"
     if cost.usd is None or cost.hours is None:
         return f"{card} {rate}; {most}"
-    low, high = (units.duration(3600 * hours) for hours in cost.hours)
-    dollars = f"about ${cost.usd[0]:.2f} to ${cost.usd[1]:.2f}"
-    return f"{dollars}: {low} to {high} of {card} {rate}; {most}"
+    dollars = _between(*(f"${usd:.2f}" for usd in cost.usd))
+    hours = _between(*(units.duration(SECONDS_PER_HOUR * one) for one in cost.hours))
+    return f"about {dollars}: {hours} of {card} {rate}; {most}"
+
+
+def _between(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"

@@ -36,7 +36,9 @@ def a_cost(**changes: Any) -> Cost:
     return replace(cost, **changes)
 
 
-def a_rental(*, wheel: Path | None = None, inputs: tuple[Input, ...] = (), **changes: Any) -> Rental:
+def a_rental(
+    *, wheel: Path | None = None, inputs: tuple[Input, ...] = (), **changes: Any
+) -> Rental:
     machine = changes.pop("machine", Machine(find_gpu("a10")))
     rental = Rental(
         study="mine",

@@ -24,7 +24,7 @@ from sweep.launching.rental import Machine
 from sweep.launching.skypilot import SkyPilot, task
 from tests.sweep.launching.rentals import a_cost, a_rental
 
-FAKE_MODAL = '''
+FAKE_MODAL = """
 class Image:
     def __init__(self, *calls):
         self.calls = calls
@@ -63,7 +63,7 @@ class App:
 
     def local_entrypoint(self):
         return lambda function: function
-'''
+"""
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_an_app_installs_the_versions_first_and_the_wheel_after(load: Any, tmp_p
 def test_files_of_a_space_go_along_by_the_names_that_the_command_has(
     load: Any, tmp_path: Path
 ) -> None:
-    texts, model = tmp_path / "it's \"mine\".jsonl", tmp_path / "model"
+    texts, model = tmp_path / 'it\'s "mine".jsonl', tmp_path / "model"
     texts.touch()
     model.mkdir()
     named = Input(texts, "data/texts.jsonl")
@@ -168,7 +168,8 @@ def test_a_preempted_function_stops_its_command_and_says_that_it_was_interrupted
     left = tmp_path / "left"
     code = (
         "import pathlib, signal, sys, os, time\n"
-        f"signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(left)!r}).touch(), sys.exit()))\n"
+        f"left = pathlib.Path({str(left)!r})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (left.touch(), sys.exit()))\n"
         "os.kill(os.getppid(), signal.SIGINT)\n"
         "time.sleep(30)\n"
     )
@@ -286,7 +287,7 @@ def test_run_keeps_the_study_on_the_volume_and_hands_on_what_stops_it(tmp_path: 
     assert process.returncode == 0, out
     assert "cpu-demo" in out
     paid = json.loads((home.path / "sweep-volume" / "my study" / "paid.json").read_text())
-    assert list(paid["seconds"].values())[0] >= 160
+    assert next(iter(paid["seconds"].values())) >= 160
 
 
 @pytest.mark.faults

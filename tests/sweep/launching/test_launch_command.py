@@ -34,10 +34,16 @@ class Terminal(StringIO):
         return True
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was foreseen of a space is foreseen once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", StringIO())
@@ -92,7 +98,7 @@ def words_of(path: Path) -> list[str]:
 def test_where_nobody_is_asked_the_file_is_written_and_nothing_started(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started = launch("--trials", "9", max_dollars=2.0)
+    started = launch(max_dollars=2.0)
     found = json.loads(capsys.readouterr().out)
     file = home / "runs" / "a10" / "launch" / "modal_app.py"
     assert file.exists()
@@ -195,27 +201,6 @@ def test_files_that_a_space_names_go_along(home: Path) -> None:
     assert words[-3:] == ["--seed=3", "--model", "sweep-inputs/model/my model"]
 
 
-def test_texts_go_along_instead_of_their_name_here(home: Path) -> None:
-    (home / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": f"one two three {n}"}) + "\n" for n in range(400))
-    )
-    launch(
-        *("--data", "texts.jsonl", "--tokenizer=demo", "--model", "demo"),
-        on="skypilot",
-        output=home / "t.yaml",
-    )
-    words = words_of(home / "t.yaml")
-    assert words[-6:] == [
-        *("--tokenizer=demo", "--model", "demo"),
-        *("--data", "sweep-inputs/data/texts.jsonl"),
-    ] or words[-5:] == [
-        *("--tokenizer=demo", "--model", "demo", "--data", "sweep-inputs/data/texts.jsonl"),
-    ]
-    assert job(home / "t.yaml")["file_mounts"]["~/sweep-inputs/data/texts.jsonl"] == str(
-        home / "texts.jsonl"
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "changes", "message"),
     [
@@ -257,9 +242,7 @@ def test_no_card_is_rented_for_what_does_not_fit_it() -> None:
 
 
 @pytest.mark.usefixtures("home")
-def test_a_token_of_the_hub_is_in_no_file(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_of_the_hub_is_in_no_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_made_up")
     launch(output=home / "job.py")
     assert "hf_made_up" not in (home / "job.py").read_text()

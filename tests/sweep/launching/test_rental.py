@@ -158,7 +158,7 @@ def test_a_cloud_is_enabled_where_skypilot_says_so(
 
 
 def test_a_tool_that_is_not_installed_is_named_with_what_installs_it() -> None:
-    with pytest.raises(EnvironmentFault, match="pip install modal .* -o FILE"):
+    with pytest.raises(EnvironmentFault, match=r"pip install modal .* -o FILE"):
         require(Modal(), Machine(A10), find=lambda _: None)
 
 
