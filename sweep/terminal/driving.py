@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ from sweep.paths import (
     runs_directory,
     storage_url,
 )
-from sweep.running.device_info import read_card
+from sweep.running.cards import ChosenCard, choose_cards
+from sweep.running.device_info import Card, read_card, read_cards
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption, undisturbed
@@ -76,19 +78,23 @@ def run(
     held: Mapping[str, Any],
     study: str | None,
     storage: str | None,
+    cards: str | None,
     carried: str | None,
     as_json: bool,
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
     url = _driven_url(storage)
-    prepared = prepare(
-        space,
-        overrides=overrides,
-        held=held,
-        study=study,
-        card=read_card,
-        read_texts=read_texts,
-        stored=partial(_stored, url=url),
+    chosen = _Chosen(cards)
+    prepared = chosen.given_to(
+        prepare(
+            space,
+            overrides=overrides,
+            held=held,
+            study=study,
+            card=chosen.first,
+            read_texts=read_texts,
+            stored=partial(_stored, url=url),
+        )
     )
     for line in prepared.notes:
         note(folded(line, width_of(sys.stderr)))
@@ -100,6 +106,33 @@ def run(
         carried=None if carried is None else _source(carried, of=prepared.name, url=url),
     )
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
+
+
+@dataclass
+class _Chosen:
+    """The cards that were typed, read from the machine when a space asks for one."""
+
+    typed: str | None
+    cards: tuple[ChosenCard, ...] = ()
+
+    def first(self) -> Card | None:
+        """Return the card that decides what a study is for: all that were chosen are like it."""
+        if self.typed is None:
+            return read_card()
+        self.cards = choose_cards(self.typed, read_cards())
+        return self.cards[0].card
+
+    def given_to(self, prepared: Prepared) -> Prepared:
+        """Return a study with the cards that it runs on.
+
+        Raises:
+            InputError: it runs on none.
+        """
+        if self.typed is not None and not self.cards:
+            raise InputError(
+                f"--cards {self.typed}: space '{prepared.space.name}' is for the CPU, which is one"
+            )
+        return replace(prepared, cards=self.cards)
 
 
 def _stored(study: str, *, url: str) -> StudyDefinition | None:
