@@ -78,7 +78,7 @@ class Modal:
         host = CORES_MAX * USD_PER_CORE_SECOND + MEMORY_GIB_MAX * USD_PER_GIB_SECOND
         return usd_per_hour + 3600 * host
 
-    def volume(self, study: str) -> str:
+    def volume(self, machine: Machine) -> str:
         """Return the volume of all studies: each has a directory in it."""
         return "qlora-sweep"
 
@@ -120,7 +120,9 @@ class Modal:
     def results(self, rental: Rental) -> str:
         """Return the command that fetches report and database."""
         study = shlex.quote(rental.study)
-        return f"mkdir -p {RESULTS} && modal volume get {rental.volume} {study} {RESULTS}"
+        return (
+            f"mkdir -p {RESULTS} && modal volume get {shlex.quote(rental.volume)} {study} {RESULTS}"
+        )
 
     def login(self, machine: Machine) -> list[str]:
         """Return the command that asks Modal who is there."""

@@ -118,8 +118,12 @@ class Provider(Protocol):
         """Return what an hour may cost at most, where the machine is listed at so much."""
         ...
 
-    def volume(self, study: str) -> str:
-        """Return the name of the volume that keeps a study where nobody names one."""
+    def volume(self, machine: Machine) -> str:
+        """Return the name of the volume that keeps studies where nobody names one.
+
+        Raises:
+            InputError: somebody has to.
+        """
         ...
 
     def text(self, rental: Rental) -> str:

@@ -124,11 +124,19 @@ class SkyPilot:
         """Return the price above which no machine is taken."""
         return math.ceil(usd_per_hour * DEARER * 100) / 100
 
-    def volume(self, study: str) -> str:
+    def volume(self, machine: Machine) -> str:
         """Return the name of this person's bucket, the same at every call: others' names are taken.
 
         Each study has a directory in it.
+
+        Raises:
+            InputError: RunPod's machines mount no bucket, and a volume is made in one region.
         """
+        if machine.cloud == "runpod":
+            raise InputError(
+                "--volume: RunPod mounts no bucket, so name a network volume of yours; "
+                "sky volumes apply makes one"
+            )
         owner = hashlib.sha256(f"{getuser()}@{socket.gethostname()}".encode()).hexdigest()[:8]
         return f"qlora-sweep-{owner}"
 

@@ -6,6 +6,7 @@ Knows no provider's spelling.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -140,6 +141,7 @@ def launch(
     space = load_space(request.space)
     machine = _machine(request, space)
     provider.check(machine)
+    volume = request.volume or provider.volume(machine)
     is_started = request.output is None and (request.is_sure or sys.stdin.isatty())
     if is_started:
         with working(f"asking {provider.title} for your account"):
@@ -147,7 +149,9 @@ def launch(
     question, cost = _question_and_cost(request, machine, provider, limits, predictor)
     study = _study_name(request, space, machine, question)
     file = request.output or runs_directory() / study / "launch" / provider.file_name
-    rental = _rental(request, machine, provider, question, cost=cost, study=study, beside=file)
+    rental = _rental(
+        request, machine, provider, question, cost=cost, study=study, volume=volume, beside=file
+    )
     _write(file, provider.text(rental), is_chosen=request.output is not None)
     command = provider.start(rental, file)
     note(folded(cost_words(cost, machine), width_of(sys.stderr), indent=2))
@@ -170,6 +174,8 @@ def _refuse_foreign(request: LaunchRequest) -> None:
         raise InputError(f"--max-dollars must be more than 0, got {request.max_dollars:g}")
     if request.study is not None and (request.study in RESERVED or not is_file_name(request.study)):
         raise InputError(f"--study: {quote(request.study)} cannot name a study")
+    if request.volume is not None and not re.fullmatch(r"[\w.:/-]+", request.volume, re.ASCII):
+        raise InputError(f"--volume: {quote(request.volume)} cannot name a volume or bucket")
 
 
 def _machine(request: LaunchRequest, space: SearchSpace) -> Machine:
@@ -284,6 +290,7 @@ def _rental(
     *,
     cost: Cost,
     study: str,
+    volume: str,
     beside: Path,
 ) -> Rental:
     choice = None if question.space is None else question.space.data
@@ -303,7 +310,7 @@ def _rental(
         ),
         parcel=_parcel(beside.parent, inputs=carried(space, named, are_weights_random=is_random)),
         cost=cost,
-        volume=request.volume or provider.volume(study),
+        volume=volume,
         secrets=(TOKEN,) if is_hub and os.environ.get(TOKEN) else (),
     )
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from search_spaces.errors import InputError
 from search_spaces.gpus import find_gpu
 from sweep.launching.modal import Modal
 from sweep.launching.parcel import Input
@@ -215,7 +216,9 @@ def test_a_pod_of_runpod_has_a_volume_as_it_mounts_no_bucket() -> None:
     assert found["volumes"] == {"/sweep-volume": "kept"}
     assert "~/sweep-volume" not in found["file_mounts"]
     assert "--volume /sweep-volume/mine" in found["run"]
-    assert len(SkyPilot().volume("x" * 90)) <= 30
+    with pytest.raises(InputError, match="--volume: RunPod mounts no bucket"):
+        SkyPilot().volume(rental.machine)
+    assert len(SkyPilot().volume(Machine(find_gpu("l4")))) <= 30
 
 
 def test_a_spot_machine_is_a_job_that_skypilot_recovers() -> None:
