@@ -196,13 +196,14 @@ def launch(
     Everything after -- goes to `sweep run` there. The study is kept on a volume, so that the same
     command resumes it, and so does a spot machine that was taken away.
     """
+    from sweep.launching.request import LaunchRequest
     from sweep.terminal import launching
 
     words = tuple(options or ())
     typed = read_options(typer.main.get_command(app), "run", [space, *words])
     budget = _seconds("--time-budget", typed.pop("time_budget", None))
     return launching.launch(
-        launching.LaunchRequest(
+        LaunchRequest(
             space=space,
             on=on,
             gpu=gpu,

@@ -6,8 +6,10 @@ Knows no provider. Builds a wheel where this runs from a checkout; fetches nothi
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -105,8 +107,17 @@ def package(directory: Path) -> str | Path:
 
 
 def _built(root: Path, directory: Path) -> Path:
-    for old in directory.glob("*.whl"):
-        old.unlink()
+    """Build a wheel, and put it beside what a person may have in that directory."""
+    with tempfile.TemporaryDirectory(prefix="sweep-wheel-") as made:
+        wheel = _wheel(root, Path(made))
+        try:
+            shutil.copy(wheel, directory / wheel.name)
+        except OSError as error:
+            raise EnvironmentFault(f"cannot write to {directory}: {error.strerror}") from error
+    return (directory / wheel.name).absolute()
+
+
+def _wheel(root: Path, directory: Path) -> Path:
     command = [sys.executable, "-P", "-m", "pip", "wheel", "--quiet", "--no-deps"]
     if importlib.util.find_spec("hatchling") is not None:
         command.append("--no-build-isolation")
@@ -117,7 +128,7 @@ def _built(root: Path, directory: Path) -> Path:
         said = done.stderr.strip().splitlines()
         reason = words_of(RuntimeError(said[-1] if said else "pip made none"))
         raise EnvironmentFault(f"the wheel of {root} cannot be built: {reason}")
-    return wheels[0].absolute()
+    return wheels[0]
 
 
 def python_version() -> str:

@@ -6,27 +6,22 @@ Knows no provider's spelling.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reports import units
-from search_spaces.errors import EnvironmentFault, InputError, quote
-from search_spaces.gpus import find_gpu
-from search_spaces.knobs import KNOBS
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.loading import load_space
 from search_spaces.prices import PRICE_OPTION
 from search_spaces.space import SearchSpace
 from storage.files import replace as put
 from storage.files import write_chosen
-from storage.reading import is_file_name
 from sweep.data.texts import prepare_texts
 from sweep.launching.costing import Course, foreseen
 from sweep.launching.inputs import carried, located, renamed
@@ -42,9 +37,15 @@ from sweep.launching.rental import (
     machine_offer,
     shared,
 )
-from sweep.paths import RESERVED, cache_directory, runs_directory
+from sweep.launching.request import (
+    LaunchRequest,
+    asked_machine,
+    plan_request,
+    refuse_what_cannot_be,
+)
+from sweep.paths import cache_directory, runs_directory
 from sweep.planning.forecast import Progress
-from sweep.planning.question import PlanRequest, Predictor, Question, resolve_request
+from sweep.planning.question import Predictor, Question, resolve_request
 from sweep.planning.survey import START_SECONDS
 from sweep.predict.cost import SECONDS_PER_HOUR
 from sweep.predict.memory.tracing_children import TracingChildren
@@ -55,63 +56,6 @@ from sweep.terminal.working import working
 
 DONE = 0
 TOKEN = "HF_TOKEN"
-BEFORE = {
-    "gpu": "--gpu",
-    "cards": "--cards",
-    "study": "--study",
-    "max_dollars": "--max-dollars",
-    "as_json": "--json",
-}
-"""Options of `sweep run` that `sweep launch` has itself."""
-NOT_THERE = {"storage": "--storage", "carried": "--from"}
-"""Those that name what a rented machine cannot see."""
-
-
-@dataclass(frozen=True)
-class LaunchRequest:
-    """What was typed."""
-
-    space: str
-    on: str
-    gpu: str | None = None
-    cards: int = 1
-    cloud: str | None = None
-    is_spot: bool = False
-    max_dollars: float | None = None
-    prices: str | None = None
-    typed_prices: tuple[str, ...] = ()
-    volume: str | None = None
-    study: str | None = None
-    output: Path | None = None
-    is_sure: bool = False
-    as_json: bool = False
-    words: tuple[str, ...] = ()
-    """For `sweep run`, as they were typed."""
-    options: Mapping[str, Any] | None = None
-    """The same, as `sweep run` reads them."""
-
-    @property
-    def run(self) -> Mapping[str, Any]:
-        """What was typed for `sweep run`, without what was not."""
-        options = {} if self.options is None else self.options
-        return {key: one for key, one in options.items() if one is not None and one is not False}
-
-    @property
-    def held(self) -> dict[str, Any]:
-        """Knobs that are held."""
-        return {key: one for key, one in self.run.items() if key in KNOBS}
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """What was typed of texts, by the keys of a space's section."""
-        keys = {
-            "texts": "data",
-            "text_column": "text_column",
-            "format": "texts_format",
-            "completions_only": "completions_only",
-            "tokenizer": "tokenizer",
-        }
-        return {key: self.run.get(name) for key, name in keys.items()}
 
 
 def launch(
@@ -121,6 +65,7 @@ def launch(
     predictor: Predictor | None = None,
     ready: Callable[[Provider, Machine], None] = require,
     start: Callable[[Sequence[str]], int] | None = None,
+    pack: Callable[[Path], str | Path] = package,
 ) -> int:
     """Write a study's job for a rented machine, say what it costs, and start it where asked.
 
@@ -130,16 +75,17 @@ def launch(
         predictor: makes what predicts memory; by default it traces the model's own code.
         ready: checks that a provider's tool and login are there.
         start: runs the provider's command to its end; returns its exit code.
+        pack: puts this package into a directory, or names its release.
 
     Raises:
         InputError: something that was typed or named is not right, or no price is known.
         EnvironmentFault: the provider's tool or login is not there, or it did not start.
         NothingFits: nothing of the space is predicted to fit the card.
     """
-    _refuse_foreign(request)
+    refuse_what_cannot_be(request)
     provider = provider_named(request.on)
     space = load_space(request.space)
-    machine = _machine(request, space)
+    machine = asked_machine(request, space)
     provider.check(machine)
     volume = request.volume or provider.volume(machine)
     is_started = request.output is None and (request.is_sure or sys.stdin.isatty())
@@ -149,9 +95,8 @@ def launch(
     question, cost = _question_and_cost(request, machine, provider, limits, predictor)
     study = _study_name(request, space, machine, question)
     file = request.output or runs_directory() / study / "launch" / provider.file_name
-    rental = _rental(
-        request, machine, provider, question, cost=cost, study=study, volume=volume, beside=file
-    )
+    parcel = _parcel(request, question, directory=file.parent, pack=pack)
+    rental = _rental(request, machine, question, parcel, cost=cost, study=study, volume=volume)
     _write(file, provider.text(rental), is_chosen=request.output is not None)
     command = provider.start(rental, file)
     note(folded(cost_words(cost, machine), width_of(sys.stderr), indent=2))
@@ -163,34 +108,6 @@ def launch(
     return DONE
 
 
-def _refuse_foreign(request: LaunchRequest) -> None:
-    for key, option in BEFORE.items():
-        if key in request.run:
-            raise InputError(f"{option} is an option of launch: write it before the --")
-    for key, option in NOT_THERE.items():
-        if key in request.run:
-            raise InputError(f"{option} names what a rented machine cannot see: leave it out")
-    if request.max_dollars is not None and not request.max_dollars > 0:
-        raise InputError(f"--max-dollars must be more than 0, got {request.max_dollars:g}")
-    if request.study is not None and (request.study in RESERVED or not is_file_name(request.study)):
-        raise InputError(f"--study: {quote(request.study)} cannot name a study")
-    if request.volume is not None and not re.fullmatch(r"[\w.:/-]+", request.volume, re.ASCII):
-        raise InputError(f"--volume: {quote(request.volume)} cannot name a volume or bucket")
-
-
-def _machine(request: LaunchRequest, space: SearchSpace) -> Machine:
-    name = request.gpu or space.gpu
-    if name in ("auto", "cpu"):
-        raise InputError(
-            f"space '{space.name}' is for gpu {name}: name the card to rent with --gpu "
-            "(`sweep gpus`)"
-        )
-    if request.cards < 1:
-        raise InputError(f"--cards must be at least 1, got {request.cards}")
-    cloud = None if request.cloud is None else request.cloud.strip().lower()
-    return Machine(find_gpu(name), request.cards, cloud, request.is_spot)
-
-
 def _question_and_cost(
     request: LaunchRequest,
     machine: Machine,
@@ -200,7 +117,7 @@ def _question_and_cost(
 ) -> tuple[Question, Cost]:
     with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
         question = resolve_request(
-            _plan_request(request, machine),
+            plan_request(request, machine),
             predictor=predictor or tracing(children),
             card=lambda: None,
             read_study=_no_study,
@@ -225,22 +142,10 @@ def _question_and_cost(
         offer=offer,
         usd_per_hour_most=provider.dearest(machine, offer.usd_per_hour),
         download_bytes=course.download_bytes,
-        max_dollars=request.max_dollars,
+        max_dollars=request.max_dollars or _limit_of(question),
         least_seconds=course.least_seconds + offer.boot_seconds + STOP_SECONDS,
     )
     return question, cost
-
-
-def _plan_request(request: LaunchRequest, machine: Machine) -> PlanRequest:
-    return PlanRequest(
-        space=request.space,
-        gpus=(machine.card.name,),
-        model=request.run.get("model"),
-        data=request.data,
-        configuration=request.held,
-        prices=None if request.prices is None else Path(request.prices),
-        typed_prices=request.typed_prices,
-    )
 
 
 def _no_study(name: str, _storage: str | None) -> Any:
@@ -282,20 +187,22 @@ def _study_name(
     return default_study_name(space, changed)
 
 
+def _limit_of(question: Question) -> float | None:
+    """Return what the space itself says that it may cost."""
+    return None if question.space is None else question.space.max_dollars
+
+
 def _rental(
     request: LaunchRequest,
     machine: Machine,
-    provider: Provider,
     question: Question,
+    parcel: Parcel,
     *,
     cost: Cost,
     study: str,
     volume: str,
-    beside: Path,
 ) -> Rental:
-    choice = None if question.space is None else question.space.data
-    space, named = located(request.space, model=question.model, choice=choice)
-    is_random = question.space is None or question.space.weights == "random"
+    space, named = _located(request, question)
     spent = () if request.max_dollars is None else ("--max-dollars", f"{request.max_dollars:g}")
     several = () if machine.cards == 1 else ("--cards", "all")
     is_hub = question.model.source == "hub"
@@ -308,20 +215,34 @@ def _rental(
             *several,
             *renamed(request.words, named),
         ),
-        parcel=_parcel(beside.parent, inputs=carried(space, named, are_weights_random=is_random)),
+        parcel=parcel,
         cost=cost,
         volume=volume,
         secrets=(TOKEN,) if is_hub and os.environ.get(TOKEN) else (),
     )
 
 
-def _parcel(directory: Path, *, inputs: tuple[Input, ...]) -> Parcel:
+def _located(request: LaunchRequest, question: Question) -> tuple[str | Input, dict[str, Input]]:
+    choice = None if question.space is None else question.space.data
+    return located(request.space, model=question.model, choice=choice)
+
+
+def _parcel(
+    request: LaunchRequest,
+    question: Question,
+    *,
+    directory: Path,
+    pack: Callable[[Path], str | Path],
+) -> Parcel:
+    space, named = _located(request, question)
+    is_random = question.space is None or question.space.weights == "random"
+    inputs = carried(space, named, are_weights_random=is_random)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentFault(f"cannot write to {directory}: {error.strerror}") from error
     with working("building the package"):
-        return Parcel(python_version(), requirements(), package(directory), inputs)
+        return Parcel(python_version(), requirements(), pack(directory), inputs)
 
 
 def _write(file: Path, text: str, *, is_chosen: bool) -> None:

@@ -157,7 +157,7 @@ def test_an_app_s_function_ends_as_its_command_does(load: Any) -> None:
     app.COMMAND = [sys.executable, "-c", ""]
     app.study()
     app.COMMAND = [sys.executable, "-c", "raise SystemExit(3)"]
-    with pytest.raises(SystemExit, match="exit code 3"):
+    with pytest.raises(RuntimeError, match="exit code 3"):
         app.study()
     assert app.modal.Volume.commits == 2
 

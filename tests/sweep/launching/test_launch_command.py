@@ -19,9 +19,9 @@ from search_spaces.knobs import KNOBS
 from search_spaces.loading import preset_texts
 from sweep import cli
 from sweep.launching.rental import Machine, Provider
+from sweep.launching.request import LaunchRequest
 from sweep.terminal import launching
 from sweep.terminal.knob_options import add_knobs, read_options
-from sweep.terminal.launching import LaunchRequest
 from tests.sweep.imagined_memory import ImaginedPredictor
 
 Launch = Callable[..., dict[str, Any]]
@@ -47,8 +47,6 @@ def home(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", StringIO())
-    # The wheel is the same at every launch, and takes two seconds to build.
-    monkeypatch.setattr(launching, "package", lambda directory: directory / "sweep.whl")
     return tmp_path
 
 
@@ -80,6 +78,8 @@ def launch(*words: str, started: Started | None = None, **changes: Any) -> Start
         predictor=lambda *_: ImaginedPredictor(),
         ready=started.ready,
         start=started.start,
+        # The wheel is the same at every launch, and takes two seconds to build.
+        pack=lambda directory: directory / "sweep.whl",
     )
     return started
 
