@@ -31,7 +31,7 @@ from sweep.terminal.console import (
     wait_lines,
 )
 from sweep.terminal.edge import guarded
-from sweep.terminal.knob_options import add_knobs, takes_knobs
+from sweep.terminal.knob_options import add_knobs, read_options, takes_knobs
 from sweep.terminal.typed import Drive, Invocation
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
-SLOW_TO_LOAD = ("run", "submit", "confirm", "status", "best", "report", "export", "train", "rm")
+SLOW_TO_LOAD = frozenset(
+    ["run", "submit", "launch", "confirm", "status", "best", "report", "export", "train", "rm"]
+)
 """What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
 
@@ -246,6 +248,63 @@ def _soak(typed: str | None) -> dict[str, float] | None:
     """Return how long to soak, as long as that takes in steps; None where nothing was typed."""
     seconds = _seconds("--soak", typed)
     return None if seconds is None else {"soak_seconds": seconds, "soak_steps": STEPS_WITHOUT_END}
+
+
+@app.command(
+    epilog=opt.examples(
+        "sweep launch a10 --on modal --max-dollars 2 -o a10_on_modal.py",
+        "sweep launch a10 --on skypilot --cloud lambda -o a10.yaml -- --trials 20",
+    )
+)
+def launch(
+    space: opt.SpaceArgument,
+    on: opt.ProviderOption,
+    gpu: opt.RentedGpuOption = None,
+    cards: opt.RentedCardsOption = 1,
+    cloud: opt.CloudOption = None,
+    spot: opt.SpotOption = False,
+    max_dollars: opt.RentedDollarsOption = None,
+    prices: opt.PricesOption = None,
+    price: opt.PriceOption = None,
+    volume: opt.VolumeOption = None,
+    study: opt.StudyNameOption = None,
+    output: opt.RentedFileOption = None,
+    yes: opt.YesOption = False,
+    as_json: opt.JsonOption = False,
+    options: opt.RunWordsArgument = None,
+) -> int:
+    """Run a study on a rented card: write the job, say what it costs, start it once you agree.
+
+    Everything after -- goes to `sweep run` there. The study is kept on a volume, so that the same
+    command resumes it, and so does a spot machine that was taken away.
+    """
+    from sweep.launching.request import LaunchRequest
+    from sweep.terminal import launching
+
+    words = tuple(options or ())
+    typed = read_options(typer.main.get_command(app), "run", [space, *words])
+    budget = _seconds("--time-budget", typed.pop("time_budget", None))
+    return launching.launch(
+        LaunchRequest(
+            space=space,
+            on=on,
+            gpu=gpu,
+            cards=cards,
+            cloud=cloud,
+            is_spot=spot,
+            max_dollars=max_dollars,
+            prices=prices,
+            typed_prices=tuple(price or ()),
+            volume=volume,
+            study=study,
+            output=_output(output),
+            is_sure=yes,
+            as_json=as_json,
+            words=words,
+            options=typed,
+        ),
+        limits={"trials": typed.get("trials"), "time_budget_seconds": budget},
+    )
 
 
 @app.command(
@@ -684,8 +743,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    for command, names in ((run, ("run", "submit")), (plan, ("plan",))):
-        if (typed or _being_completed())[:1] and (typed or _being_completed())[0] in names:
+    for command, names in ((run, ("run", "submit", "launch")), (plan, ("plan",))):
+        if "".join((typed or _being_completed())[:1]) in names:
             from search_spaces.knobs import KNOBS
 
             add_knobs(command, KNOBS)

@@ -292,6 +292,48 @@ JobFileOption = Annotated[
     ),
 ]
 
+# Of a study on a rented machine
+
+ProviderOption = Annotated[
+    str, typer.Option("--on", metavar="PROVIDER", help="Who rents it out: modal or skypilot.")
+]
+RentedGpuOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu", help="Card to rent; the space's by default.", autocompletion=completion.gpus
+    ),
+]
+RentedCardsOption = Annotated[int, typer.Option("--cards", help="Cards of the machine.")]
+CloudOption = Annotated[
+    str | None,
+    typer.Option("--cloud", help="aws, gcp, lambda or runpod; SkyPilot's own choice by default."),
+]
+SpotOption = Annotated[
+    bool, typer.Option("--spot", help="A cheaper machine, which may be taken away and is replaced.")
+]
+RentedDollarsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-dollars", help="What it may cost in all; twice its predicted time by default."
+    ),
+]
+VolumeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--volume", help="Where studies are kept; a volume or bucket of yours by default."
+    ),
+]
+RentedFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "-o", "--output", help="Write the job to this file alone.", callback=_named("--output")
+    ),
+]
+RunWordsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- OPTIONS]", help="Options of `sweep run`.", show_default=False),
+]
+
 # Of a plan
 
 GpusOption = Annotated[
