@@ -19,6 +19,7 @@ from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow, SoakReport
+from sweep.running.lanes import Lane
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Progress, Runner
 from sweep.running.supervisor import SupervisedRunner
@@ -55,6 +56,10 @@ def start_replay(_: Path, budget_bytes: int) -> Runner:
     return ReplayRunner(otherwise=train, budget_bytes=budget_bytes, soaking=soaking)
 
 
+def start_lane(directory: Path, budget_bytes: int) -> Runner:
+    return Lane(start_replay(directory, budget_bytes), name="card 1")
+
+
 def start_worker_on_cpu(directory: Path, budget_bytes: int) -> Runner:
     return SupervisedRunner(
         load_model_spec("demo"),
@@ -69,6 +74,7 @@ CASES = {
     "replay": Case(
         start_replay, BUDGET, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})
     ),
+    "lane": Case(start_lane, BUDGET, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})),
     "worker-on-cpu": Case(
         start_worker_on_cpu,
         GIB // 8,
