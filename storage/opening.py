@@ -20,11 +20,12 @@ from optuna.exceptions import ExperimentalWarning
 
 from search_spaces.errors import EnvironmentFault, InputError, quote
 from storage import mapping
-from storage.database import close, faults, open_for_writing, patiently, reader_of
+from storage.database import close, faults, open_for_writing, opening, patiently, reader_of
 from storage.definition import StudyDefinition, differences, names_cost
+from storage.failures import is_passing_at_first
 from storage.files import sweep_temporary
 from storage.identity import StudyFile, look_beside, note_identity, refuse_strangers
-from storage.keys import DEFINITION, IDENTITY, RUNS
+from storage.keys import DEFINITION, FORMAT, FORMAT_WRITTEN, IDENTITY, RUNS
 from storage.lease import lease_for
 from storage.patience import PATIENCE, Patience
 from storage.reading import is_file_name, understood
@@ -33,7 +34,7 @@ from storage.spool import NAME as SPOOL
 from storage.spool import Spool
 from storage.stored import refuse_unreadable, stored_identity
 from storage.study import OpenStudy
-from storage.urls import DatabaseUrl, parse_url
+from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl, parse_url
 
 NAME_MAX = 100
 
@@ -71,12 +72,18 @@ def open_study(
     database, patience = parse_url(url), replace(patience)
     _refuse_strangers(name, database, home)
     with ExitStack() as undo:
-        storage = open_for_writing(database, patience=patience)
-        undo.callback(close, storage)
         lease = lease_for(database, name, patience=patience)
         undo.callback(lease.release)
+        if isinstance(database, PostgresUrl):
+            # Nothing is created on a server through which nothing can be driven.
+            with opening(database):
+                patiently(lease.acquire, patience=patience, passes=is_passing_at_first)
+        storage = open_for_writing(database, patience=patience)
+        undo.callback(close, storage)
         with faults(database), understood(name):
-            patiently(lease.acquire, patience=patience)
+            if isinstance(database, SqliteUrl):
+                # A lock's file is beside the database's, which is there by now.
+                lease.acquire()
             patiently(partial(refuse_unreadable, storage.engine, name), patience=patience)
             study = _created(name, definition, sampler, storage, patience)
             agree = partial(_check_agreement, study, definition, database)
@@ -190,6 +197,8 @@ def _note_run(study: optuna.Study, definition: StudyDefinition, run: Mapping[str
     """
     stored = study.user_attrs
     identity = str(stored.get(IDENTITY) or uuid.uuid4().hex)
+    # First, so that nothing of a study of this format is there without it.
+    study.set_user_attr(FORMAT, FORMAT_WRITTEN)
     study.set_user_attr(IDENTITY, identity)
     study.set_user_attr(DEFINITION, definition.model_dump(mode="json"))
     with warnings.catch_warnings():
