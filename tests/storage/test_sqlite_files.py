@@ -24,7 +24,8 @@ from sqlalchemy.engine.default import DefaultDialect
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.database import close, open_for_writing
-from storage.lease import FileLease, this_driver
+from storage.holder import this_driver
+from storage.lease import FileLease
 from storage.patience import Patience
 from storage.reading import list_studies, read_study
 from storage.spool import Spool
