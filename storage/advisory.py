@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
@@ -20,6 +20,10 @@ from storage.holder import Holder, holder_of, session_name, taken
 from storage.patience import Patience
 from storage.pooler import refuse_shared_sessions, server_process
 from storage.urls import PostgresUrl
+
+if TYPE_CHECKING:
+    # The driver is an extra.
+    from storage.postgres import WatchedConnection
 
 _GRACE_SECONDS = 1.0
 """What the server takes to end a session of ours that broke."""
@@ -82,16 +86,29 @@ class AdvisoryLease:
 
     def is_held(self) -> bool:
         """Whether the connection that holds the lock is alive, and still the same session."""
+        session = self._session
+        return session is not None and session.server_process() == self._process
+
+    def lend(self) -> WatchedConnection | None:
+        """Lend the connection that holds the lock to who writes: a driver then has one in all.
+
+        None where it is lent already, or gone: the next `is_held` will tell.
+        """
+        session = self._session
+        return session if session is not None and session.lend() else None
+
+    @property
+    def _session(self) -> WatchedConnection | None:
         if self._connection is None:
-            return False
-        try:
-            return server_process(self._connection) == self._process
-        except SQLAlchemyError:
-            return False
+            return None
+        session: Any = self._connection.connection.dbapi_connection
+        return cast("WatchedConnection | None", session)
 
     def release(self) -> None:
         """Give it up; the server drops the lock with the connection."""
-        connection, self._connection = self._connection, None
+        session, connection, self._connection = self._session, self._connection, None
+        if session is not None:
+            session.end()
         if connection is not None:
             with suppress(SQLAlchemyError):
                 connection.close()

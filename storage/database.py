@@ -30,17 +30,18 @@ from storage.failures import (
     state,
 )
 from storage.patience import PATIENCE, READER, Patience
-from storage.tables import schema_of
+from storage.tables import SCHEMA, schema_of
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 if TYPE_CHECKING:
     # What only looks at a study does without Optuna, which takes longer to import than to read.
     from optuna.storages import RDBStorage
 
-    from storage.postgres import Connector
+    from storage.postgres import Connector, WatchedConnection
     from storage.sampler_view import SearchStorage
 
 T = TypeVar("T")
+Borrow = Callable[[], "WatchedConnection | None"]
 
 _WRITER_SECONDS = 2.0
 """How long a writer's SQLite statement waits for other processes, before it is tried again."""
@@ -48,7 +49,7 @@ _READER_SECONDS = 10.0
 """The same for a reader, which does not try again."""
 _PAUSE_MOST_SECONDS = 3.0
 _KEPT_CONNECTIONS = {"pool_size": 1, "max_overflow": 4}
-"""A driver needs a second one for moments. Every driver of a team holds what it keeps."""
+"""A driver needs a second one for moments; what it keeps, each of a team holds for hours."""
 
 
 def patiently(
@@ -114,13 +115,16 @@ def _renew(storage: RDBStorage | None) -> None:
     storage.engine.dispose()
 
 
-def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> SearchStorage:
+def open_for_writing(
+    url: DatabaseUrl, *, patience: Patience | None = None, borrow: Borrow = lambda: None
+) -> SearchStorage:
     """Open the database, created where it is missing.
 
     Args:
         url: of the database.
         patience: how long a server that is there is waited for, where it is not ready or cuts the
             connection; one that cannot be reached is said at once.
+        borrow: lends a connection to a server that is there already.
 
     Raises:
         EnvironmentFault: the directory, the file or the server is not to be had.
@@ -134,7 +138,7 @@ def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> S
             case SqliteUrl():
                 create, passes = partial(_create_file, url), _is_creation_race
             case PostgresUrl():
-                create, passes = partial(_create_on_server, url, patience), _passes_at_first
+                create, passes = partial(_create_on_server, url, patience, borrow), _passes_at_first
         # Of processes that create tables at once one is first, and the others try again.
         storage = patiently(create, patience=patience, passes=passes)
         sqlalchemy.event.listen(storage.engine, "handle_error", _raise_in_doubt)
@@ -267,27 +271,48 @@ def opening(url: DatabaseUrl) -> Iterator[None]:
 def _create_file(url: SqliteUrl) -> SearchStorage:
     _prepare_file(url)
     _schema(url, {"creator": lambda: _connect(url, is_reader=True)})
-    storage = _create(url, {"creator": lambda: _connect(url)})
+    storage = _create(url, {"creator": lambda: _connect(url)}, is_there=False)
     # Optuna reads before it writes. A transaction that starts as a reader cannot wait for the write
     # lock without risking a deadlock, so each takes it at its start.
     _begin_with(storage.engine, "BEGIN IMMEDIATE")
     return storage
 
 
-def _create_on_server(url: PostgresUrl, patience: Patience) -> SearchStorage:
-    connector = _connector(url, patience)
+def _create_on_server(url: PostgresUrl, patience: Patience, borrow: Borrow) -> SearchStorage:
+    connector = _connector(url, patience, borrow=borrow)
+    options = {"pool_pre_ping": True, "creator": connector, **_KEPT_CONNECTIONS}
     try:
-        _schema(url, {"creator": connector})
-        return _create(url, {"pool_pre_ping": True, "creator": connector, **_KEPT_CONNECTIONS})
+        is_there = _schema(url, {"creator": connector}) is not None
+        return _create(url, options, is_there=is_there)
     except BaseException:
         connector.close()
         raise
 
 
-def _create(url: DatabaseUrl, options: dict[str, Any]) -> SearchStorage:
+def _create(url: DatabaseUrl, options: dict[str, Any], *, is_there: bool) -> SearchStorage:
+    """Open Optuna's storage for writing.
+
+    Args:
+        url: of the database.
+        options: of its engine.
+        is_there: whether its tables are there, of the version that is known here. To look itself,
+            Optuna needs a second connection beside its first.
+    """
     from storage.sampler_view import SearchStorage
 
-    return SearchStorage(_optuna_text(url), engine_kwargs=dict(options))
+    text = _optuna_text(url)
+    if is_there:
+        storage = SearchStorage(
+            text,
+            engine_kwargs=dict(options),
+            skip_table_creation=True,
+            skip_compatibility_check=True,
+        )
+        if storage.get_head_version() == SCHEMA:
+            return storage
+        # An Optuna that has gone further: it says itself what it makes of them.
+        close(storage)
+    return SearchStorage(text, engine_kwargs=dict(options))
 
 
 def _raise_in_doubt(context: sqlalchemy.ExceptionContext) -> None:

@@ -93,7 +93,7 @@ _ADVICE = (
     (r"starting up|recovery mode|shutting down", "wait until it is ready, then try again"),
     (
         r"too many (clients|connections)|connection slots|no more connections allowed",
-        "a driver needs one while a trial runs and two beside it: close other sessions, or raise "
+        "each driver holds one, and another while it starts: close other sessions, or raise "
         "max_connections",
     ),
     (r"query_wait_timeout", "the pooler has no connection to its server left: raise its pool size"),

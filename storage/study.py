@@ -282,7 +282,8 @@ class OpenStudy:
         with suppress(*_CLOSED):
             self._patiently(attempt)
         if isinstance(self._url, PostgresUrl):
-            # What follows takes seconds to minutes, and a server has few connections for a team.
+            # What follows takes seconds to minutes, and a server has few connections for a team:
+            # whichever it was that is kept, the lease's alone is left.
             close(self._storage)
         self._begun[trial.number] = identity
         return Attempt(
