@@ -283,10 +283,19 @@ def _create_on_server(url: PostgresUrl, patience: Patience, borrow: Borrow) -> S
     options = {"pool_pre_ping": True, "creator": connector, **_KEPT_CONNECTIONS}
     try:
         is_there = _schema(url, {"creator": connector}) is not None
-        return _create(url, options, is_there=is_there)
+        storage = _create(url, options, is_there=is_there)
     except BaseException:
         connector.close()
         raise
+    sqlalchemy.event.listen(storage.engine, "handle_error", _note_failed)
+    return storage
+
+
+def _note_failed(context: sqlalchemy.ExceptionContext) -> None:
+    """Let the next attempt have a session of its own: this one may only read, or know no table."""
+    if context.connection is not None and not context.connection.invalidated:
+        driver: Any = context.connection.connection.dbapi_connection
+        driver.has_failed = True
 
 
 def _create(url: DatabaseUrl, options: dict[str, Any], *, is_there: bool) -> SearchStorage:

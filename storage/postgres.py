@@ -63,11 +63,13 @@ class WatchedConnection(psycopg.Connection[Any]):  # type: ignore[misc] # psycop
     patience: Patience
     is_lent: bool = False
     """Whether somebody else uses it, who closes it for giving it back."""
+    has_failed: bool = False
+    """Whether a statement failed on it, for what may be its session's own: it is lent no more."""
 
     def lend(self) -> bool:
         """Let somebody else use it in transactions of their own; False where it is of no use."""
         is_idle = self.info.transaction_status is TransactionStatus.IDLE
-        if self.is_lent or self.closed or not is_idle:
+        if self.is_lent or self.has_failed or self.closed or not is_idle:
             return False
         self.is_lent, self.autocommit = True, False
         return True
