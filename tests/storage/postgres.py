@@ -43,12 +43,7 @@ class Cluster:
         return url.replace(f":{self.port}/", f":{port}/")
 
     def execute(self, statement: str, *, database: str = "postgres") -> None:
-        engine = sqlalchemy.create_engine(
-            self.url(database).replace("postgresql", "postgresql+psycopg", 1),
-            poolclass=sqlalchemy.pool.NullPool,
-            isolation_level="AUTOCOMMIT",
-        )
-        with engine.connect() as connection:
+        with connected(self.url(database)) as connection:
             connection.exec_driver_sql(statement)
 
     def start(self) -> None:
@@ -159,3 +154,15 @@ def _run(name: str, *arguments: str) -> None:
         )
         output.seek(0)
         assert done.returncode == 0, output.read()
+
+
+@contextmanager
+def connected(url: str, *, isolation: str = "AUTOCOMMIT") -> Iterator[sqlalchemy.Connection]:
+    """Connect past everything of ours, by default without transactions."""
+    engine = sqlalchemy.create_engine(
+        url.replace("postgresql", "postgresql+psycopg", 1),
+        poolclass=sqlalchemy.pool.NullPool,
+        isolation_level=isolation,
+    )
+    with engine.connect() as connection:
+        yield connection

@@ -19,8 +19,12 @@ from typing import Any
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from search_spaces.models import load_model_spec
+from search_spaces.space import SearchSpace
+from storage.definition import StudyDefinition
 from storage.opening import open_study
-from storage.records import Outcome
+from storage.reading import read_study
+from storage.records import Outcome, TrialRecord
+from storage.spool import Spool
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from sweep.study.preflight import Preflight
@@ -64,6 +68,36 @@ def said(home: Path, driver: int) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
+def run_of(record: TrialRecord) -> tuple[int, int] | None:
+    """Return whose run a record is of, and which of that driver's; None where nothing was
+    measured."""
+    if record.measurement is None:
+        return None
+    driver, run = divmod(round(record.measurement.tokens_per_second - 1e6), 10_000)
+    return driver, run
+
+
+def broken(url: str, home: Path, *, drivers: int, trials: int) -> list[str]:
+    """Return what does not hold of a team that is done: each study whole, each result there once,
+    on disk what is in the database."""
+    wrong = []
+    for driver in range(drivers):
+        end = said(home, driver).get("end")
+        if end != "done":
+            wrong.append(f"driver {driver}: {end}")
+            continue
+        study = read_study(name(driver), url=url, home=home)
+        if [record.number for record in study.records] != list(range(trials)):
+            wrong.append(f"driver {driver}: numbers {[r.number for r in study.records]}")
+        if [run_of(r) for r in study.records] != [(driver, run + 1) for run in range(trials)]:
+            wrong.append(f"driver {driver}: runs {[run_of(r) for r in study.records]}")
+        if Spool(home / name(driver) / "spool.jsonl", study.identity).read() != study.records:
+            wrong.append(f"driver {driver}: its spool differs from the database")
+        if study.running or study.unreadable or study.warnings or study.holder:
+            wrong.append(f"driver {driver}: {study.running} {study.warnings} {study.holder}")
+    return wrong
+
+
 class _Counting(ReplayRunner):
     """Measures a speed that names driver and run, and says so before anybody is told."""
 
@@ -88,14 +122,22 @@ def _write(home: Path, driver: int, **values: Any) -> None:
     path.with_suffix(".new").replace(path)
 
 
+def a_space(trials: int) -> SearchSpace:
+    return long_study.a_space("random", trials=trials)
+
+
+def a_definition(*, trials: int) -> StudyDefinition:
+    return long_study.a_definition(a_space(trials))
+
+
 def drive(url: str, home: Path, driver: int, *, study: str, trials: int, seconds: float) -> None:
-    space = long_study.a_space("random", trials=trials)
+    space = a_space(trials)
     model = load_model_spec(space.model)
     preflight = Preflight(model=model, budget_bytes=BUDGET, violation=lambda _: None)
     with open_study(
         study,
         url=url,
-        definition=long_study.a_definition(space),
+        definition=a_definition(trials=trials),
         sampler=make_sampler("random", space, seed=driver),
         environment=ENVIRONMENT,
         home=home,
