@@ -21,6 +21,7 @@ from search_spaces.errors import EnvironmentFault, install_extra
 from search_spaces.redaction import redact
 from storage import files
 from storage.failures import (
+    BeingCreatedError,
     InDoubtError,
     causes,
     failures,
@@ -48,6 +49,9 @@ _WRITER_SECONDS = 2.0
 _READER_SECONDS = 10.0
 """The same for a reader, which does not try again."""
 _PAUSE_MOST_SECONDS = 3.0
+# Of two numbers, as no study's lock is.
+_TRY_CREATING = sqlalchemy.text("SELECT pg_try_advisory_lock(1903980641, 1)")
+_CREATED = sqlalchemy.text("SELECT pg_advisory_unlock(1903980641, 1)")
 _KEPT_CONNECTIONS = {"pool_size": 1, "max_overflow": 4}
 """A driver needs a second one for moments; what it keeps, each of a team holds for hours."""
 
@@ -282,13 +286,35 @@ def _create_on_server(url: PostgresUrl, patience: Patience, borrow: Borrow) -> S
     connector = _connector(url, patience, borrow=borrow)
     options = {"pool_pre_ping": True, "creator": connector, **_KEPT_CONNECTIONS}
     try:
-        is_there = _schema(url, {"creator": connector}) is not None
-        storage = _create(url, options, is_there=is_there)
+        if _schema(url, {"creator": connector}) is not None:
+            storage = _create(url, options, is_there=True)
+        else:
+            with _creating_alone(_plain_engine(url, {"creator": connector})):
+                storage = _create(url, options, is_there=False)
     except BaseException:
         connector.close()
         raise
     sqlalchemy.event.listen(storage.engine, "handle_error", _note_failed)
     return storage
+
+
+@contextmanager
+def _creating_alone(engine: sqlalchemy.Engine) -> Iterator[None]:
+    """Keep others of a team that begins at once from creating the same tables meanwhile.
+
+    Each would hold transactions while it reads Optuna's migrations, and fail at the end.
+    """
+    with engine.connect() as connection:
+        is_ours = connection.execute(_TRY_CREATING).scalar_one()
+        # The lock is the session's; no transaction stays open for as long as that takes.
+        connection.commit()
+        if not is_ours:
+            raise BeingCreatedError("it is being created")
+        try:
+            yield
+        finally:
+            connection.execute(_CREATED)
+            connection.commit()
 
 
 def _note_failed(context: sqlalchemy.ExceptionContext) -> None:

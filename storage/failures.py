@@ -75,7 +75,7 @@ _STATES = (
     (r"starting up|recovery mode|shutting down|terminating", "is restarting"),
     (r"too many|connection slots", "has no connection left"),
     (r"read-only", "only reads"),
-    (r"already exists|duplicate key|UNIQUE", "is being set up by another driver"),
+    (r"already exists|duplicate key|UNIQUE|is being created", "is being set up by another driver"),
 )
 _ADVICE = (
     (
@@ -126,6 +126,10 @@ class InDoubtError(Exception):
     """A connection was lost or a commit failed, and nobody knows what became of its transaction."""
 
 
+class BeingCreatedError(SQLAlchemyError):
+    """Another driver creates the tables at this moment."""
+
+
 def failures() -> tuple[type[Exception], ...]:
     """Return what a database raises; what Optuna makes of it only where Optuna is in use."""
     module = sys.modules.get("optuna.exceptions")
@@ -150,7 +154,7 @@ def is_passing(error: BaseException) -> bool:
                 | InDoubtError(__cause__=sqlite3.Error() as original)
             ):
                 return _is_passing_in_sqlite(original)
-            case InDoubtError():
+            case InDoubtError() | BeingCreatedError():
                 return True
             case DBAPIError():
                 return _is_passing_in_postgresql(cause)

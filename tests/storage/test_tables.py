@@ -141,7 +141,7 @@ def test_a_role_that_may_only_read_reads_and_is_told_what_it_lacks(
         with pytest.raises(EnvironmentFault, match="is driven by"):
             open_it(reader, home)
     for name in ("study", "new"):
-        with pytest.raises(EnvironmentFault, match="permission denied.*grant this user the right"):
+        with pytest.raises(EnvironmentFault, match=r"permission denied.*grant this user the right"):
             open_it(reader, home, name=name)
     assert [line.name for line in list_studies(url, home)] == ["study"]
     assert not (home / "new").exists()
@@ -150,11 +150,11 @@ def test_a_role_that_may_only_read_reads_and_is_told_what_it_lacks(
 def test_a_role_without_any_right_is_told_so(cluster: postgres.Cluster, home: Path) -> None:
     url = cluster.new_database()
     nobody = a_role(cluster, url, "nobody")
-    with pytest.raises(EnvironmentFault, match="permission denied.*grant this user the right"):
+    with pytest.raises(EnvironmentFault, match=r"permission denied.*grant this user the right"):
         open_it(nobody, home)
     open_it(url, home).close()
     for action in (lambda: open_it(nobody, home), lambda: list_studies(nobody, home)):
-        with pytest.raises(EnvironmentFault, match="permission denied.*grant this user the right"):
+        with pytest.raises(EnvironmentFault, match=r"permission denied.*grant this user the right"):
             action()
 
 
@@ -168,6 +168,6 @@ def test_a_server_that_only_reads_is_said_at_once(cluster: postgres.Cluster, hom
     empty = cluster.new_database()
     other = empty.rpartition("/")[2]
     cluster.execute(f"ALTER DATABASE {other} SET default_transaction_read_only = on")
-    with pytest.raises(EnvironmentFault, match="read-only.*name the primary"):
+    with pytest.raises(EnvironmentFault, match=r"read-only.*name the primary"):
         open_it(empty, home, name="other")
     assert tables(empty) == set()
