@@ -389,11 +389,12 @@ def supervised_runner(prepared: Prepared) -> Runner:
         weights=prepared.space.weights,
         log_path=worker_log_path(prepared.name),
         seed=prepared.space.seed,
-        texts=_texts_settings(prepared),
+        texts=texts_settings(prepared),
     )
 
 
-def _texts_settings(prepared: Prepared) -> TextsSettings | None:
+def texts_settings(prepared: Prepared) -> TextsSettings | None:
+    """Return where a worker finds the study's texts; None for random rows."""
     texts, choice = prepared.texts, prepared.space.data
     if texts is None or choice is None:
         return None
