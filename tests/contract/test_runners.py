@@ -79,6 +79,7 @@ class OnRay:
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._ray: Any = None
+        self._node_id = ""
 
     def __call__(self, directory: Path, budget_bytes: int) -> Runner:
         pytest.importorskip("ray")
@@ -86,7 +87,7 @@ class OnRay:
             # Several runners at a time.
             cluster = self._stack.enter_context(LocalCluster({"num_cpus": 3}, home=directory))
             self._ray = self._stack.enter_context(joined(cluster.address))
-        (node,) = (node for node in self._ray.nodes() if node["Resources"].get("CPU"))
+            (self._node_id,) = cluster.ids
         settings = HostSettings(
             model=load_model_spec("demo").to_json(),
             target=Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes),
@@ -96,7 +97,7 @@ class OnRay:
             study="contract",
             place=directory.name,
         )
-        return RayRunner(self._ray, settings, node_id=node["NodeID"], address="here")
+        return RayRunner(self._ray, settings, node_id=self._node_id, address="here")
 
     def close(self) -> None:
         self._stack.close()

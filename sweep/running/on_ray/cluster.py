@@ -46,7 +46,8 @@ class Cluster:
     """
 
     def __init__(self, ray: Any, *, package: str = _PORTRAIT) -> None:
-        self._ray = ray
+        self.ray = ray
+        """The module, joined to it."""
         self._package = package
         self.nodes = self._look(())
 
@@ -79,10 +80,16 @@ class Cluster:
             InputError, EnvironmentFault: as for `card`; nothing is left begun.
             EnvironmentFault: a path is not on each node, or every card is held by others.
         """
-        refuse_missing(self._look(tuple(paths), among=self._chosen(gpu)))
+        # A node may have been lost since it was asked first.
+        now = self._look(tuple(paths), among=self._chosen(gpu))
+        if not now:
+            raise EnvironmentFault("every node of the Ray cluster that was to run trials is lost")
+        refuse_missing(now)
+        there = {node.id for node in now}
         places = [
             self._place(node, number, settings)
             for node in self._chosen(gpu)
+            if node.id in there
             for number in range(len(node.portrait.cards) if settings.target.device == "cuda" else 1)
         ]
         try:
@@ -107,26 +114,29 @@ class Cluster:
         wanted = {node.id for node in among}
         alive = [
             node
-            for node in self._ray.nodes()
+            for node in self.ray.nodes()
             if node["Alive"] and (not wanted or node["NodeID"] in wanted)
         ]
         asked = [self._asked(node, paths) for node in alive]
-        self._ray.wait(asked, num_returns=len(asked), timeout=_LOOK_SECONDS)
+        self.ray.wait(asked, num_returns=len(asked), timeout=_LOOK_SECONDS)
         addresses = Counter(node["NodeManagerAddress"] for node in alive)
-        return tuple(
+        found = [
             Node(
                 id=node["NodeID"],
                 address=_address(node, is_alone=addresses[node["NodeManagerAddress"]] == 1),
+                processors=int(node["Resources"].get("CPU", 0)),
                 portrait=self._portrait(node["NodeManagerAddress"], answer),
             )
             for node, answer in zip(alive, asked, strict=True)
-        )
+        ]
+        # Ray tells of them in any order.
+        return tuple(sorted(found, key=lambda node: node.address))
 
     def _asked(self, node: dict[str, Any], paths: tuple[str, ...]) -> Any:
         """Have a node look at itself; return Ray's reference to what it says."""
-        strategies = self._ray.util.scheduling_strategies
+        strategies = self.ray.util.scheduling_strategies
         here = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        look = self._ray.remote(_question()).options(
+        look = self.ray.remote(_question()).options(
             num_cpus=0, max_retries=0, scheduling_strategy=here
         )
         cards = int(node["Resources"].get("GPU", 0))
@@ -134,12 +144,12 @@ class Cluster:
 
     def _portrait(self, address: str, answer: Any) -> SelfPortrait:
         try:
-            found = self._ray.get(answer, timeout=0)
-        except self._ray.exceptions.GetTimeoutError as error:
+            found = self.ray.get(answer, timeout=0)
+        except self.ray.exceptions.GetTimeoutError as error:
             raise EnvironmentFault(
                 f"node {address} of the Ray cluster says nothing of itself for {_LOOK_SECONDS:g} s"
             ) from error
-        except self._ray.exceptions.RayError as error:
+        except self.ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines()
             why = ends.shown(lines[-1] if lines else type(error).__name__)
             raise EnvironmentFault(f"node {address} of the Ray cluster: {why}") from error
@@ -151,14 +161,14 @@ class Cluster:
     def _place(self, node: Node, number: int, settings: HostSettings) -> Place:
         place = f"{node.address.replace(':', '-')}-{node.id[:8]}-{number}"
         runner = RayRunner(
-            self._ray, replace(settings, place=place), node_id=node.id, address=node.address
+            self.ray, replace(settings, place=place), node_id=node.id, address=node.address
         )
         return Place(node.address, runner)
 
     def _begun(self, places: Sequence[Place]) -> list[Place]:
         """Begin with the actors, and return those whose card was free, named after it."""
         devices = {place.runner.place(): place for place in places}
-        begun, late = self._ray.wait(
+        begun, late = self.ray.wait(
             list(devices), num_returns=self._free(places), timeout=_PLACE_SECONDS
         )
         _close([devices[reference] for reference in late])
@@ -169,13 +179,11 @@ class Cluster:
             )
         try:
             return [
-                replace(
-                    devices[reference], name=_name(devices[reference], self._ray.get(reference))
-                )
+                replace(devices[reference], name=_name(devices[reference], self.ray.get(reference)))
                 for reference in devices
                 if reference in begun
             ]
-        except self._ray.exceptions.RayError as error:
+        except self.ray.exceptions.RayError as error:
             why = ends.shown(str(error).strip().splitlines()[-1])
             raise EnvironmentFault(
                 f"a runner cannot be started on the Ray cluster: {why}"
@@ -185,7 +193,7 @@ class Cluster:
         """Return how many places are to be waited for: no more than Ray has cards for."""
         if places[0].runner.device == "cpu":
             return len(places)
-        free = int(self._ray.available_resources().get("GPU", 0))
+        free = int(self.ray.available_resources().get("GPU", 0))
         return max(1, min(len(places), free))
 
 

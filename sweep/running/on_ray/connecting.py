@@ -8,6 +8,7 @@ nothing of nodes or runners.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -78,13 +79,14 @@ def checked_address(address: str) -> str:
 
 
 @contextmanager
-def joined(address: str) -> Iterator[Any]:
+def joined(address: str, *, seconds: float = _JOIN_SECONDS) -> Iterator[Any]:
     """Join the cluster at an address and yield the module ``ray``; leave it in the end.
 
     With it end the actors that were started inside. Where this process dies, Ray ends them.
 
     Args:
         address: ``auto`` or ``HOST:PORT``.
+        seconds: that a cluster gets to let this process in.
 
     Raises:
         InputError: it is neither.
@@ -95,13 +97,14 @@ def joined(address: str) -> Iterator[Any]:
     ray = _imported()
     if address != AUTO:
         _knock(address)
-    _rehearse(address)
-    _join(ray, address)
-    try:
-        yield ray
-    finally:
-        with contextlib.suppress(Exception):
-            ray.shutdown()
+    _rehearse(address, seconds)
+    with _quiet(ray):
+        _join(ray, address)
+        try:
+            yield ray
+        finally:
+            with contextlib.suppress(Exception):
+                ray.shutdown()
 
 
 def _imported() -> Any:
@@ -114,6 +117,25 @@ def _imported() -> Any:
     return ray
 
 
+@contextmanager
+def _quiet(ray: Any) -> Iterator[None]:
+    """Keep what Ray has to say off our streams: it is raised as well, where it matters.
+
+    Whatever it is told, Ray prints the last lines of a lost node's log on stdout, where results
+    go.
+    """
+    worker = ray._private.worker
+    loud, worker.print_to_stdstream = worker.print_to_stdstream, lambda *_, **__: None
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        worker.print_to_stdstream = loud
+
+
 def _knock(address: str) -> None:
     """Try the door: where nobody is, Ray itself would wait for minutes."""
     host, _, port = address.rpartition(":")
@@ -124,7 +146,7 @@ def _knock(address: str) -> None:
         raise _no_answer(address, reason) from error
 
 
-def _rehearse(address: str) -> None:
+def _rehearse(address: str, seconds: float) -> None:
     """Let another process join first, which can be ended where Ray would wait for minutes, or end
     the process that asked.
     """
@@ -134,9 +156,9 @@ def _rehearse(address: str) -> None:
     )
     try:
         try:
-            _, words = child.process.communicate(timeout=_JOIN_SECONDS)
+            _, words = child.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise _no_answer(address, f"nothing within {_JOIN_SECONDS:g} s") from None
+            raise _no_answer(address, f"nothing within {seconds:g} s") from None
     finally:
         child.end()
         if child.process.stderr is not None:

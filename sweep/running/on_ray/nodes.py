@@ -25,6 +25,8 @@ class Node:
 
     id: str
     address: str
+    processors: int
+    """That Ray hands out; none on a head that is to run nothing."""
     portrait: SelfPortrait
 
     @property
@@ -52,7 +54,7 @@ def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
         EnvironmentFault: there is no card, or a driver does not tell of one.
     """
     if gpu == CPU:
-        return tuple(nodes)
+        return _with_processors(nodes)
     with_cards = tuple(node for node in nodes if node.portrait.cards)
     if not with_cards:
         raise EnvironmentFault(
@@ -73,6 +75,15 @@ def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
     if only:
         return only
     raise _several(with_cards, products)
+
+
+def _with_processors(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    found = tuple(node for node in nodes if node.processors)
+    if not found:
+        raise EnvironmentFault(
+            "the Ray cluster has no processor to run trials on: see `ray status`"
+        )
+    return found
 
 
 def is_named(product: str, gpu: str) -> bool:

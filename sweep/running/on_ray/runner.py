@@ -37,8 +37,8 @@ SILENCE_SECONDS = 60.0
 """Without a word of an actor, which says that it lives every `HEAR_SECONDS`: no machine is away for
 so long and comes back."""
 START_SECONDS = 180.0
-"""The same for an actor that has not spoken yet: its process imports our packages first, perhaps
-from a disk of the network."""
+"""The same for an actor that has not spoken yet: its process imports our packages first, which may
+be on a disk of the network."""
 _CLOSE_SECONDS = 90.0
 """That an actor gets to end its worker, whose supervisor gives up after 60."""
 _LOOK_SECONDS = 1.0
@@ -302,7 +302,7 @@ class RayRunner:
             self._actor = (
                 _actor_class(self._ray)
                 .options(
-                    num_cpus=1,
+                    num_cpus=1 if self.device == "cpu" else 0,
                     num_gpus=0 if self.device == "cpu" else 1,
                     max_restarts=0,
                     scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(

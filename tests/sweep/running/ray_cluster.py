@@ -48,15 +48,17 @@ class LocalCluster:
             env=environment,
             text=True,
         )
-        self.address: str = self._read()["address"]
+        begun = self._read()
+        self.address: str = begun["address"]
+        self.ids: list[str] = begun["ids"]
+        """Of the nodes, in the order in which they begin; the head is none of them."""
 
     def kill_node(self, number: int) -> None:
         """Kill every process of a node, without a word to anybody."""
-        self._say("kill", number)
-
-    def add_node(self, **has: Any) -> None:
-        """Begin a further node."""
-        self._say("add", has)
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.flush()
+        self._read()
 
     def close(self) -> None:
         """End all of it."""
@@ -75,12 +77,6 @@ class LocalCluster:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _say(self, verb: str, what: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([verb, what]) + "\n")
-        self._process.stdin.flush()
-        self._read()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -109,13 +105,10 @@ def _serve() -> None:
         return cluster.add_node(object_store_memory=_STORE_BYTES, **given)
 
     nodes = [begin(has) for has in json.loads(sys.argv[1])]
-    print(json.dumps({"address": cluster.address}), flush=True)
+    ids = [node.node_id for node in nodes]
+    print(json.dumps({"address": cluster.address, "ids": ids}), flush=True)
     for line in sys.stdin:
-        match json.loads(line):
-            case ["kill", number]:
-                cluster.remove_node(nodes[number], allow_graceful=False)
-            case ["add", has]:
-                nodes.append(begin(has))
+        cluster.remove_node(nodes[json.loads(line)], allow_graceful=False)
         print(json.dumps({"done": True}), flush=True)
     cluster.shutdown()
 
