@@ -20,11 +20,23 @@ from storage.files import open_reading, replace
 from storage.records import Attempt, Outcome
 
 NAME = "outcome.json"
-"""Of the file, in the study's directory."""
+"""Of the first worker's file, in the study's directory."""
+NAMES = "outcome*.json"
+"""Of all of them: each worker beside the first has its number in the name."""
 BYTES_MAX = 1024 * 1024
 """Far more than an outcome takes; anything larger was not written by a worker."""
 
 _OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
+
+
+def outcome_files(directory: Path) -> tuple[OutcomeFile, ...]:
+    """Return the files that a study's workers left."""
+    return tuple(OutcomeFile(path) for path in sorted(directory.glob(NAMES)))
+
+
+def beside_log(log: Path) -> OutcomeFile:
+    """Return the file of the worker that prints into ``worker.log``, ``worker-1.log``, ..."""
+    return OutcomeFile(log.absolute().with_name(log.stem.replace("worker", "outcome") + ".json"))
 
 
 @dataclass(frozen=True)

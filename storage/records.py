@@ -426,6 +426,8 @@ class TrialRecord(Errand):
     """Where it was measured, if not by this study: then none of its time is this study's."""
     epoch: EpochRecord | None = None
     """What an epoch of the study's texts is to it; None where its rows are random."""
+    ran_on: str | None = None
+    """Which of several cards, or machines, it ran on; None where there is but one."""
 
     @property
     def verdict(self) -> Verdict:

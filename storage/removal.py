@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +18,13 @@ from storage.files import is_temporary
 from storage.identity import NAME as IDENTITY
 from storage.identity import REPORT, look_beside
 from storage.lease import lease_for
-from storage.outcome_file import NAME as OUTCOME
+from storage.outcome_file import NAMES as OUTCOMES
 from storage.spool import NAME as SPOOL
 from storage.stored import stored_identity
 from storage.urls import parse_url
 
-FILES = (SPOOL, OUTCOME, REPORT, "worker.log", "worker.log.1", IDENTITY)
-"""What a study leaves in its directory; whatever else is there is somebody else's.
+FILES = (SPOOL, OUTCOMES, REPORT, "worker.log", "worker.log.1", "worker-*.log*", IDENTITY)
+"""Patterns of what a study leaves in its directory; whatever else is there is somebody else's.
 
 The last one is what says whose they are: where that fails half-way it is still known.
 """
@@ -89,10 +90,11 @@ def _delete(engine: sqlalchemy.Engine, number: int) -> None:
                 connection.execute(table.delete().where(table.c.trial_id.in_(its_trials)))
 
 
-def _remove_files(directory: Path, names: Sequence[str]) -> Removed:
-    files = [directory / name for name in names if os.path.lexists(directory / name)]
+def _remove_files(directory: Path, patterns: Sequence[str]) -> Removed:
+    there = sorted(os.listdir(directory)) if directory.is_dir() else []
+    files = [directory / name for pattern in patterns for name in fnmatch.filter(there, pattern)]
     try:
-        if names and directory.is_dir():
+        if patterns and directory.is_dir():
             # What a process that was killed had not yet given its name.
             for path in filter(is_temporary, directory.iterdir()):
                 path.unlink()

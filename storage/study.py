@@ -8,7 +8,7 @@ what is worth trying; looking at a study without driving it is `reading`'s.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,8 +39,7 @@ from storage.kept import (
 from storage.keys import ENDED, IDENTITY, QUALITY_TOKENS, WALL_SECONDS
 from storage.lease import Lease
 from storage.ledger import Ledger
-from storage.outcome_file import NAME as OUTCOME
-from storage.outcome_file import OutcomeFile
+from storage.outcome_file import outcome_files
 from storage.patience import Patience
 from storage.records import (
     SEARCH,
@@ -81,8 +80,8 @@ class OpenStudy:
     _warn: Callable[[str], None]
     _begun: dict[int, str] = field(default_factory=dict, init=False)
     """Identity of each attempt that this driver began, by number."""
-    _open: TrialRecord | None = field(default=None, init=False)
-    """What was begun and not told: as interrupted, until it is."""
+    _open: dict[int, TrialRecord] = field(default_factory=dict, init=False)
+    """What was begun and not told, by number: as interrupted, until it is."""
     _wall_seconds: float | None = field(default=None, init=False)
     """As it was read or written last; nobody else writes it."""
     ledger: Ledger = field(default_factory=Ledger, init=False)
@@ -126,9 +125,9 @@ class OpenStudy:
         was tried three times. A result whose trial is another by now is kept in the spool and said.
         """
         self._patiently(self._empty_queue)
-        left = self._left()
-        if left is not None:
-            self._keep_what_was_left(left)
+        left = tuple(self._left())
+        for ended in left:
+            self._keep_what_was_left(ended)
         found = self._unsettled()
         waiting = {record.number: record for record in found.waiting}
         for frozen in self._patiently(lambda: self._trials(TrialState.RUNNING)):
@@ -256,7 +255,7 @@ class OpenStudy:
             configuration, in a database that was restored from a copy.
         """
         identity = uuid.uuid4().hex
-        self._open = TrialRecord(
+        self._open[trial.number] = TrialRecord(
             number=trial.number,
             config=config,
             outcome=Lost(detail="interrupted before it ran", is_interrupted=True),
@@ -303,7 +302,7 @@ class OpenStudy:
         if record.attempt_id is None:
             record = record.model_copy(update={"attempt_id": self._begun.get(record.number)})
         unspooled = self._spool_it(record)
-        self._open = None
+        self._open.pop(record.number, None)
         try:
             self._hold()
             is_told = self._write(trial, record)
@@ -357,20 +356,34 @@ class OpenStudy:
         self._patiently(self._forget_cached)
         return kept
 
-    def abandon(self) -> None:
-        """Close a trial that was begun and never ran: nothing can be lost, and no attempt was made.
+    def abandon(self, *, besides: Collection[int] = ()) -> None:
+        """Close what was begun and never ran: nothing can be lost, and no attempt was made.
 
         The lease says that no other driver's trial can be running. Where the database does not hear
         of it, the spool does, for a resume to know that its driver was not killed by it.
+
+        Args:
+            besides: numbers of the trials that do run.
         """
+        never_ran = [record for number, record in self._open.items() if number not in besides]
         try:
-            self._patiently(self._close_running)
+            self._patiently(partial(self._close_running, besides))
         except BaseException:
-            if self._open is not None:
+            for record in never_ran:
                 with suppress(EnvironmentFault):
-                    self._spool.append(self._open)
+                    self._spool.append(record)
             raise
-        self._open = None
+        for record in never_ran:
+            del self._open[record.number]
+
+    def spool(self, record: TrialRecord) -> None:
+        """Keep a result on disk alone, of whose database it is known that it stays away: a resume
+        tells it.
+
+        Raises:
+            EnvironmentFault: the disk cannot be written.
+        """
+        self._spool.append(record)
 
     def wall_seconds(self) -> float:
         """Return the driver's time over all runs of the study so far."""
@@ -488,7 +501,7 @@ class OpenStudy:
         trials = map(how_begun, self._trials(TrialState.RUNNING))
         return [trial for trial in trials if trial is not None]
 
-    def _unseen(self, frozen: FrozenTrial, left: TrialRecord | None) -> TrialRecord | None:
+    def _unseen(self, frozen: FrozenTrial, left: Iterable[TrialRecord]) -> TrialRecord | None:
         """Return the record of a trial that its driver did not see the end of.
 
         What its worker left on disk, or that it was lost; None where it had no whole configuration.
@@ -500,8 +513,9 @@ class OpenStudy:
                 "it is closed"
             )
             return None
-        if left is not None and is_of(left, trial):
-            return left
+        for found in left:
+            if is_of(found, trial):
+                return found
         config = trial.config or self._config_of_params(frozen.params)
         if config is None:
             return None
@@ -513,15 +527,14 @@ class OpenStudy:
             attempt=attempts(self.on_errand(errand_of(trial)), config) + 1,
         )
 
-    def _left(self) -> TrialRecord | None:
-        """Return what the last worker left on disk; None where all of that is known already."""
-        left = record_left(
-            OutcomeFile(self._spool.path.with_name(OUTCOME)),
-            definition=self.definition,
-            study=self.identity,
-            known=self.ledger.all,
-        )
-        return None if left is None or has_settled(left, self.ledger.all) else left
+    def _left(self) -> Iterator[TrialRecord]:
+        """Yield what the last workers left on disk and is not known already."""
+        for file in outcome_files(self._spool.path.parent):
+            left = record_left(
+                file, definition=self.definition, study=self.identity, known=self.ledger.all
+            )
+            if left is not None and not has_settled(left, self.ledger.all):
+                yield left
 
     def _keep_what_was_left(self, left: TrialRecord) -> None:
         """Spool what a worker left where no open trial takes it, before the next one's replaces it.
@@ -559,9 +572,10 @@ class OpenStudy:
             if mapping.CONFIG not in frozen.user_attrs:
                 self._close_unbegun(frozen.number)
 
-    def _close_running(self) -> None:
+    def _close_running(self, besides: Collection[int]) -> None:
         for frozen in self._trials(TrialState.RUNNING):
-            self._close_unbegun(frozen.number)
+            if frozen.number not in besides:
+                self._close_unbegun(frozen.number)
 
     def _close_unbegun(self, number: int) -> None:
         # Where somebody deleted it there is nothing to close.

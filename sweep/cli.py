@@ -76,6 +76,7 @@ def front_door(version: opt.VersionOption = False) -> int:
         "sweep run a10 --rank 64 --target-modules all-linear",
         "sweep run a10 --data texts.jsonl",
         "sweep run wider.yaml --from a10",
+        "sweep run a10 --cards all",
     )
 )
 @takes_knobs
@@ -95,6 +96,8 @@ def run(
     max_dollars: opt.MaxDollarsOption = None,
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
+    cards: opt.CardsOption = None,
+    ray: opt.RayOption = None,
     carried: opt.CarriedOption = None,
     no_confirm: opt.NoConfirmOption = False,
     soak: opt.SoakOption = None,
@@ -127,6 +130,8 @@ def run(
         held=configuration,
         study=study,
         storage=storage,
+        cards=cards,
+        ray=ray,
         carried=carried,
         as_json=as_json,
     )

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import pynvml
 
 NVML: Any = pynvml
 """The library; a test hands another to what takes one."""
+_HARDWARE_XIDS = frozenset({48, 62, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143})
+"""Errors that are the card's own and not a program's, which end what runs: uncorrectable memory, a
+failed row remapping, links, a card off the bus, a firmware that does not answer. By NVIDIA's
+catalogue of Xid errors (docs.nvidia.com/deploy/xid-errors)."""
 _THROTTLE_BITS = {
     "power": pynvml.nvmlClocksThrottleReasonSwPowerCap,
     "hw_slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
@@ -50,20 +55,46 @@ def first_visible_card(nvml: Any = NVML) -> Iterator[NvmlCard | None]:
     Args:
         nvml: what pynvml is; tests hand in another.
     """
+    with visible_cards(nvml, most=1) as cards:
+        yield cards[0] if cards else None
+
+
+@contextmanager
+def visible_cards(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list[NvmlCard]]:
+    """Yield the cards that ``CUDA_VISIBLE_DEVICES`` leaves visible, in its order.
+
+    Args:
+        nvml: what pynvml is; tests hand in another.
+        most: how many are looked at; None for all of them.
+    """
     try:
         nvml.nvmlInit()
     except pynvml.NVMLError:
-        yield None
+        yield []
         return
     try:
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
-        if first.isdigit():
-            handle = _ask(nvml.nvmlDeviceGetHandleByIndex, int(first))
-        else:
-            handle = _ask(nvml.nvmlDeviceGetHandleByUUID, first)
-        yield None if handle is None else NvmlCard(handle, nvml)
+        handles = (_handle(nvml, name) for name in _visible_names(nvml)[:most])
+        # CUDA shows none of what comes after one that is not there.
+        yield [NvmlCard(handle, nvml) for handle in takewhile(_is_there, handles)]
     finally:
         _ask(nvml.nvmlShutdown)
+
+
+def _visible_names(nvml: Any) -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(index) for index in range(_ask(nvml.nvmlDeviceGetCount) or 1)]
+    return [name.strip() for name in named.split(",")]
+
+
+def _handle(nvml: Any, name: str) -> Any:
+    if not name or name.isdigit():
+        return _ask(nvml.nvmlDeviceGetHandleByIndex, int(name or 0))
+    return _ask(nvml.nvmlDeviceGetHandleByUUID, name)
+
+
+def _is_there(handle: Any) -> bool:
+    return handle is not None
 
 
 def card_at(pci_bus_id: str, nvml: Any = NVML) -> NvmlCard | None:
@@ -98,6 +129,11 @@ class NvmlCard:
         if memory is None:
             return None
         return CardMemory(int(memory.total), int(memory.free), int(memory.used))
+
+    def uuid(self) -> str | None:
+        """Return what CUDA knows it by, whatever else is visible."""
+        uuid = _ask(self._nvml.nvmlDeviceGetUUID, self._handle)
+        return None if uuid is None else str(uuid)
 
     def compute_capability(self) -> tuple[int, int] | None:
         """Return its compute capability."""
@@ -135,6 +171,66 @@ class NvmlCard:
         """Return the newest CUDA version that the driver supports, as in ``12.8``."""
         version = _ask(self._nvml.nvmlSystemGetCudaDriverVersion_v2)
         return None if version is None else f"{version // 1000}.{version % 1000 // 10}"
+
+
+class FaultWatch:
+    """What befell one card since the watch began, by NVML; called, it says so in a few words.
+
+    Args:
+        uuid: of the card.
+        nvml: what pynvml is; tests hand in another.
+    """
+
+    def __init__(self, uuid: str, nvml: Any = NVML) -> None:
+        self._uuid = uuid
+        self._nvml = nvml
+        self._events: Any = None
+        self._found: str | None = None
+        # For as long as this process lives, like `card_at`.
+        _ask(nvml.nvmlInit)
+        handle = _ask(nvml.nvmlDeviceGetHandleByUUID, uuid)
+        self._ecc_errors = 0 if handle is None else self._uncorrected(handle)
+        if handle is not None:
+            self._listen(handle)
+
+    def __call__(self) -> str | None:
+        """Return what is wrong with the card; None where it is well, or nobody can tell."""
+        self._found = self._found or self._look()
+        return self._found
+
+    def _look(self) -> str | None:
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+            self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        except (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_NotFound):
+            return "the driver does not find it any more: it has fallen off the bus"
+        except pynvml.NVMLError:
+            return None
+        errors = self._uncorrected(handle) - self._ecc_errors
+        if errors > 0:
+            return f"{errors} uncorrectable memory error{'s' if errors > 1 else ''} (ECC)"
+        xid = next((code for code in self._xids() if code in _HARDWARE_XIDS), None)
+        return None if xid is None else f"the driver reported Xid {xid}, a fault of the card"
+
+    def _uncorrected(self, handle: Any) -> int:
+        kinds = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        return int(_ask(self._nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds) or 0)
+
+    def _listen(self, handle: Any) -> None:
+        events = _ask(self._nvml.nvmlEventSetCreate)
+        kind = pynvml.nvmlEventTypeXidCriticalError
+        if events is not None:
+            with suppress(pynvml.NVMLError):
+                self._nvml.nvmlDeviceRegisterEvents(handle, kind, events)
+                self._events = events
+
+    def _xids(self) -> Iterator[int]:
+        """Yield the errors that came since the last look."""
+        while self._events is not None:
+            event = _ask(self._nvml.nvmlEventSetWait_v2, self._events, 0)
+            if event is None:
+                return
+            yield int(event.eventData)
 
 
 def _ask(question: Any, *arguments: Any) -> Any:

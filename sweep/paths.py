@@ -71,9 +71,9 @@ def own_price_file() -> Path | None:
     return path if path.exists() else None
 
 
-def worker_log_path(study: str) -> Path:
-    """Return where the output of a study's workers goes."""
-    return runs_directory() / study / "worker.log"
+def worker_log_path(study: str, *, lane: int = 0) -> Path:
+    """Return where the output of a study's workers goes, those of each lane beside the others."""
+    return runs_directory() / study / (f"worker-{lane}.log" if lane else "worker.log")
 
 
 def crash_log_directory() -> Path:

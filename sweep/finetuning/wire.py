@@ -65,6 +65,8 @@ class TrainingJob(_Frozen):
     device: Literal["cuda", "cpu"]
     budget_bytes: int | None = None
     """Enforced on the process for real; None for all that the device has."""
+    cards: tuple[str, ...] = ()
+    """Those that it sees, as CUDA names them; none for those of whoever starts it."""
     output: str
     """Directory for checkpoints, and for the log of what libraries print."""
     keeps_checkpoints: bool = True

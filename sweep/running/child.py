@@ -85,6 +85,11 @@ class ChildSettings(Protocol):
         """Whoever loads real ones may need the hub's token."""
         ...
 
+    @property
+    def cards(self) -> tuple[str, ...]:
+        """Those that it sees, as CUDA names them; none for those that this process sees."""
+        ...
+
     def model_dump_json(self) -> str:
         """Return all of it as a line of JSON."""
         ...
@@ -365,4 +370,7 @@ def _environment(settings: ChildSettings) -> dict[str, str]:
     with contextlib.suppress(OSError):
         files.make_directory(compiled)
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
-    return kept | inherited | _QUIET | (_CPU_ENVIRONMENT if settings.device == "cpu" else {})
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(settings.cards)} if settings.cards else {}
+    if settings.device == "cpu":
+        own = _CPU_ENVIRONMENT
+    return kept | inherited | _QUIET | own

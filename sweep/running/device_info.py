@@ -1,4 +1,4 @@
-"""Owns what is known of the card in this machine: product, memory, driver, who else uses it.
+"""Owns what is known of the cards in this machine: product, memory, driver, who else uses them.
 
 NVML is asked first; what it refuses, CUDA's driver library answers. Knows nothing of the catalogue
 or of studies. Nothing here makes a CUDA context: that would take memory that the trials need.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sweep.nvml import NVML, CardProcess, NvmlCard, first_visible_card
+from sweep.nvml import NVML, CardProcess, NvmlCard, first_visible_card, visible_cards
 
 _INTEGRATED, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 18, 75, 76
 """`CUdevice_attribute`s, as cuda.h numbers them."""
@@ -21,7 +21,7 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True)
 class Card:
-    """The card that CUDA would call 0, at one moment; None is what no driver told."""
+    """A card at one moment; None is what no driver told."""
 
     product: str
     memory_bytes: int
@@ -33,6 +33,8 @@ class Card:
     processes: tuple[CardProcess, ...] = ()
     shares_host_memory: bool = False
     """Whether host and card have one memory, which everything on the machine uses."""
+    uuid: str | None = None
+    """What CUDA knows it by, whatever else is visible."""
 
 
 _UNKNOWN = Card(
@@ -73,7 +75,7 @@ def ask_cuda() -> Card | None:
 
 
 def read_card(*, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cuda) -> Card | None:
-    """Return the card in this machine; None where there is none, or no driver for it.
+    """Return the card that CUDA would call 0; None where there is none, or no driver for it.
 
     Without memory in all there is no card: nothing can be planned for it.
 
@@ -81,8 +83,7 @@ def read_card(*, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cud
         nvml: what pynvml is; tests hand in another.
         ask_cuda: asks CUDA's own library; called only for what NVML does not tell.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
+    if _is_hidden():
         return None
     with first_visible_card(nvml) as card:
         known = _UNKNOWN if card is None else _as_nvml_says(card)
@@ -99,6 +100,23 @@ def read_card(*, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cud
     return whole if whole.memory_bytes else None
 
 
+def read_cards(*, nvml: Any = NVML) -> tuple[Card, ...]:
+    """Return every card that CUDA would see, in its order: what CUDA calls 0 comes first.
+
+    Args:
+        nvml: what pynvml is; tests hand in another.
+    """
+    if _is_hidden():
+        return ()
+    with visible_cards(nvml) as cards:
+        return tuple(known for known in map(_as_nvml_says, cards) if known.memory_bytes)
+
+
+def _is_hidden() -> bool:
+    """Whether the environment hides every card from CUDA."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+
+
 def _as_nvml_says(card: NvmlCard) -> Card:
     memory = card.memory()
     return Card(
@@ -109,4 +127,5 @@ def _as_nvml_says(card: NvmlCard) -> Card:
         driver=card.driver_version(),
         cuda=card.cuda_version(),
         processes=card.processes(),
+        uuid=card.uuid(),
     )

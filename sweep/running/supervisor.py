@@ -18,9 +18,8 @@ from search_spaces.gpus import match_product
 from search_spaces.knobs import ComputeDtype
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, StepBudget, Weights
-from storage import outcome_file
 from storage.definition import Target
-from storage.outcome_file import OutcomeFile
+from storage.outcome_file import beside_log
 from storage.records import INTERRUPTED, Attempt, Outcome, Phase
 from sweep.data.strata import STRATA_MAX
 from sweep.processes import End, oom_kills
@@ -61,6 +60,7 @@ class SupervisedRunner:
             the outcome of an attempt before it tells it.
         seed: of weights, adapters, tokens and what is held out of texts.
         texts: what trials train on; None for full-length random rows.
+        cards: the worker's own, as CUDA names them; none for those of this process.
         deadlines: what may take how long.
         module: the worker's module; tests put a misbehaving one here.
         process: what the worker is started as; tests put one here that nothing ends.
@@ -75,11 +75,12 @@ class SupervisedRunner:
         log_path: Path,
         seed: int = 0,
         texts: TextsSettings | None = None,
+        cards: tuple[str, ...] = (),
         deadlines: Deadlines | None = None,
         module: str = "sweep.running",
         process: type[WorkerProcess] = WorkerProcess,
     ) -> None:
-        self._outcomes = OutcomeFile(log_path.absolute().with_name(outcome_file.NAME))
+        self._outcomes = beside_log(log_path)
         self._settings = WorkerSettings(
             device=target.device,
             budget_bytes=target.budget_bytes,
@@ -90,6 +91,7 @@ class SupervisedRunner:
             is_emulated=target.emulated_on is not None,
             peak_flops=_peak_flops(target),
             texts=texts,
+            cards=cards,
         )
         self._log_path = log_path
         self._deadlines = deadlines or Deadlines()

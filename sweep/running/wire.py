@@ -54,6 +54,8 @@ class WorkerSettings(_Message):
     """Dense FLOP/s of the card that runs, by compute dtype; empty where unknown."""
     texts: TextsSettings | None = None
     """What trials train on; None for full-length random rows."""
+    cards: tuple[str, ...] = ()
+    """Those that it sees, as CUDA names them; none for those of whoever starts it."""
 
 
 class QualityCommand(_Message):

@@ -8,7 +8,7 @@ search chooses or stops.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -305,15 +305,21 @@ class _Begun:
 
 
 @contextmanager
-def closing_what_never_ran(study: OpenStudy) -> Iterator[None]:
+def closing_what_never_ran(
+    study: OpenStudy, *, besides: Callable[[], Collection[int]] = tuple
+) -> Iterator[None]:
     """Close what was begun inside the ``with`` where it is left without an outcome: somebody asked
     to stop, or the device or the database is not to be had. That was no attempt of a configuration.
+
+    Args:
+        study: under its lease.
+        besides: returns the numbers of the trials that run meanwhile.
     """
     try:
         yield
     except (KeyboardInterrupt, EnvironmentFault):
         with suppress(EnvironmentFault):
-            study.abandon()
+            study.abandon(besides=besides())
         raise
 
 

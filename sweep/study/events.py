@@ -76,6 +76,23 @@ class TrialFinished:
 
 
 @dataclass(frozen=True)
+class LanesOpened:
+    """Trials run in several places at a time; said once, before the first of them."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LaneLost:
+    """A place where trials ran is lost; what ran there is tried again on another."""
+
+    name: str
+    reason: str
+    left: int
+    """Places that trials still run on."""
+
+
+@dataclass(frozen=True)
 class ConfirmationStarted:
     """The search has ended, and what it found is about to be measured again."""
 
@@ -99,6 +116,8 @@ Event = (
     | TrialStarted
     | TrialProgress
     | TrialFinished
+    | LanesOpened
+    | LaneLost
     | ConfirmationStarted
     | StudyFinished
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from search_spaces.errors import MORE_DESCRIPTORS, CardLost, EnvironmentFault
+from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault
 from storage.records import (
     INTERRUPTED,
     NEIGHBOUR,
@@ -33,7 +33,7 @@ REMEASURED_AT_MOST = 2
 REMEASURED = "remeasured"
 
 
-def lost_with_the_card(error: CardLost) -> Lost:
+def lost_with_the_card(error: EnvironmentFault) -> Lost:
     """Return the outcome of the trial that ran when the card was lost: none of its own doing, as
     far as anybody knows, so it is tried again.
     """

@@ -1,4 +1,4 @@
-"""Owns what a study needs of a Ray cluster: its card, the same files on each node, and a runner on
+"""Owns what a study needs of a Ray cluster: its card, the same files on each node, and a lane on
 each card.
 
 Knows nothing of actors, or of who drives the study.
@@ -11,7 +11,8 @@ from typing import Any
 
 from search_spaces.loading import load_space
 from sweep.running.device_info import Card
-from sweep.running.on_ray.cluster import Cluster, Place
+from sweep.running.lanes import Lane, Lanes
+from sweep.running.on_ray.cluster import Cluster
 from sweep.running.on_ray.host import HostSettings
 from sweep.study.session import Prepared, texts_settings
 
@@ -26,10 +27,8 @@ def card_on_ray(cluster: Cluster, space: str, overrides: Mapping[str, Any]) -> C
     return cluster.card(overrides.get("gpu") or load_space(space).gpu)
 
 
-def places_on_ray(
-    prepared: Prepared, cluster: Cluster, *, warn: Callable[[str], None]
-) -> tuple[Place, ...]:
-    """Put a runner on each card of the study's product; on each node where it is for a CPU.
+def lanes_on_ray(prepared: Prepared, cluster: Cluster, *, warn: Callable[[str], None]) -> Lanes:
+    """Open a lane on each card of the study's product; on each node where it is for a CPU.
 
     Args:
         prepared: what `session.prepare` resolved, with the card of `card_on_ray`.
@@ -47,9 +46,10 @@ def places_on_ray(
         texts=texts_settings(prepared),
         study=prepared.name,
     )
-    return cluster.places(
+    places = cluster.places(
         settings, gpu=prepared.space.gpu, paths=tuple(_paths(prepared)), warn=warn
     )
+    return Lanes([Lane(one.runner, name=one.name, fault=one.runner.fault) for one in places])
 
 
 def _paths(prepared: Prepared) -> Iterator[str]:

@@ -47,18 +47,21 @@ from sweep.data.choice import (
 )
 from sweep.data.study_epochs import StudyEpochs, refuse_too_few
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
+from sweep.nvml import FaultWatch
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.on_texts import ShapesOnTexts
+from sweep.running.cards import ChosenCard
 from sweep.running.device_info import Card
+from sweep.running.lanes import Lane, Lanes
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import TextsSettings
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from sweep.study.carrying import carry_over, refuse_incomparable
-from sweep.study.events import GainForeseen, Listener, SpaceTraced, StopReason
+from sweep.study.events import GainForeseen, LanesOpened, Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.quality import eval_seq_len, is_asked
@@ -77,7 +80,7 @@ class Work(Protocol):
         self,
         study: OpenStudy,
         *,
-        runner: Runner,
+        runner: Runner | Lanes,
         preflight: Preflight,
         stopping: Stopping,
         on_event: Listener,
@@ -99,6 +102,8 @@ class Prepared:
     resolved: ResolvedTarget
     card: Card | None
     """The card in this machine; None on a CPU."""
+    cards: tuple[ChosenCard, ...] = ()
+    """Those that trials run on at a time, all of one product; none where nobody chose."""
     texts: PreparedTexts | None = None
     """What its trials train on; None for random rows."""
     epochs: StudyEpochs | None = None
@@ -381,15 +386,35 @@ def _plain(value: Any) -> str:
     return "-".join(value) if isinstance(value, list | tuple) else str(value).lower()
 
 
-def supervised_runner(prepared: Prepared) -> Runner:
-    """Return the real runner; its child starts when it is told to, or with the first trial."""
+def supervised_runner(prepared: Prepared) -> Runner | Lanes:
+    """Return the real runner; its child starts when it is told to, or with the first trial.
+
+    Where cards were chosen each has a lane of its own.
+    """
+    cards = prepared.cards
+    if not cards:
+        return _runner_of(prepared)
+    return Lanes(
+        [
+            Lane(
+                _runner_of(prepared, lane=lane, cards=(card.cuda_name,)),
+                name=card.name if len(cards) > 1 else "",
+                fault=FaultWatch(card.cuda_name),
+            )
+            for lane, card in enumerate(cards)
+        ]
+    )
+
+
+def _runner_of(prepared: Prepared, *, lane: int = 0, cards: tuple[str, ...] = ()) -> Runner:
     return SupervisedRunner(
         prepared.model,
         target=prepared.target,
         weights=prepared.space.weights,
-        log_path=worker_log_path(prepared.name),
+        log_path=worker_log_path(prepared.name, lane=lane),
         seed=prepared.space.seed,
         texts=texts_settings(prepared),
+        cards=cards,
     )
 
 
@@ -412,7 +437,7 @@ def drive(
     watch: Watch,
     warn: Callable[[str], None],
     carried: StudySnapshot | None = None,
-    new_runner: Callable[[Prepared], Runner] = supervised_runner,
+    new_runner: Callable[[Prepared], Runner | Lanes] = supervised_runner,
     work: Work = tune,
 ) -> StopReason:
     """Create or resume the study and run it until it stops.
@@ -435,8 +460,8 @@ def drive(
     quiet_optuna()
     preflight = _preflight(prepared, warn=warn)
     space, sampler = prepared.space, _sampler(prepared.space, preflight)
-    runner = new_runner(prepared)
-    interruption = Interruption(cancel=runner.cancel, requests=stop_signals.asked())
+    lanes = Lanes.of(new_runner(prepared))
+    interruption = Interruption(cancel=lanes.cancel, requests=stop_signals.asked())
     # Signals are requests until all is closed: one more while that lasts costs nothing.
     with interruption.handling_signals(), waits_end_when(interruption.is_requested):
         with interruption.opening():
@@ -444,18 +469,20 @@ def drive(
             if carried is not None:
                 _take_over(study, carried, is_valid=preflight.is_valid, warn=warn)
         try:
-            with study, runner, watch(study, interruption) as listener:
+            with study, lanes, watch(study, interruption) as listener:
+                if len(lanes.all) > 1:
+                    listener(LanesOpened(tuple(lane.name for lane in lanes.all)))
                 if work is tune and _has_trials_left(study):
                     # Its imports take longer than all that is done here until the first trial.
-                    runner.start()
+                    lanes.start()
                     _look_ahead(space, sampler, preflight, interruption, listener)
                 return work(
                     study,
-                    runner=runner,
+                    runner=lanes,
                     preflight=preflight,
                     stopping=Stopping(
                         space,
-                        usd_per_hour=price_of(space, gpu=prepared.target.gpu),
+                        usd_per_hour=price_of(space, gpu=prepared.target.gpu, cards=len(lanes.all)),
                         outlook=partial(_outlook, sampler, study, listener),
                         fastest_of=partial(_fastest_of, sampler, study),
                     ),

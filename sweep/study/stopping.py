@@ -42,7 +42,7 @@ class Stopping:
 
     Args:
         space: says how many trials, how long, for how much, and down to what gain.
-        usd_per_hour: price of the target's card; None where nothing is to be limited by it.
+        usd_per_hour: price of the target's cards; None where nothing is to be limited by it.
         outlook: says what is still to be gained by what all trials say, or all but that of a
             number; None from samplers that cannot tell.
         fastest_of: says what is expected to be the fastest of some configurations that were not
@@ -140,8 +140,13 @@ def _gain_if_better(outlook: Outlook) -> float | None:
     return outlook.gain / outlook.chance
 
 
-def price_of(space: SearchSpace, *, gpu: str) -> float | None:
-    """Return what an hour of the target's card costs at least; None where nobody set a limit.
+def price_of(space: SearchSpace, *, gpu: str, cards: int = 1) -> float | None:
+    """Return what an hour of the target's cards costs at least; None where nobody set a limit.
+
+    Args:
+        space: may set a limit.
+        gpu: the target's card.
+        cards: how many a study has at a time.
 
     Raises:
         InputError: a limit in dollars is set, and no price is known.
@@ -154,4 +159,4 @@ def price_of(space: SearchSpace, *, gpu: str) -> float | None:
             f"space '{space.name}': max_dollars {space.max_dollars:g}: no price is known for "
             f"'{gpu}': put one into runs/prices.yaml, or set a time_budget instead"
         )
-    return min(offer.usd_per_hour for offer in offers)
+    return cards * min(offer.usd_per_hour for offer in offers)

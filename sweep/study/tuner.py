@@ -1,6 +1,7 @@
-"""Owns the loop of a study: ask, pre-flight, run, tell, stop.
+"""Owns the loop of a study: ask, pre-flight, run, tell, stop; on as many lanes as there are.
 
-Knows nothing of processes, databases, samplers or terminals: each is handed in.
+Knows nothing of processes, databases, samplers or terminals: each is handed in. Whatever runs
+beside it, the study is asked and told by one thread alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from datetime import UTC, datetime
 from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import CardLost, EnvironmentFault
+from search_spaces.errors import CardLost, EnvironmentFault, words_of
 from storage.ranking import Ranking, rank
 from storage.records import (
     Attempt,
@@ -25,10 +26,12 @@ from storage.records import (
     held_to_budget,
 )
 from storage.study import OpenStudy
+from sweep.running.lanes import Ended, Lane, Lanes
 from sweep.running.runner import Progress, Runner
 from sweep.sampling.encoding import Encoding, Frontier, identity
 from sweep.study.confirmation import closing_what_never_ran, confirm
 from sweep.study.events import (
+    LaneLost,
     Listener,
     StopReason,
     StudyFinished,
@@ -51,7 +54,7 @@ from sweep.study.stopping import Spent, Stopping, outlook_document
 def tune(
     study: OpenStudy,
     *,
-    runner: Runner,
+    runner: Runner | Lanes,
     preflight: Preflight,
     stopping: Stopping | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -67,7 +70,8 @@ def tune(
 
     Args:
         study: open, under its lease; what an earlier driver left open is closed first.
-        runner: runs a configuration.
+        runner: runs configurations, one at a time, or as many as it has lanes. A lane that is lost
+            retires, and its trial is tried again on another; the study ends with the last one.
         preflight: spares the device what cannot be valid or cannot fit.
         stopping: says when the search ends; by default its trials and its time do.
         clock: seconds; only differences count.
@@ -84,7 +88,7 @@ def tune(
     """
     stopping = stopping or Stopping(study.definition.space)
     stops = should_stop, interruptible, settling
-    driver = _Driver(study, runner, preflight, stopping, clock, on_event, *stops)
+    driver = _Driver(study, Lanes.of(runner), preflight, stopping, clock, on_event, *stops)
     with interruptible():
         driver.recover()
     reason = driver.search()
@@ -101,7 +105,7 @@ def tune(
 def confirm_anew(
     study: OpenStudy,
     *,
-    runner: Runner,
+    runner: Runner | Lanes,
     preflight: Preflight,
     stopping: Stopping | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -116,7 +120,7 @@ def confirm_anew(
     """
     stopping = stopping or Stopping(study.definition.space)
     stops = should_stop, interruptible, settling
-    driver = _Driver(study, runner, preflight, stopping, clock, on_event, *stops)
+    driver = _Driver(study, Lanes.of(runner), preflight, stopping, clock, on_event, *stops)
     with interruptible():
         driver.recover()
     reason = StopReason.CONFIRMED if driver.confirm(is_anew=True) else StopReason.INTERRUPTED
@@ -141,6 +145,8 @@ class _OpenTrial:
     """What it has to beat."""
     device_seconds: float | None = None
     """None for a trial that was never launched."""
+    lane: str = ""
+    """Where it runs, where there are several places."""
 
     @property
     def config(self) -> TrialConfig:
@@ -153,7 +159,7 @@ class _Driver:
     """One run of a study."""
 
     study: OpenStudy
-    runner: Runner
+    lanes: Lanes
     preflight: Preflight
     stopping: Stopping
     clock: Callable[[], float]
@@ -163,7 +169,10 @@ class _Driver:
     settling: Callable[[], AbstractContextManager[None]]
     _since: int = 0
     """Number of this run's first trial."""
-    _failures: ConsecutiveFailures = field(default_factory=ConsecutiveFailures)
+    _running: dict[Lane, _OpenTrial] = field(default_factory=dict)
+    _failures: dict[Lane, ConsecutiveFailures] = field(default_factory=dict)
+    _failed_on: dict[TrialConfig, Lane] = field(default_factory=dict)
+    """Where what is tried again failed last: another lane may know better."""
     _owed: TrialConfig | None = None
     """What is tried next, as the search would end without it."""
 
@@ -191,19 +200,41 @@ class _Driver:
         """Run trial after trial, and return why that stopped."""
         try:
             while True:
-                with closing_what_never_ran(self.study):
+                reason = self.fill()
+                if not self._running:
+                    assert reason is not None, "what has nothing to run says why"
+                    return reason
+                self.conclude(self.lanes.next_end())
+        except KeyboardInterrupt:
+            self._await_running()
+            return StopReason.INTERRUPTED
+        except EnvironmentFault:
+            self._keep_running()
+            raise
+
+    def fill(self) -> StopReason | None:
+        """Give every idle lane a trial; return why no more are begun, None where all are busy."""
+        for lane in self.lanes.idle:
+            while lane not in self._running:
+                with closing_what_never_ran(self.study, besides=self._numbers):
                     with self.interruptible():
-                        begun = self.begin_next()
+                        begun = self.begin_next(lane)
+                    if begun is None:
+                        break
                     if isinstance(begun, StopReason):
                         return begun
-                    outcome = begun.refused or self.run(begun)
-                with self.settling():
-                    self.tell(begun, outcome)
-        except KeyboardInterrupt:
-            return StopReason.INTERRUPTED
+                    if begun.refused is None:
+                        self.launch(begun, lane)
+                if begun.refused is not None:
+                    with self.settling():
+                        self.tell(begun, begun.refused)
+        return None
 
-    def begin_next(self) -> _OpenTrial | StopReason:
-        """Choose, begin and check the next trial; or return why there is none.
+    def begin_next(self, lane: Lane) -> _OpenTrial | StopReason | None:
+        """Choose, begin and check the next trial of a lane; or return why there is none.
+
+        Returns:
+            None where there may be one once another has ended.
 
         Raises:
             KeyboardInterrupt: somebody asked to stop meanwhile: nothing runs yet to be waited for.
@@ -211,7 +242,9 @@ class _Driver:
         reason = self.reason_to_stop()
         if reason is not None:
             return reason
-        trial = self.ask()
+        if self._is_to_wait(lane):
+            return None
+        trial = self.ask(lane)
         self.check(trial)
         if trial.refused is None and self.should_stop():
             raise KeyboardInterrupt
@@ -221,43 +254,70 @@ class _Driver:
         """Return why no further trial should start; None where one should."""
         if self.should_stop():
             return StopReason.INTERRUPTED
+        spent = self._spent()
+        reason = self.stopping.out_of_time(spent)
+        if reason is not None or self._to_retry():
+            return reason
+        if not self._has_begun(self._baseline) and spent.trials < self._space.trials:
+            return None
+        reason = self.stopping.out_of_trials(
+            spent, is_exhausted=self._is_exhausted, records=self.study.ledger.records
+        )
+        if reason is StopReason.GAIN_SPENT and not self._running:
+            self._owed = self.stopping.still_owed(self._ranking())
+        return reason if self._owed is None else None
+
+    def _spent(self) -> Spent:
+        """Return what the search has used up, with the trials that run."""
         ledger, now = self.study.ledger, self.clock()
-        spent = Spent(
-            trials=ledger.trials_spent(since=self._since),
+        return Spent(
+            trials=ledger.trials_spent(since=self._since) + len(self._running),
             seconds=now - self._started_seconds,
             seconds_of_study=self._earlier_seconds + now - self._started_seconds,
         )
-        reason = self.stopping.out_of_time(spent)
-        if reason is not None or ledger.to_retry(since=self._since):
-            return reason
-        if self._baseline not in ledger and spent.trials < self._space.trials:
-            return None
-        reason = self.stopping.out_of_trials(
-            spent, is_exhausted=self._is_exhausted, records=ledger.records
-        )
-        if reason is StopReason.GAIN_SPENT:
-            self._owed = self.stopping.still_owed(self._ranking())
-        return reason if self._owed is None else None
+
+    def _to_retry(self) -> list[TrialConfig]:
+        """Return what failed, is to be tried again, and is not at the moment."""
+        running = {trial.config for trial in self._running.values()}
+        return [c for c in self.study.ledger.to_retry(since=self._since) if c not in running]
+
+    def _retries(self, lane: Lane) -> list[TrialConfig]:
+        """Return what a lane is to try again: what failed on it last is another's, where there is
+        one.
+        """
+        is_alone = len(self.lanes.working) == 1
+        return [c for c in self._to_retry() if is_alone or self._failed_on.get(c) is not lane]
+
+    def _has_begun(self, config: TrialConfig) -> bool:
+        running = (trial.config for trial in self._running.values())
+        return config in self.study.ledger or config in running
+
+    def _is_to_wait(self, lane: Lane) -> bool:
+        """Whether what a lane is to run is known only once another trial has ended."""
+        if self._running and self._quality.is_asked and self._quality.tokens is None:
+            # The first speed says how much every trial is to learn from.
+            return True
+        is_full = self._spent().trials + len(self._to_retry()) >= self._space.trials
+        return is_full and bool(self._to_retry()) and not self._retries(lane)
 
     def end(self, reason: StopReason) -> None:
         """Store why the search ended, and what it was not able to rule out."""
         if reason is not StopReason.INTERRUPTED:
             self.study.note_end(outlook_document(reason, self.stopping.outlook(None)))
 
-    def ask(self) -> _OpenTrial:
+    def ask(self, lane: Lane) -> _OpenTrial:
         """Begin the next trial: the baseline, then what failed, then what the sampler asks.
 
         A sampler that knows what is fastest before anything ran goes before the baseline: the
         answer comes the sooner. After a failure the sampler goes first, so that a fault of the
         machine shows as different configurations failing alike.
         """
-        ledger = self.study.ledger
-        retries = ledger.to_retry(since=self._since)
-        spent = ledger.trials_spent(since=self._since)
-        has_room = spent + len(retries) < self._space.trials
-        if self._baseline not in ledger and not self._is_foreseen(is_first=not ledger.records):
+        retries = self._retries(lane)
+        has_room = self._spent().trials + len(self._to_retry()) < self._space.trials
+        is_first = not self.study.ledger.records and not self._running
+        if not self._has_begun(self._baseline) and not self._is_foreseen(is_first=is_first):
             return self._begin(self._baseline)
-        if retries and not (self._failures and has_room and not self._is_exhausted()):
+        if retries and not (self._failures.get(lane) and has_room and not self._is_exhausted()):
             return self._begin(retries[0])
         owed, self._owed = self._owed, None
         return self._begin(owed)
@@ -270,11 +330,17 @@ class _Driver:
         if trial.refused is None and not trial.is_baseline:
             trial.rivals = self._rivals.of(trial.config)
 
-    def run(self, trial: _OpenTrial) -> Outcome:
-        """Run a trial on the device, and stop it early where it cannot matter any more."""
+    def launch(self, trial: _OpenTrial, lane: Lane) -> None:
+        """Run a trial on a lane, and stop it early where it cannot matter any more."""
+        asked = self._quality.command()
+        # Without the tokens it is but half of what is asked: no result to be found on disk.
+        attempt = None if self._quality.is_asked and asked is None else trial.begun
+        budget_bytes = self.study.definition.target.budget_bytes
+        trial.lane = lane.name
 
         def observe(progress: Progress) -> bool:
-            self.on_event(TrialProgress(number=trial.handle.number, progress=progress))
+            event = TrialProgress(number=trial.handle.number, progress=progress)
+            self.lanes.say(lambda: self.on_event(event))
             return is_hopeless(
                 progress,
                 config=trial.config,
@@ -283,42 +349,109 @@ class _Driver:
             )
 
         def measured() -> Outcome:
-            asked = self._quality.command()
-            # Without the tokens it is but half of what is asked: no result to be found on disk.
-            is_half = self._quality.is_asked and asked is None
-            return held_to_budget(
-                self.runner.run(
-                    trial.config,
-                    steps=self._space.steps,
-                    observe=observe,
-                    attempt=None if is_half else trial.begun,
-                    quality=asked,
-                ),
-                budget_bytes=self.study.definition.target.budget_bytes,
+            outcome = lane.run(
+                trial.config,
+                steps=self._space.steps,
+                observe=observe,
+                attempt=attempt,
+                quality=asked,
             )
+            return held_to_budget(outcome, budget_bytes=budget_bytes)
 
-        started = self.clock()
-        try:
-            outcome = run_undisturbed(measured, should_stop=self.should_stop)
-            if self._quality.choose(outcome, trial.expected.epoch):
-                # Its own speed said on how many tokens all are to train: now it trains on them too.
-                outcome = run_undisturbed(measured, should_stop=self.should_stop)
-            return outcome
-        except CardLost as lost:
-            # The database matters less now, and the spool has it.
-            with suppress(EnvironmentFault):
-                self.tell(trial, lost_with_the_card(lost))
-            raise
-        finally:
-            trial.device_seconds = self.clock() - started
+        def job(_: Lane) -> Outcome:
+            started = self.clock()
+            try:
+                return run_undisturbed(measured, should_stop=self.should_stop)
+            finally:
+                trial.device_seconds = (trial.device_seconds or 0.0) + self.clock() - started
 
-    def tell(self, trial: _OpenTrial, outcome: Outcome) -> None:
-        """Store how a trial ended, and learn from it.
+        self._running[lane] = trial
+        self.lanes.launch(lane, job)
+
+    def conclude(self, ended: Ended) -> None:
+        """Store what a trial came to that ran to its end, or that its lane was lost under."""
+        trial = self._running.pop(ended.lane)
+        if isinstance(ended.result, EnvironmentFault):
+            self._lose(trial, ended.lane, ended.result)
+        elif self._quality.choose(ended.result, trial.expected.epoch):
+            # Its own speed said on how many tokens all are to train: now it trains on them too.
+            self.launch(trial, ended.lane)
+        else:
+            with self.settling():
+                self.tell(trial, ended.result)
+            self._count_failure(ended.lane, trial.config, ended.result)
+
+    def _lose(self, trial: _OpenTrial, lane: Lane, fault: EnvironmentFault) -> None:
+        """Go on without a lane.
 
         Raises:
-            EnvironmentFault: too many trials in a row failed in the same way.
+            EnvironmentFault: it was the last one. What ran on a card that was lost is told; what
+                no card was there for never ran.
         """
-        record = TrialRecord(
+        is_last = not self.lanes.working
+        # The database matters less now, and the spool has it.
+        with suppress(EnvironmentFault):
+            if is_last and not isinstance(fault, CardLost):
+                self.study.abandon(besides=self._numbers())
+            else:
+                self.tell(trial, lost_with_the_card(fault))
+        if is_last:
+            raise fault
+        self._failed_on[trial.config] = lane
+        self._say_lost(lane, fault)
+
+    def _say_lost(self, lane: Lane, fault: EnvironmentFault) -> None:
+        self.on_event(LaneLost(lane.name, words_of(fault), left=len(self.lanes.working)))
+
+    def _count_failure(self, lane: Lane, config: TrialConfig, outcome: Outcome) -> None:
+        """Note on which lane a trial failed, and retire one on which all do.
+
+        Raises:
+            EnvironmentFault: it was the last one.
+        """
+        self._failed_on[config] = lane
+        try:
+            self._failures.setdefault(lane, ConsecutiveFailures()).count(outcome)
+        except EnvironmentFault as fault:
+            lane.lost = fault
+            if not self.lanes.working:
+                raise
+            self._say_lost(lane, fault)
+
+    def _numbers(self) -> set[int]:
+        """Return the numbers of the trials that run."""
+        return {trial.handle.number for trial in self._running.values()}
+
+    def _await_running(self) -> None:
+        """Store what runs beside what was interrupted: somebody asked for it to be ended."""
+        while self._running:
+            # What is cut short here once more is in the spool.
+            with suppress(KeyboardInterrupt):
+                self.conclude(self.lanes.next_end())
+
+    def _keep_running(self) -> None:
+        """Spool what still runs where the database, or the last lane, is not to be had."""
+        if self._running:
+            self.lanes.cancel()
+        while self._running:
+            ended = self.lanes.next_end()
+            trial = self._running.pop(ended.lane)
+            if not isinstance(ended.result, EnvironmentFault):
+                with suppress(EnvironmentFault):
+                    self.study.spool(self._record(trial, ended.result))
+
+    def tell(self, trial: _OpenTrial, outcome: Outcome) -> None:
+        """Store how a trial ended, and learn from it."""
+        record = self._record(trial, outcome)
+        stored = self.study.tell(trial.handle, record)
+        self._count_wall_seconds()
+        self.preflight.learn(record)
+        self._rivals.learn(stored)
+        self._tried.add(identity(stored.config))
+        self.on_event(TrialFinished(record=stored))
+
+    def _record(self, trial: _OpenTrial, outcome: Outcome) -> TrialRecord:
+        return TrialRecord(
             number=trial.handle.number,
             config=trial.config,
             outcome=outcome,
@@ -330,29 +463,33 @@ class _Driver:
             device_seconds=trial.device_seconds or 0.0,
             prediction=trial.prediction,
             epoch=trial.expected.epoch,
+            ran_on=trial.lane or None,
         )
-        stored = self.study.tell(trial.handle, record)
-        self._count_wall_seconds()
-        self.preflight.learn(record)
-        self._rivals.learn(stored)
-        self._tried.add(identity(stored.config))
-        self.on_event(TrialFinished(record=stored))
-        if trial.device_seconds is not None:
-            self._failures.count(outcome)
 
     def confirm(self, *, is_anew: bool = False) -> bool:
-        """Measure the winner again; return False where somebody asked to stop."""
-        return confirm(
-            self.study,
-            runner=self.runner,
-            preflight=self.preflight,
-            clock=self.clock,
-            on_event=self.on_event,
-            should_stop=self.should_stop,
-            interruptible=self.interruptible,
-            settling=self.settling,
-            is_anew=is_anew,
-        )
+        """Measure the winner again; return False where somebody asked to stop.
+
+        On one lane while nothing runs on the others, so that what is compared is measured on the
+        same card and beside nobody.
+        """
+        while True:
+            lane = self.lanes.working[0]
+            try:
+                return confirm(
+                    self.study,
+                    runner=lane,
+                    preflight=self.preflight,
+                    clock=self.clock,
+                    on_event=self.on_event,
+                    should_stop=self.should_stop,
+                    interruptible=self.interruptible,
+                    settling=self.settling,
+                    is_anew=is_anew,
+                )
+            except EnvironmentFault as fault:
+                if fault is not lane.lost or not self.lanes.working:
+                    raise
+                self._say_lost(lane, fault)
 
     def _begin(self, config: TrialConfig | None) -> _OpenTrial:
         """Ask storage for a trial, of ``config`` or of the sampler's choice, and mark it begun."""
@@ -397,7 +534,8 @@ class _Driver:
         return is_guided and is_first and self._space.trials > 1
 
     def _is_exhausted(self) -> bool:
-        return self._frontier.is_exhausted(self._tried)
+        running = {identity(trial.config) for trial in self._running.values()}
+        return self._frontier.is_exhausted(self._tried | running)
 
     def _count_wall_seconds(self) -> None:
         """Add up the driver's time trial by trial, so that a crash loses one trial's at most."""

@@ -6,7 +6,7 @@ terminals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -26,6 +26,8 @@ from sweep.study.events import (
     ConfirmationStarted,
     Event,
     GainForeseen,
+    LaneLost,
+    LanesOpened,
     SpaceTraced,
     StudyFinished,
     TrialFinished,
@@ -89,6 +91,16 @@ def fixed_words(space: SearchSpace) -> str:
 
 
 @dataclass
+class Running:
+    """A trial that runs."""
+
+    started: TrialStarted
+    since_seconds: float
+    """When what it does now began, by the board's clock."""
+    progress: Progress | None = None
+
+
+@dataclass
 class Board:
     """A study as it stands, kept up to date by `take`.
 
@@ -100,8 +112,10 @@ class Board:
     records: list[TrialRecord]
     """Finished trials of the search, those of earlier runs included."""
     clock: Callable[[], float]
-    current: TrialStarted | None = None
-    progress: Progress | None = None
+    running: dict[int, Running] = field(default_factory=dict)
+    """What runs, by number: several trials where there are several cards."""
+    lanes: int = 1
+    """Trials that may run at a time."""
     tracing: SpaceTraced | None = None
     """How far tracing the space is, while it is traced."""
     foreseen: GainForeseen | None = None
@@ -141,23 +155,49 @@ class Board:
             case GainForeseen():
                 self.foreseen = event
             case TrialStarted():
-                self.current, self.progress = event, None
-            case TrialProgress(progress=progress):
-                self._note_building(progress)
-                self.progress = progress
+                self.running[event.number] = Running(event, self.clock())
+            case TrialProgress():
+                self._go_on(event)
             case TrialFinished(record=record):
                 self._finish(record)
             case ConfirmationStarted():
                 self.confirming = event
                 self._counted = None
+            case LanesOpened(names=names):
+                self.lanes = len(names)
+            case LaneLost(left=left):
+                self.lanes = left
             case StudyFinished():
-                self.current = self.progress = None
-        if self.doing != before or isinstance(event, TrialStarted):
+                self.running.clear()
+        if self.doing != before:
             self._doing_seconds = self.clock()
 
-    def began_before(self, seconds: float) -> None:
-        """Note that what is being done began so long ago, before anybody looked."""
-        self._doing_seconds = self.clock() - max(0.0, seconds)
+    def _go_on(self, event: TrialProgress) -> None:
+        running = self.running.get(event.number)
+        if running is None:
+            return
+        self._note_building(event.progress)
+        if running.progress is None or running.progress.phase != event.progress.phase:
+            running.since_seconds = self.clock()
+        running.progress = event.progress
+
+    def began_before(self, number: int, seconds: float) -> None:
+        """Note that a trial began so long ago, before anybody looked."""
+        self.running[number].since_seconds = self.clock() - max(0.0, seconds)
+
+    def keep_running(self, numbers: Container[int]) -> None:
+        """Forget what does not run any more, and never came to an end."""
+        self.running = {n: running for n, running in self.running.items() if n in numbers}
+
+    @property
+    def current(self) -> TrialStarted | None:
+        """The trial that runs; of several the one that began first."""
+        return next((running.started for running in self.running.values()), None)
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far that one is."""
+        return next((running.progress for running in self.running.values()), None)
 
     def _finish(self, record: TrialRecord) -> None:
         is_searched = record.purpose == "search"
@@ -165,7 +205,7 @@ class Board:
         self._ledger.add(record)
         self._ranked = self._counted = None
         self._finished_here += is_searched
-        self.current = self.progress = None
+        self.running.pop(record.number, None)
 
     @property
     def _ranking(self) -> Ranking:
@@ -192,15 +232,15 @@ class Board:
         """What is being done now, without how far it is: how long that takes is `doing_seconds`."""
         if self.tracing is not None:
             return "tracing"
-        if self.current is None:
-            return "choosing"
-        phase = "start" if self.progress is None else self.progress.phase
-        return f"{self.current.number} {phase}"
+        return "running" if self.running else "choosing"
 
     @property
     def doing_seconds(self) -> float:
-        """Seconds since what is being done now began."""
-        return self.clock() - self._doing_seconds
+        """Seconds since what is being done now began: by the trial that began first, if any."""
+        first = next(iter(self.running.values()), None)
+        is_running = first is not None and self.tracing is None
+        since = first.since_seconds if first and is_running else self._doing_seconds
+        return self.clock() - since
 
     @property
     def best(self) -> TrialRecord | None:
@@ -254,7 +294,7 @@ class Board:
         if not newest:
             return left
         trials_left = max(0, self.definition.space.trials - self.trials_done)
-        at_pace = trials_left * sum(newest) / len(newest)
+        at_pace = trials_left * sum(newest) / len(newest) / self.lanes
         return at_pace if left is None else min(left, at_pace)
 
     def _confirm_seconds(self) -> float | None:

@@ -52,6 +52,7 @@ from sweep.terminal.console import (
     width_of,
 )
 from sweep.terminal.live import watching
+from sweep.terminal.places import places
 from sweep.terminal.summary import (
     has_fit,
     last_screen,
@@ -76,30 +77,41 @@ def run(
     held: Mapping[str, Any],
     study: str | None,
     storage: str | None,
+    cards: str | None,
+    ray: str | None,
     carried: str | None,
     as_json: bool,
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
     url = _driven_url(storage)
-    prepared = prepare(
-        space,
-        overrides=overrides,
-        held=held,
-        study=study,
-        card=read_card,
-        read_texts=read_texts,
-        stored=partial(_stored, url=url),
-    )
-    for line in prepared.notes:
-        note(folded(line, width_of(sys.stderr)))
-    reason = drive(
-        prepared,
-        storage=url,
-        watch=_watch,
-        warn=lambda text: note(f"warning: {text}"),
-        carried=None if carried is None else _source(carried, of=prepared.name, url=url),
-    )
+    where = places(cards=cards, ray=ray, space=space, overrides=overrides, warn=_warn)
+    with where:
+        prepared = where.given_to(
+            prepare(
+                space,
+                overrides=overrides,
+                held=held,
+                study=study,
+                card=where.first,
+                read_texts=read_texts,
+                stored=partial(_stored, url=url),
+            )
+        )
+        for line in prepared.notes:
+            note(folded(line, width_of(sys.stderr)))
+        reason = drive(
+            prepared,
+            storage=url,
+            watch=_watch,
+            warn=_warn,
+            carried=None if carried is None else _source(carried, of=prepared.name, url=url),
+            new_runner=where.new_runner,
+        )
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
+
+
+def _warn(text: str) -> None:
+    note(f"warning: {text}")
 
 
 def _stored(study: str, *, url: str) -> StudyDefinition | None:
@@ -145,7 +157,7 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
         prepared,
         storage=url,
         watch=_watch,
-        warn=lambda text: note(f"warning: {text}"),
+        warn=_warn,
         work=confirm_anew,
     )
     return _conclude(prepared, reason, storage=storage, as_json=as_json)

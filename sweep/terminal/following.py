@@ -46,7 +46,8 @@ def follow(
             for event in changes(board, snapshot):
                 listener(event)
                 if isinstance(event, TrialStarted):
-                    board.began_before(_running_seconds(snapshot))
+                    board.began_before(event.number, _running_seconds(snapshot, event.number))
+            board.keep_running({trial.number for trial in snapshot.running})
             before = clock()
             snapshot = read()
             sleep(max(_LOOK_SECONDS, (clock() - before) / _SHARE_READING))
@@ -73,29 +74,25 @@ def changes(board: Board, snapshot: StudySnapshot) -> Iterator[Event]:
     """Yield what happened since the board was fed last, in the order in which it did."""
     known = {record.number for record in (*board.records, *board.confirmations)}
     new = [r for r in (*snapshot.records, *snapshot.confirmations) if r.number not in known]
-    running = _newest(snapshot)
-    is_confirming = running is not None and running.purpose != "search"
+    running = [trial for trial in snapshot.running if trial.config is not None]
+    is_confirming = any(trial.purpose != "search" for trial in running)
     if board.confirming is None and (is_confirming or any(r.purpose != "search" for r in new)):
         yield from (TrialFinished(r) for r in new if r.purpose == "search")
         new = [r for r in new if r.purpose != "search"]
         series = max((r.series for r in snapshot.confirmations), default=1)
         yield ConfirmationStarted(series=series, numbers=())
     yield from (TrialFinished(record) for record in sorted(new, key=lambda r: r.number))
-    if running is not None and (board.current is None or board.current.number != running.number):
-        yield from _started(running)
+    for trial in sorted(running, key=lambda trial: trial.number):
+        if trial.number not in board.running:
+            yield from _started(trial)
 
 
-def _newest(snapshot: StudySnapshot) -> RunningTrial | None:
-    begun = [trial for trial in snapshot.running if trial.config is not None]
-    return max(begun, key=lambda trial: trial.number, default=None)
-
-
-def _running_seconds(snapshot: StudySnapshot) -> float:
-    """Return how long the running trial has run, by this machine's clock."""
-    running = _newest(snapshot)
-    if running is None or running.started_at is None:
+def _running_seconds(snapshot: StudySnapshot, number: int) -> float:
+    """Return how long a trial has run, by this machine's clock."""
+    began = next((t.started_at for t in snapshot.running if t.number == number), None)
+    if began is None:
         return 0.0
-    return (datetime.now(UTC) - datetime.fromisoformat(running.started_at)).total_seconds()
+    return (datetime.now(UTC) - datetime.fromisoformat(began)).total_seconds()
 
 
 def _started(running: RunningTrial) -> Iterator[TrialStarted]:

@@ -26,13 +26,15 @@ from sweep.planning.forecast import TRACED
 from sweep.study.events import (
     ConfirmationStarted,
     Event,
+    LaneLost,
+    LanesOpened,
     Listener,
     SpaceTraced,
     TrialFinished,
     TrialProgress,
     TrialStarted,
 )
-from sweep.terminal.board import Board
+from sweep.terminal.board import Board, Running
 from sweep.terminal.console import Synchronized, cancel_announced, folded, note, width_of
 from sweep.terminal.drawing import Shown
 from sweep.terminal.working import Rhythm, progress_words
@@ -136,10 +138,29 @@ def _line_of(board: Board, event: Event) -> str:
     match event:
         case SpaceTraced(done=done, of=of) if 4 * done // of > 4 * (done - 1) // of:
             return progress_words(TRACED, done, of)
-        case ConfirmationStarted():
-            return confirming_line(event)
+        case ConfirmationStarted() | LanesOpened() | LaneLost():
+            return told_line(event)
         case TrialStarted() if board.is_first and board.is_driven_here and not board.confirming:
             return f"trial {event.number} starts the worker and builds the model"
+        case _:
+            return ""
+
+
+def told_line(event: Event) -> str:
+    """Return what is told of an event on every kind of terminal; empty where that is nothing."""
+    match event:
+        case ConfirmationStarted():
+            return confirming_line(event)
+        case LanesOpened(names=names):
+            return (
+                f"trials run on {', '.join(names)} at a time; the winner is measured again on one "
+                "of them while the others are idle"
+            )
+        case LaneLost(name=name, reason=reason, left=left):
+            return (
+                f"{name} is lost: {reason.rstrip('.')}. What ran there is tried again elsewhere: "
+                f"{units.plural(left, 'place')} left"
+            )
         case _:
             return ""
 
@@ -167,7 +188,10 @@ def trial_line(board: Board, event: TrialFinished) -> str:
     done = "" if board.may_end_sooner else f" ({count})"
     is_best = board.best is not None and board.best.number == record.number
     best = " (best so far)" if is_best and len(board.records) > 1 else ""
-    return f"trial {record.number}{again}{done}: {ended}{best}: {board.describe(record.config)}"
+    where = f" on {record.ran_on}" if record.ran_on else ""
+    return (
+        f"trial {record.number}{where}{again}{done}: {ended}{best}: {board.describe(record.config)}"
+    )
 
 
 def _again_line(board: Board, record: TrialRecord) -> str:
@@ -198,8 +222,8 @@ def _panel(
 
         def listen(event: Event) -> None:
             board.take(event)
-            if isinstance(event, ConfirmationStarted):
-                keep(confirming_line(event))
+            if line := told_line(event):
+                keep(line)
             if isinstance(event, TrialFinished):
                 keep(trial_line(board, event))
             if not isinstance(event, TrialProgress):
@@ -229,7 +253,7 @@ def _headline(board: Board) -> str:
 
 def _rows(board: Board, *, width: int) -> Iterator[tuple[str, RenderableType]]:
     yield "best", Text(_best(board))
-    yield "now", Text(now_line(board))
+    yield "now", Text("\n".join(now_lines(board)))
     if board.is_driven_here:
         yield "memory", _memory(board, width=width)
     yield "trials", Text(_trials(board))
@@ -258,28 +282,38 @@ def _best(board: Board) -> str:
 
 
 def now_line(board: Board) -> str:
-    """Return what is being done, since when, and of what trial."""
-    seconds = f"{board.doing_seconds:,.0f} s"
-    if board.tracing is not None:
-        return f"{progress_words(TRACED, board.tracing.done, board.tracing.of)}, {seconds}"
-    if board.current is None:
-        return f"choosing the next configuration, {seconds}"
-    errand, config = board.current.errand, board.current.config
+    """Return what is being done, since when, and of what trials."""
+    return "; ".join(now_lines(board))
+
+
+def now_lines(board: Board) -> list[str]:
+    """Return what is being done, a line for each trial that runs."""
+    if board.tracing is not None or not board.running:
+        seconds = f"{board.doing_seconds:,.0f} s"
+        if board.tracing is None:
+            return [f"choosing the next configuration, {seconds}"]
+        return [f"{progress_words(TRACED, board.tracing.done, board.tracing.of)}, {seconds}"]
+    return [_running_line(board, running) for running in board.running.values()]
+
+
+def _running_line(board: Board, running: Running) -> str:
+    errand, config = running.started.errand, running.started.config
     what = {
-        "search": f"trial {board.current.number}",
+        "search": f"trial {running.started.number}",
         "confirm": uncertainty.at_capacity(config)
         if errand.confirms is None
         else f"trial {errand.confirms} again",
         "soak": f"trial {errand.confirms}, soak",
         "quality": f"trial {errand.confirms}, another seed",
     }[errand.purpose]
-    return f"{what}, {_phase(board)}, {seconds}: {board.describe(config)}"
+    seconds = f"{board.clock() - running.since_seconds:,.0f} s"
+    return f"{what}, {_phase(board, running)}, {seconds}: {board.describe(config)}"
 
 
-def _phase(board: Board) -> str:
+def _phase(board: Board, running: Running) -> str:
     if not board.is_driven_here:
         return "running"
-    progress = board.progress
+    progress = running.progress
     if progress is None:
         is_fresh = board.is_first or (board.confirming is not None and not board.confirmations)
         return "starting the worker" if is_fresh else "getting ready"
@@ -326,9 +360,10 @@ def roughly(seconds: float) -> str:
 
 
 def _memory(board: Board, *, width: int) -> RenderableType:
-    """Return the running trial's memory against the budget."""
+    """Return the running trial's memory against the budget: the most of several trials'."""
     budget = board.definition.target.budget_bytes
-    used = board.progress.allocated_bytes if board.progress else None
+    known = [r.progress.allocated_bytes for r in board.running.values() if r.progress]
+    used = max((bytes_ for bytes_ in known if bytes_ is not None), default=None)
     row = Table.grid(padding=(0, 1))
     bar = max(10, min(_BAR_WIDTH, width - 50))
     row.add_row(

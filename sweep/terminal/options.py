@@ -179,6 +179,23 @@ SeedOption = Annotated[int | None, typer.Option("--seed", help="Of sampling, wei
 SamplerOption = Annotated[
     str | None, typer.Option("--sampler", help="guided, tpe, gp, random or grid.")
 ]
+CardsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cards",
+        help="Trials at a time on cards of this machine: all, how many (2), or which (0,2); 1.",
+        callback=_named("--cards"),
+    ),
+]
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="auto|HOST:PORT",
+        help="Trials at a time on every card of a Ray cluster's machines.",
+        callback=_named("--ray"),
+    ),
+]
 CarriedOption = Annotated[
     str | None,
     typer.Option(

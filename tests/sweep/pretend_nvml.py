@@ -14,7 +14,8 @@ class PretendNvml:
     """What pynvml is to the product.
 
     Args:
-        answers: by function; an exception is raised, a value returned, what is not there refused.
+        answers: by function; an exception is raised, a function called with what was asked, any
+            other value returned, what is not there refused.
     """
 
     def __init__(self, **answers: Any) -> None:
@@ -28,8 +29,9 @@ class PretendNvml:
         }
 
     def __getattr__(self, name: str) -> Any:
-        def answer(*_: Any) -> Any:
+        def answer(*asked: Any) -> Any:
             value = self.answers.get(name, REFUSED)
+            value = value(*asked) if callable(value) else value
             if isinstance(value, Exception):
                 raise value
             return value

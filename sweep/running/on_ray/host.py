@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault
+from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget, Weights
 from storage.definition import Target
-from storage.records import Attempt, Outcome
+from storage.records import Attempt, Crashed, Outcome, TimedOut
+from sweep.nvml import FaultWatch
 from sweep.paths import cache_directory
+from sweep.running.device_info import read_card
 from sweep.running.on_ray.node import raylet_environment
 from sweep.running.runner import Progress, Runner
 from sweep.running.supervisor import SupervisedRunner
@@ -98,6 +100,7 @@ class Host:
     Args:
         settings: what it is for.
         new_runner: what runs the trials; tests put another one here.
+        fault: says what is wrong with the card after a trial that failed; tests put one here.
     """
 
     def __init__(
@@ -105,8 +108,10 @@ class Host:
         settings: HostSettings,
         *,
         new_runner: Callable[[HostSettings], Runner] | None = None,
+        fault: Callable[[], str | None] | None = None,
     ) -> None:
         _restore_threads()
+        self._fault = fault or _card_watch(settings)
         self._runner = (new_runner or _supervised)(settings)
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._run_id = ""
@@ -201,7 +206,12 @@ class Host:
         except BaseException:  # noqa: BLE001 - whoever drives this raises it
             self._say(Broken(traceback.format_exc()))
         else:
-            self._say(Ended(outcome))
+            self._say(self._end_of(outcome))
+
+    def _end_of(self, outcome: Outcome) -> Word:
+        """Return what to say of a trial: one that the card had a hand in says nothing of it."""
+        fault = self._fault() if isinstance(outcome, Crashed | TimedOut) else None
+        return Ended(outcome) if fault is None else Faulted(CardLost(fault))
 
     def _observe(self, progress: Progress) -> bool:
         self._say(progress)
@@ -222,6 +232,11 @@ def _supervised(settings: HostSettings) -> Runner:
         seed=settings.seed,
         texts=settings.texts,
     )
+
+
+def _card_watch(settings: HostSettings) -> Callable[[], str | None]:
+    card = read_card() if settings.target.device == "cuda" else None
+    return (lambda: None) if card is None or card.uuid is None else FaultWatch(card.uuid)
 
 
 def _restore_threads() -> None:

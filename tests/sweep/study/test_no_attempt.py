@@ -177,7 +177,7 @@ def test_what_a_silent_database_does_not_hear_of_a_resume_reads_in_the_spool(
 
     for _ in AGAIN:
         with a_study(tmp_path, **ONE) as study:
-            study._close_running = away  # type: ignore[method-assign]
+            study._close_running = lambda besides: away()  # type: ignore[method-assign]
             with pytest.raises(EnvironmentFault):
                 drive(study, FullCard(NO_DEVICE))
     with a_study(tmp_path, **ONE) as study:

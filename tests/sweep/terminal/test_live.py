@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -149,7 +150,8 @@ def test_what_is_measured_again_has_its_lines(capsys: pytest.CaptureFixture[str]
 
 def test_the_panel_shows_what_is_measured_again() -> None:
     board = a_board(trials=9)
-    for event in (finished(1), AGAIN, RUNNING_AGAIN, PROGRESS):
+    measuring = replace(PROGRESS, number=RUNNING_AGAIN.number)
+    for event in (finished(1), AGAIN, RUNNING_AGAIN, measuring):
         board.take(event)
     text = shown(panel(board, width=120))
     assert "trial 1 again, measuring step 4" in text

@@ -1,0 +1,155 @@
+"""What several cards of one machine are worth: trials a minute, and what busy neighbours cost.
+
+Trials a minute are those of whole studies, from the command to its end, of as many trials for each
+card. Neighbours share power, host cores and the bus: one configuration is measured on the first
+card in turns, while the others idle and while they train.
+
+    python -m tests.bench.many_cards OUT.json [--space a10] [--trials 16] [--turns 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from search_spaces.config import TrialConfig
+from search_spaces.space import StepBudget
+from storage.reading import read_study
+from storage.records import Measured
+from sweep.running.cards import ChosenCard, choose_cards
+from sweep.running.device_info import read_cards
+from sweep.running.runner import Runner
+from sweep.study.session import Prepared, prepare, supervised_runner
+from tests.bench.stamp import stamp
+
+STEPS = StepBudget(measured_min=20, measured_max=20)
+FAST = {
+    "kernels": "liger",
+    "upcast_fp32": False,
+    "checkpoint_fraction": 0.0,
+    "micro_batch_size": 10,
+}
+CONFIGS = {"recipe": TrialConfig(micro_batch_size=8), "fast": TrialConfig(**FAST)}
+
+
+def runner_on(prepared: Prepared, card: ChosenCard) -> Runner:
+    found = supervised_runner(replace(prepared, name=f"card-{card.index}", cards=(card,)))
+    return found.all[0]  # type: ignore[union-attr]
+
+
+def speed(runner: Runner, config: TrialConfig) -> float:
+    outcome = runner.run(config, steps=STEPS)
+    assert isinstance(outcome, Measured), outcome
+    return outcome.measurement.tokens_per_second
+
+
+@contextmanager
+def busy(runners: list[Runner], config: TrialConfig) -> Iterator[None]:
+    """Have cards train one trial after another inside the ``with``."""
+    over = threading.Event()
+
+    def train(runner: Runner) -> None:
+        while not over.is_set():
+            runner.run(config, steps=STEPS)
+
+    threads = [threading.Thread(target=train, args=(runner,)) for runner in runners]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def neighbours(prepared: Prepared, cards: tuple[ChosenCard, ...], turns: int) -> dict[str, Any]:
+    """Return the speed on the first card in turns, alone and beside busy neighbours."""
+    found: dict[str, Any] = {}
+    with ExitStack() as stack:
+        first, *others = (stack.enter_context(runner_on(prepared, card)) for card in cards)
+        for name, config in CONFIGS.items():
+            for runner in (first, *others):
+                speed(runner, config)
+            alone, beside = [], []
+            for _ in range(turns):
+                alone.append(speed(first, config))
+                with busy(others, config):
+                    beside.append(speed(first, config))
+            ratio = statistics.median(beside) / statistics.median(alone)
+            found[name] = {"alone": alone, "beside": beside, "ratio": round(ratio, 4)}
+            print(name, found[name], flush=True)
+    return found
+
+
+def study(space: str, cards: str, trials: int, home: str) -> dict[str, Any]:
+    """Run a study of so many trials on cards; return how long it took."""
+    name = f"on-{cards}"
+    command = [sys.executable, "-c", "import sys; from sweep.cli import main; sys.exit(main())"]
+    command += ["run", space, "--study", name, "--cards", cards, "--trials", str(trials)]
+    command += ["--sampler", "random", "--no-confirm", "--json"]
+    began = time.monotonic()
+    subprocess.run(command, env={**os.environ, "SWEEP_HOME": home}, check=False, stdout=sys.stderr)
+    seconds = time.monotonic() - began
+    url = f"sqlite:///{home}/runs/sweep.db"
+    records = read_study(name, url=url, home=Path(home) / "runs").records
+    ran = [record for record in records if record.device_seconds]
+    return {
+        "cards": cards,
+        "trials": len(ran),
+        "seconds": round(seconds, 1),
+        "device_seconds": round(sum(record.device_seconds for record in ran), 1),
+        "trials_per_minute": round(60 * len(ran) / seconds, 2),
+        "by_card": {
+            place: sum(record.ran_on == place for record in ran)
+            for place in sorted({record.ran_on or "" for record in ran})
+        },
+    }
+
+
+def main() -> None:
+    """Measure, and write what came of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--space", default="a10")
+    parser.add_argument("--trials", type=int, default=16, help="of each card")
+    parser.add_argument("--turns", type=int, default=4)
+    asked = parser.parse_args()
+    cards = choose_cards("all", read_cards())
+    prepared = prepare(
+        asked.space, overrides={}, held=None, study="bench", card=lambda: cards[0].card
+    )
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["SWEEP_HOME"] = home
+        beside = neighbours(prepared, cards, asked.turns)
+    studies = []
+    for count in (1, len(cards)):
+        # Nothing is kept from one to the next, traced memory and compiled kernels neither.
+        with tempfile.TemporaryDirectory() as home:
+            os.environ["XDG_CACHE_HOME"] = home
+            studies.append(study(asked.space, str(count), count * asked.trials, home))
+            print(studies[-1], flush=True)
+    one, many = (found["trials_per_minute"] for found in studies)
+    found = {
+        **stamp(),
+        "neighbours": beside,
+        "studies": studies,
+        "times_one_card": round(many / one, 3),
+    }
+    asked.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Trials run beside each other, one study is told by one thread, and a lane that is lost costs only
+the trial that ran on it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import CardLost, EnvironmentFault
+from storage.records import RETRYABLE, Crashed, Lost, Outcome, TrialRecord, Verdict
+from storage.study import OpenStudy
+from sweep.running.lanes import Lane, Lanes
+from sweep.running.replay import ReplayRunner
+from sweep.sampling.samplers import make_sampler
+from sweep.study.events import Event, LaneLost, StopReason, TrialFinished, TrialStarted
+from sweep.study.interruption import Interruption
+from sweep.study.machine_faults import FAILURES_IN_A_ROW
+from sweep.study.tuner import tune
+from tests.sweep.simulated_device import a_study, train
+from tests.sweep.study.test_quality_of_studies import Learning, slower_by_rank
+from tests.sweep.study.test_quality_of_studies import opened as opened_for_losses
+from tests.sweep.study.test_tuner import a_preflight
+
+EIGHT = {
+    "dimensions": {
+        "micro_batch_size": {"choices": [1, 2, 4, 8]},
+        "checkpoint_fraction": {"choices": [0.5, 1.0]},
+    },
+    "fixed": {},
+    "confirm": None,
+}
+SECONDS = 20.0
+"""No test waits so long unless it fails."""
+
+Answer = Callable[[TrialConfig], Outcome]
+
+
+def lanes(*answers: Answer, faults: tuple[str | None, ...] = ()) -> Lanes:
+    found = (*faults, *[None] * len(answers))
+    return Lanes(
+        [
+            Lane(ReplayRunner(otherwise=answer), name=f"card {at}", fault=lambda at=at: found[at])
+            for at, answer in enumerate(answers)
+        ]
+    )
+
+
+def a_grid(home: Path, **changes: Any) -> OpenStudy:
+    study = a_study(home, **(EIGHT | changes))
+    study.study.sampler = make_sampler("grid", study.definition.space, seed=0)
+    return study
+
+
+def drive(study: OpenStudy, where: Lanes, **changes: Any) -> StopReason:
+    return tune(study, runner=where, preflight=a_preflight(), **changes)
+
+
+def meeting(of: int) -> Answer:
+    """Trials of which each waits until so many run at once."""
+    barrier = threading.Barrier(of, timeout=SECONDS)
+
+    def answer(config: TrialConfig) -> Outcome:
+        barrier.wait()
+        return train(config)
+
+    return answer
+
+
+def concluded(records: Iterable[TrialRecord]) -> int:
+    return len({r.config for r in records if r.verdict not in RETRYABLE})
+
+
+def failing(times: int = 1, error: type[EnvironmentFault] = CardLost) -> Answer:
+    left = [times]
+
+    def answer(config: TrialConfig) -> Outcome:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error("it fell off the bus")
+        return train(config)
+
+    return answer
+
+
+def test_trials_run_beside_each_other_and_each_configuration_once(tmp_path: Path) -> None:
+    together = meeting(2)
+    with a_grid(tmp_path, trials=8) as study:
+        where = lanes(together, together)
+        assert drive(study, where) is StopReason.TRIALS_SPENT
+        records = study.records()
+    assert [record.number for record in records] == list(range(8))
+    assert len({record.config for record in records}) == 8
+    assert Counter(record.ran_on for record in records) == {"card 0": 4, "card 1": 4}
+
+
+def test_a_study_is_told_by_the_thread_that_drives_it_whatever_its_lanes_say(
+    tmp_path: Path,
+) -> None:
+    heard: set[int] = set()
+
+    def on_event(_: Event) -> None:
+        heard.add(threading.get_ident())
+
+    with a_grid(tmp_path, trials=8) as study:
+        drive(study, lanes(train, train, train), on_event=on_event)
+    assert heard == {threading.get_ident()}
+
+
+def test_no_more_trials_run_than_were_asked_for_however_many_lanes_there_are(
+    tmp_path: Path,
+) -> None:
+    with a_grid(tmp_path, trials=3) as study:
+        drive(study, lanes(*[train] * 5))
+        assert len(study.records()) == 3
+
+
+def test_the_baseline_is_tried_once_also_where_several_lanes_begin_at_once(tmp_path: Path) -> None:
+    with a_grid(tmp_path, trials=6) as study:
+        drive(study, lanes(train, train, train))
+        assert sum(record.is_baseline for record in study.records()) == 1
+
+
+@pytest.mark.parametrize("error", [CardLost, EnvironmentFault])
+def test_a_card_that_fails_retires_alone_and_its_trial_is_tried_elsewhere(
+    tmp_path: Path, error: type[EnvironmentFault]
+) -> None:
+    events: list[Event] = []
+    with a_grid(tmp_path, trials=8) as study:
+        where = lanes(failing(error=error), train)
+        drive(study, where, on_event=events.append)
+        records = study.records()
+    (lost,) = [r for r in records if r.verdict is Verdict.LOST]
+    assert lost.is_interrupted
+    assert lost.ran_on == "card 0"
+    assert [r.ran_on for r in records if r.config == lost.config] == ["card 0", "card 1"]
+    assert concluded(records) == 8
+    (said,) = [event for event in events if isinstance(event, LaneLost)]
+    assert (said.name, said.left) == ("card 0", 1)
+    assert "fell off the bus" in said.reason
+
+
+def test_a_crash_on_a_card_with_a_fault_of_its_own_is_the_cards(tmp_path: Path) -> None:
+    def crash(_: TrialConfig) -> Outcome:
+        return Crashed(phase="measure", detail="CUDA error: uncorrectable ECC error encountered")
+
+    with a_grid(tmp_path, trials=8) as study:
+        drive(study, lanes(crash, train, faults=("2 uncorrectable memory errors",)))
+        records = study.records()
+    assert not [r for r in records if r.verdict is Verdict.CRASHED]
+    (lost,) = [r.outcome for r in records if isinstance(r.outcome, Lost)]
+    assert "card 0: 2 uncorrectable memory errors" in lost.detail
+
+
+def test_a_card_on_which_every_trial_fails_retires_while_others_go_on(tmp_path: Path) -> None:
+    crashes = [0]
+
+    def crash(_: TrialConfig) -> Outcome:
+        crashes[0] += 1
+        return Crashed(phase="warmup", detail="nobody knows why")
+
+    def slow(config: TrialConfig) -> Outcome:
+        # The other card has had its chance by then.
+        while crashes[0] < FAILURES_IN_A_ROW:
+            pause.wait(0.005)
+        return train(config)
+
+    pause = threading.Event()
+    with a_grid(tmp_path, trials=8) as study:
+        drive(study, lanes(crash, slow))
+        records = study.records()
+    assert crashes[0] == FAILURES_IN_A_ROW
+    assert concluded(records) == 8
+
+
+def test_a_study_ends_with_its_last_card_and_goes_on_with_another(tmp_path: Path) -> None:
+    with a_grid(tmp_path, trials=8) as study, pytest.raises(CardLost):
+        drive(study, lanes(failing(), failing()))
+    with a_grid(tmp_path, trials=8) as study:
+        assert drive(study, lanes(train)) is StopReason.TRIALS_SPENT
+        assert concluded(study.records()) == 8
+
+
+def test_who_asks_once_to_stop_gets_what_runs_and_nothing_more(tmp_path: Path) -> None:
+    where = lanes(train, train)
+    interruption = Interruption(cancel=where.cancel)
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, TrialStarted) and event.number == 1:
+            interruption.request()
+
+    with a_grid(tmp_path, trials=8) as study:
+        stops = {
+            "should_stop": interruption.is_requested,
+            "interruptible": interruption.interruptible,
+            "settling": interruption.settling,
+        }
+        # The second was asked for, and had not begun: it is closed, and was no attempt.
+        assert drive(study, where, on_event=on_event, **stops) is StopReason.INTERRUPTED
+        assert [r.verdict for r in study.records()] == ["fits"]
+    with a_grid(tmp_path, trials=8) as study:
+        assert drive(study, lanes(train, train)) is StopReason.TRIALS_SPENT
+
+
+def test_who_asks_twice_ends_all_that_runs_and_a_resume_tries_it_again(tmp_path: Path) -> None:
+    began = threading.Barrier(3, timeout=SECONDS)
+    released = threading.Event()
+
+    class Waiting(ReplayRunner):
+        def cancel(self) -> None:
+            super().cancel()
+            released.set()
+
+    def wait(config: TrialConfig) -> Outcome:
+        began.wait()
+        released.wait(SECONDS)
+        return train(config)
+
+    where = Lanes([Lane(Waiting(otherwise=wait), name=f"card {at}") for at in range(2)])
+    interruption = Interruption(cancel=where.cancel)
+
+    def ask_twice() -> None:
+        began.wait()
+        interruption.request()
+        interruption.request()
+
+    with a_grid(tmp_path, trials=8) as study:
+        asking = threading.Thread(target=ask_twice)
+        asking.start()
+        reason = drive(study, where, should_stop=interruption.is_requested)
+        asking.join()
+        assert reason is StopReason.INTERRUPTED
+        assert all(r.is_interrupted for r in study.records())
+        assert len(study.records()) == 2
+    with a_grid(tmp_path, trials=8) as study:
+        assert drive(study, lanes(train, train)) is StopReason.TRIALS_SPENT
+
+
+def test_a_database_that_goes_away_costs_no_result_of_any_lane(tmp_path: Path) -> None:
+    ended = threading.Event()
+    measured: list[TrialConfig] = []
+
+    def first(config: TrialConfig) -> Outcome:
+        measured.append(config)
+        return train(config)
+
+    def second(config: TrialConfig) -> Outcome:
+        measured.append(config)
+        ended.wait(SECONDS)
+        return train(config)
+
+    def away(event: Event) -> None:
+        if isinstance(event, TrialFinished):
+            ended.set()
+            raise EnvironmentFault("the database is away")
+
+    with a_grid(tmp_path, trials=8) as study, pytest.raises(EnvironmentFault, match="away"):
+        drive(study, lanes(first, second), on_event=away)
+    with a_grid(tmp_path, trials=8) as study:
+        assert drive(study, lanes(train)) is StopReason.TRIALS_SPENT
+        tried = Counter(r.config for r in study.records() if not r.is_interrupted)
+    assert set(tried.values()) == {1}
+
+
+def test_where_losses_are_asked_for_the_others_wait_for_the_first_speed(tmp_path: Path) -> None:
+    runners = [Learning(otherwise=slower_by_rank) for _ in range(2)]
+    with opened_for_losses(tmp_path) as study:
+        drive(study, Lanes([Lane(r, name=f"card {at}") for at, r in enumerate(runners)]))
+    asked = [command for runner in runners for command in runner.qualities]
+    assert sum(command is None for command in asked) == 1
+    assert len({(c.tokens, c.seed) for c in asked if c is not None and c.seed == 0}) == 1
+
+
+def test_a_guided_search_does_not_ask_for_what_runs(tmp_path: Path) -> None:
+    together = meeting(2)
+    with a_study(tmp_path, **(EIGHT | {"trials": 8, "stop_below_gain": 0.0})) as study:
+        space = study.definition.space
+        study.study.sampler = make_sampler("guided", space, seed=0, preflight=a_preflight())
+        drive(study, lanes(together, together))
+        assert len({r.config for r in study.records()}) == 8
+
+
+def test_the_winner_is_measured_again_on_one_card_while_the_others_idle(tmp_path: Path) -> None:
+    where = lanes(train, train)
+    with a_grid(tmp_path, trials=8, confirm={"seconds": 30}) as study:
+        drive(study, where)
+        again = {record.ran_on for record in study.confirmations()}
+        assert study.confirmations()
+    assert len(again) == 1
