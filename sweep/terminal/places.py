@@ -20,6 +20,7 @@ from sweep.running.on_ray.connecting import checked_address, joined
 from sweep.running.runner import Runner
 from sweep.study.on_ray import card_on_ray, lanes_on_ray
 from sweep.study.session import Prepared, supervised_runner
+from sweep.terminal.console import announce_if_slow
 
 
 class Places(Protocol):
@@ -139,6 +140,7 @@ class OnRay:
 
     def _cluster(self) -> Cluster:
         if self._joined is None:
+            announce_if_slow("Asking the nodes of the Ray cluster ...")
             self._joined = Cluster(self._stack.enter_context(joined(self._address)))
         return self._joined
 

@@ -5,6 +5,7 @@ Knows nothing of spaces, or of what is done with the runners.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -159,7 +160,7 @@ class Cluster:
         return found
 
     def _place(self, node: Node, number: int, settings: HostSettings) -> Place:
-        place = f"{node.address.replace(':', '-')}-{node.id[:8]}-{number}"
+        place = re.sub(r"[^\w.-]", "-", f"{node.address}-{node.id[:8]}-{number}")
         runner = RayRunner(
             self.ray, replace(settings, place=place), node_id=node.id, address=node.address
         )

@@ -42,6 +42,7 @@ be on a disk of the network."""
 _CLOSE_SECONDS = 90.0
 """That an actor gets to end its worker, whose supervisor gives up after 60."""
 _LOOK_SECONDS = 1.0
+_GONE = "it ended, or the others cannot reach it"
 _HEARING = "hear"
 """The actor's threads for what waits there, beside those for orders."""
 _AGAIN_SECONDS = 0.5
@@ -164,7 +165,7 @@ class RayRunner:
     def fault(self) -> str | None:
         """Return why no trial can run here any more; None where one can."""
         if self._lost is None and not self._is_node_alive():
-            self._lose("Ray says that it is gone")
+            self._lose(_GONE)
         return None if self._lost is None else str(self._lost)
 
     def renew(self) -> None:
@@ -276,8 +277,10 @@ class RayRunner:
         self._discard()
         if self._is_cancelled:
             return INTERRUPTED
-        if isinstance(error, _Silent) or not self._is_node_alive():
+        if isinstance(error, _Silent):
             raise self._lose(str(error))
+        if not self._is_node_alive():
+            raise self._lose(_GONE)
         detail = f"the actor's process on node {self._address} ended: {error}"
         return ends.storable(Crashed(phase=self._phase, cause="signal", detail=detail))
 

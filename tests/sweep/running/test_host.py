@@ -13,7 +13,7 @@ from search_spaces.errors import CardLost
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from storage.records import Measured, Outcome, PrunedSlow
+from storage.records import Crashed, Measured, Outcome, PrunedSlow
 from sweep.running.on_ray.host import Broken, Ended, Faulted, Host, HostSettings, Trial, Word
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Progress, Runner
@@ -122,6 +122,21 @@ def test_a_lost_card_goes_over_as_what_it_is_and_a_mistake_with_its_trace() -> N
     (word,) = heard(host)
     assert isinstance(word, Broken)
     assert "ZeroDivisionError: ours" in word.trace
+    host.close()
+
+
+def test_a_crash_that_the_card_had_a_hand_in_is_the_cards() -> None:
+    crash = Crashed(phase="measure", detail="the worker ended")
+    host = Host(
+        SETTINGS,
+        new_runner=lambda _: ReplayRunner(otherwise=lambda _: crash),
+        fault=lambda: "the driver reported Xid 79",
+    )
+    host.begin(a_trial(), is_fresh=False)
+    *_, word = heard(host)
+    assert isinstance(word, Faulted)
+    assert isinstance(word.fault, CardLost)
+    assert "Xid 79" in str(word.fault)
     host.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -32,7 +33,7 @@ from tests.sweep.running.ray_cluster import ROOT, LocalCluster
 pytest.importorskip("ray")
 
 STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)
-STEADY, DOOMED, WITH_CARDS = range(3)
+STEADY, DOOMED, WITH_CARDS, DOOMED_IN_A_STUDY = range(4)
 """The nodes, in the order in which they begin; the head runs nothing."""
 
 
@@ -42,6 +43,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         {"num_cpus": 2},
         {"num_cpus": 1},
         {"num_cpus": 2, "num_gpus": 2},
+        {"num_cpus": 1},
         home=tmp_path_factory.mktemp("ray"),
     ) as cluster:
         yield cluster
@@ -71,7 +73,7 @@ def an_attempt(study: str) -> Attempt:
     return Attempt(id="1", study=study, number=0, started_at="2026-01-01T00:00:00+00:00")
 
 
-def until(is_so: Callable[[], bool], *, seconds: float = 30) -> bool:
+def until(is_so: Callable[[], bool], *, seconds: float = 90) -> bool:
     deadline = time.monotonic() + seconds
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -103,10 +105,10 @@ def kill(name: str) -> Callable[[dict[str, int]], None]:
 
 
 def test_each_node_tells_of_itself(cluster: Cluster, nodes: list[Node]) -> None:
-    assert len({node.address for node in cluster.nodes}) == 4
+    assert len({node.address for node in cluster.nodes}) == 5
     assert {node.portrait.python for node in cluster.nodes} == {sys.executable}
-    assert [len(node.portrait.cards) for node in nodes] == [0, 0, 2]
-    assert [node.processors for node in nodes] == [2, 1, 2]
+    assert [len(node.portrait.cards) for node in nodes] == [0, 0, 2, 0]
+    assert [node.processors for node in nodes] == [2, 1, 2, 1]
     assert cluster.card("cpu") is None
 
 
@@ -195,7 +197,7 @@ def test_a_node_that_is_lost_takes_its_own_place_alone_and_prints_nothing(
 ) -> None:
     places = cluster.places(settings("lost"), gpu="cpu", warn=no_warning)
     try:
-        assert len(places) == 3
+        assert len(places) == 4
         lost = named(places, nodes[DOOMED].address)
         with pytest.raises(CardLost, match=f"node {lost.name} of the Ray cluster is lost"):
             disturbed(lost.runner, "lost", lambda _: local.kill_node(DOOMED))
@@ -217,6 +219,35 @@ def named(places: Sequence[Place], name: str) -> Place:
 
 def no_warning(words: str) -> None:
     raise AssertionError(words)
+
+
+def test_a_study_goes_on_without_a_node_that_is_lost(
+    local: LocalCluster, nodes: list[Node], tmp_path: Path
+) -> None:
+    run = "import sys; from sweep.cli import main; sys.exit(main())"
+    options = ["--trials", "6", "--no-confirm", "--json", "--ray", local.address]
+    study = subprocess.Popen(
+        [sys.executable, "-c", run, "run", "cpu-demo", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SWEEP_HOME": str(tmp_path)},
+        text=True,
+    )
+    doomed = nodes[DOOMED_IN_A_STUDY]
+    place = f"cpu-demo/{doomed.address.replace('/', '-')}-{doomed.id[:8]}-0"
+    try:
+        # The first trials begin on every place at once, as soon as their workers have.
+        assert until(lambda: "worker" in processes_of(place) or study.poll() is not None)
+        local.kill_node(DOOMED_IN_A_STUDY)
+        document, said = study.communicate(timeout=150)
+    finally:
+        study.kill()
+        study.wait()
+    assert study.returncode == 0, said
+    trials = json.loads(document)["trials"]
+    assert (trials["total"], trials["lost"], trials["crashed"]) == (6, 0, 0)
+    assert f"{doomed.address} is lost: " in said
+    assert "Traceback" not in said
 
 
 def test_a_place_is_on_each_card_and_those_that_others_hold_are_left_to_them(
