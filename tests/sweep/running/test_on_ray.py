@@ -245,7 +245,8 @@ def test_a_study_goes_on_without_a_node_that_is_lost(
         study.wait()
     assert study.returncode == 0, said
     trials = json.loads(document)["trials"]
-    assert (trials["total"], trials["lost"], trials["crashed"]) == (6, 0, 0)
+    assert (trials["total"] - trials["lost"], trials["crashed"]) == (6, 0)
+    assert trials["lost"] <= 1
     assert f"{doomed.address} is lost: " in said
     assert "Traceback" not in said
 
