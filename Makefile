@@ -14,7 +14,7 @@ LOWEST := .venv-lowest
 WORKERS ?= logical
 PYTEST := -m pytest -m "not gpu and not faults and not exports" -n $(WORKERS) --maxprocesses 4
 
-.PHONY: demo test test-exports test-faults test-lowest test-gpu lint format docs wheel clean help
+.PHONY: demo test test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel clean help
 
 # Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
 waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo "another make $(2): waiting for it" >&2; flock 9; fi
@@ -44,6 +44,10 @@ test-faults: $(READY)  ## every fault at every operation, minutes to an hour; so
 test-exports: $(READY)  ## exported files in axolotl and LLaMA-Factory: environments of their own in build/exports, 8 GB and a quarter of an hour
 	tests/exports/environments $(PYTHON) build/exports
 	EXPORTS=$(CURDIR)/build/exports $(BIN)/python -m pytest -m exports tests/exports
+
+test-rented: $(READY)  ## jobs for rented machines in Modal's and SkyPilot's own packages: an environment in build/rented, two minutes
+	tests/rented/environment $(PYTHON) build/rented
+	RENTED=$(CURDIR)/build/rented $(BIN)/python -m pytest tests/rented
 
 test-lowest:     ## the same under the lowest versions that pyproject.toml allows, in an environment of its own
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)

@@ -52,7 +52,7 @@ from sweep.terminal.console import (
     width_of,
 )
 from sweep.terminal.live import watching
-from sweep.terminal.places import places
+from sweep.terminal.places import OnCards, Places, places
 from sweep.terminal.summary import (
     has_fit,
     last_screen,
@@ -84,18 +84,9 @@ def run(
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
     url = _driven_url(storage)
-    where = places(cards=cards, ray=ray, space=space, overrides=overrides, warn=_warn)
-    with where:
-        prepared = where.given_to(
-            prepare(
-                space,
-                overrides=overrides,
-                held=held,
-                study=study,
-                card=where.first,
-                read_texts=read_texts,
-                stored=partial(_stored, url=url),
-            )
+    with places(cards=cards, ray=ray, space=space, overrides=overrides, warn=_warn) as where:
+        prepared = _prepared(
+            space, overrides=overrides, held=held, study=study, url=url, where=where
         )
         for line in prepared.notes:
             note(folded(line, width_of(sys.stderr)))
@@ -112,6 +103,69 @@ def run(
 
 def _warn(text: str) -> None:
     note(f"warning: {text}")
+
+
+def run_models(
+    space: str,
+    *,
+    models: Sequence[str],
+    overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
+    study: str | None,
+    storage: str | None,
+    cards: str | None,
+    ray: str | None,
+    carried: str | None,
+    as_json: bool,
+    command: Any,
+    words: Sequence[str],
+) -> int:
+    """Start or resume a study for each of several models, on as many cards as were typed."""
+    from sweep.terminal import many_models
+
+    if carried is not None:
+        raise InputError("--from: trials are taken over by a study of one --model")
+    if ray is not None:
+        raise InputError("--ray: a cluster runs the study of one --model; name one")
+    url, chosen = _driven_url(storage), OnCards(cards)
+    planned = many_models.plan_studies(
+        models,
+        study=study,
+        prepare=lambda model, name: _prepared(
+            space,
+            overrides={**overrides, "model": model},
+            held=held,
+            study=name,
+            url=url,
+            where=chosen,
+        ),
+    )
+    cards_of: list[str | None] = [f"{card.index}," for card in chosen.cards]
+    return many_models.run(
+        planned, places=cards_of or [None], command=command, words=words, as_json=as_json
+    )
+
+
+def _prepared(
+    space: str,
+    *,
+    overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
+    study: str | None,
+    url: str,
+    where: Places,
+) -> Prepared:
+    return where.given_to(
+        prepare(
+            space,
+            overrides=overrides,
+            held=held,
+            study=study,
+            card=where.first,
+            read_texts=read_texts,
+            stored=partial(_stored, url=url),
+        )
+    )
 
 
 def _stored(study: str, *, url: str) -> StudyDefinition | None:

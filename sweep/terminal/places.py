@@ -82,7 +82,7 @@ class OnCards:
         """See `Places.first`."""
         if self.typed is None:
             return read_card()
-        self.cards = choose_cards(self.typed, read_cards())
+        self.cards = self.cards or choose_cards(self.typed, read_cards())
         return self.cards[0].card
 
     def given_to(self, prepared: Prepared) -> Prepared:

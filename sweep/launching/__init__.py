@@ -1,0 +1,1 @@
+"""Where else a study runs: a queue, another machine, a rented one."""
