@@ -103,6 +103,7 @@ def run(
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
     cards: opt.CardsOption = None,
+    ray: opt.RayOption = None,
     carried: opt.CarriedOption = None,
     no_confirm: opt.NoConfirmOption = False,
     soak: opt.SoakOption = None,
@@ -136,6 +137,7 @@ def run(
         study=study,
         storage=storage,
         cards=cards,
+        ray=ray,
         carried=carried,
         as_json=as_json,
     )
