@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_spaces.errors import InputError, quote
+from search_spaces.errors import InputError, listed, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.knobs import KNOBS
 from search_spaces.space import SearchSpace
 from storage.reading import is_file_name
-from sweep.launching.rental import Machine
+from sweep.launching.rental import BUCKETS, Machine
 from sweep.paths import RESERVED
 from sweep.planning.question import PlanRequest
 
@@ -91,6 +91,10 @@ def refuse_what_cannot_be(request: LaunchRequest) -> None:
         raise InputError(f"--max-dollars must be more than 0, got {request.max_dollars:g}")
     if request.study is not None and (request.study in RESERVED or not is_file_name(request.study)):
         raise InputError(f"--study: {quote(request.study)} cannot name a study")
+    if "://" in (request.volume or "") and not str(request.volume).startswith(BUCKETS):
+        raise InputError(
+            f"--volume: {quote(request.volume)} must begin with {listed(BUCKETS)}, or be a name"
+        )
     if request.volume is not None and not re.fullmatch(r"[\w.:/-]+", request.volume, re.ASCII):
         raise InputError(f"--volume: {quote(request.volume)} cannot name a volume or bucket")
 

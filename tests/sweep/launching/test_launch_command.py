@@ -214,6 +214,7 @@ def test_files_that_a_space_names_go_along(home: Path) -> None:
         ((), {"max_dollars": -1.0}, "--max-dollars must be more than 0"),
         ((), {"cards": 0}, "--cards must be at least 1"),
         ((), {"study": "a/b"}, "--study: 'a/b' cannot name a study"),
+        ((), {"volume": "r2://mine"}, "--volume: 'r2://mine' must begin with s3:// or gs://"),
         ((), {"volume": "my volume"}, "--volume: 'my volume' cannot name a volume"),
         ((), {"on": "skypilot", "cloud": "runpod", "gpu": "l4"}, "--volume: RunPod mounts no"),
         ((), {"study": "sweep.db"}, "cannot name a study"),
