@@ -23,6 +23,8 @@ from storage.spool import newest_study
 
 NAME = "study.json"
 """Of the file, in the study's directory."""
+HOST = "host.json"
+"""Of the file that says on which machine a study is driven that was fetched from there."""
 REPORT = "report.html"
 BYTES_MAX = 16 * 1024 * 1024
 _REPORT_HEAD_BYTES = 64 * 1024

@@ -67,7 +67,7 @@ def open_study(
             created or changed.
         EnvironmentFault: the database is not to be had, or another driver has the study.
     """
-    _check_name(name)
+    check_name(name)
     database, patience = parse_url(url), replace(patience)
     _refuse_strangers(name, database, home)
     with ExitStack() as undo:
@@ -112,7 +112,8 @@ def open_study(
     return opened
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raise `InputError` where no study can have this name, which is a directory's too."""
     if len(name) > NAME_MAX or not is_file_name(name):
         raise InputError(
             f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "

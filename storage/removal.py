@@ -15,15 +15,15 @@ from sqlalchemy import select
 from search_spaces.errors import EnvironmentFault, words_of
 from storage.database import close, faults, open_for_writing
 from storage.files import is_temporary
+from storage.identity import HOST, REPORT, look_beside
 from storage.identity import NAME as IDENTITY
-from storage.identity import REPORT, look_beside
 from storage.lease import lease_for
 from storage.outcome_file import NAMES as OUTCOMES
 from storage.spool import NAME as SPOOL
 from storage.stored import stored_identity
 from storage.urls import parse_url
 
-FILES = (SPOOL, OUTCOMES, REPORT, "worker.log", "worker.log.1", "worker-*.log*", IDENTITY)
+FILES = (SPOOL, OUTCOMES, REPORT, "worker.log", "worker.log.1", "worker-*.log*", HOST, IDENTITY)
 """Patterns of what a study leaves in its directory; whatever else is there is somebody else's.
 
 The last one is what says whose they are: where that fails half-way it is still known.
@@ -66,7 +66,7 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
             number = storage.get_study_id_from_name(name)
             identity = stored_identity(storage.engine, name)
             is_its_own = not look_beside(home / name).strangers(identity)
-            _delete(storage.engine, number)
+            delete_rows(storage.engine, number)
             removed = _remove_files(home / name, FILES if is_its_own else ())
     finally:
         lease.release()
@@ -74,7 +74,7 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
     return removed
 
 
-def _delete(engine: sqlalchemy.Engine, number: int) -> None:
+def delete_rows(engine: sqlalchemy.Engine, number: int) -> None:
     """Delete a study's rows from every table, be there in them what may: Optuna would read first
     what it deletes.
     """

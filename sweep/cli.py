@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 import typer.core
+import typer.main
 
 from search_spaces.errors import InputError
 from storage.patience import waits_told_to
@@ -30,13 +32,16 @@ from sweep.terminal.console import (
 )
 from sweep.terminal.edge import guarded
 from sweep.terminal.knob_options import add_knobs, read_options, takes_knobs
+from sweep.terminal.typed import Drive, Invocation
 
 if TYPE_CHECKING:
     from storage.definition import StudySnapshot
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
-SLOW_TO_LOAD = ("run", "launch", "confirm", "status", "best", "report", "export", "train", "rm")
+SLOW_TO_LOAD = (
+    *("run", "submit", "launch", "confirm", "status", "best", "report", "export", "train", "rm"),
+)
 """What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
 
@@ -76,14 +81,15 @@ def front_door(version: opt.VersionOption = False) -> int:
         "sweep run a10 --rank 64 --target-modules all-linear",
         "sweep run a10 --data texts.jsonl",
         "sweep run wider.yaml --from a10",
-        "sweep run a10 --cards all",
+        "sweep run a10 --cards all --model mistral-7b-v0.3 --model llama-3.1-8b",
     )
 )
 @takes_knobs
 def run(
+    context: typer.Context,
     space: opt.SpaceArgument,
     gpu: opt.GpuOption = None,
-    model: opt.ModelOption = None,
+    model: opt.ModelsOption = None,
     data: opt.DataOption = None,
     text_column: opt.TextColumnOption = None,
     texts_format: opt.TextsFormatOption = None,
@@ -100,6 +106,8 @@ def run(
     carried: opt.CarriedOption = None,
     no_confirm: opt.NoConfirmOption = False,
     soak: opt.SoakOption = None,
+    host: opt.HostOption = None,
+    host_python: opt.HostPythonOption = None,
     as_json: opt.JsonOption = False,
     *,
     configuration: dict[str, Any],
@@ -108,13 +116,11 @@ def run(
 
     Options of a configuration are held fixed and the rest of the space is searched.
     """
-    from sweep.terminal import driving
-
     if no_confirm and soak is not None:
         raise InputError("--no-confirm and --soak are both given: keep one")
     overrides = {
         "gpu": gpu,
-        "model": model,
+        "model": None if model is None else model[0],
         "data": _texts(data, text_column, texts_format, completions_only, tokenizer),
         "trials": trials,
         "time_budget_seconds": _seconds("--time-budget", time_budget),
@@ -123,7 +129,7 @@ def run(
         "seed": seed,
         "sampler": sampler,
     }
-    return driving.run(
+    return _driver(context, host, host_python, models=model or ())(
         space,
         overrides=overrides,
         held=configuration,
@@ -133,6 +139,82 @@ def run(
         carried=carried,
         as_json=as_json,
     )
+
+
+def _driver(
+    context: typer.Context, host: str | None, host_python: str | None, *, models: Sequence[str]
+) -> Drive:
+    """Return what a study is handed to: this process, another machine, or who asked for this."""
+    called = context.obj or Invocation(())
+    if len(models) > 1 and (host is not None or called.drive is not None):
+        raise InputError("--model: several models are for this machine's cards: elsewhere name one")
+    if host is not None:
+        from sweep.terminal import remote
+
+        if called.drive is not None:
+            raise InputError("--host: a queue's job runs where the queue puts it; leave --host out")
+        command, words = context.command, called.words
+        return partial(remote.run, host, python=host_python, command=command, words=words)
+    if host_python is not None:
+        raise InputError("--host-python is of --host, which is not given")
+    if called.drive is not None:
+        return called.drive
+    from sweep.terminal import driving
+
+    if len(models) > 1:
+        command, words = context.command, called.words
+        return partial(driving.run_models, models=models, command=command, words=words)
+    return driving.run
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True},
+    epilog=opt.examples(
+        "sweep submit cpu-demo --slurm --time 4h -o job.sh",
+        "sweep submit cpu-demo --slurm --partition gpu --trials 40 -o job.sh",
+    ),
+)
+def submit(
+    words: opt.SubmittedArgument,
+    slurm: opt.SlurmOption = False,
+    partition: opt.PartitionOption = None,
+    account: opt.AccountOption = None,
+    time: opt.LimitOption = None,
+    gpus: opt.GpuCountOption = None,
+    cpus: opt.CpusOption = None,
+    mem: opt.JobMemoryOption = None,
+    sbatch_option: opt.SbatchOption = None,
+    env: opt.EnvironmentOption = None,
+    output: opt.JobFileOption = None,
+) -> int:
+    """Hand a study to a queue, as a job that goes on with itself before each time limit.
+
+    Every option of `sweep run` is taken too, and goes along.
+    """
+    from sweep.terminal import submitting
+
+    if not slurm:
+        raise InputError("name the queue: --slurm")
+    return submitting.submit(
+        words,
+        command=_command_of("run"),
+        asked=submitting.Asked(
+            partition=partition,
+            account=account,
+            limit_seconds=_seconds("--time", time),
+            gpus=gpus,
+            cpus=cpus,
+            memory=mem,
+            options=tuple(sbatch_option or ()),
+            environment=env,
+        ),
+        output=output if output == STDOUT else _output(output),
+    )
+
+
+def _command_of(name: str) -> Any:
+    """Return a command as typer made it."""
+    return typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
 
 
 def _texts(
@@ -186,7 +268,7 @@ def launch(
     price: opt.PriceOption = None,
     volume: opt.VolumeOption = None,
     study: opt.StudyNameOption = None,
-    output: opt.JobFileOption = None,
+    output: opt.RentedFileOption = None,
     yes: opt.YesOption = False,
     as_json: opt.JsonOption = False,
     options: opt.RunWordsArgument = None,
@@ -661,17 +743,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    for command, names in ((run, ("run", "launch")), (plan, ("plan",))):
-        if "".join((typed or _being_completed())[:1]) in names:
+    for command, names in ((run, ("run", "submit", "launch")), (plan, ("plan",))):
+        if (typed or _being_completed())[:1] and (typed or _being_completed())[0] in names:
             from search_spaces.knobs import KNOBS
 
             add_knobs(command, KNOBS)
     # A script that reads a list wants no news of it; who follows a study does, in a pipe too.
-    is_told = typed[:1] in (["run"], ["confirm"], ["train"]) or sys.stderr.isatty()
+    is_told = typed[:1] in (["run"], ["confirm"], ["train"], ["submit"]) or sys.stderr.isatty()
     if typed and typed[0] in SLOW_TO_LOAD and is_told:
         announce_if_slow("Loading libraries ...")
     with waits_told_to(wait_lines()):
-        return guarded(lambda: app(typed or ["--help"], prog_name="sweep", standalone_mode=False))
+        return guarded(
+            lambda: app(
+                typed or ["--help"],
+                prog_name="sweep",
+                standalone_mode=False,
+                obj=Invocation(tuple(typed[1:])),
+            )
+        )
 
 
 def _being_completed() -> list[str]:

@@ -13,6 +13,7 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
 _INTERRUPTED = 130
+_ALSO_STOP = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _NAMESAKES = os.path.join("sweep", "namesakes.py")
 
 
@@ -29,7 +30,7 @@ def main() -> int:
         sys.stderr.write("Interrupted.\n")
     finally:
         # All is said and stored: whatever the interpreter still does is not worth a wait.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, *_ALSO_STOP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda *_: os._exit(code))
     return code
@@ -39,7 +40,7 @@ def _hear_signals() -> None:
     """Take what asks this process to stop as Ctrl-C, as `sweep.stop_signals` does, which is not
     there yet. One that is ignored, as nohup has SIGHUP, stays so.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _ALSO_STOP:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """From the keyboard; from a scheduler or a spot market that wants the machine back; from a terminal
-that is gone."""
+that is gone; from a queue that tells of a time limit ahead."""
 KILL_SECONDS = 20.0
 """How long a process that got SIGKILL may take to end. One that a driver holds in the kernel may
 take for ever; a large one gives its memory back first."""

@@ -1,5 +1,6 @@
 """Owns the signals that ask a command to stop, from its first line to its last: Ctrl-C, SIGTERM of
-a scheduler and SIGHUP of a terminal that is gone are one and the same.
+a scheduler, SIGUSR1 of a queue whose time limit is near and SIGHUP of a terminal that is gone are
+one and the same.
 
 Each cuts a command short by a `KeyboardInterrupt`; the driver of a study takes them as requests
 instead (`sweep.study.interruption`). Knows no command.

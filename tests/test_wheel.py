@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from sweep.launching.package import make_wheel
 from sweep.namesakes import EXIT_CODE, NAMES
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: `make test` installs it")
@@ -158,6 +159,22 @@ def test_it_answers_far_from_the_repository(installed: Installed) -> None:
     assert "Name a GPU" in installed.sweep("--help")
     for listing in ("presets", "gpus", "models"):
         assert len(installed.sweep(listing).splitlines()) > 3
+
+
+def test_what_runs_repacks_to_the_wheel_that_it_came_from(
+    installed: Installed, wheel: Path
+) -> None:
+    program = "from sweep.launching.package import make_wheel as m; open('w','wb').write(m().data)"
+    assert installed.run("python", "-c", program).returncode == 0
+    again = installed.directory / "w"
+    checkout = installed.directory / "checkout.whl"
+    checkout.write_bytes(make_wheel().data)
+    for repacked in (again, checkout):
+        assert _ours(repacked) == _ours(wheel)
+
+
+def _ours(wheel: Path) -> dict[str, str]:
+    return {name: found for name, found in files_of(wheel).items() if ".dist-info/" not in name}
 
 
 def test_an_editable_installation_runs_the_checkout_and_refuses_namesakes(

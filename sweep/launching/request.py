@@ -28,7 +28,12 @@ BEFORE = {
     "as_json": "--json",
 }
 """Options of `sweep run` that `sweep launch` has itself."""
-NOT_THERE = {"storage": "--storage", "carried": "--from"}
+NOT_THERE = {
+    "storage": "--storage",
+    "carried": "--from",
+    "host": "--host",
+    "host_python": "--host-python",
+}
 """Those that name what a rented machine cannot see."""
 
 
@@ -59,7 +64,13 @@ class LaunchRequest:
     def run(self) -> Mapping[str, Any]:
         """What was typed for `sweep run`, without what was not."""
         options = {} if self.options is None else self.options
-        return {key: one for key, one in options.items() if one is not None and one is not False}
+        return {key: one for key, one in options.items() if one not in (None, False, (), [])}
+
+    @property
+    def model(self) -> str | None:
+        """The model, where one was typed."""
+        typed = self.run.get("model")
+        return typed[0] if isinstance(typed, list | tuple) else typed
 
     @property
     def held(self) -> dict[str, Any]:
@@ -87,6 +98,9 @@ def refuse_what_cannot_be(request: LaunchRequest) -> None:
     for key, option in NOT_THERE.items():
         if key in request.run:
             raise InputError(f"{option} names what a rented machine cannot see: leave it out")
+    models = request.run.get("model")
+    if isinstance(models, list | tuple) and len(models) > 1:
+        raise InputError(f"--model names {len(models)} models: rent for one study at a time")
     if request.max_dollars is not None and not request.max_dollars > 0:
         raise InputError(f"--max-dollars must be more than 0, got {request.max_dollars:g}")
     if request.study is not None and (request.study in RESERVED or not is_file_name(request.study)):
@@ -122,7 +136,7 @@ def plan_request(request: LaunchRequest, machine: Machine) -> PlanRequest:
     return PlanRequest(
         space=request.space,
         gpus=(machine.card.name,),
-        model=request.run.get("model"),
+        model=request.model,
         data=request.data,
         configuration=request.held,
         prices=None if request.prices is None else Path(request.prices),

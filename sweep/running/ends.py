@@ -108,7 +108,7 @@ def _hint(end: End) -> str:
                 " from outside: from a person, from a scheduler, or from the kernel where memory "
                 "ran out"
             )
-        case signal.SIGTERM | signal.SIGHUP | signal.SIGINT | signal.SIGQUIT:
+        case signal.SIGTERM | signal.SIGHUP | signal.SIGINT | signal.SIGQUIT | signal.SIGUSR1:
             return " from outside"
         case signal.SIGXCPU:
             return ", as a limit of processor time was reached (`ulimit -t`)"

@@ -33,7 +33,7 @@ from search_spaces.texts import TextsChoice
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.environment import fingerprint
-from storage.opening import NAME_MAX, open_study
+from storage.opening import NAME_MAX, check_name, open_study
 from storage.patience import waits_end_when
 from storage.reading import changed_versions, is_file_name
 from storage.study import OpenStudy
@@ -169,11 +169,40 @@ def prepare(
     space, changed = _held(offered.space, held or {}, changed, typed=space_name)
     space, sampled = _sampled(space)
     name = default_study_name(space, changed) if study is None else study
+    _refuse_reserved(name)
+    return _checked(name, space, model, here, texts, (*offered.notes, *sampled))
+
+
+def named(
+    space_name: str,
+    *,
+    overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
+    study: str | None,
+) -> tuple[str, SearchSpace]:
+    """Return a name for the study of what was typed, and its space, for whoever runs it elsewhere.
+
+    Neither card nor texts are looked at. Named so, the same words always go on with one study.
+
+    Args:
+        space_name, overrides, held, study: as for `prepare`.
+
+    Raises:
+        InputError: something that was typed or named is not right.
+    """
+    space, changed = _overridden(space_name, overrides, None)
+    space, changed = _held(space, held, changed, typed=space_name)
+    name = default_study_name(space, changed) if study is None else study
+    check_name(name)
+    _refuse_reserved(name)
+    return name, space
+
+
+def _refuse_reserved(name: str) -> None:
     if name in RESERVED:
         raise InputError(
             f"study name '{name}' is that of a file of sweep's; choose another with --study"
         )
-    return _checked(name, space, model, here, texts, (*offered.notes, *sampled))
 
 
 def prepare_again(
@@ -415,6 +444,7 @@ def _runner_of(prepared: Prepared, *, lane: int = 0, cards: tuple[str, ...] = ()
         seed=prepared.space.seed,
         texts=_texts_settings(prepared),
         cards=cards,
+        neighbours=max(0, len(prepared.cards) - 1),
     )
 
 

@@ -84,17 +84,8 @@ def run(
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
     url = _driven_url(storage)
-    chosen = _Chosen(cards)
-    prepared = chosen.given_to(
-        prepare(
-            space,
-            overrides=overrides,
-            held=held,
-            study=study,
-            card=chosen.first,
-            read_texts=read_texts,
-            stored=partial(_stored, url=url),
-        )
+    prepared = _prepared(
+        space, overrides=overrides, held=held, study=study, url=url, chosen=_Chosen(cards)
     )
     for line in prepared.notes:
         note(folded(line, width_of(sys.stderr)))
@@ -108,6 +99,66 @@ def run(
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
 
 
+def run_models(
+    space: str,
+    *,
+    models: Sequence[str],
+    overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
+    study: str | None,
+    storage: str | None,
+    cards: str | None,
+    carried: str | None,
+    as_json: bool,
+    command: Any,
+    words: Sequence[str],
+) -> int:
+    """Start or resume a study for each of several models, on as many cards as were typed."""
+    from sweep.terminal import many_models
+
+    if carried is not None:
+        raise InputError("--from: trials are taken over by a study of one --model")
+    url, chosen = _driven_url(storage), _Chosen(cards)
+    planned = many_models.plan_studies(
+        models,
+        study=study,
+        prepare=lambda model, name: _prepared(
+            space,
+            overrides={**overrides, "model": model},
+            held=held,
+            study=name,
+            url=url,
+            chosen=chosen,
+        ),
+    )
+    places: list[str | None] = [f"{card.index}," for card in chosen.cards]
+    return many_models.run(
+        planned, places=places or [None], command=command, words=words, as_json=as_json
+    )
+
+
+def _prepared(
+    space: str,
+    *,
+    overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
+    study: str | None,
+    url: str,
+    chosen: _Chosen,
+) -> Prepared:
+    return chosen.given_to(
+        prepare(
+            space,
+            overrides=overrides,
+            held=held,
+            study=study,
+            card=chosen.first,
+            read_texts=read_texts,
+            stored=partial(_stored, url=url),
+        )
+    )
+
+
 @dataclass
 class _Chosen:
     """The cards that were typed, read from the machine when a space asks for one."""
@@ -119,7 +170,7 @@ class _Chosen:
         """Return the card that decides what a study is for: all that were chosen are like it."""
         if self.typed is None:
             return read_card()
-        self.cards = choose_cards(self.typed, read_cards())
+        self.cards = self.cards or choose_cards(self.typed, read_cards())
         return self.cards[0].card
 
     def given_to(self, prepared: Prepared) -> Prepared:

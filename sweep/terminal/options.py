@@ -25,6 +25,18 @@ def _named(option: str) -> Callable[[str | None], str | None]:
     return check
 
 
+def _each_named(option: str) -> Callable[[list[str] | None], list[str] | None]:
+    """Return a check that a repeatable option, wherever it is given, names something."""
+    check = _named(option)
+
+    def check_all(typed: list[str] | None) -> list[str] | None:
+        for each in typed or ():
+            check(each)
+        return typed or None
+
+    return check_all
+
+
 def _known_format(typed: str | None) -> str | None:
     """Return the format of texts that was typed, where there is such a one."""
     from search_spaces.texts import FORMATS
@@ -96,6 +108,16 @@ ModelOption = Annotated[
         "--model",
         help="Shipped architecture, directory or hub id.",
         callback=_named("--model"),
+        autocompletion=completion.models,
+    ),
+]
+
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="Shipped architecture, directory or hub id; repeatable: a study for each.",
+        callback=_each_named("--model"),
         autocompletion=completion.models,
     ),
 ]
@@ -205,6 +227,71 @@ SoakOption = Annotated[
     str | None, typer.Option("--soak", help="Train the winner for 10m in one go; 15s by default.")
 ]
 
+HostOption = Annotated[
+    str | None,
+    typer.Option(
+        "--host",
+        metavar="USER@BOX[:PORT]",
+        help="Run there, over ssh; the study is fetched.",
+        callback=_named("--host"),
+    ),
+]
+HostPythonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--host-python",
+        help="Python of an environment there; one of sweep's own by default.",
+        callback=_named("--host-python"),
+    ),
+]
+
+# Of a queue's job
+
+SubmittedArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SPACE [OPTIONS OF sweep run]",
+        help="A preset or a YAML file, and how to run it.",
+        autocompletion=completion.presets,
+    ),
+]
+SlurmOption = Annotated[bool, typer.Option("--slurm", help="To SLURM, by sbatch.")]
+PartitionOption = Annotated[
+    str | None, typer.Option("--partition", help="Of the cluster; its own default.")
+]
+AccountOption = Annotated[str | None, typer.Option("--account", help="That the time is booked on.")]
+LimitOption = Annotated[
+    str | None,
+    typer.Option("--time", help="Limit of one allocation, 4h; the partition's by default."),
+]
+GpuCountOption = Annotated[
+    str | None,
+    typer.Option("--gpus", help="Cards, 2 or a100:2; 1, and none for a space on the CPU."),
+]
+CpusOption = Annotated[int | None, typer.Option("--cpus", help="Processor cores.")]
+JobMemoryOption = Annotated[str | None, typer.Option("--mem", help="Memory of the host, 64G.")]
+SbatchOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sbatch-option", help="Another option of sbatch, constraint=a100; may be repeated."
+    ),
+]
+EnvironmentOption = Annotated[
+    str | None,
+    typer.Option(
+        "--env", help="Environment to run in; the one that this is.", callback=_named("--env")
+    ),
+]
+JobFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "-o",
+        "--output",
+        help="Only write the script, to a file; - is stdout.",
+        callback=_named("--output"),
+    ),
+]
+
 # Of a study on a rented machine
 
 ProviderOption = Annotated[
@@ -236,7 +323,7 @@ VolumeOption = Annotated[
         "--volume", help="Where studies are kept; a volume or bucket of yours by default."
     ),
 ]
-JobFileOption = Annotated[
+RentedFileOption = Annotated[
     str | None,
     typer.Option(
         "-o", "--output", help="Write the job to this file alone.", callback=_named("--output")

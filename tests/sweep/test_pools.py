@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sweep.pools import process_pool, unheard_by_new_processes
+from sweep.processes import STOP_SIGNALS
 from tests.sweep.test_processes import ends_soon, is_running
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +68,7 @@ def test_its_processes_hear_no_signal_and_end_with_their_parent(tmp_path: Path) 
     ) as parent:
         assert parent.stdout is not None
         number = int(parent.stdout.readline())
-        for ask in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for ask in STOP_SIGNALS:
             os.kill(number, ask)
         time.sleep(0.2)
         assert is_running(number)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sweep.processes import Child, End, oom_kills
+from sweep.processes import STOP_SIGNALS, Child, End, oom_kills
 
 PYTHON = (sys.executable, "-P", "-S", "-c")
 ROOT = Path(__file__).parents[2]
@@ -169,7 +169,7 @@ def test_a_child_whose_parent_was_gone_before_it_was_bound_ends_by_itself() -> N
     assert (done.returncode, done.stdout) == (1, b"")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_what_stops_a_study_is_the_parents_to_hear(number: signal.Signals) -> None:
     child = Child([sys.executable, "-P", "-c", BOUND, str(os.getpid())])
     try:

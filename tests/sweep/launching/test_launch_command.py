@@ -221,6 +221,8 @@ def test_files_that_a_space_names_go_along(home: Path) -> None:
         (("--gpu", "l4"), {}, "--gpu is an option of launch: write it before the --"),
         (("--max-dollars", "3"), {}, "--max-dollars is an option of launch"),
         (("--storage", "sqlite:///x.db"), {}, "--storage names what a rented machine cannot see"),
+        (("--host", "me@box"), {}, "--host names what a rented machine cannot see"),
+        (("--model", "demo", "--model", "tinyllama-1.1b"), {}, "--model names 2 models"),
         (("--from", "other"), {}, "--from names what a rented machine cannot see"),
     ],
 )

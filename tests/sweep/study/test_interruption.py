@@ -54,7 +54,7 @@ def verdicts(home: Path) -> list[Verdict]:
         return [record.verdict for record in study.records()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_one_signal_lets_the_running_trial_finish(tmp_path: Path, number: signal.Signals) -> None:
     with a_slow_study(tmp_path, beat_seconds=0.02) as process:
         process.send_signal(number)
@@ -134,7 +134,7 @@ def listening() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("listening")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_third_request_waits_for_nothing_whichever_signal_it_is(number: signal.Signals) -> None:
     cancelled: list[bool] = []
     interruption = Interruption(cancel=lambda: cancelled.append(True))

@@ -1,0 +1,266 @@
+"""Owns a study as a job of a SLURM queue: the script that goes on with itself before each time
+limit, and handing it to ``sbatch``.
+
+Knows nothing of spaces or of options' spelling; what the job runs is handed in as a command that
+resumes what it did before.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+
+WARNING_SECONDS = 300
+"""Before the limit, at most, in which a running trial ends or is given up. A trial takes seconds;
+one that compiles takes a minute or two."""
+LIMIT_SECONDS_MIN = 120
+"""SLURM counts in minutes, and its signal may come up to one early."""
+IDLE_ALLOCATIONS_MAX = 3
+"""In a row without a result, after which a job does not requeue itself: they would never end."""
+_SBATCH_SECONDS = 120.0
+_ONE_WORD = re.compile(r"[^\s'\"\\]+")
+_OPTION = re.compile(r"--?[\w-]+(?:[= ]\S.*)?")
+_AWAY = re.compile(r"(?i)contact slurm controller|timed out|connection refused|i/o error")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a job asks the queue for; rejects what would not stand in one line of a script."""
+
+    partition: str | None = None
+    account: str | None = None
+    limit_seconds: float | None = None
+    """None for the partition's own."""
+    gpus: str | None = None
+    """A count, or type and count, as ``a100:2``; None for none."""
+    cpus: int | None = None
+    memory: str | None = None
+    options: tuple[str, ...] = ()
+    """Further options of sbatch, as they are typed for it."""
+
+    def __post_init__(self) -> None:
+        for option, value in (
+            ("--partition", self.partition),
+            ("--account", self.account),
+            ("--gpus", self.gpus),
+            ("--mem", self.memory),
+        ):
+            if value is not None and _ONE_WORD.fullmatch(value) is None:
+                raise InputError(f"{option} must be one word, got {quote(value)}")
+        if self.cpus is not None and self.cpus < 1:
+            raise InputError(f"--cpus must be at least 1, got {self.cpus}")
+        if self.limit_seconds is not None and self.limit_seconds < LIMIT_SECONDS_MIN:
+            raise InputError(
+                f"--time must be at least {LIMIT_SECONDS_MIN // 60}m, got {self.limit_seconds:g} s"
+            )
+        for option in self.options:
+            if "\n" in option or _OPTION.fullmatch(_dashed(option)) is None:
+                raise InputError(
+                    "--sbatch-option is one option of sbatch, as in constraint=a100, "
+                    f"got {quote(option)}"
+                )
+
+    @property
+    def gpu_count(self) -> int:
+        """How many cards it has."""
+        count = "0" if self.gpus is None else self.gpus.rpartition(":")[2]
+        return int(count) if count.isdecimal() else 1
+
+    @property
+    def warning_seconds(self) -> int:
+        """How long before its limit a job is told to stop."""
+        limit = self.limit_seconds
+        return WARNING_SECONDS if limit is None else int(min(WARNING_SECONDS, limit // 3))
+
+    def directives(self) -> Iterator[str]:
+        """Yield the options that sbatch reads in a script's head."""
+        if self.partition is not None:
+            yield f"--partition={self.partition}"
+        if self.account is not None:
+            yield f"--account={self.account}"
+        if self.limit_seconds is not None:
+            yield f"--time={_time(self.limit_seconds)}"
+        if self.gpus is not None:
+            yield f"--gres=gpu:{self.gpus}"
+        if self.cpus is not None:
+            yield f"--cpus-per-task={self.cpus}"
+        if self.memory is not None:
+            yield f"--mem={self.memory}"
+        # Behind the others: of an option that is given twice sbatch takes the last.
+        yield from map(_dashed, self.options)
+
+
+def _dashed(option: str) -> str:
+    return option if option.startswith("-") else f"--{option}"
+
+
+def _time(seconds: float) -> str:
+    """Return a limit as SLURM writes it, in whole minutes, never more than was typed."""
+    days, minutes = divmod(int(seconds // 60), 24 * 60)
+    return f"{days}-{minutes // 60:02}:{minutes % 60:02}:00"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A study as a job."""
+
+    study: str
+    command: tuple[str, ...]
+    """What resumes the study, with nothing in it that depends on where it is started but
+    ``directory``."""
+    directory: Path
+    """Where it is started; absolute."""
+    files: Path
+    """The study's own directory, with its spool, where the job's log goes; absolute."""
+    variables: Mapping[str, str]
+    """Set beside those that sbatch hands on."""
+
+
+def job_script(job: Job, allocation: Allocation) -> str:
+    """Return the script of a job that goes on with itself until its study has ended.
+
+    Raises:
+        InputError: a directory's name cannot stand in a script's head.
+    """
+    for path in (job.directory, job.files):
+        if _ONE_WORD.fullmatch(str(path)) is None or "%" in str(path):
+            raise InputError(
+                f"{quote(str(path))}: SLURM takes no directory with a space, a quote or % in it"
+            )
+    head = [
+        f"--job-name=sweep-{job.study}",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--chdir={job.directory}",
+        f"--output={job.files}/slurm-%j.log",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{allocation.warning_seconds}",
+        *allocation.directives(),
+    ]
+    variables = [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
+    warning = allocation.warning_seconds
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in head),
+            "",
+            f"# Study {job.study}: goes on with itself before each time limit, until it has ended.",
+            *variables,
+            f"files={shlex.quote(str(job.files))}",
+            f"command=({shlex.join(job.command)})",
+            f"ask_again={max(1, warning * 2 // 5)} end={max(2, warning * 4 // 5)}  # seconds",
+            f"idle_max={IDLE_ALLOCATIONS_MAX}",
+            _BODY,
+        ]
+    )
+
+
+_BODY = r"""
+set -u
+spool="$files/spool.jsonl"
+idle_file="$files/slurm-$SLURM_JOB_ID.idle"
+child="" asked=0 asked_at=0 because=""
+
+results() { if [ -e "$spool" ]; then wc -l <"$spool"; else echo 0; fi; }
+ask() {
+    asked=$((asked + 1))
+    [ "$asked" -gt 1 ] || asked_at=$SECONDS
+    [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
+}
+# The limit is near; and: the job is cancelled, or another one takes its place.
+trap 'because=limit; ask' USR1
+trap 'because=${because:-told}; ask' TERM
+
+before=$(results)
+"${command[@]}" &
+child=$!
+# What asked before there was anybody to be asked.
+[ "$asked" -eq 0 ] || kill -TERM "$child" 2>/dev/null
+while kill -0 "$child" 2>/dev/null; do
+    if [ "$asked" -gt 0 ]; then
+        waited=$((SECONDS - asked_at))
+        if [ "$asked" -eq 1 ] && [ "$waited" -ge "$ask_again" ]; then ask; fi
+        if [ "$waited" -ge "$end" ]; then kill -KILL "$child" 2>/dev/null; fi
+    fi
+    sleep 1 &
+    wait "$!"
+done
+wait "$child"
+code=$?
+
+# Done, nothing fits, bad input: no other allocation would change that.
+if [ "$code" -le 2 ]; then
+    rm -f "$idle_file"
+    exit "$code"
+fi
+# Cancelled; whoever preempted it requeues it.
+if [ "$because" = told ]; then exit "$code"; fi
+
+idle=0
+if [ "$(results)" -eq "$before" ]; then
+    idle=$(($(cat "$idle_file" 2>/dev/null || echo 0) + 1))
+fi
+echo "$idle" >"$idle_file"
+# A fault without a limit in sight may be this node's, but only where something was done before it.
+if [ "$because" != limit ] && [ "$idle" -gt 0 ]; then idle=$idle_max; fi
+if [ "$idle" -ge "$idle_max" ]; then
+    echo "Exit code $code and no new result: not requeued. Submit it again once that is mended." >&2
+    rm -f "$idle_file"
+    exit "$code"
+fi
+echo "Exit code $code: requeued, to go on where this allocation stopped." >&2
+scontrol requeue "$SLURM_JOB_ID" || {
+    echo "SLURM did not requeue it: submit it again, to go on." >&2
+    exit "$code"
+}
+"""
+
+
+def submit(script: Path) -> str:
+    """Hand a script to the queue and return the job's number.
+
+    Raises:
+        InputError: sbatch refuses it; in its own words.
+        EnvironmentFault: there is no sbatch here, or it does not reach its controller.
+    """
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise EnvironmentFault(
+            "there is no sbatch here, so nothing was submitted: run this on a machine of the "
+            "cluster, or write the script with -o FILE and submit it there"
+        )
+    done = _called([sbatch, "--parsable", str(script)])
+    if done.returncode != 0:
+        refused = f"sbatch: {_words(done.stderr)}"
+        raise (EnvironmentFault if _AWAY.search(refused) else InputError)(refused)
+    # With a cluster's name behind it, where there are several.
+    return done.stdout.strip().partition(";")[0]
+
+
+def _called(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SBATCH_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvironmentFault(f"sbatch cannot be run: {words_of(error)}") from error
+
+
+def _words(stderr: str) -> str:
+    """Return what sbatch says, in one line and without its name before each."""
+    lines = [re.sub(r"^sbatch: (?:error: )?", "", line.strip()) for line in stderr.splitlines()]
+    return " ".join(line for line in lines if line) or "it refused, and did not say why"

@@ -1,0 +1,172 @@
+"""Owns what `sweep submit` does, from the words of the run to the job's number.
+
+Knows nothing of the job's script, or of what a queue takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from search_spaces.documents import home_expanded
+from search_spaces.errors import EnvironmentFault, InputError, quote
+from search_spaces.models import load_model_spec
+from search_spaces.redaction import redact
+from search_spaces.space import SearchSpace
+from storage.files import make_directory, write_chosen
+from storage.urls import SqliteUrl, parse_url
+from sweep.data.files import is_on_hub, text_files
+from sweep.launching.slurm import Allocation, Job, job_script
+from sweep.launching.slurm import submit as hand_in
+from sweep.paths import STORAGE, runs_directory, storage_url
+from sweep.study.session import named
+from sweep.terminal.commands import DONE
+from sweep.terminal.console import STDOUT, note, say, say_as_is
+from sweep.terminal.typed import call, respelled
+
+SCRIPT = "slurm.sh"
+"""Of a study's job, in its directory."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was typed of the job itself."""
+
+    partition: str | None = None
+    account: str | None = None
+    limit_seconds: float | None = None
+    gpus: str | None = None
+    cpus: int | None = None
+    memory: str | None = None
+    options: tuple[str, ...] = ()
+    environment: str | None = None
+
+
+def submit(words: Sequence[str], *, command: Any, asked: Asked, output: Path | str | None) -> int:
+    """Submit a study, or only write its job's script.
+
+    Args:
+        words: of the `sweep run`, behind its name.
+        command: that `sweep run`.
+        asked: what was typed of the job.
+        output: file of the script, or `STDOUT`, where nothing is to be submitted.
+
+    Raises:
+        InputError: of job, run or queue, what was typed is not right. Nothing was submitted.
+        EnvironmentFault: there is no queue here, or a file cannot be written.
+    """
+    hand_over = partial(_submit, words=words, command=command, asked=asked, output=output)
+    return call(command, words, drive=hand_over)
+
+
+def _submit(
+    space_name: str,
+    *,
+    words: Sequence[str],
+    command: Any,
+    asked: Asked,
+    output: Path | str | None,
+    overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
+    study: str | None,
+    storage: str | None,
+    cards: str | None,
+    **_: Any,
+) -> int:
+    """Do it once the run's own options are read."""
+    name, space = named(space_name, overrides=overrides, held=held, study=study)
+    load_model_spec(space.model)
+    if space.data is not None and not is_on_hub(space.data.texts):
+        text_files(space.data.texts)
+    files = runs_directory().absolute() / name
+    allocation = _allocation(asked, space)
+    run = [*respelled(command, words, without={"study", "storage"}), f"--study={name}"]
+    if allocation.gpu_count > 1 and cards is None:
+        # What was asked of the queue is there to be used.
+        run.append("--cards=all")
+    job = Job(
+        study=name,
+        command=(_python(asked.environment), "-P", "-m", "sweep", "run", *run, *_storage(storage)),
+        directory=Path.cwd(),
+        files=files,
+        variables={"SWEEP_HOME": str(files.parents[1])},
+    )
+    script = job_script(job, allocation)
+    if output is not None:
+        return _write(script, output, files=files)
+    return _hand_in(script, name=name, files=files)
+
+
+def _allocation(asked: Asked, space: SearchSpace) -> Allocation:
+    gpus = asked.gpus or ("1" if space.gpu != "cpu" else None)
+    return Allocation(
+        partition=asked.partition,
+        account=asked.account,
+        limit_seconds=asked.limit_seconds,
+        gpus=None if gpus == "0" else gpus,
+        cpus=asked.cpus,
+        memory=asked.memory,
+        options=asked.options,
+    )
+
+
+def _python(environment: str | None) -> str:
+    """Return the Python of an environment; of this one where none was named."""
+    if environment is None:
+        return sys.executable
+    python = home_expanded(environment).absolute() / "bin" / "python"
+    if not os.access(python, os.X_OK):
+        raise InputError(f"--env {environment}: {quote(str(python))} is no program")
+    return str(python)
+
+
+def _storage(typed: str | None) -> list[str]:
+    """Return how the job is told of the database, from wherever it is started.
+
+    Raises:
+        InputError: a password would stand in the script, which others may read.
+    """
+    url = storage_url(typed)
+    database = parse_url(url)
+    if isinstance(database, SqliteUrl):
+        return [f"--storage={database}"]
+    if redact(url) == url:
+        return [f"--storage={url}"]
+    if typed is not None:
+        raise InputError(
+            "--storage: its password would stand in the job's script: set "
+            f"{STORAGE} instead, which the job inherits, or leave it to ~/.pgpass"
+        )
+    return []
+
+
+def _write(script: str, output: Path | str, *, files: Path) -> int:
+    if output == STDOUT:
+        say_as_is(script)
+        return DONE
+    path = Path(output)
+    try:
+        write_chosen(path, script.encode())
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {error.strerror or error}") from error
+    note(f"Not submitted. SLURM writes its log only where this is there: {files}")
+    say(str(path))
+    return DONE
+
+
+def _hand_in(script: str, *, name: str, files: Path) -> int:
+    path = files / SCRIPT
+    try:
+        make_directory(files)
+        write_chosen(path, script.encode())
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {error.strerror or error}") from error
+    number = hand_in(path)
+    note(f"Its log: {files}/slurm-{number}.log. How it stands: sweep status {name} --watch")
+    say(f"Submitted study {name} as job {number}.")
+    return DONE

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.errors import EnvironmentFault, InputError
+from storage.reading import read_study
+from storage.records import Verdict
+from sweep.cli import main
+from sweep.launching import slurm
+from sweep.launching.slurm import IDLE_ALLOCATIONS_MAX, Allocation, Job, job_script, submit
+from tests.sweep.launching.pretend_queue import Queue
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    return Queue(tmp_path / "queue", monkeypatch)
+
+
+def a_job(queue: Queue, program: str, *, warning: int = 6) -> Path:
+    """Submit a job that runs a shell program in place of a study; return the study's directory."""
+    files = queue.directory.parent / "runs" / "study"
+    files.mkdir(parents=True)
+    command = ("bash", "-c", f"cd '{files}'; {program}")
+    job = Job("study", command, directory=queue.directory, files=files, variables={"MINE": "a b"})
+    script = job_script(job, Allocation(limit_seconds=slurm.LIMIT_SECONDS_MIN))
+    script = script.replace("ask_again=16 end=32", f"ask_again={warning // 3} end={warning // 2}")
+    script = script.replace("sleep 1 &", "sleep 0.1 &")
+    path = files / "slurm.sh"
+    path.write_text(script)
+    assert submit(path) == "17"
+    return files
+
+
+RESULT = "echo result >> spool.jsonl"
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_what_no_other_allocation_would_change_is_not_requeued(queue: Queue, code: int) -> None:
+    a_job(queue, f"{RESULT}; exit {code}")
+    assert queue.allocation() == (code, False)
+
+
+def test_a_job_near_its_limit_stops_its_study_and_is_requeued(queue: Queue) -> None:
+    files = a_job(queue, f"trap '{RESULT}; exit 130' TERM; touch up; while :; do sleep 0.1; done")
+    up = (files / "up").exists
+    assert queue.allocation(number=signal.SIGUSR1, when=up) == (0, True)
+    assert (files / "spool.jsonl").read_text() == "result\n"
+
+
+def test_a_study_that_does_not_stop_is_killed_before_the_queue_does_it(queue: Queue) -> None:
+    files = a_job(queue, f"trap 'echo asked >> asked' TERM; {RESULT}; while :; do sleep 0.1; done")
+    up = (files / "spool.jsonl").exists
+    assert queue.allocation(number=signal.SIGUSR1, when=up) == (0, True)
+    assert (files / "asked").read_text() == "asked\n" * 2
+
+
+def test_a_job_that_is_cancelled_is_not_requeued(queue: Queue) -> None:
+    files = a_job(queue, f"trap 'exit 130' TERM; {RESULT}; touch up; while :; do sleep 0.1; done")
+    assert queue.allocation(number=signal.SIGTERM, when=(files / "up").exists) == (130, False)
+
+
+def test_allocations_without_a_result_end(queue: Queue) -> None:
+    files = a_job(queue, "trap 'exit 130' TERM; touch up; while :; do sleep 0.1; done")
+    requeued = []
+    for _ in range(IDLE_ALLOCATIONS_MAX):
+        (files / "up").unlink(missing_ok=True)
+        _, again = queue.allocation(number=signal.SIGUSR1, when=(files / "up").exists)
+        requeued.append(again)
+    assert requeued == [True] * (IDLE_ALLOCATIONS_MAX - 1) + [False]
+    assert "not requeued" in (files / "slurm-17.log").read_text()
+
+
+def test_a_fault_is_tried_on_another_node_only_behind_a_result(queue: Queue) -> None:
+    files = a_job(queue, f"[ -e spool.jsonl ] || {RESULT}; exit 3")
+    assert queue.allocation() == (0, True)
+    assert queue.allocation() == (3, False)
+    assert "Exit code 3 and no new result" in (files / "slurm-17.log").read_text()
+
+
+def test_a_script_sets_what_it_was_given(queue: Queue) -> None:
+    files = a_job(queue, 'echo "$MINE" > said')
+    assert queue.allocation() == (0, False)
+    assert (files / "said").read_text() == "a b\n"
+
+
+def test_an_allocation_is_asked_for_in_the_queues_words() -> None:
+    asked = Allocation(
+        partition="gpu",
+        account="me",
+        limit_seconds=100_000,
+        gpus="a100:2",
+        cpus=8,
+        memory="64G",
+        options=("constraint=a100", "--exclusive", "--mem=32G"),
+    )
+    assert list(asked.directives()) == [
+        "--partition=gpu",
+        "--account=me",
+        "--time=1-03:46:00",
+        "--gres=gpu:a100:2",
+        "--cpus-per-task=8",
+        "--mem=64G",
+        "--constraint=a100",
+        "--exclusive",
+        "--mem=32G",
+    ]
+    assert asked.warning_seconds == slurm.WARNING_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"partition": "a b"}, "--partition must be one word, got 'a b'"),
+        ({"account": "a\n#SBATCH --x"}, "--account must be one word"),
+        ({"memory": ""}, "--mem must be one word"),
+        ({"cpus": 0}, "--cpus must be at least 1, got 0"),
+        ({"limit_seconds": 60}, "--time must be at least 2m, got 60 s"),
+        ({"options": ("a=1\nrm -rf /",)}, "--sbatch-option is one option"),
+        ({"options": ("; rm",)}, "--sbatch-option is one option"),
+    ],
+)
+def test_what_would_not_stand_in_a_scripts_head_is_refused(asked: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Allocation(**asked)
+
+
+@pytest.mark.parametrize(
+    ("refused", "kind"),
+    [
+        ("invalid partition specified: nope", InputError),
+        ("Unable to contact slurm controller (connect failure)", EnvironmentFault),
+    ],
+)
+def test_what_the_queue_refuses_is_said_in_its_words(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, refused: str, kind: type[Exception]
+) -> None:
+    monkeypatch.setenv("REFUSED", refused)
+    with pytest.raises(kind) as caught:
+        submit(queue.directory / "any")
+    assert str(caught.value) == f"sbatch: {refused}"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("SWEEP_HOME", str(home))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("SWEEP_STORAGE", raising=False)
+    return home
+
+
+BAD: list[Any] = [
+    (["cpu-demo"], "name the queue: --slurm"),
+    (["cpu-dmo", "--slurm"], "did you mean 'cpu-demo'"),
+    (["cpu-demo", "--slurm", "--partitoin", "x"], "--partitoin"),
+    (["cpu-demo", "--slurm", "--trials", "0"], "trials must be at least 1"),
+    (["cpu-demo", "--slurm", "--time", "soon"], "--time: a duration is written like"),
+    (["cpu-demo", "--slurm", "--data", "nope.jsonl"], "nope.jsonl"),
+    (["cpu-demo", "--slurm", "--model", "demmo"], "did you mean 'demo'"),
+    (["cpu-demo", "--slurm", "--study", "../x"], "study name must be"),
+    (["cpu-demo", "--slurm", "--env", "/nowhere"], "--env /nowhere"),
+    (["cpu-demo", "--slurm", "--host", "me@box"], "leave --host out"),
+    (["cpu-demo", "--slurm", "--storage", "postgresql://u:secret@host/db"], "SWEEP_STORAGE"),
+    (["--slurm"], "SPACE"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), BAD, ids=lambda value: " ".join(value)[:40])
+def test_bad_input_is_refused_at_once_and_nothing_is_submitted(
+    queue: Queue, home: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert "secret" not in err
+    assert not queue.script.exists()
+    assert list(home.iterdir()) == []
+
+
+def test_without_a_queue_the_script_can_still_be_written(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(home))
+    assert main(["submit", "cpu-demo", "--slurm"]) == 3
+    assert "there is no sbatch here" in capsys.readouterr().err
+    script = home / "job.sh"
+    assert main(["submit", "--slurm", "-o", str(script), "--", "cpu-demo", "--rank", "8"]) == 0
+    text = script.read_text()
+    assert f"--storage=sqlite:///{home}/runs/sweep.db" in text
+    assert "--study=cpu-demo-lora_rank-8" in text
+    assert "--gres" not in text
+    assert main(["submit", "a10", "--slurm", "-o", "-"]) == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --gres=gpu:1\n" in out
+    assert "--cards" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "cards"),
+    [
+        (["--gpus", "4"], "--cards=all"),
+        (["--gpus", "a100:2"], "--cards=all"),
+        (["--gpus", "2", "--cards", "1"], "--cards=1"),
+    ],
+)
+def test_a_study_runs_on_all_cards_that_the_queue_was_asked_for(
+    home: Path, words: list[str], cards: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "a10", "--slurm", *words, "-o", "-"]) == 0
+    assert [word for word in capsys.readouterr().out.split() if "--cards" in word] == [cards]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not here")
+def test_a_script_has_no_fault_that_shellcheck_knows(home: Path) -> None:
+    script = str(home / "job.sh")
+    words = ["--time", "4h", "--cpus", "2", "--sbatch-option", "exclusive", "--rank", "8"]
+    assert main(["submit", "a10", "--slurm", *words, "-o", script]) == 0
+    done = subprocess.run(
+        ["shellcheck", "--severity=style", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_password_of_the_environment_does_not_stand_in_the_script(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SWEEP_STORAGE", "postgresql://u:hunter2@host/db")
+    assert main(["submit", "cpu-demo", "--slurm", "-o", "-"]) == 0
+    out = capsys.readouterr().out
+    assert "--storage" not in out
+    assert "hunter2" not in out
+
+
+@pytest.mark.slow
+def test_a_study_goes_through_several_allocations_with_nothing_lost_or_doubled(
+    queue: Queue, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = ["cpu-demo", "--trials", "9", "--sampler", "random", "--no-confirm"]
+    assert main(["submit", *words, "--slurm", "--time", "10m"]) == 0
+    assert "Submitted study cpu-demo as job 17." in capsys.readouterr().out
+    # The device is simulated; the command, the study and what stops them are not.
+    command = f"{sys.executable} -P -m sweep"
+    program = f"{sys.executable} -P {ROOT}/tests/sweep/launching/replayed_sweep.py"
+    queue.script.write_text(queue.script.read_text().replace(command, program))
+    spool = home / "runs" / "cpu-demo" / "spool.jsonl"
+
+    def has(results: int) -> bool:
+        return spool.exists() and spool.read_text().count("\n") >= results
+
+    warned = queue.allocation(number=signal.SIGUSR1, when=lambda: has(2))
+    assert warned == (0, True), spool.with_name("slurm-17.log").read_text()
+    # The node is lost: a queue that hears nothing of it any more starts the job anew.
+    killed = queue.allocation(number=signal.SIGUSR2, when=lambda: has(4), limit=0.1)
+    assert killed[1] is False
+    assert queue.allocation(limit=120) == (0, False), spool.with_name("slurm-17.log").read_text()
+    url = f"sqlite:///{home}/runs/sweep.db"
+    study = read_study("cpu-demo", url=url, home=home / "runs")
+    assert (study.running, study.holder) == ((), None)
+    concluded = [record for record in study.records if record.verdict is not Verdict.LOST]
+    assert len(concluded) == len({record.config for record in concluded}) == 9
+    assert len(study.records) - len(concluded) <= 1, "what ran as the node was lost, and no more"
