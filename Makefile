@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 	if [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]; then exit 0; fi; \
 	set -ex; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-	PIP_CONSTRAINT=constraints.txt $(INSTALL) --editable '.[dev,docs,images,postgresql,dashboard]'; \
+	PIP_CONSTRAINT=constraints.txt $(INSTALL) --editable '.[dev,docs,images,postgresql,dashboard,ray]'; \
 	touch $@
 
 demo: $(READY)   ## a real study on the CPU: summary in the terminal, report in runs/demo/report.html
@@ -51,7 +51,7 @@ test-rented: $(READY)  ## jobs for rented machines in Modal's and SkyPilot's own
 
 test-lowest:     ## the same under the lowest versions that pyproject.toml allows, in an environment of its own
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
-	PIP_CONSTRAINT=lowest-constraints.txt $(LOWEST)/bin/pip install --quiet --disable-pip-version-check --no-compile --editable '.[test,postgresql,dashboard]'
+	PIP_CONSTRAINT=lowest-constraints.txt $(LOWEST)/bin/pip install --quiet --disable-pip-version-check --no-compile --editable '.[test,postgresql,dashboard,ray]'
 	$(LOWEST)/bin/python $(PYTEST)
 
 test-gpu: $(READY)  ## the tests that need a GPU, three minutes; fails where there is none

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
-SLOW_TO_LOAD = (
-    *("run", "submit", "launch", "confirm", "status", "best", "report", "export", "train", "rm"),
+SLOW_TO_LOAD = frozenset(
+    ["run", "submit", "launch", "confirm", "status", "best", "report", "export", "train", "rm"]
 )
 """What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
@@ -103,6 +103,7 @@ def run(
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
     cards: opt.CardsOption = None,
+    ray: opt.RayOption = None,
     carried: opt.CarriedOption = None,
     no_confirm: opt.NoConfirmOption = False,
     soak: opt.SoakOption = None,
@@ -136,6 +137,7 @@ def run(
         study=study,
         storage=storage,
         cards=cards,
+        ray=ray,
         carried=carried,
         as_json=as_json,
     )
@@ -146,8 +148,8 @@ def _driver(
 ) -> Drive:
     """Return what a study is handed to: this process, another machine, or who asked for this."""
     called = context.obj or Invocation(())
-    if len(models) > 1 and (host is not None or called.drive is not None):
-        raise InputError("--model: several models are for this machine's cards: elsewhere name one")
+    if host is not None or called.drive is not None:
+        _refuse_several(models)
     if host is not None:
         from sweep.terminal import remote
 
@@ -165,6 +167,11 @@ def _driver(
         command, words = context.command, called.words
         return partial(driving.run_models, models=models, command=command, words=words)
     return driving.run
+
+
+def _refuse_several(models: Sequence[str | None]) -> None:
+    if len(models) > 1:
+        raise InputError("--model: several models are for this machine's cards: elsewhere name one")
 
 
 @app.command(
@@ -283,6 +290,9 @@ def launch(
 
     words = tuple(options or ())
     typed = read_options(typer.main.get_command(app), "run", [space, *words])
+    models = typed.pop("model", None) or [None]
+    _refuse_several(models)
+    typed["model"] = models[0]
     budget = _seconds("--time-budget", typed.pop("time_budget", None))
     return launching.launch(
         LaunchRequest(
@@ -744,7 +754,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
     for command, names in ((run, ("run", "submit", "launch")), (plan, ("plan",))):
-        if (typed or _being_completed())[:1] and (typed or _being_completed())[0] in names:
+        if "".join((typed or _being_completed())[:1]) in names:
             from search_spaces.knobs import KNOBS
 
             add_knobs(command, KNOBS)

@@ -33,8 +33,11 @@ NOT_THERE = {
     "carried": "--from",
     "host": "--host",
     "host_python": "--host-python",
+    "ray": "--ray",
 }
 """Those that name what a rented machine cannot see."""
+TYPED_OFF = (*KNOBS, "completions_only")
+"""Options that are None where nobody typed them, and False where somebody did."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,18 @@ class LaunchRequest:
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """What was typed for `sweep run`, without what was not."""
-        options = {} if self.options is None else self.options
-        return {key: one for key, one in options.items() if one not in (None, False, (), [])}
+        """What was typed for `sweep run`, without what was not.
+
+        Off is typed too, of a knob that can be on: --no-compile.
+        """
+        return {
+            key: one
+            for key, one in (self.options or {}).items()
+            if one is not None
+            and one != []
+            and one != ()
+            and (key in TYPED_OFF or one is not False)
+        }
 
     @property
     def model(self) -> str | None:

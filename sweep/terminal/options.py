@@ -209,6 +209,15 @@ CardsOption = Annotated[
         callback=_named("--cards"),
     ),
 ]
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="auto|HOST:PORT",
+        help="Trials at a time on every card of a Ray cluster's machines.",
+        callback=_named("--ray"),
+    ),
+]
 CarriedOption = Annotated[
     str | None,
     typer.Option(
