@@ -215,12 +215,18 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
     free = {key: dimension for key, dimension in space.dimensions.items() if key not in values}
     if not free:
         return parse_config(fixed, where="options")
-    baseline = _with_whole_batch(space.baseline, effective=values.get("effective_batch_size"))
+    baseline = _with_whole_batch(
+        space.baseline,
+        effective=values.get("effective_batch_size"),
+        cards=fixed.get("data_parallel", 1),
+    )
     declared = space.model_dump() | {"dimensions": free, "fixed": fixed, "baseline": baseline}
     return validate(SearchSpace, declared, Document(f"space '{space.name}'"))
 
 
-def _with_whole_batch(baseline: Mapping[str, Any], *, effective: int | None) -> dict[str, Any]:
+def _with_whole_batch(
+    baseline: Mapping[str, Any], *, effective: int | None, cards: int
+) -> dict[str, Any]:
     """Return a baseline whose micro-batch goes into an effective batch that somebody typed.
 
     The file that names the one knew nothing of the other: the largest that goes in takes its place.
@@ -228,4 +234,5 @@ def _with_whole_batch(baseline: Mapping[str, Any], *, effective: int | None) -> 
     micro = baseline.get("micro_batch_size")
     if effective is None or micro is None or "effective_batch_size" in baseline:
         return dict(baseline)
-    return {**baseline, "micro_batch_size": largest_whole(micro, effective)}
+    share = effective // baseline.get("data_parallel", cards)
+    return {**baseline, "micro_batch_size": largest_whole(micro, share)}
