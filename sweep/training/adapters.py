@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from search_spaces.config import TrialConfig
@@ -145,3 +146,19 @@ def _counted(
         return checkpoint(*args, **kwargs)
 
     return counted
+
+
+def held_share(attachment: Attached) -> float:
+    """Return how much of the decoder layers' weights this process holds: all, where nothing is
+    sharded."""
+    whole = held = 0
+    for layer in attachment.layers:
+        for parameter in layer.parameters():
+            whole += parameter.numel()
+            held += local(parameter).numel()
+    return held / whole if whole else 1.0
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor: itself, or its share of one that is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
