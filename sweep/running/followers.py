@@ -26,8 +26,8 @@ from search_spaces.space import MICRO_STEPS_TIMED
 from storage.records import Crashed, Outcome
 from sweep.running.team_wire import (
     Begin,
-    Ended,
     End,
+    Ended,
     Evaluate,
     Failed,
     FollowerMessage,

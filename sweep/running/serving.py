@@ -22,6 +22,7 @@ from search_spaces.errors import EnvironmentFault, words_of
 from storage.outcome_file import OutcomeFile
 from storage.records import CrashCause, Crashed, Outcome, Phase
 from sweep.running.ends import with_cure
+from sweep.running.resident import DETAIL_LENGTH
 from sweep.running.wire import (
     Finished,
     Ready,
@@ -33,7 +34,6 @@ from sweep.running.wire import (
     command_adapter,
     to_line,
 )
-from sweep.running.resident import DETAIL_LENGTH
 from sweep.running.worker import Worker, finished
 from sweep.training.compiling import start_compiler_processes
 from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory

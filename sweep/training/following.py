@@ -86,7 +86,8 @@ class FollowedTrial:
 
     def look(self) -> Look:
         """Return what there is to see, once all steps are done."""
-        assert self._loop is not None and self._attached is not None
+        assert self._loop is not None, "there is something to see within the context"
+        assert self._attached is not None
         self._device.mark().wait()
         self._watching.close()
         newest = self._loop.newest

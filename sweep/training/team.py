@@ -113,7 +113,9 @@ def join(place: Place, *, meeting: Path, device: torch.device) -> None:
     is_on_card = device.type == "cuda"
     dist.init_process_group(
         "nccl" if is_on_card else "gloo",
-        store=dist.FileStore(str(meeting), place.size),
+        store=dist.FileStore(  # type: ignore[attr-defined]
+            str(meeting), place.size
+        ),
         rank=place.rank,
         world_size=place.size,
         device_id=device if is_on_card else None,

@@ -73,8 +73,9 @@ class Step:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of earlier micro-batches are there throughout."""
-        return self.config.accumulation_steps > 1
+        """Whether gradients are there throughout: those of earlier micro-batches, or the buckets of
+        what several cards send each other, which are never given back."""
+        return self.config.accumulation_steps > 1 or self.config.data_parallel > 1
 
     def visits(self) -> Iterator[Visit]:
         """Yield the step's segments in order."""

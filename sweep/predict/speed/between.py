@@ -1,0 +1,58 @@
+"""Owns what cards that train together send each other in a step, and how long a step waits for it.
+
+Nothing here was measured on the cards that it speaks of: what is stated of such steps is wide.
+Knows nothing of a card's own work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GpuSpec, Interconnect
+from sweep.predict.speed.layout import Layout, Sizes
+
+LINK_SHARES = {"nvlink": 0.75, "pcie": 0.5}
+"""Of a link's rate, what a collective of large tensors reaches. A share of NVLink as collectives
+commonly report it; through PCIe most hosts copy by way of their own memory, so half."""
+UNKNOWN_LINK = Interconnect(kind="pcie", bytes_per_second=15.75e9)
+"""PCIe of the third generation, for a card whose link is not known."""
+BUCKET_BYTES = 25 * 2**20
+"""Of gradients that are sent together (DistributedDataParallel's ``bucket_cap_mb``)."""
+COLLECTIVE_SECONDS = 50e-6
+"""For which a collective takes its time however little it sends."""
+PARALLEL_DOUBT = 0.15
+"""How far a step of several cards may be off beside what one of one card may: nobody measured any
+but on one host."""
+
+
+def waiting_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Sizes:
+    """Return how long each configuration's step waits for what cards send each other.
+
+    Gradients are sent in buckets while the last micro-batch's backward pass goes on; the last
+    bucket has nothing to hide behind.
+
+    Args:
+        layout: the configurations.
+        gpu: of which there are as many as each of them says.
+        backward: seconds of a micro-batch's backward pass.
+    """
+    cards = layout.cards
+    rate = link_rate(gpu)
+    sent = 2.0 * (cards - 1.0) / cards * layout.adapter_parameters * layout.trained
+    buckets = np.ceil(np.maximum(sent, 1.0) / BUCKET_BYTES)
+    whole = sent / rate + buckets * COLLECTIVE_SECONDS
+    last = whole / buckets
+    waited = last + np.maximum(0.0, whole - last - backward)
+    return np.where(cards > 1, waited, 0.0)
+
+
+def link_rate(gpu: GpuSpec) -> float:
+    """Return the bytes per second, each way, that a card's collectives reach."""
+    link = gpu.interconnect or UNKNOWN_LINK
+    return link.bytes_per_second * LINK_SHARES[link.kind]
+
+
+def parallel_doubt(config: TrialConfig) -> float:
+    """Return how far a step may be off because several cards take it."""
+    return PARALLEL_DOUBT if config.data_parallel > 1 else 0.0
