@@ -1,8 +1,8 @@
 """Owns the first seconds of every process of a team but the first.
 
-Run as ``python -P -m sweep.running.follower FD PARENT RANK``, where FD is the pipe for what it says,
-PARENT the number of the first process, and RANK the index of the card that is its own. Knows
-nothing of what it does then (`sweep.running.obeying`).
+Run as ``python -P -m sweep.running.follower FD PARENT RANK``: FD is the pipe for what it says,
+PARENT the number of the first process, RANK the index of the card that is its own. Knows nothing of
+what it does then (`sweep.running.obeying`).
 """
 
 from __future__ import annotations

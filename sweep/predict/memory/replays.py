@@ -43,7 +43,7 @@ def replay_all(steps: Sequence[Step], *, on_progress: OnProgress = tell_nobody) 
 def _alike(step: Step) -> tuple[tuple[int, ...], Hashable]:
     """Return what decides over a replay."""
     config = step.config
-    sizes = tuple(step.values.items()), step.flags, step.workspace_bytes, step.accumulates
+    sizes = tuple(step.values.items()), step.flags, step.workspace_bytes, step.held_gradients
     states = config.adapter_dtype, config.optimizer
     return tuple(map(id, step.profiles.values())), (*sizes, *states)
 

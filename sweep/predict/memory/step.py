@@ -72,10 +72,19 @@ class Step:
         return self.profiles[self.flags[-1]]
 
     @property
+    def held_gradients(self) -> int:
+        """How many times the adapters' gradients are there throughout.
+
+        Once as those of earlier micro-batches; once as the buckets in which several cards send
+        each other theirs, which are never given back. Where cards accumulate, each keeps its own
+        beside the buckets until the last micro-batch.
+        """
+        return (self.config.accumulation_steps > 1) + (self.config.data_parallel > 1)
+
+    @property
     def accumulates(self) -> bool:
-        """Whether gradients are there throughout: those of earlier micro-batches, or the buckets of
-        what several cards send each other, which are never given back."""
-        return self.config.accumulation_steps > 1 or self.config.data_parallel > 1
+        """Whether a layer's gradients have their place before its backward pass begins."""
+        return self.held_gradients > 0
 
     def visits(self) -> Iterator[Visit]:
         """Yield the step's segments in order."""

@@ -104,9 +104,8 @@ class StepPhases:
     def _unknown(cls, count: int) -> StepPhases:
         stretches = (count, _STRETCHES)
         terms = (*stretches, len(TERMS))
-        return cls(
-            *[np.full(shape, np.nan) for shape in (terms, terms, stretches, count, count, count)]
-        )
+        shapes = (terms, terms, stretches, count, count, count)
+        return cls(*[np.full(shape, np.nan) for shape in shapes])
 
     @cached_property
     def device(self) -> NDArray[np.float64]:
