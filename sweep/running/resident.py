@@ -71,18 +71,16 @@ class Resident:
         self._neighbours.start()
 
     def holds(self, config: TrialConfig) -> bool:
-        """Whether this configuration's base is the one that is there."""
-        return self.base is not None and self.base.config == config.base()
+        """Whether this configuration's base is the one that is there; what is sharded serves one
+        configuration alone."""
+        is_alike = self.base is not None and self.base.config == config.base()
+        return is_alike and not config.is_sharded
 
     def hold(self, config: TrialConfig) -> Outcome | None:
         """Make this configuration's base the resident one; return why it cannot be, or None."""
         if self.holds(config):
             return None
-        if self.base is not None:
-            self.base.close()
-            self.base = None
-            # What was compiled for that base refers to it, and serves no other.
-            forget_compiled()
+        self.drop()
         # What is still cached would serve the new base from segments of the old kind.
         self.device.release()
         self.device.expand_segments(config.expandable_segments)
@@ -92,6 +90,14 @@ class Resident:
         # alive.
         self.device.release()
         return failed
+
+    def drop(self) -> None:
+        """Hold no base any more."""
+        if self.base is not None:
+            self.base.close()
+            self.base = None
+            # What was compiled for that base refers to it, and serves no other.
+            forget_compiled()
 
     def _build(self, config: TrialConfig) -> Outcome | None:
         try:
@@ -126,6 +132,9 @@ class Resident:
             config: that was trained.
             before: what was allocated before it.
         """
+        if config.is_sharded:
+            self.drop()
+            self.device.release()
         if config.is_paged:
             return "bitsandbytes never frees paged buffers"
         if config.compile and self._bytes_left(before):

@@ -54,7 +54,11 @@ class FollowedTrial:
     def __enter__(self) -> Self:
         self._device.reset_peak()
         with self._undo:
-            self._attached = self._undo.enter_context(attached(self._base, self._config))
+            self._attached = self._undo.enter_context(
+                attached(
+                    self._base, self._config, device=self._device.torch_device, seed=self._seed
+                )
+            )
             self._loop = TrainingLoop(
                 self._attached,
                 self._config,

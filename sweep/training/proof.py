@@ -25,7 +25,7 @@ from search_spaces.errors import in_percent
 from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from storage.records import Ineffective
 from sweep.data.epoch import is_flattened
-from sweep.training.adapters import Attached, held_share
+from sweep.training.adapters import Attached, held_share, local
 from sweep.training.model import DTYPES
 from sweep.training.step import TrainingLoop
 from sweep.training.team import Look, fingerprint, group_size
@@ -137,7 +137,12 @@ def ineffective(
 
 def _four_bit_states(evidence: StepEvidence) -> list[Any]:
     modules = evidence.attached.model.modules()
-    return [m.weight.quant_state for m in modules if isinstance(m, bnb.nn.Linear4bit)]
+    # A share of a weight has lost its constants, which the layer keeps beside it.
+    return [
+        getattr(m.weight, "quant_state", None) or m.quant_state
+        for m in modules
+        if isinstance(m, bnb.nn.Linear4bit)
+    ]
 
 
 @proves("quantization")
@@ -287,7 +292,7 @@ def _segments(config: TrialConfig, evidence: StepEvidence) -> str | None:
 
     A fixed segment that a library holds a part of may serve a growing base too, but not most of it.
     """
-    parameters = [p for p in evidence.attached.model.parameters() if p.is_cuda]
+    parameters = [local(p) for p in evidence.attached.model.parameters() if p.is_cuda]
     segments = torch.cuda.memory_snapshot() if parameters else []
     share = expandable_share(parameters, segments)
     if config.expandable_segments and share <= 0.5:
@@ -435,8 +440,9 @@ def _targets(config: TrialConfig, evidence: StepEvidence) -> str | None:
         adapters = [a for n, a in layers.items() if n == target or n.endswith(f".{target}")]
         if not adapters:
             return f"{target} has no adapter"
-        highest = [a.lora_B[_ADAPTER].weight.detach().abs().amax() for a in adapters]
-        if not bool(torch.stack(highest).any()):
+        own = [local(a.lora_B[_ADAPTER].weight).detach() for a in adapters]
+        highest = [weight.abs().amax() for weight in own if weight.numel()]
+        if highest and not bool(torch.stack(highest).any()):
             return f"no adapter of {target} learned"
     return None
 

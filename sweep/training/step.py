@@ -32,8 +32,9 @@ from transformers import get_linear_schedule_with_warmup
 from search_spaces.config import TrialConfig
 from storage.records import Stage
 from sweep.data.batches import Batch
-from sweep.training.adapters import Attached
+from sweep.training.adapters import Attached, local
 from sweep.training.data import endless, random_token_loader
+from sweep.training.sharding import forget_sharding, fsdp_plugin, shard_on_cpu
 from sweep.training.team import ALONE, Place
 from sweep.training.texts import TextsRound, loader_of
 
@@ -104,11 +105,12 @@ class TrainingLoop:
         self.wait_seconds = 0.0
         """In which the host got its micro-batches, so far."""
         self._on_stage = on_stage
+        self._is_sharded = config.is_sharded
         self._parameters = attached.trainable_parameters()
         # Not whether a card is there: a trial for the CPU never goes to it.
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
         self._accelerator = _accelerator(
-            config, micro_steps=self.micro_steps, is_on_cpu=is_on_cpu, place=place
+            config, attached, micro_steps=self.micro_steps, is_on_cpu=is_on_cpu, place=place
         )
         optimizer = make_optimizer(config, self._parameters)
         # accelerate takes one of its steps for each process.
@@ -120,7 +122,7 @@ class TrainingLoop:
         else:
             own = seed + place.rank
             loaders = _loaders(config, texts, vocab_size=vocab_size, seed=own, is_pinned=is_pinned)
-        if not place.is_alone:
+        if not place.is_alone and not config.is_sharded:
             _keep_from_others(attached.model)
         self._plain = attached.model
         self._model, self.optimizer, self._schedule = self._accelerator.prepare(
@@ -200,6 +202,12 @@ class TrainingLoop:
         """Write a checkpoint as Trainer does: the adapter, the optimizer's and the schedule's
         state.
         """
+        if self._is_sharded:
+            # As FSDP does where nobody wants one file: each process its own share.
+            shares = {n: local(p) for n, p in self._plain.named_parameters() if p.requires_grad}
+            torch.save(shares, directory / "adapter_share.pt")
+            torch.save(self._schedule.state_dict(), directory / "scheduler.pt")
+            return
         # PEFT would otherwise ask the hub whether the vocabulary is still the base's.
         self._plain.save_pretrained(directory, save_embedding_layers=False)
         torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
@@ -306,14 +314,16 @@ def _prepared(loader: DataLoader[Any], accelerator: Accelerator, place: Place) -
 
 
 def _accelerator(
-    config: TrialConfig, *, micro_steps: int, is_on_cpu: bool, place: Place
+    config: TrialConfig, attached: Attached, *, micro_steps: int, is_on_cpu: bool, place: Place
 ) -> Accelerator:
     """Return an accelerator for this configuration alone."""
     # accelerate keeps device and precision for the whole process: without this the second trial
     # would train as the first did.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    return Accelerator(
+    forget_sharding()
+    plugin = fsdp_plugin(attached.layers) if config.is_sharded else None
+    accelerator = Accelerator(
         cpu=is_on_cpu,
         mixed_precision=_MIXED_PRECISION[config.compute_dtype],
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -323,4 +333,8 @@ def _accelerator(
         ),
         dataloader_config=DataLoaderConfiguration(non_blocking=not is_on_cpu),
         kwargs_handlers=[] if place.is_alone else [_BUCKETS],
+        fsdp_plugin=plugin,
     )
+    if plugin is not None and is_on_cpu:
+        shard_on_cpu(accelerator, plugin, config)
+    return accelerator

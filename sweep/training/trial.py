@@ -35,7 +35,7 @@ from sweep.training.meter import CardReader, Meter, NeighbourWatch, StepWork, fa
 from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ineffective
 from sweep.training.queued import SILENCE_SECONDS, StepQueue
-from sweep.training.soak import Interlude
+from sweep.training.soak import INTERLUDE_BATCHES, Interlude
 from sweep.training.step import TrainingLoop
 from sweep.training.team import ALONE, Look, Team
 from sweep.training.texts import Texts, TextsRound, are_apart, is_packed
@@ -166,7 +166,8 @@ class Trial:
         return int(self.base.model.get_input_embeddings().num_embeddings)
 
     def _attach_and_train(self) -> Outcome:
-        with attached(self.base, self.config) as attachment:
+        device = self.device.torch_device
+        with attached(self.base, self.config, device=device, seed=self.seed) as attachment:
             outcome = self._train(attachment)
             self._enter("detach")
             if self.team is not None:
@@ -324,6 +325,9 @@ class Trial:
         fault = self._drain()
         if fault is None:
             self._meter.energy.end()
+            if self.team is not None and self.config.is_sharded:
+                # No card has all that a pass takes.
+                self.team.evaluate(batches=INTERLUDE_BATCHES)
             interlude.play(loop, beat=lambda: self.report(Beat("measure", done)))
             self._meter.energy.begin()
         return fault

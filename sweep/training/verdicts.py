@@ -40,7 +40,7 @@ def verdict_of(
         return Ineffective(knob=knob_of_kernel(error, config), detail=detail)
     if device.ran_out(error):
         return OutOfMemory(
-            stage=_stage(loop),
+            stage=_stage(loop, config),
             step=0 if loop is None else loop.micro_step,
             requested_bytes=requested_bytes(error),
             peak_allocated_bytes=device.peak_allocated_bytes(),
@@ -52,6 +52,9 @@ def verdict_of(
     return None
 
 
-def _stage(loop: TrainingLoop | None) -> Stage:
-    """Return the stage of a failure: the base is there, so it is not that of loading it."""
+def _stage(loop: TrainingLoop | None, config: TrialConfig) -> Stage:
+    """Return the stage of a failure: the base is there, so it is not that of loading it, but where
+    the base is sharded, which gets its weights with the adapters."""
+    if loop is None and config.is_sharded:
+        return "load"
     return "forward" if loop is None or loop.stage == "load" else loop.stage
