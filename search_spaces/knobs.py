@@ -643,6 +643,12 @@ KNOBS: Mapping[str, Knob] = dict(_declared())
 """What is declared of each knob, by its key."""
 
 
+NEEDED: Mapping[tuple[str, Any], Mapping[str, Any]] = {
+    ("sharding", "fsdp"): {"optimizer": "adamw_torch_fused", "upcast_fp32": False}
+}
+"""What a value of a knob needs of others: who asks for it and says nothing of them means these."""
+
+
 def as_options(values: Mapping[str, Any]) -> list[str]:
     """Return values by their keys as they are typed on the command line."""
     words: list[str] = []

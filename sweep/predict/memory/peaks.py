@@ -137,6 +137,7 @@ class _Resident:
             config.optimizer,
             config.expandable_segments,
             step.held_gradients,
+            config.is_sharded and config.data_parallel,
         )
         if key not in self._known:
             self._known[key] = _there_throughout(step)

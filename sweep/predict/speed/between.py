@@ -21,6 +21,8 @@ BUCKET_BYTES = 25 * 2**20
 """Of gradients that are sent together (DistributedDataParallel's ``bucket_cap_mb``)."""
 COLLECTIVE_SECONDS = 50e-6
 """For which a collective takes its time however little it sends."""
+SHARDED_DOUBT = 0.4
+"""The same where they share the model, and gather every layer twice in each micro-batch."""
 PARALLEL_DOUBT = 0.15
 """How far a step of several cards may be off beside what one of one card may: nobody measured any
 but on one host."""
@@ -44,7 +46,24 @@ def waiting_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Sizes:
     whole = sent / rate + buckets * COLLECTIVE_SECONDS
     last = whole / buckets
     waited = last + np.maximum(0.0, whole - last - backward)
-    return np.where(cards > 1, waited, 0.0)
+    gathered = _gathering_seconds(layout, gpu, backward=backward)
+    return np.where(layout.is_sharded, gathered, np.where(cards > 1, waited, 0.0))
+
+
+def _gathering_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Sizes:
+    """Return how long steps wait for layers to be gathered, in both passes of each micro-batch.
+
+    While a layer computes the next one is on its way, so that a pass takes as long as the slower of
+    the two; the first layer's way, and the head's and the embedding's, hide behind nothing.
+    """
+    cards, layers = layout.cards, layout.model.hidden_layers
+    missing = (cards - 1.0) / cards / link_rate(gpu)
+    weights = sum(rows * columns for rows, columns in layout.linears.values())
+    layer = weights * np.where(layout.is_quantized, 0.5, layout.compute) * missing
+    layer = layer + COLLECTIVE_SECONDS
+    ends = layout.hidden * layout.model.vocab_size * layout.compute * missing
+    waited = layer + np.maximum(0.0, layers * layer - backward)
+    return np.asarray(layout.micro_batches * (2.0 * waited + 2.0 * (ends + COLLECTIVE_SECONDS)))
 
 
 def link_rate(gpu: GpuSpec) -> float:
@@ -55,4 +74,6 @@ def link_rate(gpu: GpuSpec) -> float:
 
 def parallel_doubt(config: TrialConfig) -> float:
     """Return how far a step may be off because several cards take it."""
+    if config.is_sharded:
+        return SHARDED_DOUBT
     return PARALLEL_DOUBT if config.data_parallel > 1 else 0.0

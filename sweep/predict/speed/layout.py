@@ -118,6 +118,11 @@ class Layout:
         return self.sizes(lambda config: config.data_parallel)
 
     @cached_property
+    def is_sharded(self) -> Mask:
+        """Whether each of them holds a share of every layer alone."""
+        return self.are(lambda config: config.is_sharded)
+
+    @cached_property
     def hidden(self) -> int:
         """Width of the residual stream."""
         return self.model.hidden_size

@@ -97,7 +97,7 @@ class StepPhases:
         if (layout.cards == 1).all():
             return phases
         alone = phases.seconds(np.ones(_OVERHEAD + 1)) - OVERHEAD_SECONDS
-        backward = BACKWARD_SHARE * alone / layout.micro_batches
+        backward = BACKWARD_SHARE * alone / np.maximum(1.0, layout.micro_batches)
         return replace(phases, between=waiting_seconds(layout, gpu, backward=backward))
 
     @classmethod
