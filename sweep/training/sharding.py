@@ -63,7 +63,7 @@ def build_shares(
     built: set[int] = set()
     for layer in layers:
         _build(layer, base, config, device=device, built=built)
-        fully_shard(layer, reshard_after_forward=True, mp_policy=_policy(config))
+        fully_shard(layer, reshard_after_forward=True, mp_policy=precision(config))
     _build(model, base, config, device=device, built=built)
     base.model.tie_weights()
 
@@ -100,7 +100,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "placements")
 
 
-def _policy(config: TrialConfig) -> MixedPrecisionPolicy:
+def precision(config: TrialConfig) -> MixedPrecisionPolicy:
     """Return the precision that accelerate asks for under the same mixed precision."""
     dtype = DTYPES[config.compute_dtype]
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
@@ -120,5 +120,5 @@ def fsdp_plugin(layers: Iterable[torch.nn.Module]) -> FullyShardedDataParallelPl
 def shard_on_cpu(accelerator: Accelerator, plugin: Any, config: TrialConfig) -> None:
     """Have accelerate shard on a CPU, for which it has no word of its own."""
     accelerator.state.distributed_type = DistributedType.FSDP
-    plugin.mixed_precision_policy = _policy(config)
+    plugin.mixed_precision_policy = precision(config)
     accelerator.state.fsdp_plugin = plugin
