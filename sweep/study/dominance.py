@@ -50,6 +50,7 @@ class _Cards:
     """A number of cards that train together: the more, the less each holds of what is sharded."""
 
     count: int
+    """Of those that hold all of the model two stand for any number above one."""
     is_sharded: bool
 
     def __ge__(self, other: _Cards) -> bool:
@@ -58,9 +59,12 @@ class _Cards:
         Those that hold all of the model keep the gradients in buckets for as long as they train,
         however many they are; one alone does not. How the model is held must be equal anyway.
         """
-        if self.is_sharded:
-            return self.count <= other.count
-        return self.count > 1 or other.count == 1
+        return self.count <= other.count if self.is_sharded else self.count >= other.count
+
+
+def _cards(config: TrialConfig) -> _Cards:
+    count = config.data_parallel
+    return _Cards(count if config.is_sharded else min(count, 2), config.is_sharded)
 
 
 _SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
@@ -70,7 +74,7 @@ _SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
     "checkpoint_fraction": lambda config, model: _Recomputed(
         config.checkpointed_count(model.hidden_layers)
     ),
-    "data_parallel": lambda config, _: _Cards(config.data_parallel, config.is_sharded),
+    "data_parallel": lambda config, _: _cards(config),
 }
 """What memory grows with, of the knobs whose value is not itself that.
 
