@@ -302,20 +302,22 @@ class StudySnapshot:
     def usd_per_million_tokens(self, record: TrialRecord) -> float | None:
         """Return what tokens cost at a trial's speed on the target card; None without a price."""
         speed = self.target_speed(record)
-        return None if speed is None else self._usd(speed.tokens_per_second)
+        return None if speed is None else self._usd(speed.tokens_per_second, record.config)
 
     def usd_interval(self, record: TrialRecord) -> tuple[float, float] | None:
         """Return the least and the most that a million tokens cost, by that speed's interval."""
         speed = self.target_speed(record)
         if speed is None or speed.low is None or speed.high is None:
             return None
-        least, most = self._usd(speed.high), self._usd(speed.low)
+        ends = (self._usd(end, record.config) for end in (speed.high, speed.low))
+        least, most = ends
         return None if least is None or most is None else (least, most)
 
-    def _usd(self, tokens_per_second: float) -> float | None:
+    def _usd(self, tokens_per_second: float, config: TrialConfig) -> float | None:
         if self.offer is None:
             return None
-        return self.offer.usd_per_hour / 3600 / tokens_per_second * 1e6
+        hour = config.data_parallel * self.offer.usd_per_hour
+        return hour / 3600 / tokens_per_second * 1e6
 
 
 @dataclass(frozen=True)
