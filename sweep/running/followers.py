@@ -32,6 +32,7 @@ from sweep.running.team_wire import (
     Failed,
     FollowerMessage,
     FollowerReady,
+    Leave,
     Looked,
     LookUp,
     Order,
@@ -117,18 +118,21 @@ class Followers:
                 )
             )
 
-    def join(self) -> None:
-        """Be in one process group with those that were gathered."""
+    def join(self) -> bool:
+        """Be in one process group with those that were gathered; return whether it is a new one."""
         if self._is_joined:
-            return
+            return False
         assert self._meeting is not None, "who joins has gathered"
         device = open_device(self._settings.device).torch_device
         join(self._place, meeting=self._meeting, device=device)
         self._is_joined = True
+        return True
 
     def dismiss(self) -> None:
         """Be alone again; they stay where they are, with their bases."""
         if self._is_joined:
+            # All at once: who leaves may wait for those that are still in the group.
+            self._tell(Leave())
             leave()
         self._is_joined, self._place = False, Place()
 

@@ -26,6 +26,7 @@ from sweep.running.team_wire import (
     Failed,
     FollowerMessage,
     FollowerReady,
+    Leave,
     Looked,
     LookUp,
     Order,
@@ -34,7 +35,7 @@ from sweep.running.team_wire import (
 )
 from sweep.running.wire import WorkerSettings, to_line
 from sweep.training.following import FollowedTrial
-from sweep.training.team import Place, join
+from sweep.training.team import Place, join, leave
 
 Say = Callable[[FollowerMessage], None]
 
@@ -79,6 +80,11 @@ class Obeying:
         self._resident.device.release()
         self._say(Ended(leak=self._resident.leak(command.config, before)))
 
+    def leave(self) -> None:
+        """Be alone again, until the next group."""
+        leave()
+        self._meeting = ""
+
     def _trial(self, command: Begin) -> FollowedTrial:
         """Build the base, meet the others, and return what is to be trained."""
         failed = self._resident.hold(command.config)
@@ -112,8 +118,8 @@ def _obey(trial: FollowedTrial, orders: Iterator[Order], say: Say) -> None:
                 trial.evaluate(batches=batches)
             case End():
                 return
-            case Begin():
-                raise RuntimeError("a trial began within another")
+            case Begin() | Leave():
+                raise RuntimeError(f"'{order.kind}' within a trial")
 
 
 def _named(outcome: Outcome, *, rank: int) -> Outcome:
@@ -150,6 +156,8 @@ def main(pipe: IO[bytes], *, rank: int) -> None:
             match order:
                 case Begin() as command:
                     obeying.run(command, orders)
+                case Leave():
+                    obeying.leave()
                 case _:
                     raise RuntimeError(f"'{order.kind}' outside of a trial")
     except _Over as over:
