@@ -15,8 +15,8 @@ from typing import IO
 
 import torch
 
-from search_spaces.errors import words_of
-from storage.records import Crashed, Outcome, Phase
+from search_spaces.errors import InputError, words_of
+from storage.records import Crashed, Invalid, Outcome, Phase
 from sweep.running.resident import DETAIL_LENGTH, Resident
 from sweep.running.team_wire import (
     Begin,
@@ -34,6 +34,7 @@ from sweep.running.team_wire import (
     order_adapter,
 )
 from sweep.running.wire import WorkerSettings, to_line
+from sweep.training.compiling import start_compiler_processes
 from sweep.training.following import FollowedTrial
 from sweep.training.team import Place, join, leave
 
@@ -73,6 +74,8 @@ class Obeying:
                 _obey(trial, orders, self._say)
         except _Over:
             raise
+        except InputError as error:
+            raise _Over(Invalid(rule="target_modules", detail=str(error))) from None
         except Exception as error:  # noqa: BLE001 - it is this trial's verdict
             traceback.print_exc()
             known = None if trial is None else trial.verdict(error)
@@ -149,6 +152,7 @@ def main(pipe: IO[bytes], *, rank: int) -> None:
     try:
         if settings.device == "cuda":
             torch.cuda.set_device(rank)
+            start_compiler_processes()
         obeying = Obeying(settings, say)
         say(FollowerReady())
         orders = _orders(lines)
