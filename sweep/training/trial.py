@@ -249,6 +249,9 @@ class Trial:
             place=ALONE if self.team is None else self.team.place,
         )
         self._loop = loop
+        if self.team is not None:
+            # What was sent to make all adapters alike is not a step's.
+            self.device.mark().wait()
         self._enter("warmup")
         return self._warm_up(attachment, loop) or self._measure(attachment, loop)
 
