@@ -42,6 +42,7 @@ _OPTIONS = {
 }
 _READY = "qlora-sweep-is-connected"
 _LOST = 255
+_SHORT = 50
 _ADDRESS = re.compile(
     r"(?:(?P<user>[^\s@:/'\"-][^\s@:/'\"]*)@)?"
     r"(?:\[(?P<ip>[0-9A-Fa-f:.]+)\]|(?P<box>[\w.][\w.-]*))(?::(?P<port>\d{1,5}))?"
@@ -100,7 +101,7 @@ class Connection:
     def __init__(self, address: Address) -> None:
         self.address = address
         self._ssh = _ssh_command()
-        self._directory = tempfile.TemporaryDirectory(prefix="sweep-ssh-")
+        self._directory = tempfile.TemporaryDirectory(prefix="sweep-ssh-", dir=_short_directory())
         self._master: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -249,6 +250,12 @@ def _ssh_command() -> list[str]:
             f"{named[0]} is not here: install the OpenSSH client, or name one with {SSH}"
         )
     return named
+
+
+def _short_directory() -> str | None:
+    """Return where a socket can be: its whole name is no longer than a hundred letters."""
+    usual = tempfile.gettempdir()
+    return "/tmp" if len(usual) > _SHORT and os.access("/tmp", os.W_OK) else None
 
 
 def _has_said(process: subprocess.Popen[bytes], word: str, seconds: float) -> bool:
