@@ -14,7 +14,7 @@ LOWEST := .venv-lowest
 WORKERS ?= logical
 PYTEST := -m pytest -m "not gpu and not faults and not exports" -n $(WORKERS) --maxprocesses 4
 
-.PHONY: demo test test-exports test-faults test-lowest test-gpu lint format docs wheel clean help
+.PHONY: demo test test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel clean help
 
 # Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
 waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo "another make $(2): waiting for it" >&2; flock 9; fi
@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 	if [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]; then exit 0; fi; \
 	set -ex; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-	PIP_CONSTRAINT=constraints.txt $(INSTALL) --editable '.[dev,docs,images,postgresql,dashboard]'; \
+	PIP_CONSTRAINT=constraints.txt $(INSTALL) --editable '.[dev,docs,images,postgresql,dashboard,ray]'; \
 	touch $@
 
 demo: $(READY)   ## a real study on the CPU: summary in the terminal, report in runs/demo/report.html
@@ -45,9 +45,13 @@ test-exports: $(READY)  ## exported files in axolotl and LLaMA-Factory: environm
 	tests/exports/environments $(PYTHON) build/exports
 	EXPORTS=$(CURDIR)/build/exports $(BIN)/python -m pytest -m exports tests/exports
 
+test-rented: $(READY)  ## jobs for rented machines in Modal's and SkyPilot's own packages: an environment in build/rented, two minutes
+	tests/rented/environment $(PYTHON) build/rented
+	RENTED=$(CURDIR)/build/rented $(BIN)/python -m pytest tests/rented
+
 test-lowest:     ## the same under the lowest versions that pyproject.toml allows, in an environment of its own
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
-	PIP_CONSTRAINT=lowest-constraints.txt $(LOWEST)/bin/pip install --quiet --disable-pip-version-check --no-compile --editable '.[test,postgresql,dashboard]'
+	PIP_CONSTRAINT=lowest-constraints.txt $(LOWEST)/bin/pip install --quiet --disable-pip-version-check --no-compile --editable '.[test,postgresql,dashboard,ray]'
 	$(LOWEST)/bin/python $(PYTEST)
 
 test-gpu: $(READY)  ## the tests that need a GPU, three minutes; fails where there is none

@@ -262,7 +262,9 @@ class StudySnapshot:
     wall_seconds: float = 0.0
     """Driver time over all runs of the study."""
     holder: str | None = None
-    """Who drives it now (``host:pid``); None where nobody does."""
+    """Who drives it now (``host:pid``), here or elsewhere; None where nobody does."""
+    driven_since: str | None = None
+    """When that began, UTC in ISO 8601; None where the database does not tell."""
     warnings: tuple[str, ...] = ()
     """Anything a reader should know, such as a library version that changed between runs."""
     ended: dict[str, Any] | None = None
@@ -333,10 +335,14 @@ class StudySummary:
     """What was measured of it, on whatever card ran it."""
     wall_seconds: float
     holder: str | None
-    """Who drives it now (``host:pid``)."""
+    """Who drives it now (``host:pid``), here or elsewhere."""
     is_confirmed: bool = False
     """Whether the best was measured again."""
     speed: TargetSpeed | None = None
     """Of the best on the target card; None where that is not known."""
     unreadable: int = 0
     """Trials of which nothing is known, as they cannot be read."""
+    driven_since: str | None = None
+    """When its driver took it, UTC in ISO 8601."""
+    running: tuple[int, ...] = ()
+    """Numbers of the trials that were begun and have not ended."""

@@ -31,7 +31,7 @@ from sweep.terminal.console import (
     wait_lines,
 )
 from sweep.terminal.edge import guarded
-from sweep.terminal.knob_options import add_knobs, takes_knobs
+from sweep.terminal.knob_options import add_knobs, read_options, takes_knobs
 from sweep.terminal.typed import Drive, Invocation
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
-SLOW_TO_LOAD = ("run", "submit", "confirm", "status", "best", "report", "export", "train", "rm")
+SLOW_TO_LOAD = frozenset(
+    ["run", "submit", "launch", "confirm", "status", "best", "report", "export", "train", "rm"]
+)
 """What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
 
@@ -79,7 +81,7 @@ def front_door(version: opt.VersionOption = False) -> int:
         "sweep run a10 --rank 64 --target-modules all-linear",
         "sweep run a10 --data texts.jsonl",
         "sweep run wider.yaml --from a10",
-        "sweep run a10 --cards all",
+        "sweep run a10 --cards all --model mistral-7b-v0.3 --model llama-3.1-8b",
     )
 )
 @takes_knobs
@@ -87,7 +89,7 @@ def run(
     context: typer.Context,
     space: opt.SpaceArgument,
     gpu: opt.GpuOption = None,
-    model: opt.ModelOption = None,
+    model: opt.ModelsOption = None,
     data: opt.DataOption = None,
     text_column: opt.TextColumnOption = None,
     texts_format: opt.TextsFormatOption = None,
@@ -101,6 +103,7 @@ def run(
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
     cards: opt.CardsOption = None,
+    ray: opt.RayOption = None,
     carried: opt.CarriedOption = None,
     no_confirm: opt.NoConfirmOption = False,
     soak: opt.SoakOption = None,
@@ -118,7 +121,7 @@ def run(
         raise InputError("--no-confirm and --soak are both given: keep one")
     overrides = {
         "gpu": gpu,
-        "model": model,
+        "model": None if model is None else model[0],
         "data": _texts(data, text_column, texts_format, completions_only, tokenizer),
         "trials": trials,
         "time_budget_seconds": _seconds("--time-budget", time_budget),
@@ -127,21 +130,26 @@ def run(
         "seed": seed,
         "sampler": sampler,
     }
-    return _driver(context, host, host_python)(
+    return _driver(context, host, host_python, models=model or ())(
         space,
         overrides=overrides,
         held=configuration,
         study=study,
         storage=storage,
         cards=cards,
+        ray=ray,
         carried=carried,
         as_json=as_json,
     )
 
 
-def _driver(context: typer.Context, host: str | None, host_python: str | None) -> Drive:
+def _driver(
+    context: typer.Context, host: str | None, host_python: str | None, *, models: Sequence[str]
+) -> Drive:
     """Return what a study is handed to: this process, another machine, or who asked for this."""
     called = context.obj or Invocation(())
+    if host is not None or called.drive is not None:
+        _refuse_several(models)
     if host is not None:
         from sweep.terminal import remote
 
@@ -155,7 +163,15 @@ def _driver(context: typer.Context, host: str | None, host_python: str | None) -
         return called.drive
     from sweep.terminal import driving
 
+    if len(models) > 1:
+        command, words = context.command, called.words
+        return partial(driving.run_models, models=models, command=command, words=words)
     return driving.run
+
+
+def _refuse_several(models: Sequence[str | None]) -> None:
+    if len(models) > 1:
+        raise InputError("--model: several models are for this machine's cards: elsewhere name one")
 
 
 @app.command(
@@ -239,6 +255,66 @@ def _soak(typed: str | None) -> dict[str, float] | None:
     """Return how long to soak, as long as that takes in steps; None where nothing was typed."""
     seconds = _seconds("--soak", typed)
     return None if seconds is None else {"soak_seconds": seconds, "soak_steps": STEPS_WITHOUT_END}
+
+
+@app.command(
+    epilog=opt.examples(
+        "sweep launch a10 --on modal --max-dollars 2 -o a10_on_modal.py",
+        "sweep launch a10 --on skypilot --cloud lambda -o a10.yaml -- --trials 20",
+    )
+)
+def launch(
+    space: opt.SpaceArgument,
+    on: opt.ProviderOption,
+    gpu: opt.RentedGpuOption = None,
+    cards: opt.RentedCardsOption = 1,
+    cloud: opt.CloudOption = None,
+    spot: opt.SpotOption = False,
+    max_dollars: opt.RentedDollarsOption = None,
+    prices: opt.PricesOption = None,
+    price: opt.PriceOption = None,
+    volume: opt.VolumeOption = None,
+    study: opt.StudyNameOption = None,
+    output: opt.RentedFileOption = None,
+    yes: opt.YesOption = False,
+    as_json: opt.JsonOption = False,
+    options: opt.RunWordsArgument = None,
+) -> int:
+    """Run a study on a rented card: write the job, say what it costs, start it once you agree.
+
+    Everything after -- goes to `sweep run` there. The study is kept on a volume, so that the same
+    command resumes it, and so does a spot machine that was taken away.
+    """
+    from sweep.launching.request import LaunchRequest
+    from sweep.terminal import launching
+
+    words = tuple(options or ())
+    typed = read_options(typer.main.get_command(app), "run", [space, *words])
+    models = typed.pop("model", None) or [None]
+    _refuse_several(models)
+    typed["model"] = models[0]
+    budget = _seconds("--time-budget", typed.pop("time_budget", None))
+    return launching.launch(
+        LaunchRequest(
+            space=space,
+            on=on,
+            gpu=gpu,
+            cards=cards,
+            cloud=cloud,
+            is_spot=spot,
+            max_dollars=max_dollars,
+            prices=prices,
+            typed_prices=tuple(price or ()),
+            volume=volume,
+            study=study,
+            output=_output(output),
+            is_sure=yes,
+            as_json=as_json,
+            words=words,
+            options=typed,
+        ),
+        limits={"trials": typed.get("trials"), "time_budget_seconds": budget},
+    )
 
 
 @app.command(
@@ -677,8 +753,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    for command, names in ((run, ("run", "submit")), (plan, ("plan",))):
-        if (typed or _being_completed())[:1] and (typed or _being_completed())[0] in names:
+    for command, names in ((run, ("run", "submit", "launch")), (plan, ("plan",))):
+        if "".join((typed or _being_completed())[:1]) in names:
             from search_spaces.knobs import KNOBS
 
             add_knobs(command, KNOBS)

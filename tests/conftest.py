@@ -29,6 +29,7 @@ _SHARING = (
     "tests/search_spaces/test_real_architectures.py",
     "tests/storage/test_postgres_faults.py",
     "tests/sweep/predict/",
+    "tests/sweep/running/test_on_ray.py",
     "tests/sweep/verifying/test_verifying.py",
     "tests/test_wheel.py",
     "tests/sweep/test_examples.py",

@@ -67,6 +67,8 @@ class TrainingJob(_Frozen):
     """Enforced on the process for real; None for all that the device has."""
     cards: tuple[str, ...] = ()
     """Those that it sees, as CUDA names them; none for those of whoever starts it."""
+    neighbours: int = 0
+    """Trainings that share the machine's cores with it."""
     output: str
     """Directory for checkpoints, and for the log of what libraries print."""
     keeps_checkpoints: bool = True

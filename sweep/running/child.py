@@ -90,6 +90,11 @@ class ChildSettings(Protocol):
         """Those that it sees, as CUDA names them; none for those that this process sees."""
         ...
 
+    @property
+    def neighbours(self) -> int:
+        """How many others share the machine's cores with it."""
+        ...
+
     def model_dump_json(self) -> str:
         """Return all of it as a line of JSON."""
         ...
@@ -370,7 +375,18 @@ def _environment(settings: ChildSettings) -> dict[str, str]:
     with contextlib.suppress(OSError):
         files.make_directory(compiled)
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    if settings.neighbours:
+        # Each would take every core to compile, and the steps that another measures would wait.
+        kept["TORCHINDUCTOR_COMPILE_THREADS"] = str(_share_of_cores(settings.neighbours))
     own = {"CUDA_VISIBLE_DEVICES": ",".join(settings.cards)} if settings.cards else {}
     if settings.device == "cpu":
         own = _CPU_ENVIRONMENT
     return kept | inherited | _QUIET | own
+
+
+def _share_of_cores(neighbours: int) -> int:
+    """Return how many of this process's cores one of several workers compiles on: each of them
+    keeps one to train with.
+    """
+    workers = neighbours + 1
+    return max(1, (len(os.sched_getaffinity(0)) - workers) // workers)

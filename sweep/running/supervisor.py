@@ -61,6 +61,7 @@ class SupervisedRunner:
         seed: of weights, adapters, tokens and what is held out of texts.
         texts: what trials train on; None for full-length random rows.
         cards: the worker's own, as CUDA names them; none for those of this process.
+        neighbours: how many other workers share the machine's cores.
         deadlines: what may take how long.
         module: the worker's module; tests put a misbehaving one here.
         process: what the worker is started as; tests put one here that nothing ends.
@@ -76,6 +77,7 @@ class SupervisedRunner:
         seed: int = 0,
         texts: TextsSettings | None = None,
         cards: tuple[str, ...] = (),
+        neighbours: int = 0,
         deadlines: Deadlines | None = None,
         module: str = "sweep.running",
         process: type[WorkerProcess] = WorkerProcess,
@@ -92,6 +94,7 @@ class SupervisedRunner:
             peak_flops=_peak_flops(target),
             texts=texts,
             cards=cards,
+            neighbours=neighbours,
         )
         self._log_path = log_path
         self._deadlines = deadlines or Deadlines()

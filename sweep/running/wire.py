@@ -56,6 +56,8 @@ class WorkerSettings(_Message):
     """What trials train on; None for full-length random rows."""
     cards: tuple[str, ...] = ()
     """Those that it sees, as CUDA names them; none for those of whoever starts it."""
+    neighbours: int = 0
+    """Workers that share the machine's cores with it."""
 
 
 class QualityCommand(_Message):

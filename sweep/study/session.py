@@ -442,12 +442,14 @@ def _runner_of(prepared: Prepared, *, lane: int = 0, cards: tuple[str, ...] = ()
         weights=prepared.space.weights,
         log_path=worker_log_path(prepared.name, lane=lane),
         seed=prepared.space.seed,
-        texts=_texts_settings(prepared),
+        texts=texts_settings(prepared),
         cards=cards,
+        neighbours=max(0, len(prepared.cards) - 1),
     )
 
 
-def _texts_settings(prepared: Prepared) -> TextsSettings | None:
+def texts_settings(prepared: Prepared) -> TextsSettings | None:
+    """Return where a worker finds the study's texts; None for random rows."""
     texts, choice = prepared.texts, prepared.space.data
     if texts is None or choice is None:
         return None

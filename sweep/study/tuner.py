@@ -142,7 +142,7 @@ class _OpenTrial:
     refused: Outcome | None = None
     """The verdict that spares the device the trial; None where only running it tells."""
     rivals: tuple[Rival, ...] = ()
-    """What it has to beat."""
+    """What it has to beat; more once another that ran beside it has ended."""
     device_seconds: float | None = None
     """None for a trial that was never launched."""
     lane: str = ""
@@ -327,8 +327,13 @@ class _Driver:
         # Now, while it may take long, and before the trial teaches anything.
         trial.prediction = trial.expected.record
         trial.refused = trial.expected.refusal
-        if trial.refused is None and not trial.is_baseline:
-            trial.rivals = self._rivals.of(trial.config)
+        trial.rivals = self._rivals_of(trial)
+
+    def _rivals_of(self, trial: _OpenTrial) -> tuple[Rival, ...]:
+        """Return what a trial has to beat; nothing where only its own end counts."""
+        if trial.refused is not None or trial.is_baseline:
+            return ()
+        return self._rivals.of(trial.config)
 
     def launch(self, trial: _OpenTrial, lane: Lane) -> None:
         """Run a trial on a lane, and stop it early where it cannot matter any more."""
@@ -447,6 +452,8 @@ class _Driver:
         self._count_wall_seconds()
         self.preflight.learn(record)
         self._rivals.learn(stored)
+        for running in self._running.values():
+            running.rivals = self._rivals_of(running)
         self._tried.add(identity(stored.config))
         self.on_event(TrialFinished(record=stored))
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,7 @@ from sweep.paths import (
     runs_directory,
     storage_url,
 )
-from sweep.running.cards import ChosenCard, choose_cards
-from sweep.running.device_info import Card, read_card, read_cards
+from sweep.running.device_info import read_card
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption, undisturbed
@@ -54,6 +52,7 @@ from sweep.terminal.console import (
     width_of,
 )
 from sweep.terminal.live import watching
+from sweep.terminal.places import OnCards, Places, places
 from sweep.terminal.summary import (
     has_fit,
     last_screen,
@@ -79,60 +78,94 @@ def run(
     study: str | None,
     storage: str | None,
     cards: str | None,
+    ray: str | None,
     carried: str | None,
     as_json: bool,
 ) -> int:
     """Start or resume a study; write its report; print the winner, or the document of `best`."""
     url = _driven_url(storage)
-    chosen = _Chosen(cards)
-    prepared = chosen.given_to(
+    with places(cards=cards, ray=ray, space=space, overrides=overrides, warn=_warn) as where:
+        prepared = _prepared(
+            space, overrides=overrides, held=held, study=study, url=url, where=where
+        )
+        for line in prepared.notes:
+            note(folded(line, width_of(sys.stderr)))
+        reason = drive(
+            prepared,
+            storage=url,
+            watch=_watch,
+            warn=_warn,
+            carried=None if carried is None else _source(carried, of=prepared.name, url=url),
+            new_runner=where.new_runner,
+        )
+    return _conclude(prepared, reason, storage=storage, as_json=as_json)
+
+
+def _warn(text: str) -> None:
+    note(f"warning: {text}")
+
+
+def run_models(
+    space: str,
+    *,
+    models: Sequence[str],
+    overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
+    study: str | None,
+    storage: str | None,
+    cards: str | None,
+    ray: str | None,
+    carried: str | None,
+    as_json: bool,
+    command: Any,
+    words: Sequence[str],
+) -> int:
+    """Start or resume a study for each of several models, on as many cards as were typed."""
+    from sweep.terminal import many_models
+
+    if carried is not None:
+        raise InputError("--from: trials are taken over by a study of one --model")
+    if ray is not None:
+        raise InputError("--ray: a cluster runs the study of one --model; name one")
+    url, chosen = _driven_url(storage), OnCards(cards)
+    planned = many_models.plan_studies(
+        models,
+        study=study,
+        prepare=lambda model, name: _prepared(
+            space,
+            overrides={**overrides, "model": model},
+            held=held,
+            study=name,
+            url=url,
+            where=chosen,
+        ),
+    )
+    cards_of: list[str | None] = [f"{card.index}," for card in chosen.cards]
+    return many_models.run(
+        planned, places=cards_of or [None], command=command, words=words, as_json=as_json
+    )
+
+
+def _prepared(
+    space: str,
+    *,
+    overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
+    study: str | None,
+    url: str,
+    where: Places,
+) -> Prepared:
+    return where.given_to(
         prepare(
             space,
             overrides=overrides,
             held=held,
             study=study,
-            card=chosen.first,
+            card=where.first,
             read_texts=read_texts,
             stored=partial(_stored, url=url),
         )
     )
-    for line in prepared.notes:
-        note(folded(line, width_of(sys.stderr)))
-    reason = drive(
-        prepared,
-        storage=url,
-        watch=_watch,
-        warn=lambda text: note(f"warning: {text}"),
-        carried=None if carried is None else _source(carried, of=prepared.name, url=url),
-    )
-    return _conclude(prepared, reason, storage=storage, as_json=as_json)
-
-
-@dataclass
-class _Chosen:
-    """The cards that were typed, read from the machine when a space asks for one."""
-
-    typed: str | None
-    cards: tuple[ChosenCard, ...] = ()
-
-    def first(self) -> Card | None:
-        """Return the card that decides what a study is for: all that were chosen are like it."""
-        if self.typed is None:
-            return read_card()
-        self.cards = choose_cards(self.typed, read_cards())
-        return self.cards[0].card
-
-    def given_to(self, prepared: Prepared) -> Prepared:
-        """Return a study with the cards that it runs on.
-
-        Raises:
-            InputError: it runs on none.
-        """
-        if self.typed is not None and not self.cards:
-            raise InputError(
-                f"--cards {self.typed}: space '{prepared.space.name}' is for the CPU, which is one"
-            )
-        return replace(prepared, cards=self.cards)
 
 
 def _stored(study: str, *, url: str) -> StudyDefinition | None:
@@ -178,7 +211,7 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
         prepared,
         storage=url,
         watch=_watch,
-        warn=lambda text: note(f"warning: {text}"),
+        warn=_warn,
         work=confirm_anew,
     )
     return _conclude(prepared, reason, storage=storage, as_json=as_json)

@@ -25,6 +25,18 @@ def _named(option: str) -> Callable[[str | None], str | None]:
     return check
 
 
+def _each_named(option: str) -> Callable[[list[str] | None], list[str] | None]:
+    """Return a check that a repeatable option, wherever it is given, names something."""
+    check = _named(option)
+
+    def check_all(typed: list[str] | None) -> list[str] | None:
+        for each in typed or ():
+            check(each)
+        return typed or None
+
+    return check_all
+
+
 def _known_format(typed: str | None) -> str | None:
     """Return the format of texts that was typed, where there is such a one."""
     from search_spaces.texts import FORMATS
@@ -96,6 +108,16 @@ ModelOption = Annotated[
         "--model",
         help="Shipped architecture, directory or hub id.",
         callback=_named("--model"),
+        autocompletion=completion.models,
+    ),
+]
+
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="Shipped architecture, directory or hub id; repeatable: a study for each.",
+        callback=_each_named("--model"),
         autocompletion=completion.models,
     ),
 ]
@@ -187,6 +209,15 @@ CardsOption = Annotated[
         callback=_named("--cards"),
     ),
 ]
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="auto|HOST:PORT",
+        help="Trials at a time on every card of a Ray cluster's machines.",
+        callback=_named("--ray"),
+    ),
+]
 CarriedOption = Annotated[
     str | None,
     typer.Option(
@@ -268,6 +299,48 @@ JobFileOption = Annotated[
         help="Only write the script, to a file; - is stdout.",
         callback=_named("--output"),
     ),
+]
+
+# Of a study on a rented machine
+
+ProviderOption = Annotated[
+    str, typer.Option("--on", metavar="PROVIDER", help="Who rents it out: modal or skypilot.")
+]
+RentedGpuOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu", help="Card to rent; the space's by default.", autocompletion=completion.gpus
+    ),
+]
+RentedCardsOption = Annotated[int, typer.Option("--cards", help="Cards of the machine.")]
+CloudOption = Annotated[
+    str | None,
+    typer.Option("--cloud", help="aws, gcp, lambda or runpod; SkyPilot's own choice by default."),
+]
+SpotOption = Annotated[
+    bool, typer.Option("--spot", help="A cheaper machine, which may be taken away and is replaced.")
+]
+RentedDollarsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-dollars", help="What it may cost in all; twice its predicted time by default."
+    ),
+]
+VolumeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--volume", help="Where studies are kept; a volume or bucket of yours by default."
+    ),
+]
+RentedFileOption = Annotated[
+    str | None,
+    typer.Option(
+        "-o", "--output", help="Write the job to this file alone.", callback=_named("--output")
+    ),
+]
+RunWordsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- OPTIONS]", help="Options of `sweep run`.", show_default=False),
 ]
 
 # Of a plan

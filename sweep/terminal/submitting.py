@@ -76,6 +76,7 @@ def _submit(
     study: str | None,
     storage: str | None,
     cards: str | None,
+    ray: str | None,
     **_: Any,
 ) -> int:
     """Do it once the run's own options are read."""
@@ -86,7 +87,7 @@ def _submit(
     files = runs_directory().absolute() / name
     allocation = _allocation(asked, space)
     run = [*respelled(command, words, without={"study", "storage"}), f"--study={name}"]
-    if allocation.gpu_count > 1 and cards is None:
+    if allocation.gpu_count > 1 and cards is None and ray is None:
         # What was asked of the queue is there to be used.
         run.append("--cards=all")
     job = Job(

@@ -1,10 +1,12 @@
 """What several cards of one machine are worth: trials a minute, and what busy neighbours cost.
 
 Trials a minute are those of whole studies, from the command to its end, of as many trials for each
-card. Neighbours share power, host cores and the bus: one configuration is measured on the first
-card in turns, while the others idle and while they train.
+card, of one grid in one order. Trials differ in length, so what the same mean length would have
+given stands beside it. Neighbours share power, host cores and the bus: a configuration is measured
+on the first card in turns, while the others idle and while they train. Several models' studies
+are one command on all cards, whose seconds are set against the sum of what each study took.
 
-    python -m tests.bench.many_cards OUT.json [--space a10] [--trials 16] [--turns 4]
+    python -m tests.bench.many_cards OUT.json [--space a10] [--trials 16] [--turns 4] [--model M ..]
 """
 
 from __future__ import annotations
@@ -90,21 +92,25 @@ def neighbours(prepared: Prepared, cards: tuple[ChosenCard, ...], turns: int) ->
                     beside.append(speed(first, config))
             ratio = statistics.median(beside) / statistics.median(alone)
             found[name] = {"alone": alone, "beside": beside, "ratio": round(ratio, 4)}
-            print(name, found[name], flush=True)
     return found
 
 
-def study(space: str, cards: str, trials: int, home: str) -> dict[str, Any]:
-    """Run a study of so many trials on cards; return how long it took."""
-    name = f"on-{cards}"
-    command = [sys.executable, "-c", "import sys; from sweep.cli import main; sys.exit(main())"]
-    command += ["run", space, "--study", name, "--cards", cards, "--trials", str(trials)]
-    command += ["--sampler", "random", "--no-confirm", "--json"]
+def timed(home: str, *words: str) -> float:
+    """Run a command with nothing kept from another; return its seconds."""
+    command = [sys.executable, "-P", "-m", "sweep", "run", *words, "--no-confirm", "--json"]
+    environment = {**os.environ, "SWEEP_HOME": home, "XDG_CACHE_HOME": home}
     began = time.monotonic()
-    subprocess.run(command, env={**os.environ, "SWEEP_HOME": home}, check=False, stdout=sys.stderr)
-    seconds = time.monotonic() - began
-    url = f"sqlite:///{home}/runs/sweep.db"
-    records = read_study(name, url=url, home=Path(home) / "runs").records
+    subprocess.run(command, env=environment, check=False, stdout=sys.stderr)
+    return time.monotonic() - began
+
+
+def study(space: str, cards: str, trials: int) -> dict[str, Any]:
+    """Run a study of so many trials on cards; return how long it took."""
+    with tempfile.TemporaryDirectory() as home:
+        options = ["--study", "bench", "--cards", cards, "--trials", str(trials)]
+        seconds = timed(home, space, *options, "--sampler", "grid")
+        url = f"sqlite:///{home}/runs/sweep.db"
+        records = read_study("bench", url=url, home=Path(home) / "runs").records
     ran = [record for record in records if record.device_seconds]
     return {
         "cards": cards,
@@ -119,6 +125,32 @@ def study(space: str, cards: str, trials: int, home: str) -> dict[str, Any]:
     }
 
 
+def models(space: str, names: list[str], trials: int) -> dict[str, Any]:
+    """Tune several models in one command on all cards; return what that took, and each alone."""
+    with tempfile.TemporaryDirectory() as home:
+        typed = [f"--model={name}" for name in names]
+        options = ["--study", "bench", "--cards", "all", "--trials", str(trials)]
+        seconds = timed(home, space, *typed, *options)
+        url = f"sqlite:///{home}/runs/sweep.db"
+        found = {
+            name: read_study(f"bench-{name}", url=url, home=Path(home) / "runs") for name in names
+        }
+    each = {name: round(known.wall_seconds, 1) for name, known in found.items()}
+    total = sum(each.values())
+    return {
+        "seconds": round(seconds, 1),
+        "each": each,
+        "trials": {name: len(known.records) for name, known in found.items()},
+        "share_of_their_sum": round(seconds / total, 3) if total else None,
+    }
+
+
+def at_equal_length(one: dict[str, Any], many: dict[str, Any]) -> float:
+    """Return how many times one card's trials a minute several have, were trials as long."""
+    busy = [found["device_seconds"] / found["seconds"] for found in (one, many)]
+    return round(busy[1] / busy[0], 3)
+
+
 def main() -> None:
     """Measure, and write what came of it."""
     parser = argparse.ArgumentParser()
@@ -126,29 +158,32 @@ def main() -> None:
     parser.add_argument("--space", default="a10")
     parser.add_argument("--trials", type=int, default=16, help="of each card")
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--model", action="append", default=[])
+    parser.add_argument("--model-trials", type=int, default=4)
     asked = parser.parse_args()
     cards = choose_cards("all", read_cards())
     prepared = prepare(
         asked.space, overrides={}, held=None, study="bench", card=lambda: cards[0].card
     )
-    with tempfile.TemporaryDirectory() as home:
-        os.environ["SWEEP_HOME"] = home
-        beside = neighbours(prepared, cards, asked.turns)
-    studies = []
-    for count in (1, len(cards)):
-        # Nothing is kept from one to the next, traced memory and compiled kernels neither.
+    found = stamp()
+
+    def keep(name: str, value: Any) -> None:
+        print(name, value, flush=True)
+        found[name] = value
+        asked.out.write_text(json.dumps(found, indent=2) + "\n")
+
+    one = study(asked.space, "1", asked.trials)
+    keep("one_card", one)
+    many = study(asked.space, str(len(cards)), len(cards) * asked.trials)
+    keep("all_cards", many)
+    keep("times_one_card", round(many["trials_per_minute"] / one["trials_per_minute"], 3))
+    keep("times_one_card_at_equal_length", at_equal_length(one, many))
+    if asked.model:
+        keep("models", models(asked.space, asked.model, asked.model_trials))
+    if asked.turns:
         with tempfile.TemporaryDirectory() as home:
-            os.environ["XDG_CACHE_HOME"] = home
-            studies.append(study(asked.space, str(count), count * asked.trials, home))
-            print(studies[-1], flush=True)
-    one, many = (found["trials_per_minute"] for found in studies)
-    found = {
-        **stamp(),
-        "neighbours": beside,
-        "studies": studies,
-        "times_one_card": round(many / one, 3),
-    }
-    asked.out.write_text(json.dumps(found, indent=2) + "\n")
+            os.environ["SWEEP_HOME"] = home
+            keep("neighbours", neighbours(prepared, cards, asked.turns))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +21,14 @@ from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow, SoakReport
+from sweep.running.lanes import Lane
+from sweep.running.on_ray.connecting import joined
+from sweep.running.on_ray.host import HostSettings
+from sweep.running.on_ray.runner import RayRunner
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Progress, Runner
 from sweep.running.supervisor import SupervisedRunner
+from tests.sweep.running.ray_cluster import LocalCluster
 from tests.sweep.simulated_device import BUDGET, a_measurement, train
 
 STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)
@@ -38,6 +45,8 @@ class Case:
     budget_bytes: int
     fits: TrialConfig
     too_large: TrialConfig
+    end: Callable[[], None] = lambda: None
+    """Ends what all its runners share."""
 
 
 def start_replay(_: Path, budget_bytes: int) -> Runner:
@@ -55,6 +64,10 @@ def start_replay(_: Path, budget_bytes: int) -> Runner:
     return ReplayRunner(otherwise=train, budget_bytes=budget_bytes, soaking=soaking)
 
 
+def start_lane(directory: Path, budget_bytes: int) -> Runner:
+    return Lane(start_replay(directory, budget_bytes), name="card 1")
+
+
 def start_worker_on_cpu(directory: Path, budget_bytes: int) -> Runner:
     return SupervisedRunner(
         load_model_spec("demo"),
@@ -65,10 +78,43 @@ def start_worker_on_cpu(directory: Path, budget_bytes: int) -> Runner:
     )
 
 
+class OnRay:
+    """Starts runners on a cluster of one node, which it begins with the first."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._ray: Any = None
+        self._node_id = ""
+
+    def __call__(self, directory: Path, budget_bytes: int) -> Runner:
+        pytest.importorskip("ray")
+        if self._ray is None:
+            # Several runners at a time.
+            cluster = self._stack.enter_context(LocalCluster({"num_cpus": 3}, home=directory))
+            self._ray = self._stack.enter_context(joined(cluster.address))
+            (self._node_id,) = cluster.ids
+        settings = HostSettings(
+            model=load_model_spec("demo").to_json(),
+            target=Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes),
+            weights="random",
+            seed=0,
+            texts=None,
+            study="contract",
+            place=directory.name,
+        )
+        return RayRunner(self._ray, settings, node_id=self._node_id, address="here")
+
+    def close(self) -> None:
+        self._stack.close()
+        self._ray = None
+
+
+ON_RAY = OnRay()
 CASES = {
     "replay": Case(
         start_replay, BUDGET, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})
     ),
+    "lane": Case(start_lane, BUDGET, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})),
     "worker-on-cpu": Case(
         start_worker_on_cpu,
         GIB // 8,
@@ -78,11 +124,14 @@ CASES = {
         ),
     ),
 }
+CASES["worker-on-ray"] = replace(CASES["worker-on-cpu"], start=ON_RAY, end=ON_RAY.close)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    case = CASES[request.param]
+    yield case
+    case.end()
 
 
 @pytest.fixture(scope="module")

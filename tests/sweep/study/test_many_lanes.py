@@ -13,7 +13,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault
-from storage.records import RETRYABLE, Crashed, Lost, Outcome, TrialRecord, Verdict
+from storage.records import RETRYABLE, Crashed, Lost, Measured, Outcome, TrialRecord, Verdict
 from storage.study import OpenStudy
 from sweep.running.lanes import Lane, Lanes
 from sweep.running.replay import ReplayRunner
@@ -22,7 +22,7 @@ from sweep.study.events import Event, LaneLost, StopReason, TrialFinished, Trial
 from sweep.study.interruption import Interruption
 from sweep.study.machine_faults import FAILURES_IN_A_ROW
 from sweep.study.tuner import tune
-from tests.sweep.simulated_device import a_study, train
+from tests.sweep.simulated_device import a_measurement, a_study, train
 from tests.sweep.study.test_quality_of_studies import Learning, slower_by_rank
 from tests.sweep.study.test_quality_of_studies import opened as opened_for_losses
 from tests.sweep.study.test_tuner import a_preflight
@@ -265,6 +265,38 @@ def test_a_database_that_goes_away_costs_no_result_of_any_lane(tmp_path: Path) -
         assert drive(study, lanes(train)) is StopReason.TRIALS_SPENT
         tried = Counter(r.config for r in study.records() if not r.is_interrupted)
     assert set(tried.values()) == {1}
+
+
+def at_speed(config: TrialConfig) -> Outcome:
+    step = config.tokens_per_step / (8_000.0 if config.micro_batch_size == 8 else 1_000.0)
+    return Measured(
+        measurement=a_measurement(
+            config,
+            tokens_per_second=config.tokens_per_step / step,
+            step_seconds=step,
+            step_seconds_ci95=(step * 0.999, step * 1.001),
+        )
+    )
+
+
+def test_what_ends_beside_a_trial_is_what_it_has_to_beat_from_then_on(tmp_path: Path) -> None:
+    baseline_ended = threading.Event()
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, TrialFinished) and event.record.is_baseline:
+            baseline_ended.set()
+
+    quick = ReplayRunner(otherwise=at_speed)
+    slow = ReplayRunner(otherwise=at_speed, pause=lambda: baseline_ended.wait(SECONDS))
+    dimensions = {"micro_batch_size": {"choices": [1, 8]}}
+    with a_grid(tmp_path, dimensions=dimensions, trials=2) as study:
+        where = Lanes([Lane(quick, name="card 0"), Lane(slow, name="card 1")])
+        drive(study, where, on_event=on_event)
+        records = study.records()
+    assert [(r.ran_on, r.verdict) for r in records] == [
+        ("card 0", "fits"),
+        ("card 1", "pruned_slow"),
+    ]
 
 
 def test_where_losses_are_asked_for_the_others_wait_for_the_first_speed(tmp_path: Path) -> None:

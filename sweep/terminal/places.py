@@ -1,0 +1,151 @@
+"""Owns where a run's trials run, as it was typed: on cards of this machine (`--cards`), or on the
+machines of a Ray cluster (`--ray`).
+
+Knows nothing of what is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
+
+from search_spaces.errors import InputError
+from sweep.running.cards import ChosenCard, choose_cards
+from sweep.running.device_info import Card, read_card, read_cards
+from sweep.running.lanes import Lanes
+from sweep.running.on_ray.cluster import Cluster
+from sweep.running.on_ray.connecting import checked_address, joined
+from sweep.running.runner import Runner
+from sweep.study.on_ray import card_on_ray, lanes_on_ray
+from sweep.study.session import Prepared, supervised_runner
+from sweep.terminal.console import announce_if_slow
+
+
+class Places(Protocol):
+    """Where trials run; left at the end of a ``with``."""
+
+    def first(self) -> Card | None:
+        """Return the card that decides what a study is for: all that run its trials are like it."""
+        ...
+
+    def given_to(self, prepared: Prepared) -> Prepared:
+        """Return a study with the cards that it runs on."""
+        ...
+
+    def new_runner(self, prepared: Prepared) -> Runner | Lanes:
+        """Return what runs the trials of a study."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def places(
+    *,
+    cards: str | None,
+    ray: str | None,
+    space: str,
+    overrides: Mapping[str, Any],
+    warn: Callable[[str], None],
+) -> Places:
+    """Return where a run of a space is to run.
+
+    Args:
+        cards: that were typed.
+        ray: the address that was typed.
+        space: a preset or a YAML file.
+        overrides: keys of the space with what was typed instead.
+        warn: told of cards that others hold.
+
+    Raises:
+        InputError: both were typed, or an address that is none.
+    """
+    if ray is None:
+        return OnCards(cards)
+    if cards is not None:
+        raise InputError("--cards and --ray are both given: Ray hands out the cards of its nodes")
+    checked_address(ray)
+    return OnRay(ray, space=space, overrides=overrides, warn=warn)
+
+
+@dataclass
+class OnCards:
+    """The cards that were typed, read from this machine when a space asks for one."""
+
+    typed: str | None
+    cards: tuple[ChosenCard, ...] = ()
+
+    def first(self) -> Card | None:
+        """See `Places.first`."""
+        if self.typed is None:
+            return read_card()
+        self.cards = self.cards or choose_cards(self.typed, read_cards())
+        return self.cards[0].card
+
+    def given_to(self, prepared: Prepared) -> Prepared:
+        """See `Places.given_to`.
+
+        Raises:
+            InputError: it runs on none.
+        """
+        if self.typed is not None and not self.cards:
+            raise InputError(
+                f"--cards {self.typed}: space '{prepared.space.name}' is for the CPU, which is one"
+            )
+        return replace(prepared, cards=self.cards)
+
+    def new_runner(self, prepared: Prepared) -> Runner | Lanes:
+        """See `Places.new_runner`."""
+        return supervised_runner(prepared)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held."""
+
+
+class OnRay:
+    """A Ray cluster, joined when a space asks for a card, or for what runs its trials."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        space: str,
+        overrides: Mapping[str, Any],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._address = address
+        self._space = space
+        self._overrides = overrides
+        self._warn = warn
+        self._stack = ExitStack()
+        self._joined: Cluster | None = None
+
+    def first(self) -> Card | None:
+        """See `Places.first`."""
+        return card_on_ray(self._cluster(), self._space, self._overrides)
+
+    def given_to(self, prepared: Prepared) -> Prepared:
+        """Return the study as it is: its cards are not this machine's."""
+        return prepared
+
+    def new_runner(self, prepared: Prepared) -> Runner | Lanes:
+        """See `Places.new_runner`."""
+        return lanes_on_ray(prepared, self._cluster(), warn=self._warn)
+
+    def _cluster(self) -> Cluster:
+        if self._joined is None:
+            announce_if_slow("Asking the nodes of the Ray cluster ...")
+            self._joined = Cluster(self._stack.enter_context(joined(self._address)))
+        return self._joined
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()

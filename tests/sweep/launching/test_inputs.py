@@ -1,0 +1,64 @@
+"""Which files go along to a rented machine, and by what names the command has them there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from search_spaces.models import load_model_spec
+from search_spaces.texts import TextsChoice
+from sweep.launching.inputs import carried, located, renamed
+from sweep.launching.parcel import Input
+
+DEMO = load_model_spec("demo")
+
+
+def test_what_is_no_file_here_keeps_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    choice = TextsChoice(texts="org/texts", tokenizer="demo")
+    assert located("A10", model=DEMO, choice=choice) == ("a10", {})
+    assert located("a10", model=DEMO, choice=None) == ("a10", {})
+
+
+def test_texts_and_tokenizer_go_along_from_where_the_command_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").touch()
+    (tmp_path / "mine").mkdir()
+    choice = TextsChoice(texts="texts.jsonl", tokenizer="mine")
+    space, named = located("spaces/my.yaml", model=DEMO, choice=choice)
+    assert space == Input(tmp_path / "spaces" / "my.yaml", "space/my.yaml")
+    assert named == {
+        "data": Input(tmp_path / "texts.jsonl", "data/texts.jsonl"),
+        "tokenizer": Input(tmp_path / "mine", "tokenizer/mine"),
+    }
+    assert carried(space, named, are_weights_random=True) == (space, *named.values())
+
+
+def test_an_option_names_the_file_that_is_there() -> None:
+    there = Input(Path("/here/texts.jsonl"), "data/texts.jsonl")
+    words = ("--data", "texts.jsonl", "--trials", "3", "--data=other.jsonl", "--dataset", "x")
+    assert renamed(words, {"data": there}) == (
+        *("--trials", "3", "--dataset", "x"),
+        *("--data", there),
+    )
+    assert renamed(words, {}) == words
+
+
+@pytest.mark.parametrize("are_random", [True, False])
+def test_weights_go_along_only_where_they_are_loaded(are_random: bool, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors", ".cache"):
+        (tmp_path / name).touch()
+    model = Input(tmp_path, "model/mine")
+    found = carried("a10", {"model": model}, are_weights_random=are_random)
+    if are_random:
+        assert [one.name for one in found] == [
+            "model/mine/config.json",
+            "model/mine/tokenizer.json",
+        ]
+    else:
+        assert found == (model,)

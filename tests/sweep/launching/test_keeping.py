@@ -1,0 +1,232 @@
+"""A study on a rented machine is kept on the volume, whatever becomes of the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from sweep.launching.keeping import STOP_SECONDS, Keeper, Ledger
+
+WRITER = """
+import os, signal, sqlite3, sys, time
+from pathlib import Path
+
+runs = Path(os.environ["SWEEP_HOME"]) / "runs"
+(runs / "mine").mkdir(parents=True, exist_ok=True)
+base = sqlite3.connect(runs / "sweep.db")
+base.execute("create table if not exists trials (number integer)")
+signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+try:
+    while (done := base.execute("select count(*) from trials").fetchone()[0]) < int(sys.argv[1]):
+        base.execute("insert into trials values (?)", (done,))
+        base.commit()
+        (runs / "mine" / "report.html").write_text(f"{done + 1} trials")
+        time.sleep(0.05)
+except KeyboardInterrupt:
+    (runs / "mine" / "report.html").write_text("interrupted")
+    sys.exit(130)
+sys.exit(int(sys.argv[2]))
+"""
+"""Stands in for `sweep run`: a trial each moment, resumed where the database says."""
+
+MACHINE = """
+import os, sys, time
+from pathlib import Path
+from sweep.launching.keeping import Keeper, Ledger, Stopper, keep
+
+volume, home, limit, *command = sys.argv[1:]
+code = keep(
+    [sys.executable, *command],
+    keeper=Keeper(Path(volume), Path(home)),
+    ledger=Ledger(Path(volume) / "paid.json", float(limit), since=time.time()),
+    environment={**os.environ, "SWEEP_HOME": home},
+    stopper=Stopper(),
+    save_seconds=0.1,
+)
+sys.exit(code)
+"""
+
+
+class Rented:
+    """Machines with disks of their own, and one volume."""
+
+    def __init__(self, path: Path) -> None:
+        self.volume, self._path, self._count = path / "volume", path, 0
+        self._running: list[subprocess.Popen[str]] = []
+        (path / "writer.py").write_text(WRITER, encoding="utf-8")
+
+    def start(self, *, trials: int, code: int = 0, limit: float = 3600) -> subprocess.Popen[str]:
+        self._count += 1
+        home = self._path / f"machine-{self._count}"
+        words = [str(self._path / "writer.py"), str(trials), str(code)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", MACHINE, str(self.volume), str(home), str(limit), *words],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._running.append(process)
+        return process
+
+    @property
+    def trials(self) -> list[int]:
+        """Trials of the database on the volume, which is whole whenever it is looked at."""
+        path = self.volume / "runs" / "sweep.db"
+        if not path.exists():
+            return []
+        with closing(sqlite3.connect(path)) as base:
+            assert base.execute("pragma integrity_check").fetchone() == ("ok",)
+            return [number for (number,) in base.execute("select number from trials")]
+
+    def wait_for(self, trials: int) -> None:
+        until = time.monotonic() + 30
+        while len(self.trials) < trials and time.monotonic() < until:
+            time.sleep(0.02)
+        assert len(self.trials) >= trials
+
+    def close(self) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            assert process.stderr is not None
+            process.stderr.close()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    return process.stderr.read()
+
+
+@pytest.fixture
+def rented(tmp_path: Path) -> Iterator[Rented]:
+    machines = Rented(tmp_path)
+    yield machines
+    machines.close()
+
+
+def test_a_study_that_ends_is_on_the_volume(rented: Rented) -> None:
+    assert rented.start(trials=4).wait(30) == 0
+    assert rented.trials == [0, 1, 2, 3]
+    assert (rented.volume / "runs" / "mine" / "report.html").read_text() == "4 trials"
+
+
+def test_a_preempted_study_stops_cleanly_and_another_machine_resumes_it(rented: Rented) -> None:
+    first = rented.start(trials=10_000)
+    rented.wait_for(3)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(30) == 130
+    before = rented.trials
+    assert (rented.volume / "runs" / "mine" / "report.html").read_text() == "interrupted"
+    assert rented.start(trials=len(before) + 3).wait(30) == 0
+    assert rented.trials == list(range(len(before) + 3))
+
+
+def test_a_machine_that_is_gone_at_once_leaves_a_study_that_resumes(rented: Rented) -> None:
+    first = rented.start(trials=200)
+    rented.wait_for(3)
+    first.kill()
+    first.wait()
+    kept = rented.trials
+    assert rented.start(trials=len(kept) + 2).wait(30) == 0
+    assert rented.trials == list(range(len(kept) + 2))
+
+
+@pytest.mark.parametrize(("ended", "told"), [(0, 0), (1, 0), (2, 2), (3, 3)])
+def test_the_provider_is_told_of_no_failure_where_another_attempt_would_do_no_more(
+    ended: int, told: int, rented: Rented
+) -> None:
+    assert rented.start(trials=1, code=ended).wait(30) == told
+
+
+def test_a_study_is_stopped_before_its_limit_and_that_is_no_failure(rented: Rented) -> None:
+    process = rented.start(trials=10_000, limit=STOP_SECONDS + 1.5)
+    assert process.wait(30) == 0
+    assert "spent" in said(process)
+    assert rented.trials
+
+
+def test_what_earlier_machines_cost_counts(rented: Rented) -> None:
+    rented.volume.mkdir()
+    (rented.volume / "paid.json").write_text(json.dumps({"seconds": {"1000": 3600.0}}))
+    process = rented.start(trials=3, limit=3600)
+    assert process.wait(30) == 0
+    assert "start it again with a higher --max-dollars" in said(process)
+    assert rented.trials == []
+
+
+def test_a_ledger_adds_machines_and_what_each_costs_unseen(tmp_path: Path) -> None:
+    now = 2000.0
+    path = tmp_path / "paid.json"
+    first = Ledger(path, 1000, since=1900.0, overhead_seconds=10, clock=lambda: now)
+    assert first.paid_seconds == 110
+    first.write(force=True)
+    second = Ledger(path, 1000, since=1990.0, overhead_seconds=10, clock=lambda: now)
+    assert second.paid_seconds == 130
+    again = Ledger(path, 1000, since=1900.0, overhead_seconds=10, clock=lambda: now + 5)
+    assert again.paid_seconds == 115
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"seconds": 3}', '{"seconds": {"a": "b"}}'])
+def test_a_ledger_that_cannot_be_read_begins_anew(text: str, tmp_path: Path) -> None:
+    (tmp_path / "paid.json").write_text(text)
+    assert Ledger(tmp_path / "paid.json", 10, since=5, clock=lambda: 6).paid_seconds == 1
+
+
+def made(home: Path, name: str, text: str) -> Path:
+    path = home / "runs" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_only_what_changed_is_copied_and_what_is_gone_goes(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path / "volume", tmp_path / "home")
+    spool = made(tmp_path / "home", "mine/spool.jsonl", "a trial")
+    made(tmp_path / "home", "sweep.db.mine.lock", "a driver")
+    assert keeper.save()
+    assert not keeper.save()
+    assert [path.name for path in (tmp_path / "volume" / "runs").rglob("*.*")] == ["spool.jsonl"]
+    spool.unlink()
+    assert keeper.save()
+    assert not list((tmp_path / "volume" / "runs").rglob("*.jsonl"))
+
+
+def test_half_a_copy_is_never_restored(tmp_path: Path) -> None:
+    made(tmp_path / "volume", "sweep.db.part", "half")
+    made(tmp_path / "volume", "mine/report.html", "whole")
+    assert Keeper(tmp_path / "volume", tmp_path / "home").restore() == 1
+
+
+def test_a_volume_that_cannot_be_written_fails_the_job_and_not_the_study(rented: Rented) -> None:
+    rented.volume.mkdir()
+    (rented.volume / "runs").write_text("a file where the directory should be")
+    process = rented.start(trials=3)
+    assert process.wait(30) == 3
+    assert "could not be written" in said(process)
+
+
+def test_the_module_runs_sweep_with_a_home_of_its_own(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "sweep.launching.keeping"),
+            *("--volume", str(tmp_path / "volume"), "--limit-seconds", "600"),
+            *("--", "presets"),
+        ],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cpu-demo" in done.stdout
+    assert json.loads((tmp_path / "volume" / "paid.json").read_text())["seconds"]

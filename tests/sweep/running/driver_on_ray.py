@@ -1,0 +1,62 @@
+"""A driver that is killed: runs a long trial on a node, and says which processes that began."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+
+from search_spaces.config import TrialConfig
+from search_spaces.models import load_model_spec
+from search_spaces.space import StepBudget
+from storage.definition import Target
+from sweep.running.on_ray.cluster import Cluster
+from sweep.running.on_ray.connecting import joined
+from sweep.running.on_ray.host import HostSettings
+from sweep.running.runner import Progress
+
+LONG = StepBudget(measured_max=100_000, relative_interval=1e-9, seconds_max=120)
+SMALL = TrialConfig(micro_batch_size=2, seq_len=64, lora_rank=4, compute_dtype="fp32")
+
+
+def settings(study: str) -> HostSettings:
+    return HostSettings(
+        model=load_model_spec("demo").to_json(),
+        target=Target(gpu="cpu", device="cpu", budget_bytes=2**30),
+        weights="random",
+        seed=0,
+        texts=None,
+        study=study,
+    )
+
+
+def processes_of(study: str) -> dict[str, int]:
+    """Return the actor that has the log of a study's worker open, and that worker."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            if any(f"/ray/{study}/" in file.path for file in process.open_files()):
+                is_worker = "sweep.running" in process.cmdline()
+                found["worker" if is_worker else "actor"] = process.pid
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def main() -> None:
+    address, study = sys.argv[1:]
+
+    def watch(progress: Progress) -> bool:
+        if progress.phase == "measure" and not told:
+            told.update(processes_of(study))
+            print(f"pids {told['actor']} {told['worker']}", flush=True)
+        return False
+
+    told: dict[str, int] = {}
+    with joined(address) as ray:
+        place = Cluster(ray).places(settings(study), gpu="cpu", warn=print)[0]
+        place.runner.run(SMALL, steps=LONG, observe=watch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Trials on a Ray cluster of several nodes, and what becomes of them when one of those is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.errors import CardLost, EnvironmentFault, InputError, install_extra
+from search_spaces.space import StepBudget
+from storage.definition import Target
+from storage.records import Attempt, Crashed, Measured, Outcome
+from sweep.running.device_info import Card
+from sweep.running.on_ray.cluster import Cluster, Place
+from sweep.running.on_ray.connecting import checked_address, joined
+from sweep.running.on_ray.nodes import Node
+from sweep.running.on_ray.runner import RayRunner
+from sweep.running.runner import Progress
+from tests.sweep.running.driver_on_ray import LONG, SMALL, processes_of, settings
+from tests.sweep.running.ray_cluster import ROOT, LocalCluster
+
+pytest.importorskip("ray")
+
+STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)
+STEADY, DOOMED, WITH_CARDS, DOOMED_IN_A_STUDY = range(4)
+"""The nodes, in the order in which they begin; the head runs nothing."""
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with LocalCluster(
+        {"num_cpus": 2},
+        {"num_cpus": 1},
+        {"num_cpus": 2, "num_gpus": 2},
+        {"num_cpus": 1},
+        home=tmp_path_factory.mktemp("ray"),
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def ray(local: LocalCluster) -> Iterator[Any]:
+    with joined(local.address) as ray:
+        yield ray
+
+
+@pytest.fixture(scope="module")
+def cluster(ray: Any) -> Cluster:
+    return Cluster(ray)
+
+
+@pytest.fixture(scope="module")
+def nodes(local: LocalCluster, cluster: Cluster) -> list[Node]:
+    return [next(node for node in cluster.nodes if node.id == one) for one in local.ids]
+
+
+def on(ray: Any, node: Node, study: str, **options: Any) -> RayRunner:
+    return RayRunner(ray, settings(study), node_id=node.id, address=node.address, **options)
+
+
+def an_attempt(study: str) -> Attempt:
+    return Attempt(id="1", study=study, number=0, started_at="2026-01-01T00:00:00+00:00")
+
+
+def until(is_so: Callable[[], bool], *, seconds: float = 90) -> bool:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_so()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
+    except OSError:
+        return True
+
+
+def disturbed(runner: RayRunner, study: str, by: Callable[[dict[str, int]], None]) -> Outcome:
+    """Return what becomes of a long trial that is disturbed while it is measured."""
+    begun = threading.Event()
+
+    def watch(progress: Progress) -> bool:
+        if progress.phase == "measure" and not begun.is_set():
+            begun.set()
+            by(processes_of(study))
+        return False
+
+    return runner.run(SMALL, steps=LONG, observe=watch)
+
+
+def kill(name: str) -> Callable[[dict[str, int]], None]:
+    return lambda found: os.kill(found[name], signal.SIGKILL)
+
+
+def test_each_node_tells_of_itself(cluster: Cluster, nodes: list[Node]) -> None:
+    assert len({node.address for node in cluster.nodes}) == 5
+    assert {node.portrait.python for node in cluster.nodes} == {sys.executable}
+    assert [len(node.portrait.cards) for node in nodes] == [0, 0, 2, 0]
+    assert [node.processors for node in nodes] == [2, 1, 2, 1]
+    assert cluster.card("cpu") is None
+
+
+def test_a_worker_that_is_killed_is_a_crash_as_on_this_machine(ray: Any, nodes: list[Node]) -> None:
+    with on(ray, nodes[STEADY], "killed-worker") as runner:
+        outcome = disturbed(runner, "killed-worker", kill("worker"))
+        assert isinstance(outcome, Crashed), outcome
+        assert "SIGKILL" in outcome.detail
+        assert isinstance(runner.run(SMALL, steps=STEPS), Measured)
+        assert runner.fault() is None
+
+
+def test_an_actor_that_is_killed_is_a_crash_and_the_next_trial_has_another(
+    ray: Any, nodes: list[Node]
+) -> None:
+    with on(ray, nodes[STEADY], "killed-actor") as runner:
+        outcome = disturbed(runner, "killed-actor", kill("actor"))
+        assert isinstance(outcome, Crashed), outcome
+        assert outcome.phase == "measure"
+        assert f"actor's process on node {nodes[STEADY].address} ended" in outcome.detail
+        # It is killed while it has nothing to do: that is nobody's crash.
+        assert isinstance(runner.run(SMALL, steps=STEPS), Measured)
+        found = processes_of("killed-actor")
+        os.kill(found["actor"], signal.SIGKILL)
+        assert until(lambda: is_gone(found["worker"]))
+        assert isinstance(runner.run(SMALL, steps=STEPS), Measured)
+
+
+def test_an_observer_that_fails_ends_its_trial_and_raises(ray: Any, nodes: list[Node]) -> None:
+    found: dict[str, int] = {}
+
+    def watch(_: Progress) -> bool:
+        found.update(processes_of("failing"))
+        raise ZeroDivisionError
+
+    with on(ray, nodes[STEADY], "failing") as runner:
+        with pytest.raises(ZeroDivisionError):
+            runner.run(SMALL, steps=LONG, observe=watch)
+        assert until(lambda: all(map(is_gone, found.values())))
+        assert len(found) == 2
+
+
+def test_closing_ends_the_actor_and_its_worker(ray: Any, nodes: list[Node]) -> None:
+    with on(ray, nodes[STEADY], "closing") as runner:
+        runner.run(SMALL, steps=STEPS, attempt=an_attempt("closing"))
+        found = processes_of("closing")
+    assert len(found) == 2
+    assert until(lambda: all(map(is_gone, found.values())))
+
+
+def test_an_actor_that_says_nothing_is_given_up(ray: Any, nodes: list[Node]) -> None:
+    node = nodes[STEADY]
+    with (
+        on(ray, node, "silent", silence_seconds=2) as runner,
+        pytest.raises(CardLost, match=f"node {node.address} .* nothing was heard"),
+    ):
+        disturbed(runner, "silent", lambda found: os.kill(found["actor"], signal.SIGSTOP))
+
+
+def test_the_end_of_the_driver_ends_its_actors_and_their_workers(local: LocalCluster) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "tests.sweep.running.driver_on_ray", local.address, "driven"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+    )
+    assert driver.stdout is not None
+    try:
+        told = next(line for line in driver.stdout if line.startswith("pids "))
+        pids = [int(word) for word in told.split()[1:]]
+        assert not any(map(is_gone, pids))
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+    assert until(lambda: all(map(is_gone, pids)))
+
+
+def test_a_node_that_is_lost_takes_its_own_place_alone_and_prints_nothing(
+    local: LocalCluster,
+    cluster: Cluster,
+    nodes: list[Node],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    places = cluster.places(settings("lost"), gpu="cpu", warn=no_warning)
+    try:
+        assert len(places) == 4
+        lost = named(places, nodes[DOOMED].address)
+        with pytest.raises(CardLost, match=f"node {lost.name} of the Ray cluster is lost"):
+            disturbed(lost.runner, "lost", lambda _: local.kill_node(DOOMED))
+        with pytest.raises(CardLost):
+            lost.runner.run(SMALL, steps=STEPS)
+        assert lost.name in (lost.runner.fault() or "")
+        steady = named(places, nodes[STEADY].address)
+        assert isinstance(steady.runner.run(SMALL, steps=STEPS), Measured)
+        assert steady.runner.fault() is None
+    finally:
+        for place in places:
+            place.runner.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def named(places: Sequence[Place], name: str) -> Place:
+    return next(place for place in places if place.name == name)
+
+
+def no_warning(words: str) -> None:
+    raise AssertionError(words)
+
+
+def test_a_study_goes_on_without_a_node_that_is_lost(
+    local: LocalCluster, nodes: list[Node], tmp_path: Path
+) -> None:
+    run = "import sys; from sweep.cli import main; sys.exit(main())"
+    options = ["--trials", "6", "--no-confirm", "--json", "--ray", local.address]
+    study = subprocess.Popen(
+        [sys.executable, "-c", run, "run", "cpu-demo", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SWEEP_HOME": str(tmp_path)},
+        text=True,
+    )
+    doomed = nodes[DOOMED_IN_A_STUDY]
+    place = f"cpu-demo/{doomed.address.replace('/', '-')}-{doomed.id[:8]}-0"
+    try:
+        # The first trials begin on every place at once, as soon as their workers have.
+        assert until(lambda: "worker" in processes_of(place) or study.poll() is not None)
+        local.kill_node(DOOMED_IN_A_STUDY)
+        document, said = study.communicate(timeout=150)
+    finally:
+        study.kill()
+        study.wait()
+    assert study.returncode == 0, said
+    trials = json.loads(document)["trials"]
+    assert (trials["total"] - trials["lost"], trials["crashed"]) == (6, 0)
+    assert trials["lost"] <= 1
+    assert f"{doomed.address} is lost: " in said
+    assert "Traceback" not in said
+
+
+def test_a_place_is_on_each_card_and_those_that_others_hold_are_left_to_them(
+    ray: Any, nodes: list[Node]
+) -> None:
+    card = Card("NVIDIA H200", 2**37, 2**37, (9, 0), "580.1", "13.0")
+    node = nodes[WITH_CARDS]
+    pretended = replace(node, portrait=replace(node.portrait, cards=(card, card)))
+    cluster = Cluster(ray)
+    cluster.nodes = (pretended,)
+    target = Target(gpu="h200", device="cuda", budget_bytes=2**30)
+    wanted = replace(settings("cards"), target=target)
+    places = cluster.places(wanted, gpu="h200", warn=no_warning)
+    assert sorted(place.name for place in places) == [
+        f"{node.address} card 0",
+        f"{node.address} card 1",
+    ]
+    places[0].runner.close()
+    warnings: list[str] = []
+    assert until(lambda: ray.available_resources().get("GPU", 0) == 1)
+    (place,) = cluster.places(wanted, gpu="h200", warn=warnings.append)
+    assert place.name == places[0].name
+    assert len(warnings) == 1
+    assert warnings[0].startswith("1 of 2 places of the Ray cluster are held by other jobs")
+    place.runner.close()
+    places[1].runner.close()
+
+
+def test_a_node_without_our_package_is_named_with_what_to_install(ray: Any) -> None:
+    with pytest.raises(EnvironmentFault) as refused:
+        Cluster(ray, package="a_package_of_nobodys")
+    assert f"{sys.executable} -m pip install 'qlora-sweep[ray]" in str(refused.value)
+    assert "No module named 'a_package_of_nobodys'" in str(refused.value)
+
+
+def test_texts_that_are_not_on_the_nodes_are_refused_before_anything_begins(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.places(settings("here"), gpu="cpu", paths=[str(tmp_path)], warn=no_warning)[0]
+    with pytest.raises(EnvironmentFault, match=r"/nowhere is not on .*, .*: each node reads it"):
+        cluster.places(
+            settings("nowhere"), gpu="cpu", paths=["/nowhere", str(tmp_path)], warn=no_warning
+        )
+    assert processes_of("nowhere") == {}
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("ray://10.0.0.1:10001", "Ray client's server"),
+        ("10.0.0.1", "must be auto or HOST:PORT"),
+        ("10.0.0.1:0", "must be auto or HOST:PORT"),
+        ("10.0.0.1:70000", "must be auto or HOST:PORT"),
+        ("", "must be auto or HOST:PORT"),
+        ("local", "must be auto or HOST:PORT"),
+        ("a b:6379", "must be auto or HOST:PORT"),
+    ],
+)
+def test_what_is_no_address_of_a_cluster_is_bad_input(address: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        checked_address(address)
+
+
+def test_what_auto_is_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert checked_address("auto") == "10.0.0.1:6379"
+    assert checked_address("10.0.0.2:6379") == "10.0.0.2:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(InputError, match="RAY_ADDRESS 'ray://"):
+        checked_address("auto")
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert checked_address("auto") == "auto"
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with (
+        pytest.raises(EnvironmentFault, match=f"no Ray cluster answers at {address}: Connection"),
+        joined(address),
+    ):
+        pass
+
+
+def test_one_that_listens_and_is_no_ray_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with (
+            pytest.raises(EnvironmentFault, match=f"at {address}: nothing within 2 s"),
+            joined(address, seconds=2),
+        ):
+            pass
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(EnvironmentFault) as refused, joined("auto"):
+        pass
+    assert install_extra("ray") in str(refused.value)

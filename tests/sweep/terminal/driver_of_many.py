@@ -1,0 +1,29 @@
+"""A program: the command `sweep` with a simulated device, in the drivers that it starts too."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from functools import partial
+
+from search_spaces.config import TrialConfig
+from storage.records import Measured, Outcome
+from sweep import cli
+from sweep.running.replay import ReplayRunner
+from sweep.study.session import drive
+from sweep.terminal import driving, many_models
+from tests.sweep.simulated_device import a_measurement
+
+
+def measured(config: TrialConfig) -> Outcome:
+    time.sleep(float(os.environ.get("TRIAL_SECONDS", "0.05")))
+    return Measured(measurement=a_measurement(config, peak_allocated_bytes=1000))
+
+
+if __name__ == "__main__":
+    new_runner = partial(ReplayRunner, otherwise=measured)
+    driving.drive = partial(drive, new_runner=lambda _: new_runner())  # type: ignore[assignment]
+    program = (sys.executable, "-P", "-m", "tests.sweep.terminal.driver_of_many")
+    many_models.run = partial(many_models.run, program=program)  # type: ignore[assignment]
+    sys.exit(cli.main())
