@@ -80,7 +80,7 @@ def test_a_fetched_study_can_be_gone_on_with_here_and_is_then_not_replaced(
 ) -> None:
     here.take_in(there)
     here.run(1)
-    with pytest.raises(InputError, match="has results here .1. that are not"):
+    with pytest.raises(InputError, match=r"has results here \(1\) that are not"):
         here.take_in(there)
     assert len(read_study("study", url=here.url, home=here.home).records) == 3
 
