@@ -50,6 +50,7 @@ class Cluster:
         self.ray = ray
         """The module, joined to it."""
         self._package = package
+        self._here = fingerprint(device="cpu")
         self.nodes = self._look(())
 
     def card(self, gpu: str) -> Card | None:
@@ -107,7 +108,7 @@ class Cluster:
 
     def _chosen(self, gpu: str) -> tuple[Node, ...]:
         nodes = chosen(self.nodes, gpu=gpu)
-        refuse_differences(nodes, here=fingerprint(device="cpu"))
+        refuse_differences(nodes, here=self._here)
         return nodes
 
     def _look(self, paths: tuple[str, ...], among: Sequence[Node] = ()) -> tuple[Node, ...]:
@@ -155,7 +156,7 @@ class Cluster:
             why = ends.shown(lines[-1] if lines else type(error).__name__)
             raise EnvironmentFault(f"node {address} of the Ray cluster: {why}") from error
         if isinstance(found, dict):
-            raise _without_package(address, found)
+            raise _without_package(address, found, self._here["versions"]["qlora-sweep"])
         assert isinstance(found, SelfPortrait)
         return found
 
@@ -218,8 +219,7 @@ def _question() -> Callable[[str, int, tuple[str, ...]], Any]:
     return look
 
 
-def _without_package(address: str, found: dict[str, str]) -> EnvironmentFault:
-    version = fingerprint(device="cpu")["versions"]["qlora-sweep"]
+def _without_package(address: str, found: dict[str, str], version: str | None) -> EnvironmentFault:
     wanted = "qlora-sweep[ray]" if version is None else f"qlora-sweep[ray]=={version}"
     return EnvironmentFault(
         f"node {address} of the Ray cluster has not this qlora-sweep ({ends.shown(found['why'])}): "
