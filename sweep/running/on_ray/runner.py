@@ -186,11 +186,11 @@ class RayRunner:
 
     def _run(self, trial: Trial, observe: Observer) -> Outcome:
         """Run a trial in the actor that is there, or in another where that one ended since."""
-        was_at_work, self._phase = self._has_spoken, "start"
+        was_there, self._phase = self._actor is not None, "start"
         try:
             return self._follow(trial, observe)
         except _Gone:
-            if not was_at_work or self._phase != "start" or not self._is_node_alive():
+            if not was_there or self._phase != "start" or not self._is_node_alive():
                 raise
             # It ended while it had nothing to do: that is not this trial's doing.
             self._discard()
