@@ -147,7 +147,8 @@ def _entry(card: Card, option: Option, job: Job) -> Entry:
     )
     if card.rent is None:
         return Entry(card, option, seconds, None, None)
-    rate, fixed = card.rent.usd_per_hour / SECONDS_PER_HOUR, card.rent.fixed_seconds
+    hour = option.config.data_parallel * card.rent.usd_per_hour
+    rate, fixed = hour / SECONDS_PER_HOUR, card.rent.fixed_seconds
     return Entry(
         card,
         option,
@@ -213,7 +214,8 @@ def start_usd(entry: Entry) -> float:
     """Return what is paid before the first step."""
     rent = entry.card.rent
     assert rent is not None, "only entries with a price have a bill"
-    return rent.usd_per_hour / SECONDS_PER_HOUR * rent.fixed_seconds
+    hour = entry.option.config.data_parallel * rent.usd_per_hour
+    return hour / SECONDS_PER_HOUR * rent.fixed_seconds
 
 
 def _break_even(small: Entry, large: Entry) -> BreakEven | None:

@@ -255,9 +255,18 @@ def _cheapest(
     if snapshot.offer is None:
         return f"no price is known for {gpu}; at any, it is the fastest", fastest[0]
     hour = f"${snapshot.offer.usd_per_hour:,.2f} an hour"
-    speeds = {r.number: s.tokens_per_second for r in fastest if (s := snapshot.target_speed(r))}
+    # Of what several cards make each has to be paid for.
+    speeds = {
+        r.number: s.tokens_per_second / r.config.data_parallel
+        for r in fastest
+        if (s := snapshot.target_speed(r))
+    }
     if not speeds:
         return f"the speed on {gpu}, and with it the cost, is not predicted", None
+    if len({record.config.data_parallel for record in fastest}) > 1:
+        cheapest = max((r for r in fastest if r.number in speeds), key=lambda r: speeds[r.number])
+        count = units.plural(cheapest.config.data_parallel, "card")
+        return f"the most tokens of each card, with {count} at {hour} each", cheapest
     if snapshot.definition.target.emulated_on is None:
         return f"the fastest of all, at {hour}", fastest[0]
     enough = (1.0 - ALIKE) * max(speeds.values())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from importlib.resources import files
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -81,6 +82,16 @@ class Cache(BaseModel):
     """Of elementwise kernels whose tensors stay in it, as measured in torch."""
 
 
+class Interconnect(BaseModel):
+    """What the cards of one host send to each other through."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["nvlink", "pcie"]
+    bytes_per_second: float = Field(gt=0)
+    """Each way, by the standard; `sweep.predict.speed.between` says what is reached of it."""
+
+
 @dataclass(frozen=True)
 class SpeedUncertainty:
     """How far a predicted step time may be off, relative to the prediction: nine in ten steps are
@@ -123,6 +134,8 @@ class GpuSpec(BaseModel):
     """How far a predicted step may be off as far as it waits for the card; the default is for a
     card of which next to no training was seen."""
     compute_capability: tuple[int, int]
+    interconnect: Interconnect | None = None
+    """With its neighbours in one host; None where that is not known."""
     sources: tuple[Source, ...] = ()
 
     @property

@@ -35,14 +35,19 @@ Kernels = Literal["hf", "fused-loss", "liger"]
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 Packing = Literal["none", "packed", "grouped"]
 OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
+Sharding = Literal["none", "fsdp"]
 TARGET_SETS = ("qv", "attention", "all-linear")
 
 SIZE_KEYS = ("micro_batch_size", "seq_len")
 """Knobs of which more is more work in one launch, and nothing else."""
+BATCH_KEYS = ("micro_batch_size", "data_parallel", "effective_batch_size")
+"""Knobs of which the first two together must go into the third."""
 CAPACITY_KEYS = ("lora_rank", "target_modules")
 """Knobs that decide how much an adapter can learn: speeds compare within one choice of them."""
 MICRO_BATCH_MAX = 65_536
 """No configuration has a larger micro-batch."""
+CARDS_MAX = 64
+"""Nor more cards of one host."""
 
 
 def _same(value: Any) -> Any:
@@ -164,6 +169,14 @@ def _quantized_in_words(value: float) -> str:
     return "all layers quantized" if value == 1 else f"{100 * value:.0f} % of layers quantized"
 
 
+def _cards_in_words(value: int) -> str:
+    return "one card" if value == 1 else f"{value} cards"
+
+
+def _sharding_in_words(value: str) -> str:
+    return "the whole model on each card" if value == "none" else "sharded model (FSDP)"
+
+
 def _packing_in_words(value: str) -> str:
     return {"none": "rows not packed", "packed": "packed rows"}.get(value, "rows grouped by length")
 
@@ -240,7 +253,7 @@ class Knobs(BaseModel):
         Knob(
             label="micro-batch",
             phrase=lambda value: f"micro-batch {value}",
-            help="Sequences in one pass.",
+            help="Sequences in one pass of one card.",
             aliases=("--batch-size",),
             memory="grows",
             survives_compiler=True,
@@ -251,7 +264,7 @@ class Knobs(BaseModel):
             },
         ),
     ] = Field(default=4, ge=1, le=MICRO_BATCH_MAX)
-    """Sequences in one forward and backward pass."""
+    """Sequences in one forward and backward pass, of one card."""
 
     seq_len: Annotated[
         StrictInt,
@@ -279,7 +292,8 @@ class Knobs(BaseModel):
             options=dict.fromkeys(TRAINERS, trainers.accumulation),
         ),
     ] = Field(default=None, ge=1, le=1_000_000)
-    """Sequences per optimizer step; null means one micro-batch. Accumulation follows from it."""
+    """Sequences per optimizer step, of all cards together; null means one micro-batch on each.
+    Accumulation follows from it."""
 
     compute_dtype: Annotated[
         ComputeDtype,
@@ -533,15 +547,51 @@ class Knobs(BaseModel):
     ] = Field(default=2e-4, ge=1e-7, le=1.0)
     """Highest learning rate of the schedule. Neither speed nor memory depends on it."""
 
+    data_parallel: Annotated[
+        StrictInt,
+        Knob(
+            label="cards",
+            phrase=_cards_in_words,
+            help="Cards that train one configuration together, each on rows of its own.",
+            options=dict.fromkeys(TRAINERS, trainers.parallel),
+            environment={"llama-factory": trainers.llama_factory_processes},
+        ),
+    ] = Field(default=1, ge=1, le=CARDS_MAX)
+    """Cards that train one configuration together, each on rows of its own (DDP); every optimizer
+    step is one of all of them."""
+
+    sharding: Annotated[
+        Sharding,
+        Knob(
+            label="sharding",
+            phrase=lambda value: (
+                "whole model on each card" if value == "none" else "sharded (FSDP)"
+            ),
+            help="What several cards hold: none (each the whole model) or fsdp (each its share).",
+            applies=lambda config: config.data_parallel > 1,
+            lean_first=("fsdp",),
+            # What is sharded is stored in another type, and stays sharded.
+            shapes_base=True,
+            lost=dict.fromkeys(TRAINERS, trainers.lost_sharding),
+        ),
+    ] = "none"
+    """What each of several cards holds: the whole model, or its share of every layer (``fsdp``:
+    FSDP2, with 4-bit weights stored in the compute dtype)."""
+
     @model_validator(mode="after")
     def _accumulation_is_whole(self) -> Self:
-        effective = self.effective_batch_size
-        if effective is not None and effective % self.micro_batch_size:
+        effective, cards = self.effective_batch_size, self.data_parallel
+        if effective is None or not effective % (self.micro_batch_size * cards):
+            return self
+        if cards == 1:
             raise ValueError(
                 f"effective_batch_size must be a multiple of micro_batch_size, got {effective} and "
                 f"{self.micro_batch_size}"
             )
-        return self
+        raise ValueError(
+            "effective_batch_size must be a multiple of micro_batch_size times data_parallel, got "
+            f"{effective}, {self.micro_batch_size} and {cards}"
+        )
 
     @property
     def alpha(self) -> float:
@@ -550,8 +600,8 @@ class Knobs(BaseModel):
 
     @property
     def samples_per_step(self) -> int:
-        """Sequences per optimizer step."""
-        return self.effective_batch_size or self.micro_batch_size
+        """Sequences per optimizer step, of all cards together."""
+        return self.effective_batch_size or self.micro_batch_size * self.data_parallel
 
     @property
     def is_quantized(self) -> bool:
@@ -565,8 +615,13 @@ class Knobs(BaseModel):
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.samples_per_step // self.micro_batch_size
+        """Micro-batches per optimizer step, of each card."""
+        return self.samples_per_step // (self.micro_batch_size * self.data_parallel)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each card holds a share of the model, and not all of it."""
+        return self.sharding != "none"
 
 
 def _declared() -> Iterator[tuple[str, Knob]]:
@@ -586,6 +641,12 @@ def _kind(annotation: Any) -> Kind:
 
 KNOBS: Mapping[str, Knob] = dict(_declared())
 """What is declared of each knob, by its key."""
+
+
+NEEDED: Mapping[tuple[str, Any], Mapping[str, Any]] = {
+    ("sharding", "fsdp"): {"optimizer": "adamw_torch_fused", "upcast_fp32": False}
+}
+"""What a value of a knob needs of others: who asks for it and says nothing of them means these."""
 
 
 def as_options(values: Mapping[str, Any]) -> list[str]:

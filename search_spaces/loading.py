@@ -20,6 +20,7 @@ from search_spaces.dimensions import read_dimension, read_value
 from search_spaces.documents import Document, exists, home_expanded, parse_yaml, read_text
 from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.gpus import find_gpu
+from search_spaces.knobs import NEEDED
 from search_spaces.models import located
 from search_spaces.space import ConfigKey, SearchSpace, largest_whole
 from search_spaces.texts import TextsChoice
@@ -211,16 +212,34 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
     """
     options = Document("options")
     values = {key: read_value(key, value, document=options) for key, value in held.items()}
-    fixed = {**space.fixed, **values}
+    fixed = {**space.fixed, **_needed(values, space), **values}
     free = {key: dimension for key, dimension in space.dimensions.items() if key not in values}
     if not free:
         return parse_config(fixed, where="options")
-    baseline = _with_whole_batch(space.baseline, effective=values.get("effective_batch_size"))
+    baseline = _with_whole_batch(
+        space.baseline,
+        effective=values.get("effective_batch_size"),
+        cards=fixed.get("data_parallel", 1),
+    )
     declared = space.model_dump() | {"dimensions": free, "fixed": fixed, "baseline": baseline}
     return validate(SearchSpace, declared, Document(f"space '{space.name}'"))
 
 
-def _with_whole_batch(baseline: Mapping[str, Any], *, effective: int | None) -> dict[str, Any]:
+def _needed(values: Mapping[str, Any], space: SearchSpace) -> dict[str, Any]:
+    """Return what typed values need of knobs that are neither typed nor searched."""
+    needed = (NEEDED.get((key, value), {}) for key, value in values.items() if _is_word(value))
+    return {
+        key: value for each in needed for key, value in each.items() if key not in space.dimensions
+    }
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str | int)
+
+
+def _with_whole_batch(
+    baseline: Mapping[str, Any], *, effective: int | None, cards: int
+) -> dict[str, Any]:
     """Return a baseline whose micro-batch goes into an effective batch that somebody typed.
 
     The file that names the one knew nothing of the other: the largest that goes in takes its place.
@@ -228,4 +247,5 @@ def _with_whole_batch(baseline: Mapping[str, Any], *, effective: int | None) -> 
     micro = baseline.get("micro_batch_size")
     if effective is None or micro is None or "effective_batch_size" in baseline:
         return dict(baseline)
-    return {**baseline, "micro_batch_size": largest_whole(micro, effective)}
+    share = effective // baseline.get("data_parallel", cards)
+    return {**baseline, "micro_batch_size": largest_whole(micro, share)}

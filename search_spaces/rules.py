@@ -100,6 +100,8 @@ class Setting:
     """Of the card; None on a CPU, or where it is not known."""
     has_texts: bool = False
     """Whether it would train on texts; on full-length random rows elsewhere."""
+    cards: int | None = None
+    """That one trial may have; None where that is not known, or as many as are asked for."""
 
     def older_than(self, capability: tuple[int, int]) -> bool:
         """Whether the card is known to be older than ``capability``."""
@@ -122,6 +124,7 @@ def violation(
     compute_capability: tuple[int, int] | None,
     device: Literal["cuda", "cpu"],
     has_texts: bool = False,
+    cards: int | None = None,
 ) -> Violation | None:
     """Return the first rule that forbids ``config`` on this model and device, or None.
 
@@ -131,8 +134,9 @@ def violation(
         compute_capability: of the card; None on a CPU, or where it is not known.
         device: where it would run.
         has_texts: whether it would train on texts, and not on full-length random rows.
+        cards: that one trial may have; None where that is not known.
     """
-    setting = Setting(model, device, compute_capability, has_texts)
+    setting = Setting(model, device, compute_capability, has_texts, cards)
     for name, rule in RULES.items():
         reason = rule(config, setting)
         if reason is not None:
@@ -342,6 +346,53 @@ def _packing(config: TrialConfig, setting: Setting) -> str | None:
     )
 
 
+def _cards(config: TrialConfig, setting: Setting) -> str | None:
+    if setting.cards is None or config.data_parallel <= setting.cards:
+        return None
+    there = "one" if setting.cards == 1 else f"{setting.cards}"
+    return (
+        f"data_parallel {config.data_parallel} trains on as many cards at once, and a trial has "
+        f"{there} here: use data_parallel {setting.cards} or fewer, or a machine with more"
+    )
+
+
+def _rows_of_many(config: TrialConfig, setting: Setting) -> str | None:
+    if config.data_parallel == 1 or not setting.has_texts:
+        return None
+    return (
+        "rows of texts are not dealt out to several cards here, so several of them are measured on "
+        "full-length random rows alone: use data_parallel 1, or leave the texts out"
+    )
+
+
+def _sharded(config: TrialConfig, _: Setting) -> str | None:
+    if not config.is_sharded:
+        return None
+    if config.data_parallel == 1:
+        return "sharding fsdp splits the model among cards: use data_parallel 2 or more, or none"
+    if config.upcast_fp32:
+        return "sharding fsdp moves a layer's weights together, in one type: use upcast_fp32 false"
+    if config.optimizer != "adamw_torch_fused":
+        return (
+            f"bitsandbytes' {config.optimizer} cannot update a share of a tensor (it has no "
+            "operators for DTensor): use optimizer adamw_torch_fused with sharding fsdp"
+        )
+    return _unsharded_kernels(config)
+
+
+def _unsharded_kernels(config: TrialConfig) -> str | None:
+    if config.compile:
+        return (
+            "a layer that is gathered when it is called is more than one graph: use compile false "
+            "with sharding fsdp"
+        )
+    if config.compute_dtype != "bf16":
+        return f"sharding fsdp is tried in bf16 alone, not {config.compute_dtype}: use bf16"
+    if config.quantized_fraction < 1 and config.is_quantized:
+        return "sharding fsdp is tried with layers of one kind alone: use quantized_fraction 1"
+    return None
+
+
 RULES: dict[str, Rule] = {
     "bf16-needs-ampere": _bf16,
     "fp16-needs-cuda": _fp16,
@@ -361,5 +412,8 @@ RULES: dict[str, Rule] = {
     "attention-not-in-model": _attention,
     "checkpointing-not-in-model": _checkpoints,
     "packing-needs-texts": _packing,
+    "data-parallel-needs-cards": _cards,
+    "data-parallel-on-texts": _rows_of_many,
+    "sharding": _sharded,
 }
 """Every rule by name, in the order they are asked."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, StrictInt, field_validator, model_va
 from search_spaces.config import CONFIG_KEYS, TrialConfig, canonical, parse_config
 from search_spaces.dimensions import Choices, Dimension, FloatRange, Strict
 from search_spaces.errors import InputError, listed, quote
-from search_spaces.knobs import KNOBS, Number
+from search_spaces.knobs import BATCH_KEYS, KNOBS, Number
 from search_spaces.texts import TextsChoice
 from search_spaces.validation import ContradictionError, known_key
 
@@ -35,8 +35,8 @@ Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters", 
 SamplerName = Literal["guided", "tpe", "gp", "random", "grid"]
 Weights = Literal["random", "pretrained"]
 
-BATCHES = ("micro_batch_size", "effective_batch_size")
-"""The first must go into the second."""
+BATCHES = BATCH_KEYS
+"""The first two together must go into the third."""
 
 
 def _name(name: str) -> str:
@@ -191,11 +191,14 @@ class SearchSpace(Strict):
         return self
 
     def _leave_out_batches(self) -> None:
-        micro, effective = (self.values_of(key) for key in BATCHES)
-        if not self.batches and micro and effective:
-            got = " and ".join(listed(map(quote, values)) for values in (effective, micro))
+        micro, cards, effective = (self.values_of(key) for key in BATCHES)
+        if not self.batches and micro and cards and effective:
+            is_of_many = any(count != 1 for count in cards)
+            values = (effective, micro, cards) if is_of_many else (effective, micro)
+            got = " and ".join(listed(map(quote, each)) for each in values)
+            times = " times data_parallel" if is_of_many else ""
             raise ContradictionError(
-                f"effective_batch_size must be a multiple of micro_batch_size, got {got}",
+                f"effective_batch_size must be a multiple of micro_batch_size{times}, got {got}",
                 "fixed" if "effective_batch_size" in self.fixed else "dimensions",
                 "effective_batch_size",
             )
@@ -212,34 +215,40 @@ class SearchSpace(Strict):
         return (self.fixed.get(key, TrialConfig.model_fields[key].default),)
 
     @cached_property
-    def batches(self) -> tuple[tuple[Any, Any], ...]:
-        """Micro-batches and effective batches of the space, in pairs that go into each other."""
-        pairs = itertools.product(*map(self.values_of, BATCHES))
-        return tuple(pair for pair in pairs if _is_whole(*pair))
+    def batches(self) -> tuple[tuple[Any, ...], ...]:
+        """Values of `BATCHES` in the space that go into each other."""
+        each = itertools.product(*map(self.values_of, BATCHES))
+        return tuple(values for values in each if _is_whole(*values))
 
     @cached_property
     def columns(self) -> tuple[tuple[Mapping[str, Any], ...], ...] | None:
         """One part of each column makes a combination; None where a dimension is continuous.
 
-        A column is a dimension, or the pairs of batches where only some go into each other.
+        A column is a dimension, or those of `BATCHES` together where only some go into each other.
         """
         values = {key: dimension.values() for key, dimension in self.dimensions.items()}
-        every = math.prod(len(values.get(key) or ()) for key in BATCHES)
+        searched = [key for key in BATCHES if key in values]
+        every = math.prod(len(values[key] or ()) for key in searched)
+        whole = self._batches_of(searched)
         columns: dict[str, tuple[Mapping[str, Any], ...]] = {}
         for key, column in values.items():
             if column is None:
                 return None
-            if key in BATCHES and len(self.batches) < every:
-                pairs = (zip(BATCHES, pair, strict=True) for pair in self.batches)
-                columns[BATCHES[0]] = tuple(dict(pair) for pair in pairs)
+            if key in searched and len(whole) < every:
+                columns[BATCHES[0]] = whole
             else:
                 columns[key] = tuple({key: value} for value in column)
         return tuple(columns.values())
 
+    def _batches_of(self, keys: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
+        """Return the values of some of `BATCHES` that go into each other, each once."""
+        known = (dict(zip(BATCHES, values, strict=True)) for values in self.batches)
+        each = {tuple(values[key] for key in keys): None for values in known}
+        return tuple(dict(zip(keys, values, strict=True)) for values in each)
+
     def holds_batches_of(self, params: Mapping[str, Any]) -> bool:
-        """Return whether the micro-batch of ``params`` goes into their effective batch."""
-        micro, effective = (params.get(key, self.values_of(key)[0]) for key in BATCHES)
-        return _is_whole(micro, effective)
+        """Return whether the micro-batches of ``params`` go into their effective batch."""
+        return _is_whole(*(params.get(key, self.values_of(key)[0]) for key in BATCHES))
 
     def config(self, params: Mapping[str, Any]) -> TrialConfig:
         """Return the configuration for one value of each dimension."""
@@ -257,13 +266,15 @@ class SearchSpace(Strict):
         named = parse_config(self.baseline, where=where)
         values = {**self.fixed, **self.baseline}
         micro, effective = named.micro_batch_size, values.get("effective_batch_size")
+        cards = values.get("data_parallel", 1)
         if "micro_batch_size" not in self.baseline:
             micro = values.get("micro_batch_size", micro)
             if effective is not None:
-                micro = largest_whole(micro, effective)
-        elif not _is_whole(micro, effective):
+                micro = largest_whole(micro, effective // cards)
+        elif not _is_whole(micro, cards, effective):
+            of_all = "" if cards == 1 else f" on each of {cards} cards"
             raise InputError(
-                f"{where}: micro_batch_size {micro} does not go into effective_batch_size "
+                f"{where}: micro_batch_size {micro}{of_all} does not go into effective_batch_size "
                 f"{effective}, which is fixed: name an effective_batch_size under baseline too"
             )
         return parse_config({**values, "micro_batch_size": micro}, where=where)
@@ -340,11 +351,11 @@ def largest_whole(micro: int, effective: int) -> int:
     return next(size for size in range(micro, 0, -1) if effective % size == 0)
 
 
-def _is_whole(micro: Any, effective: Any) -> bool:
-    """Whether a micro-batch goes into an effective batch; None is one micro-batch."""
-    if not isinstance(micro, int) or not isinstance(effective, int):
+def _is_whole(micro: Any, cards: Any, effective: Any) -> bool:
+    """Whether the cards' micro-batches go into an effective batch; None is one of each card."""
+    if not all(isinstance(value, int) for value in (micro, cards, effective)):
         return True
-    return micro > 0 and effective % micro == 0
+    return bool(micro > 0 and cards > 0 and effective % (micro * cards) == 0)
 
 
 def _candidates(key: str, dimension: Dimension, value: Any, resolved: Any) -> list[Any]:

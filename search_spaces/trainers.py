@@ -475,6 +475,34 @@ def llama_factory_lost_packing(trained: Trained) -> str | None:
             return _MASKED
 
 
+# The cards
+
+
+def parallel(trained: Trained) -> dict[str, Any]:
+    """Trainer looks for parameters without a gradient, and sends buffers that never change, where
+    nobody tells it that there is no need."""
+    if trained.config.data_parallel == 1:
+        return {}
+    return {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+
+
+def llama_factory_processes(trained: Trained) -> dict[str, str]:
+    """It takes every card in sight, one process each, where it is not told how many."""
+    cards = trained.config.data_parallel
+    return {} if cards == 1 else {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(cards)}
+
+
+def lost_sharding(trained: Trained) -> str | None:
+    """A file would have to name wrapping policies and state dicts, which nobody has tried here."""
+    if trained.config.sharding == "none":
+        return None
+    return (
+        "sharding fsdp: the file does not ask for it, so every card holds the whole model: far "
+        "more memory than measured, and it may not fit. Add fsdp_version 2 with 4-bit weights "
+        "stored in the compute dtype (bnb_4bit_quant_storage), as bitsandbytes documents it."
+    )
+
+
 # The process
 
 

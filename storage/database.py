@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sqlite3
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -22,6 +21,7 @@ from search_spaces.errors import EnvironmentFault, install_extra
 from search_spaces.redaction import redact
 from storage import files
 from storage.failures import (
+    BeingCreatedError,
     InDoubtError,
     causes,
     failures,
@@ -31,25 +31,29 @@ from storage.failures import (
     state,
 )
 from storage.patience import PATIENCE, READER, Patience
+from storage.tables import SCHEMA, schema_of
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 if TYPE_CHECKING:
     # What only looks at a study does without Optuna, which takes longer to import than to read.
     from optuna.storages import RDBStorage
 
-    from storage.postgres import Connector
+    from storage.postgres import Connector, WatchedConnection
     from storage.sampler_view import SearchStorage
 
 T = TypeVar("T")
+Borrow = Callable[[], "WatchedConnection | None"]
 
 _WRITER_SECONDS = 2.0
 """How long a writer's SQLite statement waits for other processes, before it is tried again."""
 _READER_SECONDS = 10.0
 """The same for a reader, which does not try again."""
-SCHEMA = "v3.2.0.a"
-"""The newest version of Optuna's tables that is known here."""
-_CREATION_ATTEMPTS = 8
 _PAUSE_MOST_SECONDS = 3.0
+# Of two numbers, as no study's lock is.
+_TRY_CREATING = sqlalchemy.text("SELECT pg_try_advisory_lock(1903980641, 1)")
+_CREATED = sqlalchemy.text("SELECT pg_advisory_unlock(1903980641, 1)")
+_KEPT_CONNECTIONS = {"pool_size": 1, "max_overflow": 4}
+"""A driver needs a second one for moments; what it keeps, each of a team holds for hours."""
 
 
 def patiently(
@@ -115,13 +119,16 @@ def _renew(storage: RDBStorage | None) -> None:
     storage.engine.dispose()
 
 
-def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> SearchStorage:
+def open_for_writing(
+    url: DatabaseUrl, *, patience: Patience | None = None, borrow: Borrow = lambda: None
+) -> SearchStorage:
     """Open the database, created where it is missing.
 
     Args:
         url: of the database.
         patience: how long a server that is there is waited for, where it is not ready or cuts the
             connection; one that cannot be reached is said at once.
+        borrow: lends a connection to a server that is there already.
 
     Raises:
         EnvironmentFault: the directory, the file or the server is not to be had.
@@ -130,21 +137,15 @@ def open_for_writing(url: DatabaseUrl, *, patience: Patience | None = None) -> S
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     patience = patience or replace(PATIENCE)
-    with _opening(url):
+    with opening(url):
         match url:
             case SqliteUrl():
-                _prepare_file(url)
-                storage = _create(url, {"creator": lambda: _connect(url)})
-                # Optuna reads before it writes. A transaction that starts as a reader cannot wait
-                # for the write lock without risking a deadlock, so each takes it at its start.
-                _begin_with(storage.engine, "BEGIN IMMEDIATE")
-                sqlalchemy.event.listen(storage.engine, "handle_error", _raise_in_doubt)
+                create, passes = partial(_create_file, url), _is_creation_race
             case PostgresUrl():
-                storage = patiently(
-                    partial(_create_on_server, url, patience),
-                    patience=patience,
-                    passes=is_passing_at_first,
-                )
+                create, passes = partial(_create_on_server, url, patience, borrow), _passes_at_first
+        # Of processes that create tables at once one is first, and the others try again.
+        storage = patiently(create, patience=patience, passes=passes)
+        sqlalchemy.event.listen(storage.engine, "handle_error", _raise_in_doubt)
     return storage
 
 
@@ -161,7 +162,7 @@ def open_for_reading(url: DatabaseUrl, *, patience: Patience | None = None) -> R
     options = _reader(url, patience or replace(READER))
     if options is None:
         return None
-    with _opening(url):
+    with opening(url):
         if _schema(url, options) is None:
             return None
         return _storage_for_reading(url, options)
@@ -184,7 +185,7 @@ def reader_of(url: DatabaseUrl) -> Iterator[sqlalchemy.Engine | None]:
     Raises:
         EnvironmentFault: the file or the server is not to be had.
     """
-    with _opening(url):
+    with opening(url):
         engine = _engine_for_reading(url)
     try:
         with faults(url):
@@ -196,13 +197,9 @@ def reader_of(url: DatabaseUrl) -> Iterator[sqlalchemy.Engine | None]:
 
 def _engine_for_reading(url: DatabaseUrl) -> sqlalchemy.Engine | None:
     options = _reader(url, replace(READER))
-    schema = None if options is None else _schema(url, options)
-    if options is None or schema is None:
+    if options is None or _schema(url, options) is None:
         return None
-    if schema != SCHEMA:
-        # Optuna knows which others it can read, and says what to do about the rest.
-        close(_storage_for_reading(url, options))
-    engine = sqlalchemy.create_engine(_plain_text(url), poolclass=NullPool, **options)
+    engine = _plain_engine(url, options)
     _read_at_once(engine)
     return engine
 
@@ -262,8 +259,8 @@ def faults(url: DatabaseUrl) -> Iterator[None]:
 
 
 @contextmanager
-def _opening(url: DatabaseUrl) -> Iterator[None]:
-    """Translate what only opening can raise: no driver, or a schema of another Optuna."""
+def opening(url: DatabaseUrl) -> Iterator[None]:
+    """Translate as `faults`, and what only opening can raise: no driver, or what Optuna refuses."""
     try:
         with faults(url):
             yield
@@ -275,29 +272,82 @@ def _opening(url: DatabaseUrl) -> Iterator[None]:
         raise EnvironmentFault(f"database {url}: {redact(str(error))}") from None
 
 
-def _create(url: DatabaseUrl, options: dict[str, Any]) -> SearchStorage:
-    """Open for writing; of two processes that create tables at once, one fails and tries again."""
-    from storage.sampler_view import SearchStorage
-
-    for attempt in range(1, _CREATION_ATTEMPTS + 1):
-        try:
-            return SearchStorage(_optuna_text(url), engine_kwargs=dict(options))
-        except failures() as error:
-            if attempt == _CREATION_ATTEMPTS or not _is_creation_race(error):
-                raise
-            time.sleep(0.05 * attempt)
-    raise AssertionError("unreachable")
+def _create_file(url: SqliteUrl) -> SearchStorage:
+    _prepare_file(url)
+    _schema(url, {"creator": lambda: _connect(url, is_reader=True)})
+    storage = _create(url, {"creator": lambda: _connect(url)}, is_there=False)
+    # Optuna reads before it writes. A transaction that starts as a reader cannot wait for the write
+    # lock without risking a deadlock, so each takes it at its start.
+    _begin_with(storage.engine, "BEGIN IMMEDIATE")
+    return storage
 
 
-def _create_on_server(url: PostgresUrl, patience: Patience) -> SearchStorage:
-    connector = _connector(url, patience)
+def _create_on_server(url: PostgresUrl, patience: Patience, borrow: Borrow) -> SearchStorage:
+    connector = _connector(url, patience, borrow=borrow)
+    options = {"pool_pre_ping": True, "creator": connector, **_KEPT_CONNECTIONS}
     try:
-        storage = _create(url, {"pool_pre_ping": True, "creator": connector})
+        if _schema(url, {"creator": connector}) is not None:
+            storage = _create(url, options, is_there=True)
+        else:
+            with _creating_alone(_plain_engine(url, {"creator": connector})):
+                storage = _create(url, options, is_there=False)
     except BaseException:
         connector.close()
         raise
-    sqlalchemy.event.listen(storage.engine, "handle_error", _raise_in_doubt)
+    sqlalchemy.event.listen(storage.engine, "handle_error", _note_failed)
     return storage
+
+
+@contextmanager
+def _creating_alone(engine: sqlalchemy.Engine) -> Iterator[None]:
+    """Keep others of a team that begins at once from creating the same tables meanwhile.
+
+    Each would hold transactions while it reads Optuna's migrations, and fail at the end.
+    """
+    with engine.connect() as connection:
+        is_ours = connection.execute(_TRY_CREATING).scalar_one()
+        # The lock is the session's; no transaction stays open for as long as that takes.
+        connection.commit()
+        if not is_ours:
+            raise BeingCreatedError("it is being created")
+        try:
+            yield
+        finally:
+            connection.execute(_CREATED)
+            connection.commit()
+
+
+def _note_failed(context: sqlalchemy.ExceptionContext) -> None:
+    """Let the next attempt have a session of its own: this one may only read, or know no table."""
+    if context.connection is not None and not context.connection.invalidated:
+        driver: Any = context.connection.connection.dbapi_connection
+        driver.has_failed = True
+
+
+def _create(url: DatabaseUrl, options: dict[str, Any], *, is_there: bool) -> SearchStorage:
+    """Open Optuna's storage for writing.
+
+    Args:
+        url: of the database.
+        options: of its engine.
+        is_there: whether its tables are there, of the version that is known here. To look itself,
+            Optuna needs a second connection beside its first.
+    """
+    from storage.sampler_view import SearchStorage
+
+    text = _optuna_text(url)
+    if is_there:
+        storage = SearchStorage(
+            text,
+            engine_kwargs=dict(options),
+            skip_table_creation=True,
+            skip_compatibility_check=True,
+        )
+        if storage.get_head_version() == SCHEMA:
+            return storage
+        # An Optuna that has gone further: it says itself what it makes of them.
+        close(storage)
+    return SearchStorage(text, engine_kwargs=dict(options))
 
 
 def _raise_in_doubt(context: sqlalchemy.ExceptionContext) -> None:
@@ -369,18 +419,32 @@ def _is_file(url: SqliteUrl) -> bool:
 
 
 def _schema(url: DatabaseUrl, options: dict[str, Any]) -> str | None:
-    """Return the version of the tables as Optuna's migrations name it; None where there is none."""
-    engine = sqlalchemy.create_engine(_plain_text(url), poolclass=NullPool, **options)
-    with engine.connect() as connection:
-        if not sqlalchemy.inspect(connection).has_table("alembic_version"):
-            return None
-        version = sqlalchemy.text("SELECT version_num FROM alembic_version")
-        row = connection.execute(version).first()
-    return None if row is None else str(row[0])
+    """Return the version of the tables that a reader finds; None where there are none yet."""
+    engine = _plain_engine(url, options)
+    return schema_of(engine, url, unchecked=partial(_storage_of_any_version, url, options))
+
+
+def _storage_of_any_version(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
+    from optuna.storages import RDBStorage
+
+    return RDBStorage(
+        _optuna_text(url),
+        engine_kwargs=dict(options),
+        skip_table_creation=True,
+        skip_compatibility_check=True,
+    )
+
+
+def _plain_engine(url: DatabaseUrl, options: dict[str, Any]) -> sqlalchemy.Engine:
+    return sqlalchemy.create_engine(_plain_text(url), poolclass=NullPool, **options)
 
 
 def _plain_text(url: DatabaseUrl) -> str:
     return url.text if isinstance(url, PostgresUrl) else "sqlite://"
+
+
+def _passes_at_first(error: BaseException) -> bool:
+    return is_passing_at_first(error) or _is_creation_race(error)
 
 
 def _is_creation_race(error: BaseException) -> bool:

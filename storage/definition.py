@@ -262,7 +262,9 @@ class StudySnapshot:
     wall_seconds: float = 0.0
     """Driver time over all runs of the study."""
     holder: str | None = None
-    """Who drives it now (``host:pid``); None where nobody does."""
+    """Who drives it now (``host:pid``), here or elsewhere; None where nobody does."""
+    driven_since: str | None = None
+    """When that began, UTC in ISO 8601; None where the database does not tell."""
     warnings: tuple[str, ...] = ()
     """Anything a reader should know, such as a library version that changed between runs."""
     ended: dict[str, Any] | None = None
@@ -300,20 +302,22 @@ class StudySnapshot:
     def usd_per_million_tokens(self, record: TrialRecord) -> float | None:
         """Return what tokens cost at a trial's speed on the target card; None without a price."""
         speed = self.target_speed(record)
-        return None if speed is None else self._usd(speed.tokens_per_second)
+        return None if speed is None else self._usd(speed.tokens_per_second, record.config)
 
     def usd_interval(self, record: TrialRecord) -> tuple[float, float] | None:
         """Return the least and the most that a million tokens cost, by that speed's interval."""
         speed = self.target_speed(record)
         if speed is None or speed.low is None or speed.high is None:
             return None
-        least, most = self._usd(speed.high), self._usd(speed.low)
+        ends = (self._usd(end, record.config) for end in (speed.high, speed.low))
+        least, most = ends
         return None if least is None or most is None else (least, most)
 
-    def _usd(self, tokens_per_second: float) -> float | None:
+    def _usd(self, tokens_per_second: float, config: TrialConfig) -> float | None:
         if self.offer is None:
             return None
-        return self.offer.usd_per_hour / 3600 / tokens_per_second * 1e6
+        hour = config.data_parallel * self.offer.usd_per_hour
+        return hour / 3600 / tokens_per_second * 1e6
 
 
 @dataclass(frozen=True)
@@ -333,10 +337,14 @@ class StudySummary:
     """What was measured of it, on whatever card ran it."""
     wall_seconds: float
     holder: str | None
-    """Who drives it now (``host:pid``)."""
+    """Who drives it now (``host:pid``), here or elsewhere."""
     is_confirmed: bool = False
     """Whether the best was measured again."""
     speed: TargetSpeed | None = None
     """Of the best on the target card; None where that is not known."""
     unreadable: int = 0
     """Trials of which nothing is known, as they cannot be read."""
+    driven_since: str | None = None
+    """When its driver took it, UTC in ISO 8601."""
+    running: tuple[int, ...] = ()
+    """Numbers of the trials that were begun and have not ended."""

@@ -60,7 +60,8 @@ _REFUSED = re.compile(
     r"|database .* does not exist|permission denied|is not permitted to log in"
     r"|not currently accepting connections|pg_hba\.conf rejects|does not support SSL"
     r"|certificate|SSL error: (?!.*(EOF|closed))|invalid (connection option|sslmode|port)"
-    r"|root\.crt|unsupported startup parameter|requires? (a )?password|no such user",
+    r"|root\.crt|unsupported startup parameter|requires? (a )?password|no such user"
+    r"|statement pooling mode",
     re.IGNORECASE,
 )
 _UNREACHABLE = re.compile(
@@ -74,6 +75,7 @@ _STATES = (
     (r"starting up|recovery mode|shutting down|terminating", "is restarting"),
     (r"too many|connection slots", "has no connection left"),
     (r"read-only", "only reads"),
+    (r"already exists|duplicate key|UNIQUE|is being created", "is being set up by another driver"),
 )
 _ADVICE = (
     (
@@ -90,8 +92,15 @@ _ADVICE = (
     (r"Connection refused", "does the server run on that host and port?"),
     (r"starting up|recovery mode|shutting down", "wait until it is ready, then try again"),
     (
-        r"too many (clients|connections)|connection slots",
-        "close other sessions, or raise max_connections",
+        r"too many (clients|connections)|connection slots|no more connections allowed",
+        "each driver holds one, and two more while it creates the tables: close other sessions, or "
+        "raise max_connections",
+    ),
+    (r"query_wait_timeout", "the pooler has no connection to its server left: raise its pool size"),
+    (
+        r"statement pooling mode",
+        "a connection pooler in statement mode, which keeps nothing together: name the server "
+        "itself, or the pooler's session mode (to read, its transaction mode will do)",
     ),
     (r"permission denied", "grant this user the right to it"),
     (
@@ -115,6 +124,10 @@ _ADVICE = (
 
 class InDoubtError(Exception):
     """A connection was lost or a commit failed, and nobody knows what became of its transaction."""
+
+
+class BeingCreatedError(SQLAlchemyError):
+    """Another driver creates the tables at this moment."""
 
 
 def failures() -> tuple[type[Exception], ...]:
@@ -141,7 +154,7 @@ def is_passing(error: BaseException) -> bool:
                 | InDoubtError(__cause__=sqlite3.Error() as original)
             ):
                 return _is_passing_in_sqlite(original)
-            case InDoubtError():
+            case InDoubtError() | BeingCreatedError():
                 return True
             case DBAPIError():
                 return _is_passing_in_postgresql(cause)
@@ -162,6 +175,11 @@ def _original(error: BaseException) -> BaseException:
             case InDoubtError(__cause__=BaseException() as original):
                 return original
     return error
+
+
+def is_pool_spent(error: BaseException) -> bool:
+    """Whether a pooler let us in and then has no connection to its server for us."""
+    return re.search(r"query_wait_timeout|not answered", str(_original(error))) is not None
 
 
 def state(error: BaseException) -> str:
@@ -199,7 +217,8 @@ def _is_passing_in_sqlite(error: sqlite3.Error) -> bool:
 def _is_passing_in_postgresql(error: DBAPIError) -> bool:
     code: str | None = getattr(error.orig, "sqlstate", None)
     if code is not None:
-        return code.startswith(_PASSING)
+        # A pooler gives what it will never do a code of connections that were lost.
+        return code.startswith(_PASSING) and "pooling mode" not in str(error.orig)
     if isinstance(error, OperationalError | SqlInterfaceError):
         return _REFUSED.search(str(error.orig)) is None
     return error.connection_invalidated

@@ -5,8 +5,12 @@ from __future__ import annotations
 DEFINITION, RUNS, WALL_SECONDS, IDENTITY = "definition", "runs", "wall_seconds", "identity"
 ENDED = "ended"
 QUALITY_TOKENS = "quality_tokens"
-STUDY_KEYS = (DEFINITION, RUNS, WALL_SECONDS, IDENTITY, ENDED)
+FORMAT = "format"
+STUDY_KEYS = (DEFINITION, RUNS, WALL_SECONDS, IDENTITY, ENDED, FORMAT)
 """Of a study's user attributes."""
+FORMAT_WRITTEN = 1
+"""How this version stores a study. It goes up with whatever an earlier version would overlook or
+undo: one that knows a lower number alone reads the study, and does not write to it."""
 
 CONFIG, STARTED_AT, RECORD, VERDICT = "config", "started_at", "record", "verdict"
 PURPOSE, ATTEMPT = "purpose", "attempt"

@@ -20,12 +20,14 @@ from optuna.exceptions import ExperimentalWarning
 
 from search_spaces.errors import EnvironmentFault, InputError, quote
 from storage import mapping
-from storage.database import close, faults, open_for_writing, patiently, reader_of
+from storage.advisory import AdvisoryLease
+from storage.database import close, faults, open_for_writing, opening, patiently, reader_of
 from storage.definition import StudyDefinition, differences, names_cost
+from storage.failures import is_passing_at_first
 from storage.files import sweep_temporary
 from storage.identity import StudyFile, look_beside, note_identity, refuse_strangers
-from storage.keys import DEFINITION, IDENTITY, RUNS
-from storage.lease import lease_for
+from storage.keys import DEFINITION, FORMAT, FORMAT_WRITTEN, IDENTITY, RUNS
+from storage.lease import Lease, lease_for
 from storage.patience import PATIENCE, Patience
 from storage.reading import is_file_name, understood
 from storage.sampler_view import SearchStorage
@@ -71,12 +73,8 @@ def open_study(
     database, patience = parse_url(url), replace(patience)
     _refuse_strangers(name, database, home)
     with ExitStack() as undo:
-        storage = open_for_writing(database, patience=patience)
-        undo.callback(close, storage)
-        lease = lease_for(database, name, patience=patience)
-        undo.callback(lease.release)
+        lease, storage = _leased(name, database, patience, undo)
         with faults(database), understood(name):
-            patiently(lease.acquire, patience=patience)
             patiently(partial(refuse_unreadable, storage.engine, name), patience=patience)
             study = _created(name, definition, sampler, storage, patience)
             agree = partial(_check_agreement, study, definition, database)
@@ -108,8 +106,33 @@ def open_study(
                 patience,
                 warn,
             )
+        if isinstance(lease, AdvisoryLease):
+            # Creating tables took more; from here on the lease's own is enough.
+            close(storage)
         undo.pop_all()
     return opened
+
+
+def _leased(
+    name: str, database: DatabaseUrl, patience: Patience, undo: ExitStack
+) -> tuple[Lease, SearchStorage]:
+    """Take the lease of a study and open its database, in the order in which nothing is half done.
+
+    A file's lock is beside the file, which is created first. On a server nothing is created through
+    what nothing can be driven; then who writes borrows the lease's connection.
+    """
+    lease = lease_for(database, name, patience=patience)
+    undo.callback(lease.release)
+    if isinstance(lease, AdvisoryLease):
+        with opening(database):
+            patiently(lease.acquire, patience=patience, passes=is_passing_at_first)
+        storage = open_for_writing(database, patience=patience, borrow=lease.lend)
+    else:
+        storage = open_for_writing(database, patience=patience)
+        with faults(database):
+            patiently(lease.acquire, patience=patience)
+    undo.callback(close, storage)
+    return lease, storage
 
 
 def check_name(name: str) -> None:
@@ -191,6 +214,8 @@ def _note_run(study: optuna.Study, definition: StudyDefinition, run: Mapping[str
     """
     stored = study.user_attrs
     identity = str(stored.get(IDENTITY) or uuid.uuid4().hex)
+    # First, so that nothing of a study of this format is there without it.
+    study.set_user_attr(FORMAT, FORMAT_WRITTEN)
     study.set_user_attr(IDENTITY, identity)
     study.set_user_attr(DEFINITION, definition.model_dump(mode="json"))
     with warnings.catch_warnings():

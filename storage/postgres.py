@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import psycopg
 from psycopg import waiting
+from psycopg.pq import TransactionStatus
 from sqlalchemy.engine import make_url
 
 from storage.patience import LOOK_SECONDS, Patience, SilentError
@@ -60,6 +61,47 @@ class WatchedConnection(psycopg.Connection[Any]):  # type: ignore[misc] # psycop
     """A connection that waits no longer than its patience."""
 
     patience: Patience
+    is_lent: bool = False
+    """Whether somebody else uses it, who closes it for giving it back."""
+    has_failed: bool = False
+    """Whether a statement failed on it, for what may be its session's own: it is lent no more."""
+
+    def lend(self) -> bool:
+        """Let somebody else use it in transactions of their own; False where it is of no use."""
+        is_idle = self.info.transaction_status is TransactionStatus.IDLE
+        if self.is_lent or self.has_failed or self.closed or not is_idle:
+            return False
+        self.is_lent, self.autocommit = True, False
+        return True
+
+    def close(self) -> None:
+        """Close it, or give it back as it was lent."""
+        if self.is_lent and not self.closed:
+            with suppress(psycopg.Error):
+                if self.info.transaction_status is not TransactionStatus.IDLE:
+                    self.rollback()
+                self.is_lent, self.autocommit = False, True
+                return
+        super().close()
+
+    def end(self) -> None:
+        """Close it, whoever uses it."""
+        self.is_lent = False
+        self.close()
+
+    def server_process(self) -> int | None:
+        """Return which of the server's processes answers; None where none does.
+
+        No transaction is begun by it that goes on.
+        """
+        is_within = self.info.transaction_status is not TransactionStatus.IDLE
+        try:
+            row = self.execute("SELECT pg_backend_pid()").fetchone()
+            if not is_within and not self.autocommit:
+                self.rollback()
+        except psycopg.Error:
+            return None
+        return None if row is None else int(row[0])
 
     def wait(
         self,
@@ -113,6 +155,7 @@ class Connector:
         patience: ends each wait, that for the connection too.
         is_reader: may wait longer between two statements.
         application_name: what other sessions know it by; a lease's connection has one.
+        borrow: lends a connection that is there already; None where it has none to lend.
     """
 
     def __init__(
@@ -122,6 +165,7 @@ class Connector:
         *,
         is_reader: bool = False,
         application_name: str = "",
+        borrow: Callable[[], WatchedConnection | None] = lambda: None,
     ) -> None:
         parsed = make_url(url.text)
         _, typed = parsed.get_dialect()().create_connect_args(parsed)
@@ -134,10 +178,14 @@ class Connector:
         if application_name:
             self._settings |= _HELD
         self._patience = patience
+        self._borrow = borrow
         self._opened: WeakSet[WatchedConnection] = WeakSet()
 
     def __call__(self) -> WatchedConnection:
-        """Return a new connection."""
+        """Return a new connection, or one that is lent."""
+        lent = self._borrow()
+        if lent is not None:
+            return lent
         connection = _beside(lambda: WatchedConnection.connect(**self._arguments), self._patience)
         connection.patience = self._patience
         try:

@@ -7,7 +7,7 @@ costs no other anything. Knows nothing of Optuna.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -24,15 +24,18 @@ from storage.definition import (
     StudySummary,
     UnreadableStudy,
 )
+from storage.holder import Holder
 from storage.identity import look_beside, lost_words, stranger_words
 from storage.kept import unsettled, unsettled_words
-from storage.lease import Holder, lease_for
+from storage.keys import FORMAT_WRITTEN
+from storage.lease import holders
 from storage.ranking import rank_study
 from storage.spool import NAME as SPOOL
 from storage.spool import Spool
 from storage.stored import (
     StoredStudy,
     count_stored_trials,
+    newer_words,
     read_all_stored,
     read_stored,
     stored_names,
@@ -63,9 +66,10 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
         found = read_stored(engine, name)
         if found is None:
             raise _unknown(name, engine, database, lost)
+        driven = _holders(engine, database, [found])
     if isinstance(found, UnreadableStudy):
         raise InputError(unreadable_words(found))
-    return _snapshot(found, database, home)
+    return _snapshot(found, database, home, driven.get(name))
 
 
 def count_trials(name: str, *, url: str) -> int:
@@ -99,12 +103,23 @@ def list_studies(
     database = parse_url(url)
     with _reading(database) as engine:
         found = read_all_stored(engine)
+        driven = _holders(engine, database, found)
     return [
         study
         if isinstance(study, UnreadableStudy)
-        else _summary(completed(_snapshot(study, database, home)))
+        else _summary(completed(_snapshot(study, database, home, driven.get(study.name))))
         for study in found
     ]
+
+
+def _holders(
+    engine: sqlalchemy.Engine,
+    database: DatabaseUrl,
+    studies: Iterable[StoredStudy | UnreadableStudy],
+) -> dict[str, Holder]:
+    # Where its name can be no file's nobody of ours ever drove it.
+    names = [study.name for study in studies if is_file_name(study.name)]
+    return holders(engine, database, names)
 
 
 @contextmanager
@@ -133,10 +148,10 @@ def is_file_name(name: str) -> bool:
     return is_plain and len(name.encode()) <= _NAME_BYTES_MAX
 
 
-def _snapshot(study: StoredStudy, database: DatabaseUrl, home: Path) -> StudySnapshot:
+def _snapshot(
+    study: StoredStudy, database: DatabaseUrl, home: Path, holder: Holder | None
+) -> StudySnapshot:
     trials, has_files = study.trials, is_file_name(study.name)
-    # Where its name can be no file's nobody of ours ever drove it.
-    holder = lease_for(database, study.name).holder() if has_files else None
     return StudySnapshot(
         name=study.name,
         definition=study.definition,
@@ -149,7 +164,9 @@ def _snapshot(study: StoredStudy, database: DatabaseUrl, home: Path) -> StudySna
         ended=study.ended,
         identity=study.identity,
         holder=None if holder is None else holder.who,
+        driven_since=None if holder is None else holder.since,
         warnings=(
+            *_newer_format(study),
             *_former_objective(study),
             *_version_changes(study.environments),
             *(_beside(study, holder, home, str(database)) if has_files else ()),
@@ -172,10 +189,18 @@ def _summary(snapshot: StudySnapshot) -> StudySummary:
         best=None if best is None else best.measurement,
         wall_seconds=snapshot.wall_seconds,
         holder=snapshot.holder,
+        driven_since=snapshot.driven_since,
+        running=tuple(trial.number for trial in snapshot.running),
         is_confirmed=ranking.is_confirmed,
         speed=None if best is None else snapshot.target_speed(best),
         unreadable=len(snapshot.unreadable),
     )
+
+
+def _newer_format(study: StoredStudy) -> tuple[str, ...]:
+    if study.format <= FORMAT_WRITTEN:
+        return ()
+    return (f"{newer_words(study.format)}: what is shown may lack what this one does not know",)
 
 
 def _former_objective(study: StoredStudy) -> tuple[str, ...]:

@@ -115,7 +115,9 @@ class Measurement(_Frozen):
     """What was measured of one configuration on one device; null where unknown."""
 
     tokens_per_second: float
-    """Tokens that carry loss per second, at the median step."""
+    """Tokens that carry loss per second, at the median step; of all cards together."""
+    cards: int = 1
+    """Cards that trained it together. Peaks are of the card that needed most."""
     samples_per_second: float
     step_seconds: float
     """Median seconds of an optimizer step, accumulation included."""
@@ -180,6 +182,11 @@ class Measurement(_Frozen):
         if isinstance(steps, int) and steps < STEPS_FOR_INTERVAL:
             return {**values, "step_seconds_ci95": None}
         return values
+
+    @property
+    def tokens_per_second_per_card(self) -> float:
+        """Tokens per second of each card."""
+        return self.tokens_per_second / self.cards
 
     @property
     def speed_interval(self) -> tuple[float, float] | None:

@@ -103,6 +103,8 @@ class StoredStudy:
     """Fingerprint of each run, oldest first."""
     wall_seconds: float = 0.0
     ended: dict[str, Any] | None = None
+    format: int = 0
+    """How it is stored; 0 by versions that did not say."""
     named_cost: bool = False
     """Whether it was started with an objective that there is no more."""
     damaged: tuple[str, ...] = ()
@@ -138,6 +140,7 @@ def refuse_unreadable(engine: sqlalchemy.Engine, name: str) -> None:
     texts = {key: text for _, _, key, text in rows}
     if texts.keys().isdisjoint((keys.DEFINITION, keys.RUNS)):
         return
+    _refuse_newer(name, texts)
     found = _study(name, texts, ())
     if isinstance(found, UnreadableStudy):
         raise InputError(unreadable_words(found))
@@ -146,6 +149,26 @@ def refuse_unreadable(engine: sqlalchemy.Engine, name: str) -> None:
             f"study {quote(name)} cannot be gone on with: {'; '.join(found.damaged)}; "
             f"{_from_what_is_left(name)}"
         )
+
+
+def _refuse_newer(name: str, texts: _Texts) -> None:
+    """Raise where a later version wrote a study in a way that this one would overlook or undo."""
+    try:
+        number = _value(_COUNT, keys.FORMAT, texts.get(keys.FORMAT, "0"))
+    except _UnreadableError:
+        # What is damaged there is said beside all else that is.
+        return
+    if number > keys.FORMAT_WRITTEN:
+        raise InputError(
+            f"study {quote(name)} cannot be gone on with: {newer_words(number)}: go on with "
+            "that one (`pip install -U qlora-sweep`), or start another study with --study; `sweep "
+            "status` and `sweep best` show what they can of it"
+        )
+
+
+def newer_words(number: int) -> str:
+    """Return what is said of a study of a format that is not known here."""
+    return f"a newer sweep wrote it (format {number}, this one writes {keys.FORMAT_WRITTEN})"
 
 
 def refuse_unreadable_trials(name: str, trials: StoredTrials) -> None:
@@ -331,6 +354,7 @@ def _study(name: str, texts: _Texts, rows: Sequence[_Row]) -> StoredStudy | Unre
         environments=tuple(run["environment"] for run in attribute(keys.RUNS, _RUNS, [])),
         wall_seconds=attribute(keys.WALL_SECONDS, _SECONDS, 0.0),
         ended=attribute(keys.ENDED, _END, None),
+        format=attribute(keys.FORMAT, _COUNT, 0),
         named_cost=named_cost,
         damaged=tuple(damaged),
     )
@@ -616,6 +640,7 @@ _SECONDS = TypeAdapter(Annotated[float, Field(ge=0, allow_inf_nan=False)])
 _RUNS: TypeAdapter[list[dict[str, Any]]] = TypeAdapter(
     list[Annotated[dict[str, Any], _unchanged(_Run)]]
 )
+_COUNT = TypeAdapter(Annotated[int, Field(ge=0, strict=True)])
 _END: TypeAdapter[dict[str, Any] | None] = TypeAdapter(
     Annotated[dict[str, Any], _unchanged(_End)] | None
 )

@@ -51,8 +51,13 @@ from storage.records import (
 from storage.recovery import attempts, ended_unseen, errand_of, record_left
 from storage.sampler_view import SearchStorage
 from storage.spool import Spool
-from storage.stored import read_stored_trials, refuse_unreadable_trials, unreadable_in_words
-from storage.urls import DatabaseUrl
+from storage.stored import (
+    read_stored_trials,
+    refuse_unreadable,
+    refuse_unreadable_trials,
+    unreadable_in_words,
+)
+from storage.urls import DatabaseUrl, PostgresUrl
 
 T = TypeVar("T")
 
@@ -275,6 +280,10 @@ class OpenStudy:
         # Where somebody closed or deleted it already its result is kept, and that is said then.
         with suppress(*_CLOSED):
             self._patiently(attempt)
+        if isinstance(self._url, PostgresUrl):
+            # What follows takes seconds to minutes, and a server has few connections for a team:
+            # whichever it was that is kept, the lease's alone is left.
+            close(self._storage)
         self._begun[trial.number] = identity
         return Attempt(
             id=identity,
@@ -413,6 +422,8 @@ class OpenStudy:
         self._wall_seconds = total
 
     def _reload(self) -> None:
+        # Whoever had the lease in between may have been a newer version.
+        refuse_unreadable(self._storage.engine, self.name)
         study_id = self._storage.get_study_id_from_name(self.study.study_name)
         trials = read_stored_trials(self._storage.engine, study_id)
         refuse_unreadable_trials(self.name, trials)

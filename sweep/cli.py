@@ -148,8 +148,8 @@ def _driver(
 ) -> Drive:
     """Return what a study is handed to: this process, another machine, or who asked for this."""
     called = context.obj or Invocation(())
-    if len(models) > 1 and (host is not None or called.drive is not None):
-        raise InputError("--model: several models are for this machine's cards: elsewhere name one")
+    if host is not None or called.drive is not None:
+        _refuse_several(models)
     if host is not None:
         from sweep.terminal import remote
 
@@ -167,6 +167,11 @@ def _driver(
         command, words = context.command, called.words
         return partial(driving.run_models, models=models, command=command, words=words)
     return driving.run
+
+
+def _refuse_several(models: Sequence[str | None]) -> None:
+    if len(models) > 1:
+        raise InputError("--model: several models are for this machine's cards: elsewhere name one")
 
 
 @app.command(
@@ -285,6 +290,9 @@ def launch(
 
     words = tuple(options or ())
     typed = read_options(typer.main.get_command(app), "run", [space, *words])
+    models = typed.pop("model", None) or [None]
+    _refuse_several(models)
+    typed["model"] = models[0]
     budget = _seconds("--time-budget", typed.pop("time_budget", None))
     return launching.launch(
         LaunchRequest(

@@ -9,7 +9,12 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from search_spaces.trainers import TORCH_DTYPES, allocator_settings, liger_kernels
+from search_spaces.trainers import (
+    TORCH_DTYPES,
+    allocator_settings,
+    liger_kernels,
+    lost_sharding,
+)
 from sweep.data.kinds import ROLES, ROLES_OF_OTHERS
 from sweep.export.documents import record_line
 from sweep.export.recipe import (
@@ -34,6 +39,7 @@ def script(recipe: Recipe) -> str:
     return _template().render(
         header=f"{comment((*recipe.facts(), TRIED, *script_lost(recipe)))}\n{record_line(recipe)}",
         config=config,
+        cards=config.data_parallel,
         measurement=recipe.measurement,
         weights=recipe.weights,
         alpha=plain_number(config.alpha),
@@ -63,6 +69,9 @@ def script(recipe: Recipe) -> str:
 
 def script_lost(recipe: Recipe) -> tuple[str, ...]:
     """Return what the script cannot do as it was measured."""
+    sharding = lost_sharding(recipe)
+    if sharding is not None:
+        return (sharding.replace("the file does not", "the script does not"),)
     if not _marks_turns(recipe):
         return ()
     whose = "Loss on the assistant's turns alone"

@@ -87,7 +87,9 @@ def trl(recipe: Recipe) -> str:
         **_TRAINING_ARGUMENTS,
         "output_dir": recipe.output_directory("trl"),
     }
-    return _file(recipe, trainer="trl", command="trl sft --config FILE", options=options)
+    cards = recipe.config.data_parallel
+    command = "trl sft --config FILE" + (f" --num_processes {cards}" if cards > 1 else "")
+    return _file(recipe, trainer="trl", command=command, options=options)
 
 
 def axolotl(recipe: Recipe) -> str:
@@ -110,7 +112,10 @@ def axolotl(recipe: Recipe) -> str:
         **_NON_BLOCKING,
         "output_dir": recipe.output_directory("axolotl"),
     }
-    return _file(recipe, trainer="axolotl", command="axolotl train FILE", options=options)
+    cards = recipe.config.data_parallel
+    several = f"accelerate launch --num_processes {cards} -m axolotl.cli.train FILE"
+    command = "axolotl train FILE" if cards == 1 else several
+    return _file(recipe, trainer="axolotl", command=command, options=options)
 
 
 def llama_factory(recipe: Recipe) -> str:

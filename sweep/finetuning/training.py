@@ -347,6 +347,13 @@ def _violation(config: TrialConfig, subject: Subject, resolved: ResolvedTarget) 
 
 
 def _refuse_invalid(subject: Subject, resolved: ResolvedTarget) -> None:
+    cards = subject.config.data_parallel
+    if cards > 1:
+        raise InputError(
+            f"{subject.words} has data_parallel {cards}, and sweep train takes one card: what "
+            "`sweep export --format script` writes trains on several, or name another trial with "
+            "--trial"
+        )
     broken = _violation(subject.config, subject, resolved)
     if broken is not None:
         raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")

@@ -22,6 +22,8 @@ HOURS_MAX = 24.0
 HOURS_LEAST = 1.0
 RESULTS = "rented"
 """Directory that results are fetched to, where no database takes the place of a local one."""
+BUCKETS = ("s3://", "gs://")
+"""What the address of a bucket begins with."""
 SLACK = 2.0
 """Of the longest that a study is predicted to take, where nobody says what it may cost."""
 
@@ -158,19 +160,27 @@ class Provider(Protocol):
 def machine_offer(
     machine: Machine, offers: Sequence[Offer], *, idle_seconds: float = 0.0
 ) -> Offer | None:
-    """Return the cheapest whole machine that has the cards; None where none has.
+    """Return the cheapest machine with the cards, by the hour of all of them; None without offers.
 
-    Where more cards are rented than are asked for, all of them are paid for; so is the time until
-    the machine is gone, as it is the time until it is there.
+    The time until it is gone is paid for, as it is the time until it is there.
+
+    Raises:
+        InputError: the card is rented by more at once alone.
     """
+    if offers and (least := min(offer.cards for offer in offers)) > machine.cards:
+        raise InputError(
+            f"--cards must be at least {least}: {offers[0].provider} rents {machine.card.name} by "
+            f"{least}, got {machine.cards}"
+        )
     whole = [
         offer.model_copy(
             update={
-                "usd_per_hour": offer.usd_per_hour * max(machine.cards, offer.cards),
+                "usd_per_hour": offer.usd_per_hour * machine.cards,
                 "boot_seconds": offer.boot_seconds + idle_seconds,
             }
         )
         for offer in offers
+        if offer.cards <= machine.cards
     ]
     return min(whole, key=lambda offer: offer.usd_per_hour, default=None)
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_spaces.errors import InputError, quote
+from search_spaces.errors import InputError, listed, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.knobs import KNOBS
 from search_spaces.space import SearchSpace
 from storage.reading import is_file_name
-from sweep.launching.rental import Machine
+from sweep.launching.rental import BUCKETS, Machine
 from sweep.paths import RESERVED
 from sweep.planning.question import PlanRequest
 
@@ -28,8 +28,16 @@ BEFORE = {
     "as_json": "--json",
 }
 """Options of `sweep run` that `sweep launch` has itself."""
-NOT_THERE = {"storage": "--storage", "carried": "--from"}
+NOT_THERE = {
+    "storage": "--storage",
+    "carried": "--from",
+    "host": "--host",
+    "host_python": "--host-python",
+    "ray": "--ray",
+}
 """Those that name what a rented machine cannot see."""
+TYPED_OFF = (*KNOBS, "completions_only")
+"""Options that are None where nobody typed them, and False where somebody did."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +65,24 @@ class LaunchRequest:
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """What was typed for `sweep run`, without what was not."""
-        options = {} if self.options is None else self.options
-        return {key: one for key, one in options.items() if one is not None and one is not False}
+        """What was typed for `sweep run`, without what was not.
+
+        Off is typed too, of a knob that can be on: --no-compile.
+        """
+        return {
+            key: one
+            for key, one in (self.options or {}).items()
+            if one is not None
+            and one != []
+            and one != ()
+            and (key in TYPED_OFF or one is not False)
+        }
+
+    @property
+    def model(self) -> str | None:
+        """The model, where one was typed."""
+        typed = self.run.get("model")
+        return typed[0] if isinstance(typed, list | tuple) else typed
 
     @property
     def held(self) -> dict[str, Any]:
@@ -87,10 +110,17 @@ def refuse_what_cannot_be(request: LaunchRequest) -> None:
     for key, option in NOT_THERE.items():
         if key in request.run:
             raise InputError(f"{option} names what a rented machine cannot see: leave it out")
+    models = request.run.get("model")
+    if isinstance(models, list | tuple) and len(models) > 1:
+        raise InputError(f"--model names {len(models)} models: rent for one study at a time")
     if request.max_dollars is not None and not request.max_dollars > 0:
         raise InputError(f"--max-dollars must be more than 0, got {request.max_dollars:g}")
     if request.study is not None and (request.study in RESERVED or not is_file_name(request.study)):
         raise InputError(f"--study: {quote(request.study)} cannot name a study")
+    if "://" in (request.volume or "") and not str(request.volume).startswith(BUCKETS):
+        raise InputError(
+            f"--volume: {quote(request.volume)} must begin with {listed(BUCKETS)}, or be a name"
+        )
     if request.volume is not None and not re.fullmatch(r"[\w.:/-]+", request.volume, re.ASCII):
         raise InputError(f"--volume: {quote(request.volume)} cannot name a volume or bucket")
 
@@ -118,7 +148,7 @@ def plan_request(request: LaunchRequest, machine: Machine) -> PlanRequest:
     return PlanRequest(
         space=request.space,
         gpus=(machine.card.name,),
-        model=request.run.get("model"),
+        model=request.model,
         data=request.data,
         configuration=request.held,
         prices=None if request.prices is None else Path(request.prices),

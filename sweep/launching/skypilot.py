@@ -20,7 +20,7 @@ import yaml
 
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.prices import TYPED_PROVIDER, Offer
-from sweep.launching.rental import RESULTS, Machine, Rental, card_name
+from sweep.launching.rental import BUCKETS, RESULTS, Machine, Rental, card_name
 
 CLOUDS: Mapping[str, str] = {"aws": "AWS", "gcp": "GCP", "lambda": "Lambda", "runpod": "Runpod"}
 """What price lists call the clouds, by SkyPilot's own names."""
@@ -191,7 +191,6 @@ class SkyPilot:
 
 
 _SCHEMES = {"s3": "s3", "gcs": "gs"}
-_SCHEMED = ("s3://", "gs://", "r2://")
 
 
 def task(rental: Rental) -> dict[str, Any]:
@@ -229,7 +228,7 @@ def task(rental: Rental) -> dict[str, Any]:
 
 def _bucket(rental: Rental) -> dict[str, str]:
     """Return the bucket: one that is there, by its address, or one that SkyPilot makes."""
-    if rental.volume.startswith(_SCHEMED):
+    if rental.volume.startswith(BUCKETS):
         return {"source": rental.volume.rstrip("/"), "mode": "MOUNT"}
     store = "gcs" if rental.machine.cloud == "gcp" else "s3"
     return {"name": rental.volume, "store": store, "mode": "MOUNT"}

@@ -36,7 +36,8 @@ def epoch_document(
         return {}
     ends = forecast.tokens_per_second_range or (speed, speed)
     seconds, low, high = (epoch.loss_tokens / rate for rate in (speed, ends[1], ends[0]))
-    hour = None if offer is None else offer.usd_per_hour / SECONDS_PER_HOUR
+    cards = forecast.config.data_parallel
+    hour = None if offer is None else cards * offer.usd_per_hour / SECONDS_PER_HOUR
     dollars = [None if hour is None else hour * time for time in (seconds, low, high)]
     return {
         "epoch": {

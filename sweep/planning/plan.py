@@ -142,6 +142,7 @@ def bill_offers(
             step_seconds=forecast.step_seconds,
             offer=offer,
             uncertainty=forecast.step_uncertainty,
+            cards=forecast.config.data_parallel,
         )
         for offer in offers
     )

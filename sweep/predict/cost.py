@@ -93,10 +93,12 @@ class Bill:
     items: tuple[BillItem, ...]
     uncertainty: float = 0.0
     """Relative, of ``step_seconds``: it is expected within 1 - this and 1 + this times that."""
+    cards: int = 1
+    """Rented together for the same time, each at the offer's price."""
 
     def of_step(self, step_seconds: float) -> Bill:
         """Return the bill of the same work if a step took exactly so long."""
-        return bill(self.workload, step_seconds=step_seconds, offer=self.offer)
+        return bill(self.workload, step_seconds=step_seconds, offer=self.offer, cards=self.cards)
 
     @property
     def extremes(self) -> tuple[Bill, Bill]:
@@ -111,8 +113,8 @@ class Bill:
 
     @property
     def billed_hours(self) -> float:
-        """Hours that are paid for."""
-        return self.usd / self.offer.usd_per_hour
+        """Hours that are paid for, of each card."""
+        return self.usd / self.offer.usd_per_hour / self.cards
 
     @property
     def wall_hours(self) -> float:
@@ -157,6 +159,7 @@ class Bill:
             "provider": self.offer.provider,
             "is_spot": self.offer.is_spot,
             "usd_per_hour": self.offer.usd_per_hour,
+            "cards": self.cards,
             "date": self.offer.date.isoformat(),
             "source": self.offer.source,
             "steps": self.workload.steps,
@@ -185,11 +188,17 @@ def _ends(bill: Bill) -> tuple[float, float]:
 
 
 def bill(
-    workload: Workload, *, step_seconds: float, offer: Offer, uncertainty: float = 0.0
+    workload: Workload,
+    *,
+    step_seconds: float,
+    offer: Offer,
+    uncertainty: float = 0.0,
+    cards: int = 1,
 ) -> Bill:
     """Return what ``workload`` costs under ``offer``, as one billed session.
 
-    ``uncertainty`` is that of ``step_seconds``, relative. Interruptions are expected values: their
+    ``uncertainty`` is that of ``step_seconds``, relative; ``cards`` take each step together, and
+    each is paid for. Interruptions are expected values: their
     rate times the training's hours, each costing the offer's restart time. Rounding up to the
     billing unit and the minimum are items of their own.
 
@@ -213,10 +222,10 @@ def bill(
     rounded = _round_up(used, unit=offer.billing_seconds)
     seconds["rounding"] = rounded - used
     seconds["minimum"] = max(0.0, offer.minimum_seconds - rounded)
-    rate = offer.usd_per_hour / SECONDS_PER_HOUR
+    rate = cards * offer.usd_per_hour / SECONDS_PER_HOUR
     unpaid = () if offer.is_queue_billed else ("queue",)
     items = (BillItem(n, s, 0.0 if n in unpaid else s * rate) for n, s in seconds.items())
-    return Bill(offer, workload, step_seconds, tuple(items), uncertainty)
+    return Bill(offer, workload, step_seconds, tuple(items), uncertainty, cards)
 
 
 def _download_seconds(workload: Workload, offer: Offer) -> float:

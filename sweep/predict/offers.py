@@ -117,7 +117,8 @@ def _cost_line(bill: Bill) -> CostLine:
     per_run = ("boot", "download", "queue")
     fixed = sum(item.usd for item in bill.items if item.name in per_run)
     per_work = bill.item("training").usd + bill.item("preemptions").usd
-    least = bill.offer.minimum_seconds * bill.offer.usd_per_hour / SECONDS_PER_HOUR
+    hour = bill.cards * bill.offer.usd_per_hour
+    least = bill.offer.minimum_seconds * hour / SECONDS_PER_HOUR
     return CostLine(fixed, per_work / bill.workload.samples, least)
 
 

@@ -22,7 +22,9 @@ from search_spaces.errors import EnvironmentFault, words_of
 from storage.outcome_file import OutcomeFile
 from storage.records import CrashCause, Crashed, Outcome, Phase
 from sweep.running.ends import with_cure
+from sweep.running.resident import DETAIL_LENGTH
 from sweep.running.wire import (
+    Finished,
     Ready,
     RunCommand,
     StopCommand,
@@ -32,7 +34,7 @@ from sweep.running.wire import (
     command_adapter,
     to_line,
 )
-from sweep.running.worker import DETAIL_LENGTH, Worker, finished
+from sweep.running.worker import Worker, finished
 from sweep.training.compiling import start_compiler_processes
 from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
 
@@ -92,9 +94,11 @@ def _serve(
     )
     reader.daemon = True
     reader.start()
+    answers = _Answers(send, outcomes, leave)
+    worker.tell_failures(answers.fail)
     done = None
     while done is None or done.retire is None:
-        command = runs.get()
+        command = answers.begin(runs.get())
         try:
             done = worker.run(command)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is this trial's verdict
@@ -102,8 +106,48 @@ def _serve(
             crashed = _crashed(worker.phase, error)
             # After an unknown failure the device's state is unknown too.
             done = finished(command, crashed, retire=crashed.detail)
-        _keep(command, done.outcome, outcomes)
-        send(done)
+        answers.give(done)
+
+
+class _Answers:
+    """One answer to each command, whoever knows it first: the thread that trains, or the one that
+    hears of a process which that one would wait for in vain."""
+
+    def __init__(
+        self,
+        send: Callable[[WorkerMessage], None],
+        outcomes: OutcomeFile | None,
+        leave: Callable[[], None],
+    ) -> None:
+        self._send, self._outcomes, self._leave = send, outcomes, leave
+        self._lock = threading.Lock()
+        self._open: RunCommand | None = None
+
+    def begin(self, command: RunCommand) -> RunCommand:
+        """Note that a command is to be answered."""
+        with self._lock:
+            self._open = command
+        return command
+
+    def give(self, done: Finished) -> None:
+        """Keep the outcome of the open command and tell it, unless somebody did."""
+        with self._lock:
+            if self._open is not None:
+                _keep(self._open, done.outcome, self._outcomes)
+                self._send(done)
+            self._open = None
+
+    def fail(self, outcome: Outcome) -> None:
+        """Answer the open command with what befell another process of its team, and be gone: the
+        thread that trains may be waiting for that process, where nothing wakes it."""
+        with self._lock:
+            if self._open is None:
+                return
+            _keep(self._open, outcome, self._outcomes)
+            self._send(finished(self._open, outcome, retire="another process of its team failed"))
+            self._open = None
+        sys.stderr.flush()
+        self._leave()
 
 
 def _keep(command: RunCommand, outcome: Outcome, outcomes: OutcomeFile | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,7 +23,7 @@ from optuna.distributions import (
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.dimensions import Choices, Dimension, FloatRange, IntRange
-from search_spaces.space import SearchSpace
+from search_spaces.space import BATCHES, SearchSpace
 
 IDENTITIES_KEPT = 32_768
 """Identities that are not worked out again; one takes a kilobyte with its configuration."""
@@ -101,15 +101,20 @@ class Encoding:
         return {key: getattr(config, key) for key in part}
 
     def with_whole_batches(self, params: Params, *, draw: random.Random) -> Params:
-        """Return ``params`` with another effective batch where the micro-batch does not go into it.
+        """Return ``params`` with other batches where these do not go into each other.
 
-        A sampler draws the two one by one, and only some of the pairs are in the space.
+        A sampler draws them one by one, and only some of them together are in the space. The
+        micro-batch stays, and so do the cards where any effective batch goes with both.
         """
         if self.space.holds_batches_of(params):
             return params
-        micro = params["micro_batch_size"]
-        possible = [effective for known, effective in self.space.batches if known == micro]
-        return params | {"effective_batch_size": draw.choice(possible)}
+        whole = [dict(zip(BATCHES, values, strict=True)) for values in self.space.batches]
+        for kept in (BATCHES[:2], BATCHES[:1]):
+            possible = [one for one in whole if _agree(one, params, kept)]
+            if possible:
+                break
+        chosen = draw.choice(possible)
+        return params | {key: value for key, value in chosen.items() if key in self.free}
 
     @cached_property
     def _single_values(self) -> Params:
@@ -156,6 +161,10 @@ def identity(config: TrialConfig) -> str:
     Alpha 32 and no alpha at rank 16 are one configuration, for example.
     """
     return canonical(config).key()
+
+
+def _agree(batches: Params, params: Params, keys: Iterable[str]) -> bool:
+    return all(batches[key] == params[key] for key in keys if key in params)
 
 
 def _distribution(dimension: Dimension) -> BaseDistribution:

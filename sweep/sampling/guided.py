@@ -85,6 +85,7 @@ _NUMBERS = {
     "seq_len": 2.0,
     "lora_rank": 3.0,
     "effective_batch_size": 2.0,
+    "data_parallel": 2.0,
     "checkpoint_fraction": 0.5,
 }
 """Knobs that are compared as numbers, by how far apart two values have much in common: doublings,

@@ -45,6 +45,28 @@ class _Recomputed:
         return self.layers == other.layers or self.layers + 2 <= other.layers
 
 
+@dataclass(frozen=True)
+class _Cards:
+    """A number of cards that train together: the more, the less each holds of what is sharded."""
+
+    count: int
+    """Of those that hold all of the model two stand for any number above one."""
+    is_sharded: bool
+
+    def __ge__(self, other: _Cards) -> bool:
+        """Whether one of so many cards needs at least as much as one of the others.
+
+        Those that hold all of the model keep the gradients in buckets for as long as they train,
+        however many they are; one alone does not. How the model is held must be equal anyway.
+        """
+        return self.count <= other.count if self.is_sharded else self.count >= other.count
+
+
+def _cards(config: TrialConfig) -> _Cards:
+    count = config.data_parallel
+    return _Cards(count if config.is_sharded else min(count, 2), config.is_sharded)
+
+
 _SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
     "lora_dropout": lambda config, _: config.lora_dropout > 0,
     "target_modules": lambda config, model: frozenset(resolve_targets(config, model)),
@@ -52,10 +74,12 @@ _SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
     "checkpoint_fraction": lambda config, model: _Recomputed(
         config.checkpointed_count(model.hidden_layers)
     ),
+    "data_parallel": lambda config, _: _cards(config),
 }
 """What memory grows with, of the knobs whose value is not itself that.
 
-What memory shrinks with is among them.
+What memory shrinks with is among them, and what it grows with under one value of another knob and
+shrinks with under another.
 """
 
 
@@ -71,7 +95,8 @@ def footprint(config: TrialConfig, *, model: ModelSpec, has_texts: bool = False)
     kinds: dict[str, Any] = {}
     widens = not has_texts or _widens_with_length(config)
     for key, knob in KNOBS.items():
-        is_ordered = knob.memory in ("grows", "shrinks") and (key != "seq_len" or widens)
+        has_order = knob.memory in ("grows", "shrinks") or key in _SIZES
+        is_ordered = has_order and (key != "seq_len" or widens)
         if is_ordered and (knob.survives_compiler or not config.compile):
             sizes[key] = _size(key, config, model)
         elif knob.memory != "untouched":
@@ -110,7 +135,12 @@ def base_alone(whole: Footprint) -> Footprint:
 
 
 def _of_base(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if KNOBS[key].shapes_base}
+    # Of what is sharded each card's share of the base depends on how many they are.
+    return {
+        key: value
+        for key, value in values.items()
+        if KNOBS[key].shapes_base or key == "data_parallel"
+    }
 
 
 class RanOut:

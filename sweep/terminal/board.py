@@ -12,7 +12,7 @@ from itertools import islice
 
 from reports import uncertainty, units
 from search_spaces.config import TrialConfig
-from search_spaces.knobs import CAPACITY_KEYS, KNOBS, SIZE_KEYS
+from search_spaces.knobs import BATCH_KEYS, CAPACITY_KEYS, KNOBS, SIZE_KEYS
 from search_spaces.space import SearchSpace
 from storage.confirmations import Confirmations
 from storage.definition import StudyDefinition
@@ -79,8 +79,7 @@ def search_words(config: TrialConfig, *, space: SearchSpace) -> str:
 def fixed_words(space: SearchSpace) -> str:
     """Return what all that is tried changes over the baseline; empty where that is nothing."""
     first = {key: dimension.first for key, dimension in space.dimensions.items()}
-    micro, effective = space.batches[0]
-    batches = {"micro_batch_size": micro, "effective_batch_size": effective}
+    batches = dict(zip(BATCH_KEYS, space.batches[0], strict=True))
     params = {**first, **{key: batches[key] for key in batches if key in first}}
     changed = space.config(params).changes_from(space.baseline_config())
     return ", ".join(

@@ -102,15 +102,17 @@ def _study_line(study: StudySummary | UnreadableStudy) -> dict[str, Any]:
 
     ``{"study", "gpu", "model", "trials", "objectives", "best": {"number", "tokens_per_second",
     "peak_allocated_bytes", "target_tokens_per_second": {"value", "low", "high", "basis"} | null} |
-    null, "is_confirmed", "seconds": {"wall"}, "driven_by", "unreadable", "unreadable_trials"}``
+    null, "is_confirmed", "seconds": {"wall"}, "driven_by", "driven_since", "running": [numbers],
+    "unreadable", "unreadable_trials"}``
 
-    ``unreadable`` is null, or why nothing can be said of the study: then all else is null but for
-    the number of its trials, none of which is known.
+    ``driven_by`` is ``host:pid``, ``driven_since`` when that began, by its own clock in UTC; both
+    null where nobody does. ``unreadable`` is null, or why nothing can be said of the study: then
+    all else is null but for the number of its trials, none of which is known.
     """
     if isinstance(study, UnreadableStudy):
-        nothing = ("gpu", "model", "objectives", "best", "is_confirmed", "seconds", "driven_by")
+        nothing = ("gpu", "model", "objectives", "best", "is_confirmed", "seconds")
         counts = {"trials": study.trials, "unreadable_trials": study.trials}
-        unknown = dict.fromkeys(nothing)
+        unknown = dict.fromkeys((*nothing, "driven_by", "driven_since", "running"))
         return {"study": study.name, **unknown, **counts, "unreadable": study.reason}
     measured = study.best
     return {
@@ -130,6 +132,8 @@ def _study_line(study: StudySummary | UnreadableStudy) -> dict[str, Any]:
         "is_confirmed": study.is_confirmed,
         "seconds": {"wall": study.wall_seconds},
         "driven_by": study.holder,
+        "driven_since": study.driven_since,
+        "running": list(study.running),
         "unreadable": None,
         "unreadable_trials": study.unreadable,
     }
@@ -145,10 +149,11 @@ def _target_speed(speed: TargetSpeed | None) -> dict[str, Any] | None:
 def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
     """Return the document of ``sweep status STUDY --json``.
 
-    That of ``sweep best --json``, and beside it ``{"driven_by", "running": [{"number", "config",
-    "started_at", "purpose"}], "ended": {"reason", "open", "most_promising"} | null, "warnings",
-    "unreadable": [{"number", "reason"}]}``. What is most promising has a ``chance`` to be better, a
-    ``gain`` that is expected over all cases, and its ``gain_if_better``.
+    That of ``sweep best --json``, and beside it ``{"driven_by", "driven_since", "running":
+    [{"number", "config", "started_at", "purpose"}], "ended": {"reason", "open", "most_promising"} |
+    null, "warnings", "unreadable": [{"number", "reason"}]}``. What is most promising has a
+    ``chance`` to be better, a ``gain`` that is expected over all cases, and its
+    ``gain_if_better``.
     """
     running = [
         {
@@ -162,6 +167,7 @@ def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
     return {
         **best_document(snapshot),
         "driven_by": snapshot.holder,
+        "driven_since": snapshot.driven_since,
         "running": running,
         "ended": snapshot.ended,
         "warnings": list(snapshot.warnings),

@@ -195,14 +195,18 @@ def status_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     """Return what ran, what is running and the best so far, within so many columns."""
     lines = [_opening(snapshot)]
     if snapshot.holder is not None:
-        lines.append(f"Driven by {snapshot.holder}.")
+        lines.append(f"Driven by {snapshot.holder}{_since(snapshot.driven_since)}.")
     for trial in snapshot.running:
-        since = f" since {trial.started_at}" if trial.started_at else ""
         what = "not yet chosen" if trial.config is None else units.shape(trial.config)
         state = "running" if snapshot.holder is not None else "left unfinished; resuming retries it"
         doing = _DOING[trial.purpose]
-        lines.append(f"Trial {trial.number} ({what}{doing}){since}: {state}.")
+        began = _since(trial.started_at)
+        lines.append(f"Trial {trial.number} ({what}{doing}){began}: {state}.")
     return folded("\n".join([*lines, *_lines("", _winner(snapshot))]), width, indent=2)
+
+
+def _since(moment: str | None) -> str:
+    return f" since {moment}" if moment else ""
 
 
 def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
@@ -255,8 +259,17 @@ def _study_row(study: StudySummary | UnreadableStudy) -> tuple[str, ...]:
         _best_of(study),
         objectives.names(study.objectives),
         units.duration(study.wall_seconds),
-        study.holder or units.DASH,
+        _driver_of(study),
     )
+
+
+def _driver_of(study: StudySummary) -> str:
+    """Return who drives a study, wherever that is, since when, and what it is at."""
+    if study.holder is None:
+        return units.DASH
+    numbers = ", ".join(map(str, study.running))
+    doing = f", trial{'s' if len(study.running) > 1 else ''} {numbers}" if numbers else ""
+    return f"{study.holder}{_since(study.driven_since)}{doing}"
 
 
 def _unreadable(study: StudySummary | UnreadableStudy) -> Iterator[str]:

@@ -7,12 +7,13 @@ Knows nothing of data, steps or measurements.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from search_spaces.config import TrialConfig
@@ -20,6 +21,7 @@ from search_spaces.errors import InputError, did_you_mean
 from search_spaces.linears import resolve_targets
 from sweep.training.compiling import Compilation, compiled
 from sweep.training.model import DTYPES, BaseModel, decoder_layers
+from sweep.training.sharding import build_shares
 
 
 @dataclass
@@ -44,17 +46,36 @@ class Attached:
 
 
 @contextlib.contextmanager
-def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
+def attached(
+    base: BaseModel,
+    config: TrialConfig,
+    *,
+    device: torch.device | None = None,
+    seed: int = 0,
+) -> Iterator[Attached]:
     """Attach the configuration's adapters to the base; on exit the base is as it was.
+
+    A base that is to be sharded has no weights until then, and is of no further use afterwards.
+
+    Args:
+        base: has none yet.
+        config: whose adapters.
+        device: of this process, for a base that is to be sharded.
+        seed: of such a base's weights.
 
     Raises:
         InputError: the architecture has no such target modules.
     """
     with contextlib.ExitStack() as undo:
-        peft_model = with_adapters(base, config)
-        undo.callback(peft_model.unload)
-        peft_model.train()
+        options = {"low_cpu_mem_usage": True} if config.is_sharded else {}
+        peft_model = with_adapters(base, config, placing=options)
         layers = decoder_layers(base.model)
+        if config.is_sharded:
+            assert device is not None, "what is sharded has a device"
+            build_shares(peft_model, base, config, layers=layers, device=device, seed=seed)
+        else:
+            undo.callback(peft_model.unload)
+        peft_model.train()
         chosen = config.checkpointed_layers(len(layers))
         result = Attached(
             model=peft_model,
@@ -69,12 +90,19 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
         yield result
 
 
-def with_adapters(base: BaseModel, config: TrialConfig, **options: Any) -> PeftModel:
+def with_adapters(
+    base: BaseModel,
+    config: TrialConfig,
+    *,
+    placing: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> PeftModel:
     """Return the base with the configuration's adapters on it, in training mode or not as it was.
 
     Args:
         base: has none yet.
         config: their rank, scale, dropout, targets and type.
+        placing: how PEFT puts them there, where not on the base's device at once.
         options: further ones of PEFT's `LoraConfig`.
 
     Raises:
@@ -88,7 +116,7 @@ def with_adapters(base: BaseModel, config: TrialConfig, **options: Any) -> PeftM
         target_modules=target_modules(base, config),
         **options,
     )
-    model = get_peft_model(base.model, lora)
+    model = get_peft_model(base.model, lora, **(placing or {}))
     # PEFT makes them fp32 whatever the base is, and has no word for another type on a 4-bit base.
     dtype = DTYPES[config.adapter_dtype]
     for parameter in model.parameters():
@@ -145,3 +173,19 @@ def _counted(
         return checkpoint(*args, **kwargs)
 
     return counted
+
+
+def held_share(attachment: Attached) -> float:
+    """Return how much of the decoder layers' weights this process holds: all, where nothing is
+    sharded."""
+    whole = held = 0
+    for layer in attachment.layers:
+        for parameter in layer.parameters():
+            whole += parameter.numel()
+            held += local(parameter).numel()
+    return held / whole if whole else 1.0
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor: itself, or its share of one that is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -86,6 +86,8 @@ def compiled(
     """
     torch._dynamo.config.recompile_limit = _SHAPES_MAX
     torch._dynamo.config.accumulated_recompile_limit = _SHAPES_MAX
+    # Where several cards train together it would cut each layer's graph up for what they send.
+    torch._dynamo.config.optimize_ddp = False
     counted = compiler.counted = Compilation()
     callback_handler.register_start_callback(counted.start)
     callback_handler.register_end_callback(counted.end)

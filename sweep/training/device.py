@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from search_spaces.errors import EnvironmentFault
@@ -294,7 +295,7 @@ class CpuDevice:
         storages = {}
         for item in gc.get_objects():
             # Not isinstance: it would wake the lazy modules among the objects.
-            if issubclass(type(item), torch.Tensor):
+            if issubclass(type(item), torch.Tensor) and not issubclass(type(item), DTensor):
                 storage = item.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())

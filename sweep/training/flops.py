@@ -45,7 +45,7 @@ def flops_per_step(
     *,
     shapes: Sequence[tuple[int, int]] | None = None,
 ) -> float:
-    """Return the FLOPs of an optimizer step, pads included.
+    """Return the FLOPs of an optimizer step of one card, pads included.
 
     Args:
         attachment: base and adapters.
@@ -55,7 +55,7 @@ def flops_per_step(
     """
     if shapes is None:
         each = flops_per_token(attachment, model_config, config.seq_len)
-        return each * config.tokens_per_step
+        return each * config.tokens_per_step / config.data_parallel
     # Flattened rows stay apart: no token has more before it than its own row has.
     within = config.seq_len
     work = sum(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ def build_base(
     undo = contextlib.ExitStack()
     with undo:
         torch.manual_seed(seed)
-        build = _load_pretrained if weights == "pretrained" else _build_random
+        build = _builder(config, weights)
         with _needing("attention", is_own=config.attention == "flash_attention_2"):
             model = build(config, spec=spec, device=device)
         model.config.use_cache = False
@@ -161,7 +161,24 @@ def bnb_config(config: TrialConfig, *, kept: list[str] | None = None) -> BitsAnd
         bnb_4bit_quant_type=config.quantization,
         bnb_4bit_use_double_quant=config.double_quant,
         bnb_4bit_compute_dtype=DTYPES[config.compute_dtype],
+        bnb_4bit_quant_storage=storage_dtype(config),
     )
+
+
+def _builder(config: TrialConfig, weights: Weights) -> Callable[..., PreTrainedModel]:
+    if not config.is_sharded:
+        return _load_pretrained if weights == "pretrained" else _build_random
+    if weights == "pretrained":
+        raise InputError(
+            "sharding fsdp is measured with random weights alone, on which neither speed nor "
+            "memory depends: a model that no card holds is not loaded as a whole"
+        )
+    return _shapes_alone
+
+
+def _shapes_alone(config: TrialConfig, *, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+    """Return the model without weights: each configuration gets its own share of them."""
+    return skeleton(config, spec=spec)
 
 
 def _load_pretrained(
@@ -184,17 +201,16 @@ def _build_random(config: TrialConfig, *, spec: ModelSpec, device: torch.device)
     model = skeleton(config, spec=spec)
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
-            _quantize_random(module, config=config, device=device)
+            quantize_random(module, config=config, device=device)
         elif list(module.parameters(recurse=False)) or list(module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
-            _fill(module)
-            model._init_weights(module)
+            fill_module(model, module)
     model.tie_weights()
     return model
 
 
-def _fill(module: torch.nn.Module) -> None:
-    """Give a module's own tensors finite values, for those that `_init_weights` leaves alone.
+def fill_module(model: PreTrainedModel, module: torch.nn.Module) -> None:
+    """Give a module's own tensors finite values, also those that `_init_weights` leaves alone.
 
     Some get theirs where the module is made, which happens on the meta device here: what is left of
     other programs in their memory would make the loss infinite now and then.
@@ -204,6 +220,7 @@ def _fill(module: torch.nn.Module) -> None:
             torch.nn.init.normal_(tensor, std=0.02)
         else:
             torch.nn.init.ones_(tensor)
+    model._init_weights(module)
 
 
 def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
@@ -275,7 +292,12 @@ def upcast(model: PreTrainedModel, config: TrialConfig) -> None:
             parameter.data = parameter.data.to(torch.float32)
 
 
-def _quantize_random(
+def storage_dtype(config: TrialConfig) -> torch.dtype:
+    """Return as what type 4-bit weights lie in memory: bytes, or what FSDP can move."""
+    return DTYPES[config.compute_dtype] if config.is_sharded else torch.uint8
+
+
+def quantize_random(
     module: bnb.nn.Linear4bit, *, config: TrialConfig, device: torch.device
 ) -> None:
     """Give a linear layer random 16-bit weights and quantize them at once, so that only one is ever
@@ -289,7 +311,7 @@ def _quantize_random(
         requires_grad=False,
         compress_statistics=config.double_quant,
         quant_type=config.quantization,
-        quant_storage=torch.uint8,
+        quant_storage=storage_dtype(config),
         module=module,
     ).to(device)
     if module.bias is not None:

@@ -25,9 +25,10 @@ from search_spaces.errors import in_percent
 from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from storage.records import Ineffective
 from sweep.data.epoch import is_flattened
-from sweep.training.adapters import Attached
+from sweep.training.adapters import Attached, held_share, local
 from sweep.training.model import DTYPES
 from sweep.training.step import TrainingLoop
+from sweep.training.team import Look, fingerprint, group_size
 
 _SCORE_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob")
 """What architectures call the share of attention scores that training drops."""
@@ -38,6 +39,8 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "gemm_4bit": 0}
 """Operators that multiply matrices, and which argument is the left one."""
 _DROPOUTS = ("native_dropout", "bernoulli_")
 _ADAPTER = "default"
+_SHARE_SLACK = 0.05
+"""Of a share of the weights: rows that the cards do not divide into go to the first of them."""
 
 
 class KernelWatch(TorchDispatchMode):
@@ -80,6 +83,8 @@ class StepEvidence:
     loop: TrainingLoop
     watch: KernelWatch | None
     """None where nothing could watch, as inside a compiled graph."""
+    others: Sequence[Look] = ()
+    """What each of the other cards showed, where several train together."""
 
     def adapters(self) -> Iterator[LoraLayer]:
         """Yield the layers that have an adapter."""
@@ -114,10 +119,15 @@ def proves(knob: str) -> Callable[[Proof], Proof]:
 
 
 def ineffective(
-    config: TrialConfig, *, attached: Attached, loop: TrainingLoop, watch: KernelWatch | None
+    config: TrialConfig,
+    *,
+    attached: Attached,
+    loop: TrainingLoop,
+    watch: KernelWatch | None,
+    others: Sequence[Look] = (),
 ) -> Ineffective | None:
     """Return the first knob that had no effect in the steps done so far; None where all had."""
-    evidence = StepEvidence(attached, loop, watch)
+    evidence = StepEvidence(attached, loop, watch, others)
     for knob, proof in PROOFS.items():
         detail = proof(config, evidence)
         if detail is not None:
@@ -127,7 +137,12 @@ def ineffective(
 
 def _four_bit_states(evidence: StepEvidence) -> list[Any]:
     modules = evidence.attached.model.modules()
-    return [m.weight.quant_state for m in modules if isinstance(m, bnb.nn.Linear4bit)]
+    # A share of a weight has lost its constants, which the layer keeps beside it.
+    return [
+        getattr(m.weight, "quant_state", None) or m.quant_state
+        for m in modules
+        if isinstance(m, bnb.nn.Linear4bit)
+    ]
 
 
 @proves("quantization")
@@ -277,7 +292,7 @@ def _segments(config: TrialConfig, evidence: StepEvidence) -> str | None:
 
     A fixed segment that a library holds a part of may serve a growing base too, but not most of it.
     """
-    parameters = [p for p in evidence.attached.model.parameters() if p.is_cuda]
+    parameters = [local(p) for p in evidence.attached.model.parameters() if p.is_cuda]
     segments = torch.cuda.memory_snapshot() if parameters else []
     share = expandable_share(parameters, segments)
     if config.expandable_segments and share <= 0.5:
@@ -425,8 +440,9 @@ def _targets(config: TrialConfig, evidence: StepEvidence) -> str | None:
         adapters = [a for n, a in layers.items() if n == target or n.endswith(f".{target}")]
         if not adapters:
             return f"{target} has no adapter"
-        highest = [a.lora_B[_ADAPTER].weight.detach().abs().amax() for a in adapters]
-        if not bool(torch.stack(highest).any()):
+        own = [local(a.lora_B[_ADAPTER].weight).detach() for a in adapters]
+        highest = [weight.abs().amax() for weight in own if weight.numel()]
+        if highest and not bool(torch.stack(highest).any()):
             return f"no adapter of {target} learned"
     return None
 
@@ -479,3 +495,36 @@ def _is_beyond_a_cpus_kernel(attached: Attached) -> bool:
     model = attached.model
     reasons = (getattr(model.config, name, None) for name in (*_SCORE_DROPOUTS, "v_head_dim"))
     return model.device.type == "cpu" and any(reasons)
+
+
+@proves("data_parallel")
+def _parallel(config: TrialConfig, evidence: StepEvidence) -> str | None:
+    """Cards that trained on different rows have the same adapters, to the last bit."""
+    looks = evidence.others
+    if 1 + len(looks) != config.data_parallel:
+        return f"{1 + len(looks)} of {config.data_parallel} cards trained"
+    if config.data_parallel == 1:
+        return None
+    sizes = {group_size(), *(look.size for look in looks)}
+    if sizes != {config.data_parallel}:
+        return f"a card trained with {min(sizes) - 1} others"
+    own = evidence.loop.newest
+    rows = [look.tokens for look in looks] + ([] if own is None else [fingerprint([own])])
+    if len(set(rows)) < config.data_parallel:
+        return "two cards had the same rows"
+    if config.is_sharded:
+        return None
+    trained = fingerprint(evidence.attached.trainable_parameters())
+    apart = [look.rank for look in looks if look.adapters != trained]
+    return f"the adapters of card {apart[0]} are others than the first one's" if apart else None
+
+
+@proves("sharding")
+def _sharding(config: TrialConfig, evidence: StepEvidence) -> str | None:
+    """A card holds its share of the decoder layers' weights, or all of them."""
+    held = [held_share(evidence.attached), *(look.held_share for look in evidence.others)]
+    asked = 1 / config.data_parallel if config.is_sharded else 1.0
+    wrong = [share for share in held if abs(share - asked) > _SHARE_SLACK]
+    if not wrong:
+        return None
+    return f"a card holds {in_percent(wrong[0])} of the layers' weights, not {in_percent(asked)}"

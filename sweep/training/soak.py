@@ -16,7 +16,7 @@ from storage.records import SoakReport
 from sweep.training.device import Device
 from sweep.training.step import TrainingLoop
 
-_BATCHES = 2
+INTERLUDE_BATCHES = 2
 """Micro-batches of the pass: the second comes while the first one's memory is still cached."""
 
 
@@ -50,7 +50,7 @@ class Interlude:
         self.doing, begun = "an evaluation pass", time.perf_counter()
         with self.device.observed():
             # The loss is read back, so the device is done with it.
-            self._loss = loop.evaluate(batches=_BATCHES)
+            self._loss = loop.evaluate(batches=INTERLUDE_BATCHES)
         self._evaluation_seconds = time.perf_counter() - begun
         beat()
         self.doing, begun = "saving a checkpoint", time.perf_counter()

@@ -18,21 +18,35 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+)
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from transformers import get_linear_schedule_with_warmup
 
 from search_spaces.config import TrialConfig
 from storage.records import Stage
 from sweep.data.batches import Batch
-from sweep.training.adapters import Attached
+from sweep.training.adapters import Attached, local
 from sweep.training.data import endless, random_token_loader
+from sweep.training.sharding import forget_sharding, fsdp_plugin, shard_on_cpu
+from sweep.training.team import ALONE, Place
 from sweep.training.texts import TextsRound, loader_of
 
 MAX_GRAD_NORM = 1.0
 WEIGHT = "weight"
 """Key of a micro-batch for how much its mean loss counts; 1 where there is none."""
+_BUCKETS = DistributedDataParallelKwargs(
+    # Gradients are views of what is sent: no second copy of them.
+    gradient_as_bucket_view=True,
+    # Every adapter has a gradient in every step.
+    find_unused_parameters=False,
+)
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 
 
@@ -64,6 +78,7 @@ class TrainingLoop:
         batches: what it trains on instead, each micro-batch once and in order.
         schedule: of the learning rate.
         on_stage: told of each stage that begins.
+        place: of this process among those that train the same together; each has rows of its own.
     """
 
     def __init__(
@@ -78,8 +93,9 @@ class TrainingLoop:
         batches: Dataset[Batch] | None = None,
         schedule: Schedule = AS_MEASURED,
         on_stage: Callable[[Stage], None] = lambda _: None,
+        place: Place = ALONE,
     ) -> None:
-        torch.manual_seed(seed)
+        torch.manual_seed(seed + place.rank)
         self.stage: Stage = "load"
         self.micro_step = 0
         self.micro_steps = micro_steps or config.accumulation_steps
@@ -89,24 +105,36 @@ class TrainingLoop:
         self.wait_seconds = 0.0
         """In which the host got its micro-batches, so far."""
         self._on_stage = on_stage
+        self._is_sharded = config.is_sharded
         self._parameters = attached.trainable_parameters()
         # Not whether a card is there: a trial for the CPU never goes to it.
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
-        self._accelerator = _accelerator(config, micro_steps=self.micro_steps, is_on_cpu=is_on_cpu)
+        self._accelerator = _accelerator(
+            config, attached, micro_steps=self.micro_steps, is_on_cpu=is_on_cpu, place=place
+        )
         optimizer = make_optimizer(config, self._parameters)
-        rates = get_linear_schedule_with_warmup(optimizer, schedule.warmup, schedule.steps)
+        # accelerate takes one of its steps for each process.
+        warmup, last = schedule.warmup * place.size, schedule.steps * place.size
+        rates = get_linear_schedule_with_warmup(optimizer, warmup, last)
         is_pinned = not is_on_cpu
         if batches is not None:
             loaders = [loader_of(batches, is_pinned=is_pinned)]
         else:
-            loaders = _loaders(config, texts, vocab_size=vocab_size, seed=seed, is_pinned=is_pinned)
-        self._model, self.optimizer, self._schedule, *prepared = self._accelerator.prepare(
-            attached.model, optimizer, rates, *loaders
+            own = seed + place.rank
+            loaders = _loaders(config, texts, vocab_size=vocab_size, seed=own, is_pinned=is_pinned)
+        if not place.is_alone and not config.is_sharded:
+            _keep_from_others(attached.model)
+        self._plain = attached.model
+        self._model, self.optimizer, self._schedule = self._accelerator.prepare(
+            attached.model, optimizer, rates
         )
+        prepared = [_prepared(loader, self._accelerator, place) for loader in loaders]
         self._largest, self._steady = prepared[0], prepared[-1]
         self._batches: Iterator[dict[str, torch.Tensor]] = endless(self._largest)
         self.batch_shape: tuple[int, ...] = ()
         """Rows and tokens of the newest micro-batch."""
+        self.newest: torch.Tensor | None = None
+        """The tokens of that micro-batch."""
 
     def leave_largest(self) -> None:
         """Go on with what stands for the texts' epoch; random rows are all alike."""
@@ -153,12 +181,13 @@ class TrainingLoop:
     def evaluating(self) -> Iterator[None]:
         """Be in evaluation mode, without gradients."""
         self._enter("forward")
-        with evaluating(self._model):
+        with evaluating(self._plain):
             yield
 
     def loss_of(self, batch: Batch) -> float:
         """Return the mean loss of a micro-batch that is on the device."""
-        return float(self._model(**batch).loss)
+        # What wraps the model is there to train with others.
+        return float(self._plain(**batch).loss)
 
     def as_trained(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model computes as it does in a step: its precision."""
@@ -173,8 +202,14 @@ class TrainingLoop:
         """Write a checkpoint as Trainer does: the adapter, the optimizer's and the schedule's
         state.
         """
+        if self._is_sharded:
+            # As FSDP does where nobody wants one file: each process its own share.
+            shares = {n: local(p) for n, p in self._plain.named_parameters() if p.requires_grad}
+            torch.save(shares, directory / "adapter_share.pt")
+            torch.save(self._schedule.state_dict(), directory / "scheduler.pt")
+            return
         # PEFT would otherwise ask the hub whether the vocabulary is still the base's.
-        self._model.save_pretrained(directory, save_embedding_layers=False)
+        self._plain.save_pretrained(directory, save_embedding_layers=False)
         torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
         torch.save(self._schedule.state_dict(), directory / "scheduler.pt")
 
@@ -189,6 +224,7 @@ class TrainingLoop:
         self.wait_seconds += time.perf_counter() - asked
         weight = batch.pop(WEIGHT, 1.0)
         self.batch_shape = tuple(batch["input_ids"].shape)
+        self.newest = batch["input_ids"]
         with self._accelerator.accumulate(self._model):
             loss = self._model(**batch).loss
             if weight != 1.0:
@@ -252,13 +288,42 @@ def make_optimizer(
             return torch.optim.AdamW(parameters, lr=config.learning_rate, fused=True)
 
 
-def _accelerator(config: TrialConfig, *, micro_steps: int, is_on_cpu: bool) -> Accelerator:
+def _keep_from_others(model: torch.nn.Module) -> None:
+    """Leave out of what is sent to the other processes all that never changes.
+
+    Each has the frozen base from the same seed or file; sending it would take as long as loading.
+    """
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    buffers = [name for name, _ in model.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen + buffers)
+
+
+def _prepared(loader: DataLoader[Any], accelerator: Accelerator, place: Place) -> Any:
+    """Return a loader that puts its micro-batches on the device: all of them, as each process has
+    rows of its own."""
+    if place.is_alone:
+        return accelerator.prepare(loader)
+    return prepare_data_loader(
+        loader,
+        device=accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=True,
+        non_blocking=accelerator.non_blocking,
+    )
+
+
+def _accelerator(
+    config: TrialConfig, attached: Attached, *, micro_steps: int, is_on_cpu: bool, place: Place
+) -> Accelerator:
     """Return an accelerator for this configuration alone."""
     # accelerate keeps device and precision for the whole process: without this the second trial
     # would train as the first did.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    return Accelerator(
+    forget_sharding()
+    plugin = fsdp_plugin(attached.layers) if config.is_sharded else None
+    accelerator = Accelerator(
         cpu=is_on_cpu,
         mixed_precision=_MIXED_PRECISION[config.compute_dtype],
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -267,4 +332,9 @@ def _accelerator(config: TrialConfig, *, micro_steps: int, is_on_cpu: bool) -> A
             sync_with_dataloader=False,
         ),
         dataloader_config=DataLoaderConfiguration(non_blocking=not is_on_cpu),
+        kwargs_handlers=[] if place.is_alone else [_BUCKETS],
+        fsdp_plugin=plugin,
     )
+    if plugin is not None and is_on_cpu:
+        shard_on_cpu(accelerator, plugin, config)
+    return accelerator

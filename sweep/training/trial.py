@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, words_of
+from search_spaces.errors import InputError
 from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from storage.records import (
-    NEIGHBOUR,
     Diverged,
     Ineffective,
     Invalid,
@@ -30,21 +30,21 @@ from storage.records import (
 )
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device
-from sweep.training.exceptions import knob_of_kernel, lacks_kernel_resources, requested_bytes
 from sweep.training.flops import flops_per_step
 from sweep.training.meter import CardReader, Meter, NeighbourWatch, StepWork, fastest_median
 from sweep.training.model import BaseModel
-from sweep.training.proof import KernelWatch, ineffective, is_from_the_compiler
+from sweep.training.proof import KernelWatch, ineffective
 from sweep.training.queued import SILENCE_SECONDS, StepQueue
-from sweep.training.soak import Interlude
+from sweep.training.soak import INTERLUDE_BATCHES, Interlude
 from sweep.training.step import TrainingLoop
+from sweep.training.team import ALONE, Look, Team
 from sweep.training.texts import Texts, TextsRound, are_apart, is_packed
 from sweep.training.trial_texts import looks_ahead, round_of, with_texts
+from sweep.training.verdicts import verdict_of
 
 _OBSERVED_STEPS = 2
 """The first step makes the optimizer's state, the second has it from the start: the peak is in one
 of them."""
-_DETAIL_LENGTH = 600
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Trial:
         texts: what it trains on; None for full-length random rows.
         is_soak: whether it trains until its budget is spent, and does on the way what a training
             does now and then.
+        team: who trains it together with this process; None where nobody does.
         phase: where the trial is.
     """
 
@@ -89,6 +90,7 @@ class Trial:
     texts: Texts | None = None
     micro_steps_max: int = MICRO_STEPS_TIMED
     is_soak: bool = False
+    team: Team | None = None
     silence_seconds: float = SILENCE_SECONDS
     phase: Phase = "build"
     report: Callable[[Beat], bool] = lambda _: False
@@ -103,6 +105,8 @@ class Trial:
     _interlude: Interlude | None = None
     _round: TextsRound | None = None
     _documents_apart: bool | None = None
+    _looks: tuple[Look, ...] = ()
+    """What each of the others showed last."""
     _waited: float = 0.0
     """Seconds in which the host got its micro-batches before the measured steps."""
 
@@ -132,6 +136,9 @@ class Trial:
             outcome = Invalid(rule="target_modules", detail=str(error))
         except Exception as error:
             verdict = self._verdict(error)
+            if self.team is not None:
+                # They wait in the middle of a step for what will not come.
+                self.team.abandon()
             if verdict is None:
                 raise
             outcome = verdict
@@ -159,9 +166,12 @@ class Trial:
         return int(self.base.model.get_input_embeddings().num_embeddings)
 
     def _attach_and_train(self) -> Outcome:
-        with attached(self.base, self.config) as attachment:
+        device = self.device.torch_device
+        with attached(self.base, self.config, device=device, seed=self.seed) as attachment:
             outcome = self._train(attachment)
             self._enter("detach")
+            if self.team is not None:
+                self.team.end()
             return outcome
 
     def _enter(self, phase: Phase) -> None:
@@ -171,33 +181,20 @@ class Trial:
             self.report(Beat(phase=phase, step=0))
 
     def _verdict(self, error: Exception) -> Outcome | None:
-        """Return what an exception means, in strings and numbers alone; None for the unknown."""
-        detail = (self._doing() + words_of(error))[:_DETAIL_LENGTH]
-        if lacks_kernel_resources(error):
-            return Ineffective(knob=knob_of_kernel(error, self.config), detail=detail)
-        if self.device.ran_out(error):
-            return OutOfMemory(
-                stage=self._stage(),
-                step=0 if self._loop is None else self._loop.micro_step,
-                requested_bytes=requested_bytes(error),
-                peak_allocated_bytes=self.device.peak_allocated_bytes(),
-                detail=detail,
-                flags=(NEIGHBOUR,) if self._meter.neighbours.have_robbed() else (),
-            )
-        if self.config.compile and is_from_the_compiler(error):
-            return Ineffective(knob="compile", detail=detail)
-        return None
+        """Return what an exception means; None for the unknown."""
+        return verdict_of(
+            error,
+            self.config,
+            device=self.device,
+            loop=self._loop,
+            was_robbed=self._meter.neighbours.have_robbed(),
+            doing=self._doing(),
+        )
 
     def _doing(self) -> str:
         """Return what else than a training step was being done, to begin a sentence with."""
         doing = None if self._interlude is None else self._interlude.doing
         return "" if doing is None else f"in {doing}: "
-
-    def _stage(self) -> Stage:
-        """Return the stage of a failure: the base is there, so it is not that of loading it."""
-        if self._loop is None or self._loop.stage == "load":
-            return "forward"
-        return self._loop.stage
 
     def _excess(self) -> OutOfMemory | None:
         """Return out of memory where the peak so far is not within budget and device.
@@ -205,9 +202,13 @@ class Trial:
         The allocator's cap is on what it reserves, and the CPU's on more than tensors: only the
         peak itself, read back, says that a trial was within its budget to the byte.
         """
-        stage = self.device.peak_stage()
-        peak = self.device.peak_allocated_bytes()
-        spilled = self.device.spilled_bytes()
+        return self._beyond(
+            self.device.peak_allocated_bytes(),
+            stage=self.device.peak_stage(),
+            spilled=self.device.spilled_bytes(),
+        )
+
+    def _beyond(self, peak: int, *, stage: Stage, spilled: int) -> OutOfMemory | None:
         over = None
         if self.budget_bytes is not None:
             over = over_budget(peak, budget_bytes=self.budget_bytes, stage=stage)
@@ -219,6 +220,19 @@ class Trial:
             )
         return over
 
+    def _fault_of_others(self) -> Outcome | None:
+        """Have each of the others show itself; return what is the matter with one of them."""
+        self._looks = () if self.team is None else tuple(self.team.look())
+        for look in self._looks:
+            over = self._beyond(
+                look.peak_allocated_bytes, stage=look.peak_stage, spilled=look.spilled_bytes
+            )
+            if over is not None:
+                return over.model_copy(update={"detail": f"card {look.rank}: {over.detail}"})
+            if look.loss is None:
+                return Diverged(step=self._meter.steps_done, detail=f"loss of card {look.rank}")
+        return None
+
     def _train(self, attachment: Attached) -> Outcome:
         loop = TrainingLoop(
             attachment,
@@ -228,6 +242,7 @@ class Trial:
             micro_steps=min(self.config.accumulation_steps, self.micro_steps_max),
             texts=self._round,
             on_stage=self.device.enter,
+            place=ALONE if self.team is None else self.team.place,
         )
         self._loop = loop
         self._enter("warmup")
@@ -244,8 +259,9 @@ class Trial:
                     diverged = self._take_in()
                 if diverged is not None:
                     return diverged
-        fault: Outcome | None = self._excess() or ineffective(
-            self.config, attached=attachment, loop=loop, watch=watch
+        fault: Outcome | None = self._excess() or self._fault_of_others()
+        fault = fault or ineffective(
+            self.config, attached=attachment, loop=loop, watch=watch, others=self._looks
         )
         fault = fault or self._looks_ahead(attachment, loop)
         if fault is None and is_packed(self.config):
@@ -281,7 +297,7 @@ class Trial:
         # Of what is queued by now the device does every step, whether anybody asks or not.
         fault = fault or self._drain()
         self._meter.energy.end()
-        fault = fault or self._excess()
+        fault = fault or self._excess() or self._fault_of_others()
         if fault is not None:
             return fault
         elapsed = time.perf_counter() - begun
@@ -309,6 +325,9 @@ class Trial:
         fault = self._drain()
         if fault is None:
             self._meter.energy.end()
+            if self.team is not None and self.config.is_sharded:
+                # No card has all that a pass takes.
+                self.team.evaluate(batches=INTERLUDE_BATCHES)
             interlude.play(loop, beat=lambda: self.report(Beat("measure", done)))
             self._meter.energy.begin()
         return fault
@@ -344,6 +363,8 @@ class Trial:
         def beat() -> None:
             self.report(Beat(phase=self.phase, step=self._steps_of_phase()))
 
+        if self.team is not None:
+            self.team.step()
         self._queued.add(loop, steps=steps, beat=beat)
 
     def _take_in(self) -> Diverged | None:
@@ -395,6 +416,7 @@ class Trial:
             is_emulated=self.is_emulated,
             is_extrapolated=self.config.accumulation_steps > self.micro_steps_max,
         )
+        measured = of_all(measured, self._looks)
         if self._interlude is None:
             return measured
         soak = self._interlude.report(steps=self._meter.steps_done, seconds=elapsed_seconds)
@@ -420,6 +442,28 @@ class Trial:
         shapes = None if self._round is None else self._round.shapes
         work = flops_per_step(attachment, self.base.model.config, self.config, shapes=shapes)
         return work / self._meter.median_seconds / self.peak_flops
+
+
+def of_all(measured: Measurement, others: Sequence[Look]) -> Measurement:
+    """Return a measurement of one process's card as that of all of them: the largest peaks, the
+    mean loss. The steps of one are those of all."""
+    if not others:
+        return measured
+    reserved = [look.peak_reserved_bytes for look in others if look.peak_reserved_bytes is not None]
+    retries = measured.allocator_retries + sum(look.allocator_retries for look in others)
+    losses = [measured.final_loss, *(look.loss for look in others if look.loss is not None)]
+    flags = {*measured.flags, *(("allocator_retries",) if retries else ())}
+    changes = {
+        "cards": 1 + len(others),
+        "peak_allocated_bytes": max(
+            measured.peak_allocated_bytes, *(look.peak_allocated_bytes for look in others)
+        ),
+        "peak_reserved_bytes": max([measured.peak_reserved_bytes or 0, *reserved]) or None,
+        "allocator_retries": retries,
+        "final_loss": statistics.fmean(losses),
+        "flags": tuple(sorted(flags)),
+    }
+    return measured.model_copy(update=changes)
 
 
 def _with_setup(outcome: Outcome, total_seconds: float) -> Outcome:

@@ -103,6 +103,21 @@ def record_of_export(typed: str) -> Record:
     return _record(told, path=path, kind=kind)
 
 
+def refuse_several_cards(record: Record) -> None:
+    """Refuse what was measured on several cards at once.
+
+    Raises:
+        InputError: says how many, and what can be verified.
+    """
+    cards = record.config.data_parallel
+    if cards > 1:
+        raise InputError(
+            f"{record.label}: it was measured on {cards} cards at once (data_parallel), and a "
+            "verification runs on one: name a trial of one card with --trial, or run the exported "
+            "script with torchrun, which compares itself"
+        )
+
+
 def _file_of(path: Path, typed: str) -> Path:
     if not is_directory(path, label=typed):
         return path

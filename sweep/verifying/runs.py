@@ -32,7 +32,7 @@ from sweep.finetuning.wire import Event, Progressed, Promise, TrainingJob
 from sweep.paths import runs_directory
 from sweep.processes import Child
 from sweep.running.device_info import read_card
-from sweep.verifying.record import Record
+from sweep.verifying.record import Record, refuse_several_cards
 from sweep.verifying.verdict import Reached, Verification, judge
 
 STEPS = 40
@@ -74,6 +74,7 @@ def verify(
     """
     if steps < STEPS_MIN:
         raise InputError(f"--steps must be at least {STEPS_MIN}, got {steps}")
+    refuse_several_cards(record)
     _check_device(record)
     match record.kind:
         case "training":

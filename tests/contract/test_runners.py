@@ -21,6 +21,7 @@ from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow, SoakReport
+from sweep.running.lanes import Lane
 from sweep.running.on_ray.connecting import joined
 from sweep.running.on_ray.host import HostSettings
 from sweep.running.on_ray.runner import RayRunner
@@ -61,6 +62,10 @@ def start_replay(_: Path, budget_bytes: int) -> Runner:
         return Measured(measurement=a_measurement(config, soak=report))
 
     return ReplayRunner(otherwise=train, budget_bytes=budget_bytes, soaking=soaking)
+
+
+def start_lane(directory: Path, budget_bytes: int) -> Runner:
+    return Lane(start_replay(directory, budget_bytes), name="card 1")
 
 
 def start_worker_on_cpu(directory: Path, budget_bytes: int) -> Runner:
@@ -109,6 +114,7 @@ CASES = {
     "replay": Case(
         start_replay, BUDGET, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})
     ),
+    "lane": Case(start_lane, BUDGET, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})),
     "worker-on-cpu": Case(
         start_worker_on_cpu,
         GIB // 8,

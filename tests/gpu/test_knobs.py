@@ -56,6 +56,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     # The others are of texts.
     "packing": ("none",),
     "learning_rate": (1e-5, 1e-3),
+    # The others take several cards: test_two_cards.py.
+    "data_parallel": (1,),
+    "sharding": ("none",),
 }
 CASES: list[dict[str, Any]] = [
     *({knob: value} for knob, values in VALUES.items() for value in values),
@@ -158,7 +161,7 @@ def test_a_run_that_is_not_what_was_asked_is_found_out(
 ) -> None:
     config = small_config(micro_batch_size=1, **ran)
     rig.settle(config)
-    base = rig.worker._base
+    base = rig.worker._resident.base
     assert base is not None
     with attached(base, config) as attachment:
         loop = TrainingLoop(attachment, config, vocab_size=SMALL.vocab_size, seed=0)
@@ -175,7 +178,7 @@ def test_a_run_that_is_not_what_was_asked_is_found_out(
 def test_an_effective_batch_is_one_update_of_so_many_micro_batches(rig: Rig) -> None:
     config = small_config(effective_batch_size=12)
     rig.settle(config)
-    base = rig.worker._base
+    base = rig.worker._resident.base
     assert base is not None
     updates: list[object] = []
     with attached(base, config) as attachment:
@@ -210,7 +213,7 @@ def test_a_compiled_layer_leaves_nothing_that_changes_the_next_trial(rig: Rig) -
         assert rig.measure(compiled).compile_seconds == 0.0
         assert rig.allocated_bytes() == before
     assert rig.measure(plain).peak_allocated_bytes == reference
-    base = rig.worker._base
+    base = rig.worker._resident.base
     assert base is not None
     assert all(module._compiled_call_impl is None for module in base.model.modules())
 
@@ -265,7 +268,7 @@ def _fingerprint(rig: Rig, kernels: str) -> tuple[int, dict[str, int], int]:
 
 
 def _operators(rig: Rig, config: TrialConfig) -> dict[str, int]:
-    base = rig.worker._base
+    base = rig.worker._resident.base
     assert base is not None
     with attached(base, config) as attachment:
         loop = TrainingLoop(attachment, config, vocab_size=SMALL.vocab_size, seed=0)
@@ -302,8 +305,8 @@ def test_a_base_is_the_same_to_the_byte_however_often_it_is_built(rig: Rig) -> N
         rig.settle(small_config(upcast_fp32=False))
         before = rig.settle(small_config())
         sizes.add(before)
-        assert rig.worker._base is not None
-        assert rig.worker._base.config == key.base()
+        assert rig.worker._resident.base is not None
+        assert rig.worker._resident.base.config == key.base()
     assert len(sizes) == 1
 
 

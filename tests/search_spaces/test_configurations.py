@@ -90,3 +90,16 @@ def test_the_nearest_word_is_named_and_otherwise_all_of_them() -> None:
 def test_a_long_value_is_cut_in_messages() -> None:
     assert quote("abc") == "'abc'"
     assert len(quote("x" * 1000)) < 130
+
+
+def test_a_step_is_of_all_cards_and_a_micro_batch_of_each() -> None:
+    config = parse_config({"micro_batch_size": 4, "seq_len": 512, "data_parallel": 2})
+    assert (config.samples_per_step, config.accumulation_steps) == (8, 1)
+    assert (config.tokens_per_step, config.tokens_per_micro_batch) == (4096, 2048)
+    longer = parse_config({"micro_batch_size": 4, "data_parallel": 2, "effective_batch_size": 32})
+    assert longer.accumulation_steps == 4
+
+
+def test_the_cards_micro_batches_go_into_the_effective_batch() -> None:
+    with pytest.raises(InputError, match="times data_parallel, got 12, 4 and 2"):
+        parse_config({"micro_batch_size": 4, "data_parallel": 2, "effective_batch_size": 12})

@@ -50,6 +50,12 @@ QWEN3_30B = of_type(
 )
 
 TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
+FSDP = {
+    "data_parallel": 2,
+    "sharding": "fsdp",
+    "upcast_fp32": False,
+    "optimizer": "adamw_torch_fused",
+}
 
 
 @pytest.mark.parametrize(
@@ -202,6 +208,12 @@ TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
         ({}, of_type("ctrl"), AMPERE, "checkpointing-not-in-model", "use checkpoint_fraction 0"),
         ({"packing": "packed"}, MISTRAL, AMPERE, "packing-needs-texts", "packing packed is of"),
         ({"packing": "grouped"}, MISTRAL, None, "packing-needs-texts", "yours with --data"),
+        ({"sharding": "fsdp"}, MISTRAL, AMPERE, "sharding", "use data_parallel 2 or more"),
+        ({**FSDP, "upcast_fp32": True}, MISTRAL, AMPERE, "sharding", "use upcast_fp32 false"),
+        ({**FSDP, "optimizer": "adamw_8bit"}, MISTRAL, AMPERE, "sharding", "adamw_torch_fused"),
+        ({**FSDP, "compile": True}, MISTRAL, AMPERE, "sharding", "use compile false"),
+        ({**FSDP, "compute_dtype": "fp16"}, MISTRAL, AMPERE, "sharding", "use bf16"),
+        ({**FSDP, "quantized_fraction": 0.5}, MISTRAL, AMPERE, "sharding", "quantized_fraction 1"),
     ],
 )
 def test_what_cannot_run_is_forbidden_with_a_reason(
@@ -220,7 +232,9 @@ def test_what_cannot_run_is_forbidden_with_a_reason(
 
 def test_every_rule_is_in_the_table_above() -> None:
     table = test_what_cannot_run_is_forbidden_with_a_reason.pytestmark[0].args[1]
-    assert {row[3] for row in table} == set(RULES)
+    # What is asked of these is more than a model and a card; each has a test of its own below.
+    elsewhere = {"data-parallel-needs-cards", "data-parallel-on-texts"}
+    assert {row[3] for row in table} | elsewhere == set(RULES)
 
 
 @pytest.mark.parametrize(
@@ -365,3 +379,22 @@ def test_configurations_that_train_the_same_way_are_one(
     one: dict[str, Any], other: dict[str, Any], same: bool
 ) -> None:
     assert (canonical(parse_config(one)) == canonical(parse_config(other))) is same
+
+
+@pytest.mark.parametrize(("cards", "is_allowed"), [(None, True), (2, True), (1, False)])
+def test_more_cards_than_a_trial_may_have_are_refused(cards: int | None, is_allowed: bool) -> None:
+    config = parse_config({"data_parallel": 2})
+    found = violation(config, model=MISTRAL, compute_capability=AMPERE, device="cuda", cards=cards)
+    assert (found is None) == is_allowed
+    if found is not None:
+        assert found.rule == "data-parallel-needs-cards"
+        assert "a trial has one here: use data_parallel 1" in found.reason
+
+
+def test_rows_of_texts_are_dealt_out_to_one_card_alone() -> None:
+    config = parse_config({"data_parallel": 2})
+    found = violation(
+        config, model=MISTRAL, compute_capability=AMPERE, device="cuda", has_texts=True
+    )
+    assert found is not None
+    assert found.rule == "data-parallel-on-texts"

@@ -38,13 +38,12 @@ class Cluster:
         self.execute(f"CREATE DATABASE {name}")
         return self.url(name)
 
+    def through(self, port: int, url: str) -> str:
+        """Return the URL of a database as it is reached through a pooler."""
+        return url.replace(f":{self.port}/", f":{port}/")
+
     def execute(self, statement: str, *, database: str = "postgres") -> None:
-        engine = sqlalchemy.create_engine(
-            self.url(database).replace("postgresql", "postgresql+psycopg", 1),
-            poolclass=sqlalchemy.pool.NullPool,
-            isolation_level="AUTOCOMMIT",
-        )
-        with engine.connect() as connection:
+        with connected(self.url(database)) as connection:
             connection.exec_driver_sql(statement)
 
     def start(self) -> None:
@@ -84,14 +83,14 @@ def _new_cluster() -> Cluster:
     directory = Path(tempfile.mkdtemp(prefix="sweep-postgres-"))
     secret = directory.with_suffix(".secret")
     secret.write_text(PASSWORD)
-    user = _user() if os.geteuid() == 0 else None
+    user = _user() if is_root() else None
     if user is not None:
         for path in (directory, secret):
             os.chown(path, user.pw_uid, user.pw_gid)
     arguments = ("--auth=scram-sha-256", "-U", "sweep", f"--pwfile={secret}", "--no-sync")
     _run("initdb", "-D", str(directory), *arguments, "-E", "UTF8", "--locale=C")
     secret.unlink()
-    return Cluster(directory, _free_port())
+    return Cluster(directory, free_port())
 
 
 @contextmanager
@@ -113,12 +112,12 @@ def _missing() -> str | None:
     """Why no cluster can be started here; None where one can."""
     if _binary("initdb") is None or _binary("postgres") is None:
         return "no PostgreSQL server binaries on this machine"
-    if os.geteuid() == 0 and (_user() is None or shutil.which("setpriv") is None):
+    if is_root() and (_user() is None or shutil.which("setpriv") is None):
         return "PostgreSQL does not run as root, and there is no user 'postgres' to become"
     return None
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -134,12 +133,20 @@ def _user() -> pwd.struct_passwd | None:
     return next((entry for entry in pwd.getpwall() if entry.pw_name == "postgres"), None)
 
 
-def _run(name: str, *arguments: str) -> None:
-    command = [_binary(name) or name, *arguments]
+def is_root() -> bool:
+    return os.geteuid() == 0
+
+
+def who_is_not_root() -> tuple[str, ...]:
+    """Return what a command begins with to run as the user 'postgres', where this is root."""
     user = _user()
-    if os.geteuid() == 0 and user is not None:
-        become = ("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups")
-        command = [*become, *command]
+    if not is_root() or user is None:
+        return ()
+    return ("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups")
+
+
+def _run(name: str, *arguments: str) -> None:
+    command = [*who_is_not_root(), _binary(name) or name, *arguments]
     # The server inherits no pipe: it would keep the reader waiting for as long as it runs.
     with tempfile.TemporaryFile("w+") as output:
         done = subprocess.run(
@@ -147,3 +154,15 @@ def _run(name: str, *arguments: str) -> None:
         )
         output.seek(0)
         assert done.returncode == 0, output.read()
+
+
+@contextmanager
+def connected(url: str, *, isolation: str = "AUTOCOMMIT") -> Iterator[sqlalchemy.Connection]:
+    """Connect past everything of ours, by default without transactions."""
+    engine = sqlalchemy.create_engine(
+        url.replace("postgresql", "postgresql+psycopg", 1),
+        poolclass=sqlalchemy.pool.NullPool,
+        isolation_level=isolation,
+    )
+    with engine.connect() as connection:
+        yield connection

@@ -16,7 +16,7 @@ from optuna.trial import Trial
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from search_spaces.gpus import GIB
-from storage.outcome_file import OutcomeFile
+from storage.outcome_file import OutcomeFile, beside_log
 from storage.reading import read_study
 from storage.records import (
     Attempt,
@@ -29,6 +29,7 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
+from storage.removal import remove_study
 from storage.spool import Spool
 from storage.study import OpenStudy
 from tests.storage.builders import (
@@ -314,6 +315,23 @@ OTHER = Attempt(id="other", study="another", number=0, started_at=STARTED_AT)
 
 def left_behind(study: OpenStudy) -> OutcomeFile:
     return OutcomeFile(study._spool.path.with_name("outcome.json"))
+
+
+def test_what_several_workers_left_are_the_results_of_trials_whose_driver_died(
+    home: Path, url: str
+) -> None:
+    with open_it(url, home) as study:
+        directory = study._spool.path.parent
+        for name, batch in (("worker.log", 4), ("worker-1.log", 8)):
+            _, record = begin(study, batch=batch)
+            attempt = an_attempt(study, record)
+            beside_log(directory / name).write(attempt, record.config, fits(1000.0 + batch))
+    with open_it(url, home) as study:
+        assert study.recover() == ()
+        assert [r.outcome for r in study.records()] == [fits(1004.0), fits(1008.0)]
+    removed = remove_study("study", url=url, home=home)
+    assert {path.name for path in removed.files} >= {"outcome.json", "outcome-1.json"}
+    assert removed.left == ()
 
 
 def test_what_a_worker_left_is_the_result_of_a_trial_whose_driver_died(

@@ -18,8 +18,9 @@ from optuna.trial import Trial, TrialState
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, Interrupted
+from storage.advisory import AdvisoryLease
 from storage.database import connect_apart, open_for_writing
-from storage.lease import AdvisoryLease, lease_for
+from storage.lease import lease_for
 from storage.patience import Patience, waits_end_when, waits_told_to
 from storage.reading import list_studies, read_study
 from storage.records import TrialRecord

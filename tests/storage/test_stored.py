@@ -19,12 +19,13 @@ from optuna.storages._rdb import models
 from search_spaces.errors import InputError
 from storage import stored
 from storage.best import best_document
-from storage.database import SCHEMA, close, open_for_writing, reader_of
+from storage.database import close, open_for_writing, reader_of
 from storage.definition import StudySnapshot, StudySummary, UnreadableStudy
 from storage.reading import count_trials, list_studies, read_study
 from storage.removal import remove_study
 from storage.shown import shown_storage
 from storage.stored import StoredStudy, read_all_stored, read_stored
+from storage.tables import SCHEMA
 from storage.urls import parse_url
 from tests.storage.builders import DISTRIBUTIONS, fits, open_it, run_one
 

@@ -136,7 +136,8 @@ class _Resident:
             config.adapter_dtype,
             config.optimizer,
             config.expandable_segments,
-            step.accumulates,
+            step.held_gradients,
+            config.is_sharded and config.data_parallel,
         )
         if key not in self._known:
             self._known[key] = _there_throughout(step)
@@ -147,7 +148,7 @@ def _there_throughout(step: Step) -> list[int]:
     allocator = base_allocator(step)
     taken = _asked if step.config.expandable_segments else _taken
     adapters = taken(allocator, step.adapters)
-    gradients = taken(allocator, step.adapters) if step.accumulates else 0
+    gradients = sum(taken(allocator, step.adapters) for _ in range(step.held_gradients))
     there = {
         "weights": step.base_bytes,
         "adapters": adapters,

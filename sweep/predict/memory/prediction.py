@@ -46,6 +46,9 @@ COMPILED_UPCAST = Uncertainty(allocated=0.295, reserved=0.33)
 COMPILED_RECOMPUTED = Uncertainty(allocated=0.24, reserved=0.285)
 """Where all are recomputed: of eight rows, 17.2 % and 20.5 % at worst. The graph that a layer goes
 back through is then all that is alive, and the compiler decides what is alive in it."""
+SHARDED = Uncertainty(allocated=0.15, reserved=0.3)
+"""Of a model that several cards share: how much of it is gathered at once is derived from FSDP2's
+code, and the order in which the allocator sees it is not followed."""
 CAPPED = 0.015
 """How far the least cap that a step runs under may be from the replay's, where its peak is known.
 
@@ -67,6 +70,8 @@ _NEED_GRAIN = 0.01
 
 def stated_uncertainty(config: TrialConfig) -> Uncertainty:
     """Return how far predictions of configurations like this one may be off."""
+    if config.is_sharded:
+        return SHARDED
     if not config.compile:
         return EAGER
     if config.checkpoint_fraction == 1:

@@ -27,6 +27,7 @@ from sweep.predict.memory.polynomials import Values
 from sweep.predict.memory.prediction import Fit, MemoryPrediction
 from sweep.predict.memory.profile_store import OnProgress, ProfileStore, tell_nobody
 from sweep.predict.memory.profiles import Profile, Structure
+from sweep.predict.memory.sharding import as_gathered, sharded
 from sweep.predict.memory.step import Step
 from sweep.predict.memory.tracing_children import Tracer, TracingChildren
 
@@ -119,7 +120,7 @@ class TracingPredictor:
         See `MemoryPredictor.prepare`.
         """
         longest: dict[Structure, TrialConfig] = {}
-        for config in _of_each_kind(configs):
+        for config in _of_each_kind(map(as_gathered, configs)):
             for structure in self._structures(config):
                 known = longest.setdefault(structure, config)
                 longest[structure] = max(known, config, key=_length)
@@ -168,10 +169,18 @@ class TracingPredictor:
         )
 
     def _profile(self, config: TrialConfig, *, is_checkpointed: bool) -> Profile:
-        profile = self._traced(config, is_checkpointed=is_checkpointed)
-        if not _is_long(config, profile):
-            return profile
-        return self._traced(config, is_checkpointed=is_checkpointed, is_long=True)
+        gathered = as_gathered(config)
+        profile = self._traced(gathered, is_checkpointed=is_checkpointed)
+        if _is_long(config, profile):
+            profile = self._traced(gathered, is_checkpointed=is_checkpointed, is_long=True)
+        return self._shared_out(profile, config) if config.is_sharded else profile
+
+    def _shared_out(self, profile: Profile, config: TrialConfig) -> Profile:
+        """Return the profile of one of several cards; the same one for configurations alike."""
+        key = id(profile), config.data_parallel, config.lora_rank, config.target_modules
+        if key not in self._known:
+            self._known[key] = sharded(profile, config, self._model)
+        return self._known[key]
 
     def _traced(
         self, config: TrialConfig, *, is_checkpointed: bool, is_long: bool = False

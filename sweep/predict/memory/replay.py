@@ -229,7 +229,7 @@ class _Tapes:
 
 
 def _play(step: Step, tapes: _Tapes, replay: Replay) -> None:
-    if step.accumulates:
+    for _ in range(step.held_gradients):
         replay.hold(step.adapters)
     seen: set[tuple[str, bool]] = set()
     for visit in step.visits():

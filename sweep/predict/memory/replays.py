@@ -43,8 +43,9 @@ def replay_all(steps: Sequence[Step], *, on_progress: OnProgress = tell_nobody) 
 def _alike(step: Step) -> tuple[tuple[int, ...], Hashable]:
     """Return what decides over a replay."""
     config = step.config
-    sizes = tuple(step.values.items()), step.flags, step.workspace_bytes, step.accumulates
-    states = config.adapter_dtype, config.optimizer
+    sizes = tuple(step.values.items()), step.flags, step.workspace_bytes, step.held_gradients
+    cards = config.is_sharded and config.data_parallel
+    states = config.adapter_dtype, config.optimizer, cards
     return tuple(map(id, step.profiles.values())), (*sizes, *states)
 
 

@@ -72,9 +72,27 @@ class Step:
         return self.profiles[self.flags[-1]]
 
     @property
+    def held_gradients(self) -> int:
+        """How many times the adapters' gradients are there throughout.
+
+        Once as those of earlier micro-batches; once as the buckets in which several cards send
+        each other theirs, which are never given back. Where cards accumulate, each keeps its own
+        beside the buckets until the last micro-batch.
+        """
+        if self.config.is_sharded:
+            # A card's share of them, and all of them as long as nothing is sent.
+            return 1 + self._shares * (self.config.accumulation_steps > 1)
+        return (self.config.accumulation_steps > 1) + (self.config.data_parallel > 1)
+
+    @property
+    def _shares(self) -> int:
+        """Into how many parts every trained tensor is cut."""
+        return self.config.data_parallel if self.config.is_sharded else 1
+
+    @property
     def accumulates(self) -> bool:
-        """Whether gradients of earlier micro-batches are there throughout."""
-        return self.config.accumulation_steps > 1
+        """Whether a layer's gradients have their place before its backward pass begins."""
+        return self.held_gradients > 0
 
     def visits(self) -> Iterator[Visit]:
         """Yield the step's segments in order."""
@@ -134,9 +152,10 @@ class Step:
 
     @cached_property
     def _trained(self) -> list[int]:
-        """Elements of each trained tensor."""
+        """Elements of each trained tensor, as far as they are this card's."""
         rank, of_layer = self.config.lora_rank, self.profile.adapters
-        return [n * rank for position in self.profile.positions for n in of_layer[position]]
+        whole = (n * rank for position in self.profile.positions for n in of_layer[position])
+        return [-(-elements // self._shares) for elements in whole]
 
 
 def state_bytes(config: TrialConfig, elements: int) -> tuple[int, ...]:

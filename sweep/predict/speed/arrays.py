@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
+from sweep.predict.speed.between import parallel_doubt
 from sweep.predict.speed.calibration import FACTORS, Calibration, in_order
 from sweep.predict.speed.kernels import MASKED_DOUBT
 from sweep.predict.speed.phases import StepPhases
@@ -39,6 +40,8 @@ class StepTimes:
         self._card = gpu.speed_uncertainty
         doubts = [_attention_doubt(config) for config in configs]
         self._attention_doubts: NDArray[np.float64] = np.array(doubts, np.float64)
+        cards = [parallel_doubt(config) for config in configs]
+        self._parallel_doubts: NDArray[np.float64] = np.array(cards, np.float64)
 
     def seconds(self, calibration: Calibration | None) -> NDArray[np.float64]:
         """Return the seconds of each step, accumulation included.
@@ -67,12 +70,13 @@ class StepTimes:
 
         The card's own, between what it is for time that the card takes and for time that the host's
         launches take; smaller after trials on the card, for further steps of the same study.
-        Of packed rows attention's share is unsure beside that.
+        Of packed rows attention's share is unsure beside that, and so is a step of several cards.
         """
         known = self._card if calibration is None else calibration.uncertainty(self._card)
         launches = self.launch_shares(calibration)
         stated = np.asarray(launches * known.launch + (1.0 - launches) * known.device)
-        return stated + self._attention_shares(calibration) * self._attention_doubts
+        attention = self._attention_shares(calibration) * self._attention_doubts
+        return stated + attention + self._parallel_doubts
 
     def _attention_shares(self, calibration: Calibration | None) -> NDArray[np.float64]:
         """Return the share of each step that goes with attention."""

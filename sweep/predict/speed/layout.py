@@ -109,8 +109,18 @@ class Layout:
 
     @cached_property
     def micro_batches(self) -> Sizes:
-        """Micro-batches of an optimizer step."""
+        """Micro-batches of an optimizer step, of one card."""
         return self.sizes(lambda config: config.accumulation_steps)
+
+    @cached_property
+    def cards(self) -> Sizes:
+        """Cards that take a step together; all else is of each of them."""
+        return self.sizes(lambda config: config.data_parallel)
+
+    @cached_property
+    def is_sharded(self) -> Mask:
+        """Whether each of them holds a share of every layer alone."""
+        return self.are(lambda config: config.is_sharded)
 
     @cached_property
     def hidden(self) -> int:

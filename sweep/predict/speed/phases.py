@@ -7,7 +7,7 @@ host needs to launch one operation. Knows nothing of measured trials.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
+from sweep.predict.speed.between import waiting_seconds
 from sweep.predict.speed.kernels import Amount
 from sweep.predict.speed.layout import Layout, Sizes
 from sweep.predict.speed.work import TERMS, Work, step_work
@@ -40,6 +41,9 @@ Published for a norm on an RTX 5090: full speed at two thirds, hardly any gain a
 """
 OVERHEAD_SECONDS = 5e-3
 """Per optimizer step: the batch's way to the card, schedule, and reading the loss back."""
+BACKWARD_SHARE = 0.5
+"""Of a micro-batch, at least the backward pass: one product for each of the forward's, and more
+where layers are recomputed."""
 OVERLAP_EXPONENT = 4.0
 """Sharpness of the maximum of host and card: either has stretches in which the other waits."""
 
@@ -67,6 +71,8 @@ class StepPhases:
     """FLOPs the model needs per optimizer step, recomputation not counted."""
     peak_flops: Sizes
     """The card's dense peak for the compute type."""
+    between: Sizes
+    """What each step waits for other cards that take it too."""
 
     @classmethod
     def of(cls, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> StepPhases:
@@ -87,13 +93,19 @@ class StepPhases:
         seconds = [rates.seconds(stretch) for stretch in stretches]
         compute, memory, launch = (np.stack(parts, axis=1) for parts in zip(*seconds, strict=True))
         peak = layout.sizes(lambda config: gpu.peak_flops.get(config.compute_dtype) or np.nan)
-        return cls(compute, memory, launch, work.model_flops, peak)
+        phases = cls(compute, memory, launch, work.model_flops, peak, np.zeros(len(configs)))
+        if (layout.cards == 1).all():
+            return phases
+        alone = phases.seconds(np.ones(_OVERHEAD + 1)) - OVERHEAD_SECONDS
+        backward = BACKWARD_SHARE * alone / np.maximum(1.0, layout.micro_batches)
+        return replace(phases, between=waiting_seconds(layout, gpu, backward=backward))
 
     @classmethod
     def _unknown(cls, count: int) -> StepPhases:
         stretches = (count, _STRETCHES)
         terms = (*stretches, len(TERMS))
-        return cls(*[np.full(shape, np.nan) for shape in (terms, terms, stretches, count, count)])
+        shapes = (terms, terms, stretches, count, count, count)
+        return cls(*[np.full(shape, np.nan) for shape in shapes])
 
     @cached_property
     def device(self) -> NDArray[np.float64]:
@@ -107,7 +119,12 @@ class StepPhases:
             factors: by which each term, the launches and the overhead differ from prediction.
         """
         whole = overlapped(self.device @ factors[:_LAUNCH], self.launch * factors[_LAUNCH])
-        return np.asarray(whole.sum(axis=1) + OVERHEAD_SECONDS * factors[_OVERHEAD])
+        return np.asarray(whole.sum(axis=1) + self.fixed * factors[_OVERHEAD])
+
+    @property
+    def fixed(self) -> Sizes:
+        """What a step takes beside its stretches."""
+        return OVERHEAD_SECONDS + self.between
 
     def slopes(self, factors: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return seconds per unit of each factor, by configuration and factor.
@@ -126,7 +143,7 @@ class StepPhases:
                 np.einsum("npt,np->nt", self.device, card),
                 (self.launch * host).sum(axis=1),
                 # Of a step that has no prediction the fixed part is none either.
-                np.where(np.isnan(whole.sum(axis=1)), np.nan, OVERHEAD_SECONDS),
+                np.where(np.isnan(whole.sum(axis=1)), np.nan, self.fixed),
             ]
         )
 

@@ -21,7 +21,7 @@ from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from sweep.predict.speed.arrays import StepTimes
 from sweep.predict.speed.calibration import FACTORS, Calibration, in_order
-from sweep.predict.speed.phases import OVERHEAD_SECONDS, StepPhases, overlapped, refusal
+from sweep.predict.speed.phases import StepPhases, overlapped, refusal
 
 Bottleneck = Literal["compute", "bandwidth", "launch"]
 
@@ -32,7 +32,7 @@ class SpeedPrediction:
 
     step_seconds: float
     tokens_per_second: float
-    """At full rows; every token carries loss."""
+    """At full rows; every token carries loss. Of all cards together."""
     bottleneck: Bottleneck
     """What most of the step waits for: matrix units, memory, or the host's launches."""
     flops_utilization: float
@@ -120,7 +120,7 @@ def _terms(steps: StepPhases, factors: NDArray[np.float64]) -> NDArray[np.float6
     by_term = steps.device * of_card
     device = by_term.sum(axis=2)
     waits = (overlapped(device, steps.launch * launch) - device).sum(axis=1)
-    fixed = np.full(len(waits), OVERHEAD_SECONDS * overhead)
+    fixed = steps.fixed * overhead
     return np.column_stack([by_term.sum(axis=1), waits, fixed])
 
 

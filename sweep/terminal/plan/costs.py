@@ -64,7 +64,7 @@ def offers_view(bills: Sequence[Bill]) -> RenderableType:
     rows = empty_grid("offer", *numbers, "mostly", right=numbers)
     for bill in bills:
         told = {
-            "per hour": units.usd(bill.offer.usd_per_hour),
+            "per hour": units.usd(bill.cards * bill.offer.usd_per_hour),
             "in all": units.usd(bill.usd),
             "1 M tokens": units.usd(bill.usd_per_million_tokens),
             "1,000 steps": units.usd(bill.usd_per_1000_steps),

@@ -45,6 +45,8 @@ OTHER: dict[str, Any] = {
     "expandable_segments": True,
     "packing": "packed",
     "learning_rate": 1e-3,
+    "data_parallel": 2,
+    "sharding": "fsdp",
 }
 CONFIGS = [
     TrialConfig(),

@@ -50,6 +50,10 @@ def home(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def typed_app() -> Any:
+    return typer.main.get_command(cli.app)
+
+
 class Started:
     """Notes what would be asked and started."""
 
@@ -183,6 +187,17 @@ def test_options_of_run_go_along_as_they_were_typed(home: Path) -> None:
     assert job(home / "t.yaml")["resources"]["max_hourly_cost"] == 10.0
 
 
+def test_what_is_typed_as_off_or_as_nothing_is_typed() -> None:
+    add_knobs(cli.run, KNOBS)
+    words = ["a10", "--no-compile", "--checkpoint-fraction", "0", "--all-tokens", "--seed", "0"]
+    request = LaunchRequest("a10", "modal", options=read_options(typed_app(), "run", words))
+    assert request.held == {"compile": False, "checkpoint_fraction": 0.0}
+    assert request.data["completions_only"] is False
+    assert request.run["seed"] == 0
+    assert "no_confirm" not in request.run
+    assert request.model is None
+
+
 def test_files_that_a_space_names_go_along(home: Path) -> None:
     model = home / "my model"
     model.mkdir()
@@ -214,12 +229,16 @@ def test_files_that_a_space_names_go_along(home: Path) -> None:
         ((), {"max_dollars": -1.0}, "--max-dollars must be more than 0"),
         ((), {"cards": 0}, "--cards must be at least 1"),
         ((), {"study": "a/b"}, "--study: 'a/b' cannot name a study"),
+        ((), {"volume": "r2://mine"}, "--volume: 'r2://mine' must begin with s3:// or gs://"),
         ((), {"volume": "my volume"}, "--volume: 'my volume' cannot name a volume"),
         ((), {"on": "skypilot", "cloud": "runpod", "gpu": "l4"}, "--volume: RunPod mounts no"),
         ((), {"study": "sweep.db"}, "cannot name a study"),
         (("--gpu", "l4"), {}, "--gpu is an option of launch: write it before the --"),
         (("--max-dollars", "3"), {}, "--max-dollars is an option of launch"),
         (("--storage", "sqlite:///x.db"), {}, "--storage names what a rented machine cannot see"),
+        (("--ray", "auto"), {}, "--ray names what a rented machine cannot see"),
+        (("--host", "me@box"), {}, "--host names what a rented machine cannot see"),
+        (("--model", "demo", "--model", "tinyllama-1.1b"), {}, "--model names 2 models"),
         (("--from", "other"), {}, "--from names what a rented machine cannot see"),
     ],
 )

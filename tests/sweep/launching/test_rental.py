@@ -67,13 +67,18 @@ def test_weights_that_are_fetched_are_paid_for() -> None:
     assert with_weights.hours[0] == pytest.approx(1200 / 3600)  # type: ignore[attr-defined]
 
 
-def test_cards_that_are_rented_together_are_all_paid_for() -> None:
+def test_all_cards_of_a_machine_are_paid_for_and_no_fewer_rented_than_there_are() -> None:
     offers = [an_offer(cards=8, usd_per_hour=1.0), an_offer(usd_per_hour=3.0)]
     four = machine_offer(Machine(A10, cards=4), offers)
     one = machine_offer(Machine(A10), offers)
     assert four is not None
     assert one is not None
-    assert (four.usd_per_hour, one.usd_per_hour) == (8.0, 3.0)
+    assert (four.usd_per_hour, one.usd_per_hour) == (12.0, 3.0)
+    eight = machine_offer(Machine(A10, cards=8), offers)
+    assert eight is not None
+    assert eight.usd_per_hour == 8.0
+    with pytest.raises(InputError, match="--cards must be at least 8: Modal rents a10 by 8"):
+        machine_offer(Machine(A10), offers[:1])
     assert machine_offer(Machine(A10), []) is None
 
 

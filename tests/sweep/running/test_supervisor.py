@@ -212,6 +212,30 @@ def test_a_worker_for_the_cpu_sees_no_card_and_no_other_trainings_settings(
     )
 
 
+def test_workers_beside_each_other_see_their_own_cards_and_share_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    card = Target(gpu="a10", device="cuda", budget_bytes=GIB)
+    with SupervisedRunner(
+        load_model_spec("demo"),
+        target=card,
+        log_path=tmp_path / "worker-1.log",
+        cards=("GPU-2", "GPU-3"),
+        neighbours=1,
+        deadlines=QUICK,
+        module="tests.sweep.running.misbehaving_worker",
+    ) as runner:
+        misbehave(runner, how.TELLTALE)
+    log = (tmp_path / "worker-1.log").read_text()
+    environment = json.loads(log.split("environment ")[1].splitlines()[0])
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-2,GPU-3"
+    threads = int(environment["TORCHINDUCTOR_COMPILE_THREADS"])
+    assert 1 <= threads <= max(1, len(os.sched_getaffinity(0)) // 2)
+
+
 DRIVER = """
 import sys, time
 from pathlib import Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ class Trained:
 
     def stop_trial(self) -> None:
         """Nothing is running that could be stopped."""
+
+    def tell_failures(self, told: Callable[[Outcome], None]) -> None:
+        """Nobody trains with it who could fail."""
 
     def run(self, command: RunCommand) -> Finished:
         if isinstance(self.end, BaseException):

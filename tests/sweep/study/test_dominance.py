@@ -176,3 +176,35 @@ def test_what_ran_out_of_memory_is_found_as_if_all_of_it_were_held_against_a_con
         found.append(first)
     assert None in found
     assert len(set(found)) > 10
+
+
+@pytest.mark.parametrize(
+    ("larger_one", "smaller_one", "holds"),
+    [
+        ({"data_parallel": 2}, {}, True),
+        ({}, {"data_parallel": 2}, False),
+        ({"data_parallel": 2}, {"data_parallel": 4}, True),
+        ({"data_parallel": 4}, {"data_parallel": 2}, True),
+        ({"data_parallel": 2, "sharding": "fsdp"}, {"data_parallel": 4, "sharding": "fsdp"}, True),
+        ({"data_parallel": 4, "sharding": "fsdp"}, {"data_parallel": 2, "sharding": "fsdp"}, False),
+        ({"data_parallel": 2}, {"data_parallel": 2, "sharding": "fsdp"}, False),
+    ],
+)
+def test_more_cards_need_less_of_what_is_shared_and_as_much_of_what_is_not(
+    larger_one: dict[str, Any], smaller_one: dict[str, Any], holds: bool
+) -> None:
+    larger, smaller = (
+        footprint(TrialConfig(**knobs), model=MODEL) for knobs in (larger_one, smaller_one)
+    )
+    assert dominates(larger, smaller) == holds
+
+
+def test_a_base_that_two_cards_cannot_hold_says_nothing_of_four() -> None:
+    two, four = (
+        footprint(TrialConfig(data_parallel=count, sharding="fsdp"), model=MODEL)
+        for count in (2, 4)
+    )
+    ran_out = RanOut()
+    ran_out.learn(7, base_alone(two))
+    assert ran_out.below(two) == 7
+    assert ran_out.below(four) is None

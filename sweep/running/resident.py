@@ -1,0 +1,199 @@
+"""Owns a process's device and the base model that stays on it from one trial to the next.
+
+The first process of a team has one, and so has each of the others. Knows nothing of commands, of
+trials' outcomes beyond a base that cannot be had, or of who else there is.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError, words_of
+from search_spaces.models import ModelSpec
+from search_spaces.space import StepBudget
+from storage.records import NEIGHBOUR, Ineffective, Invalid, Outcome, OutOfMemory
+from sweep.nvml import card_at
+from sweep.running.wire import WorkerSettings
+from sweep.training.compiling import forget_compiled
+from sweep.training.device import Device, open_device
+from sweep.training.exceptions import requested_bytes
+from sweep.training.meter import CardReader, NeighbourWatch
+from sweep.training.model import BaseModel, Unavailable, build_base
+from sweep.training.trial import Trial
+
+DETAIL_LENGTH = 2000
+# What a base may leave behind without being called a leak: a library's late workspace.
+_BASELINE_SLACK_BYTES = 64 * 2**20
+_REHEARSAL_MODEL = ModelSpec(
+    name="rehearsal",
+    source="shipped",
+    config={
+        "model_type": "mistral",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 128,
+        "max_position_embeddings": 64,
+        "sliding_window": None,
+    },
+)
+
+
+class Resident:
+    """The device, and the base that is on it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._spec = ModelSpec.from_json(settings.model)
+        self.base: BaseModel | None = None
+        self.device: Device = open_device(settings.device)
+        self.card = CardReader(card_at(_pci_bus_id()) if settings.device == "cuda" else None)
+        self._neighbours = NeighbourWatch(self.device, self.card, settings.budget_bytes)
+
+    def prepare(self) -> None:
+        """Take what libraries take once, then put the budget in force."""
+        self.device.warm_up()
+        self._rehearse()
+        # Freed blocks stay in the allocator's cache, which the cap would count.
+        self.device.release()
+        # The libraries' million objects are here to stay; collecting around each trial need not
+        # visit them.
+        gc.freeze()
+        # This process has its context by now, so whoever comes later is a neighbour.
+        self.card.remember()
+        self.device.cap(self._settings.budget_bytes)
+        self._neighbours.start()
+
+    def holds(self, config: TrialConfig) -> bool:
+        """Whether this configuration's base is the one that is there; what is sharded serves one
+        configuration alone."""
+        is_alike = self.base is not None and self.base.config == config.base()
+        return is_alike and not config.is_sharded
+
+    def hold(self, config: TrialConfig) -> Outcome | None:
+        """Make this configuration's base the resident one; return why it cannot be, or None."""
+        if self.holds(config):
+            return None
+        self.drop()
+        # What is still cached would serve the new base from segments of the old kind.
+        self.device.release()
+        self.device.expand_segments(config.expandable_segments)
+        self.device.reset_peak()
+        failed = self._build(config)
+        # Not before `_build` returned: a caught exception keeps the frames, and so the weights,
+        # alive.
+        self.device.release()
+        return failed
+
+    def drop(self) -> None:
+        """Hold no base any more."""
+        if self.base is not None:
+            self.base.close()
+            self.base = None
+            # What was compiled for that base refers to it, and serves no other.
+            forget_compiled()
+
+    def _build(self, config: TrialConfig) -> Outcome | None:
+        try:
+            self.base = build_base(
+                config,
+                spec=self._spec,
+                weights=self._settings.weights,
+                device=self.device.torch_device,
+                seed=self._settings.seed,
+            )
+        except InputError as error:
+            return Invalid(rule="model", detail=str(error)[:DETAIL_LENGTH])
+        except Unavailable as error:
+            return Ineffective(knob=error.knob, detail=str(error)[:DETAIL_LENGTH])
+        except Exception as error:
+            if not self.device.ran_out(error):
+                raise
+            return OutOfMemory(
+                stage="load",
+                requested_bytes=requested_bytes(error),
+                peak_allocated_bytes=self.device.peak_allocated_bytes(),
+                detail=words_of(error)[:DETAIL_LENGTH],
+                flags=(NEIGHBOUR,) if self._neighbours.have_robbed() else (),
+            )
+        return None
+
+    def leak(self, config: TrialConfig, before: int | None) -> str | None:
+        """Return what a trial left behind for which this process is not fit for another; None for
+        nothing.
+
+        Args:
+            config: that was trained.
+            before: what was allocated before it.
+        """
+        if config.is_sharded:
+            self.drop()
+            self.device.release()
+        if config.is_paged:
+            return "bitsandbytes never frees paged buffers"
+        if config.compile and self._bytes_left(before):
+            # Graphs are kept for the next trial as long as they hold no memory of the last.
+            forget_compiled()
+            self.device.release()
+        left = self._bytes_left(before)
+        return (
+            f"memory did not come back: {left} bytes more than before the trial" if left else None
+        )
+
+    def _bytes_left(self, before: int | None) -> int:
+        """Return what a trial left allocated; 0 for what is no leak."""
+        after = self.device.allocated_bytes()
+        if before is None or after is None or after <= before + _BASELINE_SLACK_BYTES:
+            return 0
+        return after - before
+
+    def trial(
+        self, base: BaseModel, config: TrialConfig, steps: StepBudget, **changes: Any
+    ) -> Trial:
+        """Return a trial on a base, with what all trials here have in common."""
+        return Trial(
+            base=base,
+            config=config,
+            steps=steps,
+            device=self.device,
+            card=self.card,
+            seed=self._settings.seed,
+            peak_flops=self._settings.peak_flops.get(config.compute_dtype),
+            is_emulated=self._settings.is_emulated,
+            **changes,
+        )
+
+    def _rehearse(self) -> None:
+        """Run one tiny training: lazy imports, threads and workspaces are then no trial's."""
+        config = TrialConfig(
+            micro_batch_size=1,
+            seq_len=16,
+            checkpoint_fraction=1.0,
+            attention="sdpa",
+            compute_dtype="bf16" if _has_bf16(self._settings.device) else "fp16",
+        )
+        base = build_base(
+            config,
+            spec=_REHEARSAL_MODEL,
+            weights="random",
+            device=self.device.torch_device,
+            seed=0,
+        )
+        steps = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=2)
+        self.trial(base, config, steps).run()
+        base.close()
+
+
+def _has_bf16(device: str) -> bool:
+    return device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _pci_bus_id() -> str:
+    card: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{card.pci_domain_id:08x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"

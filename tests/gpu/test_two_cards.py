@@ -1,0 +1,170 @@
+"""Two cards that train one configuration: each trains it, holds what it was to hold, and is no
+slower for it than the link between them explains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from search_spaces.space import StepBudget
+from storage.definition import Target
+from storage.records import Crashed, Measured, Measurement, Outcome, OutOfMemory
+from sweep.predict.memory.predictor import TracingPredictor
+from sweep.running.runner import Progress
+from sweep.running.supervisor import SupervisedRunner
+from tests.gpu.rig import SMALL, small_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.device_count() < 2,
+        reason="needs two cards in one machine",
+    ),
+]
+ROOT = Path(__file__).parents[2]
+STEPS = StepBudget(warmup_min=2, warmup_max=4, measured_min=6, measured_max=12)
+LEAN = {"upcast_fp32": False, "optimizer": "adamw_torch_fused", "micro_batch_size": 8}
+SHARDED = {**LEAN, "data_parallel": 2, "sharding": "fsdp"}
+CLOSE = 0.015
+"""As predictions of memory state of what one card trains."""
+CLOSE_SHARDED = 0.15
+SCALES = 1.7
+"""Times the tokens of one card, at least, that two of a host make in the same time."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _our_own_code() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield
+
+
+def a_runner(log: Path, *, budget_bytes: int = 40 * GIB) -> SupervisedRunner:
+    target = Target(gpu="two", device="cuda", budget_bytes=budget_bytes)
+    return SupervisedRunner(SMALL, target=target, log_path=log)
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedRunner]:
+    with a_runner(tmp_path_factory.mktemp("logs") / "worker.log") as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def predictor(tmp_path_factory: pytest.TempPathFactory) -> TracingPredictor:
+    capability = torch.cuda.get_device_capability(0)
+    return TracingPredictor(
+        SMALL, cache_dir=tmp_path_factory.mktemp("structures"), compute_capability=capability
+    )
+
+
+def measured(outcome: Outcome) -> Measurement:
+    assert isinstance(outcome, Measured), outcome
+    return outcome.measurement
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {**LEAN},
+        {**LEAN, "kernels": "liger", "checkpoint_fraction": 0.0},
+        {**LEAN, "kernels": "fused-loss", "compile": True, "checkpoint_fraction": 0.0},
+        {**LEAN, "effective_batch_size": 64},
+        {"upcast_fp32": True},
+    ],
+    ids=lambda knobs: "-".join(f"{value}" for value in knobs.values()),
+)
+def test_two_cards_train_as_fast_as_two_and_need_what_is_predicted(
+    runner: SupervisedRunner, predictor: TracingPredictor, knobs: dict[str, Any]
+) -> None:
+    alone = measured(runner.run(small_config(**knobs), steps=STEPS))
+    config = small_config(**knobs, data_parallel=2)
+    together = measured(runner.run(config, steps=STEPS))
+    assert together.cards == 2
+    assert together.tokens_per_second > SCALES * alone.tokens_per_second
+    close = CLOSE if not config.compile else predictor.predict(config).uncertainty
+    predicted = predictor.predict(config).peak_allocated_bytes
+    assert together.peak_allocated_bytes == pytest.approx(predicted, rel=close)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"kernels": "hf"}, {"kernels": "liger"}, {"checkpoint_fraction": 0.0}],
+    ids=lambda knobs: f"{next(iter(knobs.values()))}",
+)
+def test_two_cards_share_a_model_and_need_what_is_predicted(
+    runner: SupervisedRunner, predictor: TracingPredictor, knobs: dict[str, Any]
+) -> None:
+    config = small_config(**{**SHARDED, **knobs})
+    shared = measured(runner.run(config, steps=STEPS))
+    predicted = predictor.predict(config).peak_allocated_bytes
+    assert shared.peak_allocated_bytes == pytest.approx(predicted, rel=CLOSE_SHARDED)
+
+
+def test_a_model_that_one_card_has_no_room_for_is_trained_by_two(tmp_path: Path) -> None:
+    config = small_config(**{**SHARDED, "micro_batch_size": 1})
+    whole = config.model_copy(update={"data_parallel": 1, "sharding": "none"})
+    with a_runner(tmp_path / "free.log") as runner:
+        needed = [measured(runner.run(c, steps=STEPS)) for c in (config, whole)]
+    shared, alone = (one.peak_allocated_bytes for one in needed)
+    assert shared < alone
+    with a_runner(tmp_path / "capped.log", budget_bytes=(shared + alone) // 2) as capped:
+        assert isinstance(capped.run(whole, steps=STEPS), OutOfMemory)
+
+
+def test_a_process_that_is_killed_in_the_middle_of_a_step_holds_nobody_up(tmp_path: Path) -> None:
+    config = small_config(**LEAN, data_parallel=2)
+
+    def kill(progress: Progress) -> bool:
+        if progress.phase == "measure":
+            for number in filter(str.isdecimal, os.listdir("/proc")):
+                try:
+                    words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if b"sweep.running.follower" in words:
+                    os.kill(int(number), signal.SIGKILL)
+        return False
+
+    with a_runner(tmp_path / "worker.log") as runner:
+        long = StepBudget(measured_min=200, measured_max=2000, seconds_max=60)
+        assert isinstance(runner.run(config, steps=long, observe=kill), Crashed)
+        assert measured(runner.run(config, steps=STEPS)).cards == 2
+
+
+def test_no_bit_of_a_4_bit_weight_is_lost_between_two_cards(tmp_path: Path) -> None:
+    module = "tests.sweep.training.gathered_bits"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(tmp_path / "meeting"), "cuda"],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        told, _ = process.communicate(timeout=180)
+        no_numbers, are_bits_equal, are_results_equal = told.split()[-3:]
+        assert int(no_numbers) > 0
+        assert (are_bits_equal, are_results_equal) == ("True", "True")
+
+
+def test_configurations_of_one_and_of_two_cards_take_turns(runner: SupervisedRunner) -> None:
+    configs = [
+        TrialConfig(**{**small_config().model_dump(), **knobs})
+        for knobs in (LEAN, {**LEAN, "data_parallel": 2}, SHARDED, LEAN)
+    ]
+    cards = [measured(runner.run(config, steps=STEPS)).cards for config in configs]
+    assert cards == [1, 2, 2, 1]

@@ -1,0 +1,91 @@
+"""Two versions of sweep at one database: the older one reads what the newer one wrote, no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from search_spaces.errors import InputError
+from storage.database import close, open_for_writing
+from storage.keys import FORMAT, FORMAT_WRITTEN
+from storage.reading import list_studies, read_study
+from storage.urls import parse_url
+from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/runs/sweep.db"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def stored(url: str) -> optuna.Study:
+    return optuna.load_study(study_name="study", storage=open_for_writing(parse_url(url)))
+
+
+def write(url: str, format: Any) -> None:
+    """Write as another version does."""
+    study = stored(url)
+    study.set_user_attr(FORMAT, format)
+    close(study._storage._backend)  # type: ignore[attr-defined]
+
+
+def test_a_study_says_in_which_format_it_is(url: str, home: Path) -> None:
+    open_it(url, home).close()
+    assert stored(url).user_attrs[FORMAT] == FORMAT_WRITTEN
+
+
+def test_a_study_of_a_newer_sweep_is_read_and_not_gone_on_with(url: str, home: Path) -> None:
+    with open_it(url, home) as study:
+        told = run_one(study)
+    write(url, FORMAT_WRITTEN + 1)
+    before = dict(stored(url).user_attrs)
+    with pytest.raises(InputError, match=r"a newer sweep wrote it \(format 2.*pip install -U"):
+        open_it(url, home)
+    assert stored(url).user_attrs == before
+    snapshot = read_study("study", url=url, home=home)
+    assert snapshot.records == (told,)
+    assert "a newer sweep wrote it (format 2" in snapshot.warnings[0]
+    (line,) = list_studies(url, home)
+    assert (line.name, line.trials) == ("study", 1)
+
+
+def test_a_study_that_a_newer_sweep_took_over_in_the_meantime_is_left_to_it(
+    url: str, home: Path
+) -> None:
+    with open_it(url, home) as study:
+        trial = study.ask(DISTRIBUTIONS)
+        record = begun(study, trial, a_record(trial.number))
+        study._lease.release()
+        write(url, FORMAT_WRITTEN + 1)
+        with pytest.raises(InputError, match="a newer sweep wrote it"):
+            study.tell(trial, record)
+        assert study._spool.read() == (record,)
+
+
+@pytest.mark.parametrize("format", ["two", -1, 1.5, None, [1]])
+def test_a_format_that_is_none_is_damage(url: str, home: Path, format: Any) -> None:
+    open_it(url, home).close()
+    write(url, format)
+    with pytest.raises(InputError, match="cannot be gone on with"):
+        open_it(url, home)
+    assert any("format" in words for words in read_study("study", url=url, home=home).warnings)
+
+
+def test_a_study_of_before_there_were_formats_is_gone_on_with(url: str, home: Path) -> None:
+    with open_it(url, home) as study:
+        told = run_one(study)
+    storage = open_for_writing(parse_url(url))
+    with storage.engine.begin() as connection:
+        connection.exec_driver_sql("DELETE FROM study_user_attributes WHERE key = 'format'")
+    close(storage)
+    with open_it(url, home) as study:
+        assert study.records() == (told,)
+    assert stored(url).user_attrs[FORMAT] == FORMAT_WRITTEN

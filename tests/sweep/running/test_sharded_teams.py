@@ -1,0 +1,111 @@
+"""A model of which two processes hold a share each, on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from search_spaces.models import load_model_spec
+from search_spaces.space import StepBudget
+from storage.definition import Target
+from storage.records import Invalid, Measured, Measurement, Outcome, OutOfMemory
+from sweep.running.supervisor import SupervisedRunner
+
+ROOT = Path(__file__).parents[3]
+STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=3, measured_max=3)
+WHOLE = TrialConfig(
+    micro_batch_size=1, seq_len=32, optimizer="adamw_torch_fused", upcast_fp32=False
+)
+SHARED = WHOLE.model_copy(update={"data_parallel": 2, "sharding": "fsdp"})
+
+
+def a_runner(log: Path, *, budget_bytes: int = GIB // 2, **options: str) -> SupervisedRunner:
+    target = Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes)
+    return SupervisedRunner(load_model_spec("demo"), target=target, log_path=log, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _our_own_code() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedRunner]:
+    with a_runner(tmp_path_factory.mktemp("logs") / "worker.log") as runner:
+        yield runner
+
+
+def measured(outcome: Outcome) -> Measurement:
+    assert isinstance(outcome, Measured), outcome
+    return outcome.measurement
+
+
+def test_two_cards_that_share_a_model_train_it_and_so_does_one_after_them(
+    runner: SupervisedRunner,
+) -> None:
+    together = WHOLE.model_copy(update={"data_parallel": 2})
+    configs = [SHARED, together, WHOLE, SHARED]
+    found = [measured(runner.run(config, steps=STEPS)) for config in configs]
+    assert [one.cards for one in found] == [2, 2, 1, 2]
+    # What was attached is counted as a whole, whatever a card holds of it.
+    assert len({one.trainable_parameters for one in found}) == 1
+    shared, whole, alone, again = (one.peak_allocated_bytes for one in found)
+    assert shared < alone < whole
+    # What is on its way between the processes differs from run to run.
+    assert again == pytest.approx(shared, rel=0.05)
+
+
+def test_what_one_card_has_no_room_for_two_hold_together(
+    runner: SupervisedRunner, tmp_path: Path
+) -> None:
+    shared, alone = (
+        measured(runner.run(config, steps=STEPS)).peak_allocated_bytes for config in (SHARED, WHOLE)
+    )
+    budget = (shared + alone) // 2
+    with a_runner(tmp_path / "worker.log", budget_bytes=budget) as capped:
+        assert isinstance(capped.run(WHOLE, steps=STEPS), OutOfMemory)
+        assert measured(capped.run(SHARED, steps=STEPS)).peak_allocated_bytes <= budget
+
+
+def test_a_soak_of_a_shared_model_evaluates_and_saves_on_every_card(
+    runner: SupervisedRunner,
+) -> None:
+    soak = measured(runner.run(SHARED, steps=STEPS, is_soak=True)).soak
+    assert soak is not None
+    assert soak.checkpoint_bytes > 0
+
+
+def test_a_model_that_is_to_be_loaded_is_not_shared(tmp_path: Path) -> None:
+    with a_runner(tmp_path / "worker.log", weights="pretrained") as runner:
+        outcome = runner.run(SHARED, steps=STEPS)
+    assert isinstance(outcome, Invalid)
+    assert "random weights" in outcome.detail
+
+
+def test_no_bit_of_a_4_bit_weight_is_lost_on_its_way_between_the_cards(tmp_path: Path) -> None:
+    module = "tests.sweep.training.gathered_bits"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(tmp_path / "meeting"), "cpu"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        told, _ = process.communicate(timeout=120)
+        no_numbers, are_bits_equal, are_results_equal = told.split()
+        assert int(no_numbers) > 0
+        assert (are_bits_equal, are_results_equal) == ("True", "True")

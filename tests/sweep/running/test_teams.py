@@ -1,0 +1,146 @@
+"""Processes that train one configuration together, on the CPU, each as on a card of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from search_spaces.models import load_model_spec
+from search_spaces.space import StepBudget
+from storage.definition import Target
+from storage.records import Crashed, Measured, Measurement, Outcome, OutOfMemory
+from sweep.running.runner import Progress
+from sweep.running.supervisor import SupervisedRunner
+
+ROOT = Path(__file__).parents[3]
+STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=3, measured_max=3)
+SMALL = TrialConfig(micro_batch_size=2, seq_len=32, optimizer="adamw_torch_fused")
+TOGETHER = SMALL.model_copy(update={"data_parallel": 2})
+A_GRADIENT_BYTES = 4
+_FOLLOWER = b"sweep.running.follower"
+
+
+def a_runner(log: Path, *, budget_bytes: int = GIB // 2) -> SupervisedRunner:
+    target = Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes)
+    return SupervisedRunner(load_model_spec("demo"), target=target, log_path=log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _our_own_code() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedRunner]:
+    with a_runner(tmp_path_factory.mktemp("logs") / "worker.log") as runner:
+        yield runner
+
+
+def measured(outcome: Outcome) -> Measurement:
+    assert isinstance(outcome, Measured), outcome
+    return outcome.measurement
+
+
+def followers() -> list[int]:
+    """Return the processes below this one that are no team's first."""
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{name}/cmdline").read_bytes()
+            mark = b"QLORA_SWEEP_CHILD" in Path(f"/proc/{name}/environ").read_bytes()
+        except OSError:
+            continue
+        if _FOLLOWER in command.split(b"\0") and mark and _is_below_this(int(name)):
+            found.append(int(name))
+    return found
+
+
+def _is_below_this(number: int) -> bool:
+    while number > 1:
+        if number == os.getpid():
+            return True
+        try:
+            number = int(Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        except OSError:
+            return False
+    return False
+
+
+def test_two_cards_train_one_configuration_and_it_is_the_speed_of_both(
+    runner: SupervisedRunner,
+) -> None:
+    measurement = measured(runner.run(TOGETHER, steps=STEPS))
+    assert measurement.cards == 2
+    tokens = measurement.tokens_per_second * measurement.step_seconds
+    assert tokens == pytest.approx(2 * SMALL.tokens_per_step)
+    assert measurement.tokens_per_second_per_card == measurement.tokens_per_second / 2
+    assert len(followers()) == 1
+
+
+def test_each_card_has_the_gradients_in_buckets_and_beside_them_where_it_accumulates(
+    runner: SupervisedRunner,
+) -> None:
+    alone, together = (measured(runner.run(c, steps=STEPS)) for c in (SMALL, TOGETHER))
+    gradients = A_GRADIENT_BYTES * together.trainable_parameters
+    more = together.peak_allocated_bytes - alone.peak_allocated_bytes
+    assert more == pytest.approx(gradients, abs=4096)
+    longer = TOGETHER.model_copy(update={"effective_batch_size": 8})
+    accumulated = measured(runner.run(longer, steps=STEPS))
+    more = accumulated.peak_allocated_bytes - alone.peak_allocated_bytes
+    assert more == pytest.approx(2 * gradients, abs=4096)
+
+
+def test_one_card_trains_alone_after_a_team_and_a_team_after_it(runner: SupervisedRunner) -> None:
+    outcomes = [runner.run(config, steps=STEPS) for config in (TOGETHER, SMALL, TOGETHER)]
+    assert [measured(outcome).cards for outcome in outcomes] == [2, 1, 2]
+
+
+def test_a_soak_of_two_cards_evaluates_and_saves(runner: SupervisedRunner) -> None:
+    soaked = measured(runner.run(TOGETHER, steps=STEPS, is_soak=True)).soak
+    assert soaked is not None
+    assert soaked.checkpoint_bytes > 0
+
+
+def test_a_process_of_the_team_that_is_killed_is_the_trials_verdict_and_the_next_has_a_fresh_team(
+    runner: SupervisedRunner,
+) -> None:
+    killed: list[int] = []
+
+    def kill(progress: Progress) -> bool:
+        if progress.phase == "measure" and not killed:
+            killed.extend(followers())
+            os.kill(killed[0], signal.SIGKILL)
+        return False
+
+    outcome = runner.run(
+        TOGETHER, steps=STEPS.model_copy(update={"measured_max": 500}), observe=kill
+    )
+    assert isinstance(outcome, Crashed), outcome
+    assert "card 1" in outcome.detail
+    assert measured(runner.run(TOGETHER, steps=STEPS)).cards == 2
+    assert killed[0] not in followers()
+
+
+def test_what_one_card_of_several_has_no_memory_for_does_not_fit(tmp_path: Path) -> None:
+    with a_runner(tmp_path / "one.log") as runner:
+        enough = measured(runner.run(SMALL, steps=STEPS)).peak_allocated_bytes
+    with a_runner(tmp_path / "two.log", budget_bytes=enough + 4096) as runner:
+        outcome = runner.run(TOGETHER, steps=STEPS)
+        assert isinstance(outcome, OutOfMemory), outcome
+        assert measured(runner.run(SMALL, steps=STEPS)).peak_allocated_bytes <= enough + 4096
+
+
+def test_nothing_of_a_team_is_left_once_its_runner_is_closed(tmp_path: Path) -> None:
+    before = followers()
+    with a_runner(tmp_path / "worker.log") as runner:
+        measured(runner.run(TOGETHER, steps=STEPS))
+        assert len(followers()) == len(before) + 1
+    assert followers() == before
