@@ -89,10 +89,10 @@ class Cluster:
         refuse_missing(now)
         there = {node.id for node in now}
         places = [
-            self._place(node, number, settings)
+            place
             for node in self._chosen(gpu)
             if node.id in there
-            for number in range(len(node.portrait.cards) if settings.target.device == "cuda" else 1)
+            for place in self._places_on(node, settings)
         ]
         try:
             begun = self._begun(places)
@@ -160,12 +160,17 @@ class Cluster:
         assert isinstance(found, SelfPortrait)
         return found
 
-    def _place(self, node: Node, number: int, settings: HostSettings) -> Place:
-        place = re.sub(r"[^\w.-]", "-", f"{node.address}-{node.id[:8]}-{number}")
-        runner = RayRunner(
-            self.ray, replace(settings, place=place), node_id=node.id, address=node.address
-        )
-        return Place(node.address, runner)
+    def _places_on(self, node: Node, settings: HostSettings) -> list[Place]:
+        count = len(node.portrait.cards) if settings.target.device == "cuda" else 1
+        names = [
+            re.sub(r"[^\w.-]", "-", f"{node.address}-{node.id[:8]}-{number}")
+            for number in range(count)
+        ]
+        each = [replace(settings, place=name, neighbours=count - 1) for name in names]
+        return [
+            Place(node.address, RayRunner(self.ray, one, node_id=node.id, address=node.address))
+            for one in each
+        ]
 
     def _begun(self, places: Sequence[Place]) -> list[Place]:
         """Begin with the actors, and return those whose card was free, named after it."""
