@@ -9,11 +9,11 @@ may by then wait for it within a step, for good. Knows nothing of how a trial is
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +32,7 @@ from sweep.running.team_wire import (
     Failed,
     FollowerMessage,
     FollowerReady,
+    Leave,
     Looked,
     LookUp,
     Order,
@@ -48,7 +49,7 @@ _BEAT_SECONDS = 1.0
 """Between two signs of life while the others are waited for."""
 _START_SECONDS = 300.0
 """Until another process has imported its libraries and taken its card."""
-_ANSWER_SECONDS = 120.0
+_ANSWER_SECONDS = 60.0
 """Until it answers, once it has nothing else to do."""
 M = TypeVar("M", Looked, Ended)
 _ABANDONED = "the others were left in the middle of a step"
@@ -80,8 +81,7 @@ class Followers:
         self._asked: list[_Follower] = []
         """Those of the running trial."""
         self._place = Place()
-        self._meetings: tempfile.TemporaryDirectory[str] | None = None
-        self._meeting: Path | None = None
+        self._meeting: IO[bytes] | None = None
         """Of the process group that the first process is in, or is about to join."""
         self._is_joined = False
         self.reason_to_retire: str | None = None
@@ -101,10 +101,11 @@ class Followers:
             TeamError: one cannot be started.
         """
         size = config.data_parallel
+        self._replace_ended()
         self._start(size - 1)
         if size != self._place.size:
             self.dismiss()
-            self._place, self._meeting = Place(0, size), self._new_meeting()
+            self._place, self._meeting = Place(0, size), _new_meeting()
         self._asked = self._there[: size - 1]
         for rank, follower in enumerate(self._asked, start=1):
             follower.tell(
@@ -112,23 +113,25 @@ class Followers:
                     config=config,
                     rank=rank,
                     size=size,
-                    meeting=str(self._meeting),
+                    meeting=str(self._meeting_path),
                     micro_steps=min(config.accumulation_steps, MICRO_STEPS_TIMED),
                 )
             )
 
-    def join(self) -> None:
-        """Be in one process group with those that were gathered."""
+    def join(self) -> bool:
+        """Be in one process group with those that were gathered; return whether it is a new one."""
         if self._is_joined:
-            return
-        assert self._meeting is not None, "who joins has gathered"
+            return False
         device = open_device(self._settings.device).torch_device
-        join(self._place, meeting=self._meeting, device=device)
+        join(self._place, meeting=self._meeting_path, device=device)
         self._is_joined = True
+        return True
 
     def dismiss(self) -> None:
         """Be alone again; they stay where they are, with their bases."""
         if self._is_joined:
+            # All at once: who leaves may wait for those that are still in the group.
+            self._tell(Leave())
             leave()
         self._is_joined, self._place = False, Place()
 
@@ -157,12 +160,6 @@ class Followers:
         """See `Team.abandon`."""
         self.reason_to_retire = _ABANDONED
 
-    def close(self) -> None:
-        """End all of them."""
-        for follower in self._there:
-            follower.close()
-        self._there.clear()
-
     def _tell(self, order: Order) -> None:
         for follower in self._asked:
             follower.tell(order)
@@ -180,10 +177,27 @@ class Followers:
         for follower in self._there[:count]:
             follower.await_ready(self._beat)
 
-    def _new_meeting(self) -> Path:
-        if self._meetings is None:
-            self._meetings = tempfile.TemporaryDirectory(prefix="sweep-team-")
-        return Path(self._meetings.name) / f"{time.monotonic_ns()}"
+    def _replace_ended(self) -> None:
+        """Start anew what ended with nothing to do: that is no configuration's doing."""
+        if any(follower.has_ended() for follower in self._there):
+            # Their group has lost a member, and is none any more.
+            self.dismiss()
+            self._there = list(itertools.takewhile(_lives, self._there))
+
+    @property
+    def _meeting_path(self) -> Path:
+        assert self._meeting is not None, "who meets has gathered"
+        return Path(f"/proc/{os.getpid()}/fd/{self._meeting.fileno()}")
+
+
+def _new_meeting() -> IO[bytes]:
+    """Return a file by which processes find each other: in memory, so that nothing of it is left
+    however they end."""
+    return os.fdopen(os.memfd_create("sweep-team"), "r+b")
+
+
+def _lives(follower: _Follower) -> bool:
+    return not follower.has_ended()
 
 
 class _Follower:
@@ -201,7 +215,7 @@ class _Follower:
         self._on_failure = on_failure
         self._answers: queue.SimpleQueue[FollowerMessage] = queue.SimpleQueue()
         self._is_ready = False
-        self._is_closing = False
+        self._is_training = False
         read_end, write_end = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -221,8 +235,18 @@ class _Follower:
         hearing.daemon = True
         hearing.start()
 
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        # Asked of the system: whoever reaps it meanwhile holds a lock that `poll` gives way to.
+        try:
+            looking = os.WEXITED | os.WNOWAIT | os.WNOHANG
+            return os.waitid(os.P_PID, self._process.pid, looking) is not None
+        except ChildProcessError:
+            return True
+
     def tell(self, order: Order) -> None:
         """Write an order; whether it comes to anything is heard."""
+        self._is_training = self._is_training or isinstance(order, Begin)
         self._write(to_line(order))
 
     def await_ready(self, beat: Callable[[], None]) -> None:
@@ -257,12 +281,6 @@ class _Follower:
             raise TeamError(f"card {self._rank} answered '{message.kind}'")
         return message
 
-    def close(self) -> None:
-        """End it."""
-        self._is_closing = True
-        self._process.kill()
-        self._process.wait()
-
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
         # That it is gone is heard, with what it said last.
@@ -276,16 +294,15 @@ class _Follower:
                 message = read_follower(line)
             except UnreadableError as error:
                 said = f"the process of card {self._rank} said {error}"
-                self._fail(Crashed(phase="measure", cause="protocol", detail=said))
+                self._on_failure(Crashed(phase="measure", cause="protocol", detail=said))
                 continue
             if isinstance(message, Failed):
-                self._fail(message.outcome)
-            else:
-                self._answers.put(message)
+                self._on_failure(message.outcome)
+                continue
+            if isinstance(message, Ended):
+                self._is_training = False
+            self._answers.put(message)
         status = self._process.wait()
-        ended = f"the process of card {self._rank} ended with status {status}"
-        self._fail(Crashed(phase="measure", cause="exit", detail=ended))
-
-    def _fail(self, outcome: Outcome) -> None:
-        if not self._is_closing:
-            self._on_failure(outcome)
+        if self._is_training or not self._is_ready:
+            ended = f"the process of card {self._rank} ended with status {status}"
+            self._on_failure(Crashed(phase="measure", cause="exit", detail=ended))

@@ -15,8 +15,8 @@ from typing import IO
 
 import torch
 
-from search_spaces.errors import words_of
-from storage.records import Crashed, Outcome, Phase
+from search_spaces.errors import InputError, words_of
+from storage.records import Crashed, Invalid, Outcome, Phase
 from sweep.running.resident import DETAIL_LENGTH, Resident
 from sweep.running.team_wire import (
     Begin,
@@ -26,6 +26,7 @@ from sweep.running.team_wire import (
     Failed,
     FollowerMessage,
     FollowerReady,
+    Leave,
     Looked,
     LookUp,
     Order,
@@ -33,8 +34,9 @@ from sweep.running.team_wire import (
     order_adapter,
 )
 from sweep.running.wire import WorkerSettings, to_line
+from sweep.training.compiling import start_compiler_processes
 from sweep.training.following import FollowedTrial
-from sweep.training.team import Place, join
+from sweep.training.team import Place, join, leave
 
 Say = Callable[[FollowerMessage], None]
 
@@ -72,12 +74,19 @@ class Obeying:
                 _obey(trial, orders, self._say)
         except _Over:
             raise
+        except InputError as error:
+            raise _Over(Invalid(rule="target_modules", detail=str(error))) from None
         except Exception as error:  # noqa: BLE001 - it is this trial's verdict
             traceback.print_exc()
             known = None if trial is None else trial.verdict(error)
             raise _Over(_named(known or _crashed(error, phase), rank=command.rank)) from None
         self._resident.device.release()
         self._say(Ended(leak=self._resident.leak(command.config, before)))
+
+    def leave(self) -> None:
+        """Be alone again, until the next group."""
+        leave()
+        self._meeting = ""
 
     def _trial(self, command: Begin) -> FollowedTrial:
         """Build the base, meet the others, and return what is to be trained."""
@@ -112,8 +121,8 @@ def _obey(trial: FollowedTrial, orders: Iterator[Order], say: Say) -> None:
                 trial.evaluate(batches=batches)
             case End():
                 return
-            case Begin():
-                raise RuntimeError("a trial began within another")
+            case Begin() | Leave():
+                raise RuntimeError(f"'{order.kind}' within a trial")
 
 
 def _named(outcome: Outcome, *, rank: int) -> Outcome:
@@ -143,6 +152,7 @@ def main(pipe: IO[bytes], *, rank: int) -> None:
     try:
         if settings.device == "cuda":
             torch.cuda.set_device(rank)
+            start_compiler_processes()
         obeying = Obeying(settings, say)
         say(FollowerReady())
         orders = _orders(lines)
@@ -150,6 +160,8 @@ def main(pipe: IO[bytes], *, rank: int) -> None:
             match order:
                 case Begin() as command:
                     obeying.run(command, orders)
+                case Leave():
+                    obeying.leave()
                 case _:
                     raise RuntimeError(f"'{order.kind}' outside of a trial")
     except _Over as over:

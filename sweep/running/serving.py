@@ -139,12 +139,13 @@ class _Answers:
 
     def fail(self, outcome: Outcome) -> None:
         """Answer the open command with what befell another process of its team, and be gone: the
-        thread that trains may be waiting for that process, where nothing wakes it."""
+        thread that trains may be waiting for that process, where nothing wakes it. With no command
+        open that is nobody's verdict, and the next is for a fresh worker."""
         with self._lock:
-            if self._open is None:
-                return
-            _keep(self._open, outcome, self._outcomes)
-            self._send(finished(self._open, outcome, retire="another process of its team failed"))
+            if self._open is not None:
+                _keep(self._open, outcome, self._outcomes)
+                failed = finished(self._open, outcome, retire="another process of its team failed")
+                self._send(failed)
             self._open = None
         sys.stderr.flush()
         self._leave()

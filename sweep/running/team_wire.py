@@ -32,6 +32,12 @@ class Begin(_Said):
     """That are really run of an optimizer step."""
 
 
+class Leave(_Said):
+    """Be in no group any more; all of it leave at once."""
+
+    kind: Literal["leave"] = "leave"
+
+
 class Step(_Said):
     """Queue one optimizer step."""
 
@@ -57,7 +63,7 @@ class End(_Said):
     kind: Literal["end"] = "end"
 
 
-Order = Annotated[Begin | Step | Evaluate | LookUp | End, Field(discriminator="kind")]
+Order = Annotated[Begin | Leave | Step | Evaluate | LookUp | End, Field(discriminator="kind")]
 
 
 class FollowerReady(_Said):

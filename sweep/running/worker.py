@@ -91,8 +91,9 @@ class Worker:
         if failed is not None:
             return finished(command, failed, retire=None if team is None else _LEFT_ALONE)
         assert self._resident.base is not None
-        if team is not None:
-            team.join()
+        if team is not None and team.join():
+            # Whoever reaches this card from another one of the team is no neighbour.
+            self._resident.card.remember()
         self.phase = "attach"
         before = self._resident.device.allocated_bytes()
         base = self._resident.base

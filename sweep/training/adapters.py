@@ -21,7 +21,7 @@ from search_spaces.errors import InputError, did_you_mean
 from search_spaces.linears import resolve_targets
 from sweep.training.compiling import Compilation, compiled
 from sweep.training.model import DTYPES, BaseModel, decoder_layers
-from sweep.training.sharding import build_shares
+from sweep.training.sharding import Gathered, build_shares
 
 
 @dataclass
@@ -37,6 +37,8 @@ class Attached:
     """Of the base's matrices, how many weights are in 4 bits; None for a 16-bit base."""
     checkpoint_calls: dict[int, int] = field(default_factory=dict)
     """Times that each layer really went through checkpointing."""
+    gathered: Gathered | None = None
+    """What was seen of a packed weight that is put together from shares."""
     compilation: Compilation | None = None
     """What the compiler did; None where nothing is compiled."""
 
@@ -68,11 +70,14 @@ def attached(
     """
     with contextlib.ExitStack() as undo:
         options = {"low_cpu_mem_usage": True} if config.is_sharded else {}
+        gathered: Gathered | None = None
         peft_model = with_adapters(base, config, placing=options)
         layers = decoder_layers(base.model)
         if config.is_sharded:
             assert device is not None, "what is sharded has a device"
-            build_shares(peft_model, base, config, layers=layers, device=device, seed=seed)
+            gathered = build_shares(
+                peft_model, base, config, layers=layers, device=device, seed=seed
+            )
         else:
             undo.callback(peft_model.unload)
         peft_model.train()
@@ -82,6 +87,7 @@ def attached(
             layers=layers,
             checkpointed=chosen,
             quantized_share=base.quantized_share,
+            gathered=gathered,
         )
         if chosen:
             undo.enter_context(_checkpointing(base, result))

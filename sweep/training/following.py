@@ -68,6 +68,8 @@ class FollowedTrial:
                 on_stage=self._device.enter,
                 place=self._place,
             )
+            # What was sent to make all adapters alike is not a step's.
+            self._device.mark().wait()
             # The first steps have the peak; whoever is asked to show it has done them.
             self._watching.enter_context(self._device.observed())
             self._undo = self._undo.pop_all()

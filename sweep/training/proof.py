@@ -521,7 +521,11 @@ def _parallel(config: TrialConfig, evidence: StepEvidence) -> str | None:
 
 @proves("sharding")
 def _sharding(config: TrialConfig, evidence: StepEvidence) -> str | None:
-    """A card holds its share of the decoder layers' weights, or all of them."""
+    """A card holds its share of the decoder layers' weights, or all of them, and a weight comes out
+    of its shares as it was put into them."""
+    gathered = evidence.attached.gathered
+    if gathered is not None and not gathered.is_whole:
+        return "4-bit weights are gathered as others than they were shared out as"
     held = [held_share(evidence.attached), *(look.held_share for look in evidence.others)]
     asked = 1 / config.data_parallel if config.is_sharded else 1.0
     wrong = [share for share in held if abs(share - asked) > _SHARE_SLACK]

@@ -2,7 +2,7 @@
 all of it, and taken through FSDP2 as accelerate does.
 
 4-bit weights are stored in the compute dtype, as bitsandbytes documents it: FSDP moves what is of a
-floating type, and no byte of it is changed on the way. What is sharded stays so: a base serves one
+floating type. What is sharded stays so: a base serves one
 configuration. Knows nothing of steps, trials or commands.
 """
 
@@ -21,7 +21,8 @@ from peft.tuners.lora import LoraLayer
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from search_spaces.config import TrialConfig
-from sweep.training.model import DTYPES, BaseModel, fill_module, quantize_random
+from sweep.training.model import BaseModel, fill_module, quantize_random
+from sweep.training.team import fingerprint
 
 _LEFT_BY_ACCELERATE = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """Variables that it sets for the whole process: the next configuration may have other wishes."""
@@ -42,7 +43,7 @@ def build_shares(
     layers: Iterable[torch.nn.Module],
     device: torch.device,
     seed: int,
-) -> None:
+) -> Gathered | None:
     """Give a model on the meta device its weights, and keep this process's share of them.
 
     Every process makes the same weights by the same seed, one decoder layer at a time, of which it
@@ -56,16 +57,27 @@ def build_shares(
         device: of this process.
         seed: of all weights.
 
+    Returns:
+        What is seen of the first packed weight; None of a model that has none.
+
     Raises:
         torch.OutOfMemoryError: what is to be held of it passes the budget.
     """
     torch.manual_seed(seed)
     built: set[int] = set()
+    gathered: Gathered | None = None
     for layer in layers:
         _build(layer, base, config, device=device, built=built)
-        fully_shard(layer, reshard_after_forward=True, mp_policy=precision(config))
+        packed = None if gathered is not None else _first_packed(layer)
+        gathered = gathered if packed is None else Gathered(packed)
+        fully_shard(layer, reshard_after_forward=True, mp_policy=AS_STORED)
     _build(model, base, config, device=device, built=built)
     base.model.tie_weights()
+    return gathered
+
+
+def _first_packed(layer: torch.nn.Module) -> bnb.nn.Linear4bit | None:
+    return next((m for m in layer.modules() if isinstance(m, bnb.nn.Linear4bit)), None)
 
 
 def _build(
@@ -100,10 +112,32 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "placements")
 
 
-def precision(config: TrialConfig) -> MixedPrecisionPolicy:
-    """Return the precision that accelerate asks for under the same mixed precision."""
-    dtype = DTYPES[config.compute_dtype]
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+AS_STORED = MixedPrecisionPolicy()
+"""Nothing is cast on its way; autocast gives products the compute type, as where nothing is shared.
+
+What accelerate would ask for, adapters gathered in the compute type, makes a layer's tensors all of
+one type. FSDP then copies them as numbers, and every pattern of packed 4-bit weights that is no
+number in bf16 comes out as one and the same: wrong weights without a word (bitsandbytes issue 1945,
+seen on a card here). Tensors of several types, as fp32 adapters beside bf16, it copies as bytes.
+"""
+
+
+class Gathered:
+    """Whether a packed weight comes whole out of its shares, seen the first time it is used."""
+
+    def __init__(self, layer: bnb.nn.Linear4bit) -> None:
+        self._before = fingerprint([layer.weight])
+        self._after: str | None = None
+        self._hook = layer.register_forward_pre_hook(self._look)
+
+    def _look(self, layer: torch.nn.Module, _: Any) -> None:
+        self._after = fingerprint([layer.weight])  # type: ignore[list-item]
+        self._hook.remove()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every bit was as it had been; also before anybody looked."""
+        return self._after in (None, self._before)
 
 
 def fsdp_plugin(layers: Iterable[torch.nn.Module]) -> FullyShardedDataParallelPlugin:
@@ -111,14 +145,14 @@ def fsdp_plugin(layers: Iterable[torch.nn.Module]) -> FullyShardedDataParallelPl
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
+        mixed_precision_policy=AS_STORED,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=sorted({type(layer).__name__ for layer in layers}),
         cpu_ram_efficient_loading=False,
     )
 
 
-def shard_on_cpu(accelerator: Accelerator, plugin: Any, config: TrialConfig) -> None:
+def shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
     """Have accelerate shard on a CPU, for which it has no word of its own."""
     accelerator.state.distributed_type = DistributedType.FSDP
-    plugin.mixed_precision_policy = precision(config)
     accelerator.state.fsdp_plugin = plugin

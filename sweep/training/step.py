@@ -125,6 +125,10 @@ class TrainingLoop:
         if not place.is_alone and not config.is_sharded:
             _keep_from_others(attached.model)
         self._plain = attached.model
+        # accelerate puts a model into its precision, but for one that it shards.
+        self._precision: Callable[[], contextlib.AbstractContextManager[None]] = (
+            self._accelerator.autocast if config.is_sharded else contextlib.nullcontext
+        )
         self._model, self.optimizer, self._schedule = self._accelerator.prepare(
             attached.model, optimizer, rates
         )
@@ -187,7 +191,8 @@ class TrainingLoop:
     def loss_of(self, batch: Batch) -> float:
         """Return the mean loss of a micro-batch that is on the device."""
         # What wraps the model is there to train with others.
-        return float(self._plain(**batch).loss)
+        with self._precision():
+            return float(self._plain(**batch).loss)
 
     def as_trained(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model computes as it does in a step: its precision."""
@@ -226,7 +231,8 @@ class TrainingLoop:
         self.batch_shape = tuple(batch["input_ids"].shape)
         self.newest = batch["input_ids"]
         with self._accelerator.accumulate(self._model):
-            loss = self._model(**batch).loss
+            with self._precision():
+                loss = self._model(**batch).loss
             if weight != 1.0:
                 loss = loss * weight
             self._enter("backward")
@@ -336,5 +342,5 @@ def _accelerator(
         fsdp_plugin=plugin,
     )
     if plugin is not None and is_on_cpu:
-        shard_on_cpu(accelerator, plugin, config)
+        shard_on_cpu(accelerator, plugin)
     return accelerator

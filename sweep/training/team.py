@@ -124,7 +124,10 @@ def join(place: Place, *, meeting: Path, device: torch.device) -> None:
 
 def leave() -> None:
     """Be alone again, as at the start."""
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        # To destroy it is to wait for the others, who may be gone, or busy with something else.
+        dist.distributed_c10d._abort_process_group()
+    elif dist.is_initialized():
         dist.destroy_process_group()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)

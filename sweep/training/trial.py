@@ -105,6 +105,8 @@ class Trial:
     _interlude: Interlude | None = None
     _round: TextsRound | None = None
     _documents_apart: bool | None = None
+    _is_team_done: bool = False
+    """Whether the others took off what was attached, as this process does."""
     _looks: tuple[Look, ...] = ()
     """What each of the others showed last."""
     _waited: float = 0.0
@@ -136,12 +138,13 @@ class Trial:
             outcome = Invalid(rule="target_modules", detail=str(error))
         except Exception as error:
             verdict = self._verdict(error)
-            if self.team is not None:
-                # They wait in the middle of a step for what will not come.
-                self.team.abandon()
             if verdict is None:
                 raise
             outcome = verdict
+        finally:
+            if self.team is not None and not self._is_team_done:
+                # They wait in the middle of a step for what will not come.
+                self.team.abandon()
         # Outside the except blocks: a caught exception keeps the frames, and so the tensors, alive.
         self._enter("detach")
         self._loop = None
@@ -172,6 +175,7 @@ class Trial:
             self._enter("detach")
             if self.team is not None:
                 self.team.end()
+                self._is_team_done = True
             return outcome
 
     def _enter(self, phase: Phase) -> None:
@@ -245,6 +249,9 @@ class Trial:
             place=ALONE if self.team is None else self.team.place,
         )
         self._loop = loop
+        if self.team is not None:
+            # What was sent to make all adapters alike is not a step's.
+            self.device.mark().wait()
         self._enter("warmup")
         return self._warm_up(attachment, loop) or self._measure(attachment, loop)
 

@@ -27,7 +27,7 @@ from sweep.predict.memory.polynomials import Values
 from sweep.predict.memory.prediction import Fit, MemoryPrediction
 from sweep.predict.memory.profile_store import OnProgress, ProfileStore, tell_nobody
 from sweep.predict.memory.profiles import Profile, Structure
-from sweep.predict.memory.sharding import as_gathered, sharded
+from sweep.predict.memory.sharding import sharded
 from sweep.predict.memory.step import Step
 from sweep.predict.memory.tracing_children import Tracer, TracingChildren
 
@@ -120,7 +120,7 @@ class TracingPredictor:
         See `MemoryPredictor.prepare`.
         """
         longest: dict[Structure, TrialConfig] = {}
-        for config in _of_each_kind(map(as_gathered, configs)):
+        for config in _of_each_kind(configs):
             for structure in self._structures(config):
                 known = longest.setdefault(structure, config)
                 longest[structure] = max(known, config, key=_length)
@@ -169,10 +169,9 @@ class TracingPredictor:
         )
 
     def _profile(self, config: TrialConfig, *, is_checkpointed: bool) -> Profile:
-        gathered = as_gathered(config)
-        profile = self._traced(gathered, is_checkpointed=is_checkpointed)
+        profile = self._traced(config, is_checkpointed=is_checkpointed)
         if _is_long(config, profile):
-            profile = self._traced(gathered, is_checkpointed=is_checkpointed, is_long=True)
+            profile = self._traced(config, is_checkpointed=is_checkpointed, is_long=True)
         return self._shared_out(profile, config) if config.is_sharded else profile
 
     def _shared_out(self, profile: Profile, config: TrialConfig) -> Profile:

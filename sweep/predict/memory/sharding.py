@@ -16,16 +16,12 @@ from search_spaces.models import ModelSpec
 from sweep.predict.memory.profiles import Base, Profile
 
 _WIDE_BYTES = 2
-"""Of an element in the compute type, in which everything is gathered."""
+"""Of an element of the base that is not packed."""
+_ADAPTER_BYTES = 4
+"""Of one of the adapters, which are gathered as they are stored."""
 _PACKED_BYTES = 0.5
 LAYERS_GATHERED = 2
 """Decoder layers that are whole at once: the one that computes, and the next on its way."""
-
-
-def as_gathered(config: TrialConfig) -> TrialConfig:
-    """Return the configuration whose layers keep what those of a sharded one keep: adapters are
-    gathered in the compute type, whatever a card's share of them is stored as."""
-    return config.model_copy(update={"adapter_dtype": "bf16"}) if config.is_sharded else config
 
 
 def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
@@ -60,7 +56,7 @@ def _gathered_bytes(config: TrialConfig, model: ModelSpec) -> int:
     """Return what is gathered beside the shares when most of it is: layers in the middle of the
     backward pass, or the head at its beginning."""
     adapters = (lora_parameters(config, model) or 0) / model.hidden_layers
-    layer = _layer_linears(model) * _linear_bytes(config) + adapters * _WIDE_BYTES
+    layer = _layer_linears(model) * _linear_bytes(config) + adapters * _ADAPTER_BYTES
     head = model.vocab_size * model.hidden_size * _WIDE_BYTES
     return round(max(LAYERS_GATHERED * layer, layer + head))
 

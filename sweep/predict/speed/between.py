@@ -1,7 +1,8 @@
 """Owns what cards that train together send each other in a step, and how long a step waits for it.
 
-Nothing here was measured on the cards that it speaks of: what is stated of such steps is wide.
-Knows nothing of a card's own work.
+Two H200 made 1.88 and 1.90 times the tokens of one (Mistral-7B, 8 x 512, Liger, no recomputation);
+of no other card was anything measured, so what is stated of such steps is wide. Knows nothing of a
+card's own work.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ COLLECTIVE_SECONDS = 50e-6
 SHARDED_DOUBT = 0.4
 """The same where they share the model, and gather every layer twice in each micro-batch."""
 PARALLEL_DOUBT = 0.15
-"""How far a step of several cards may be off beside what one of one card may: nobody measured any
-but on one host."""
+"""How far a step of several cards may be off beside what one of one card may: seen was one kind of
+card, on one host."""
 
 
 def waiting_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Sizes:

@@ -185,8 +185,10 @@ def _update(layout: Layout) -> Work:
     per_matrix = layout.sizes(lambda config: OPTIMIZER_LAUNCHES[config.optimizer])
     is_unquantized = layout.are(lambda config: config.optimizer == "adamw_torch_fused")
     moment = np.where(is_unquantized, layout.trained, 1.0)
-    moved = WEIGHTS_MOVED * layout.trained + MOMENTS_MOVED * moment
-    launches = 20 + matrices * per_matrix
+    # Where several cards train, each gradient is copied into the bucket in which it is sent.
+    is_sent = layout.cards > 1
+    moved = WEIGHTS_MOVED * layout.trained + MOMENTS_MOVED * moment + 2 * layout.trained * is_sent
+    launches = 20 + matrices * (per_matrix + is_sent)
     return {"optimizer": Amount(bytes=layout.adapter_parameters * moved, launches=launches)}
 
 

@@ -364,3 +364,17 @@ def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
 def test_comparing_nothing_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="at least one bill"):
         compare_offers([])
+
+
+@given(OFFERS, STEP_SECONDS, st.integers(2, 8))
+@unhurried
+def test_every_card_of_several_is_paid_for_as_long_as_one(
+    offer: Offer, step_seconds: float, cards: int
+) -> None:
+    one = bill(WORK, step_seconds=step_seconds, offer=offer)
+    several = bill(WORK, step_seconds=step_seconds, offer=offer, cards=cards)
+    assert several.usd == pytest.approx(cards * one.usd)
+    assert several.wall_hours == one.wall_hours
+    assert several.billed_hours == pytest.approx(one.billed_hours)
+    assert several.of_step(step_seconds).usd == several.usd
+    assert several.to_json()["cards"] == cards

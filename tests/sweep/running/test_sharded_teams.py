@@ -12,7 +12,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from search_spaces.models import load_model_spec
+from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Invalid, Measured, Measurement, Outcome, OutOfMemory
@@ -21,14 +21,35 @@ from sweep.running.supervisor import SupervisedRunner
 ROOT = Path(__file__).parents[3]
 STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=3, measured_max=3)
 WHOLE = TrialConfig(
-    micro_batch_size=1, seq_len=32, optimizer="adamw_torch_fused", upcast_fp32=False
+    micro_batch_size=1,
+    seq_len=32,
+    lora_rank=2,
+    target_modules="qv",
+    optimizer="adamw_torch_fused",
+    upcast_fp32=False,
 )
+DEEP = ModelSpec(
+    name="deep",
+    source="shipped",
+    config={
+        "model_type": "mistral",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": 256,
+        "sliding_window": None,
+    },
+)
+"""Most of it is in its layers, as of a model that one card cannot hold."""
 SHARED = WHOLE.model_copy(update={"data_parallel": 2, "sharding": "fsdp"})
 
 
 def a_runner(log: Path, *, budget_bytes: int = GIB // 2, **options: str) -> SupervisedRunner:
     target = Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes)
-    return SupervisedRunner(load_model_spec("demo"), target=target, log_path=log, **options)
+    return SupervisedRunner(DEEP, target=target, log_path=log, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from storage.records import Crashed, Measured, Measurement, Outcome, OutOfMemory
+from storage.records import Crashed, Invalid, Measured, Measurement, Outcome, OutOfMemory
 from sweep.running.runner import Progress
 from sweep.running.supervisor import SupervisedRunner
 
@@ -144,3 +145,22 @@ def test_nothing_of_a_team_is_left_once_its_runner_is_closed(tmp_path: Path) -> 
         measured(runner.run(TOGETHER, steps=STEPS))
         assert len(followers()) == len(before) + 1
     assert followers() == before
+
+
+def test_a_process_that_dies_with_nothing_to_do_is_no_trials_verdict(
+    runner: SupervisedRunner,
+) -> None:
+    measured(runner.run(TOGETHER, steps=STEPS))
+    (idle,) = followers()
+    os.kill(idle, signal.SIGKILL)
+    # Until the first process has reaped it: before, all of its threads need not be gone.
+    while Path(f"/proc/{idle}").exists():
+        time.sleep(0.01)
+    assert measured(runner.run(TOGETHER, steps=STEPS)).cards == 2
+
+
+def test_modules_that_the_model_has_not_are_refused_in_a_team_too(runner: SupervisedRunner) -> None:
+    outcome = runner.run(TOGETHER.model_copy(update={"target_modules": ("q_pro",)}), steps=STEPS)
+    assert isinstance(outcome, Invalid), outcome
+    assert outcome.rule == "target_modules"
+    assert measured(runner.run(TOGETHER, steps=STEPS)).cards == 2

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -96,3 +97,39 @@ def test_a_range_on_a_log_scale_is_sampled_on_one() -> None:
     assert encoding.distributions["lora_alpha"] == FloatDistribution(0.001, 10.0, log=True)
     plain = an_encoding(lora_alpha={"low": 0.001, "high": 10.0})
     assert plain.distributions["lora_alpha"] == FloatDistribution(0.001, 10.0)
+
+
+CARDS = {
+    "micro_batch_size": {"choices": [4, 8]},
+    "data_parallel": {"choices": [1, 2, 4]},
+    "effective_batch_size": {"choices": [16, 32]},
+}
+
+
+def test_every_combination_has_whole_micro_batches_on_every_card() -> None:
+    encoding = an_encoding(**CARDS)
+    assert encoding.size is not None
+    combinations = [encoding.combination(index) for index in range(encoding.size)]
+    made = [encoding.config(params) for params in combinations]
+    assert [config for _, config in encoding.every()] == made
+    pairs = {(c.micro_batch_size, c.data_parallel, c.effective_batch_size) for c in made}
+    assert len(pairs) == len(made) == 11
+    assert (8, 4, 16) not in pairs
+    for params in combinations:
+        assert encoding.params_of(encoding.config(params)) == params
+
+
+def test_batches_that_do_not_go_into_each_other_keep_the_micro_batch_and_the_cards() -> None:
+    encoding = an_encoding(**CARDS)
+    drawn = {"micro_batch_size": 8, "data_parallel": 4, "effective_batch_size": 16}
+    whole = encoding.with_whole_batches(drawn, draw=random.Random(0))
+    assert whole == {**drawn, "effective_batch_size": 32}
+
+
+def test_what_no_effective_batch_goes_with_changes_the_cards_too() -> None:
+    dimensions = {**CARDS, "effective_batch_size": {"choices": [8, 16]}}
+    encoding = an_encoding(**dimensions)
+    drawn = {"micro_batch_size": 8, "data_parallel": 4, "effective_batch_size": 16}
+    whole = encoding.with_whole_batches(drawn, draw=random.Random(0))
+    assert whole["micro_batch_size"] == 8
+    assert encoding.config(whole).accumulation_steps >= 1

@@ -15,13 +15,22 @@ from torch.distributed.fsdp import fully_shard
 
 from search_spaces.config import TrialConfig
 from sweep.training.model import quantize_random
-from sweep.training.sharding import precision
+from sweep.training.sharding import AS_STORED
 from sweep.training.team import Place, join, leave
 
 SHARDED = TrialConfig(
     data_parallel=2, sharding="fsdp", upcast_fp32=False, optimizer="adamw_torch_fused"
 )
 FEATURES = 1024
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, base: bnb.nn.Linear4bit) -> None:
+        super().__init__()
+        self.base, self.adapter = base, torch.nn.Linear(FEATURES, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.base(rows)
 
 
 def main(rank: int, meeting: Path, kind: str) -> None:
@@ -34,12 +43,14 @@ def main(rank: int, meeting: Path, kind: str) -> None:
         FEATURES, FEATURES, bias=False, compute_dtype=torch.bfloat16, quant_storage=torch.bfloat16
     )
     quantize_random(layer, config=SHARDED, device=device)
+    # Beside an adapter in fp32, as every layer of a model has one.
+    whole_layer = Layer(layer).to(device)
     rows = torch.randn(4, FEATURES, device=device, dtype=torch.bfloat16)
     whole = layer.weight.detach().clone().view(torch.int16)
     no_numbers = int(torch.isnan(layer.weight.detach().float()).sum())
     before = layer(rows)
-    fully_shard(layer, mp_policy=precision(SHARDED), reshard_after_forward=False)
-    after = layer(rows)
+    fully_shard(whole_layer, mp_policy=AS_STORED, reshard_after_forward=False)
+    after = whole_layer(rows)
     gathered = layer.weight.detach().view(torch.int16)
     print(no_numbers, bool((gathered == whole).all()), bool((before == after).all()))
     leave()

@@ -16,8 +16,15 @@ from sweep.running.worker import Worker
 from sweep.training.adapters import attached
 from sweep.training.compiling import CountingCompiler, compiled
 from sweep.training.model import Unavailable, build_base
-from sweep.training.proof import PROOFS, KernelWatch, expandable_share, ineffective
+from sweep.training.proof import (
+    PROOFS,
+    KernelWatch,
+    StepEvidence,
+    expandable_share,
+    ineffective,
+)
 from sweep.training.step import TrainingLoop
+from sweep.training.team import Look, fingerprint
 from tests.sweep.training.tiny import QUICK, TINY, tiny_base, tiny_config
 
 FREEZE = "freeze v_proj"
@@ -205,3 +212,54 @@ def test_a_value_whose_package_is_missing_is_ineffective_and_harms_no_other_tria
 
 def _build(config: TrialConfig) -> None:
     build_base(config, spec=TINY, weights="random", device=torch.device("cpu"), seed=0).close()
+
+
+def a_look(**changes: Any) -> Look:
+    values: dict[str, Any] = {
+        "rank": 1,
+        "size": 1,
+        "adapters": "same",
+        "tokens": "other rows",
+        "held_share": 1.0,
+        "peak_allocated_bytes": 1,
+        "peak_stage": "backward",
+    }
+    return Look(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("looks", "words"),
+    [
+        ([], "1 of 2 cards trained"),
+        ([a_look()], "a card trained with 0 others"),
+        ([a_look(), a_look(rank=2)], "3 of 2 cards trained"),
+    ],
+)
+def test_a_card_that_did_not_train_with_the_others_is_no_team(
+    looks: list[Look], words: str
+) -> None:
+    config = tiny_config(data_parallel=2)
+    with tiny_base(config) as base, attached(base, config) as attachment:
+        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop.step()
+        fault = ineffective(config, attached=attachment, loop=loop, watch=None, others=looks)
+    assert fault is not None
+    assert (fault.knob, fault.detail) == ("data_parallel", words)
+
+
+def test_a_model_that_every_card_holds_is_not_sharded() -> None:
+    config = tiny_config(upcast_fp32=False, optimizer="adamw_torch_fused")
+    shared = config.model_copy(update={"sharding": "fsdp", "data_parallel": 2})
+    with tiny_base(config) as base, attached(base, config) as attachment:
+        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop.step()
+        detail = PROOFS["sharding"](shared, StepEvidence(attachment, loop, None, (a_look(),)))
+    assert detail == "a card holds 100 % of the layers' weights, not 50 %"
+
+
+def test_a_fingerprint_tells_a_bit_and_its_place() -> None:
+    whole = torch.arange(6, dtype=torch.float32)
+    swapped, flipped = whole[[1, 0, 2, 3, 4, 5]], whole.clone()
+    flipped[0] = -0.0
+    assert fingerprint([whole]) == fingerprint([whole.clone()])
+    assert len({fingerprint([t]) for t in (whole, swapped, flipped, whole.to(torch.bfloat16))}) == 4
