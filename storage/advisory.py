@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import sqlalchemy
 from sqlalchemy.exc import SQLAlchemyError
 
+from search_spaces.errors import EnvironmentFault
 from storage.database import connect_apart
 from storage.holder import Holder, holder_of, session_name, taken
 from storage.patience import Patience
@@ -58,14 +59,20 @@ class AdvisoryLease:
         former, self._name = self._name, session_name()
         connection = self._connect(self._name)
         try:
+            held = _locks(connection).get(_key(self.study))
+            if held is not None and held.application_name != former:
+                raise self._taken(connection)
             refuse_shared_sessions(connection, self.url, another=partial(self._connect, "sweep"))
             if not self._try(connection) and not self._try_after(former, connection):
-                raise taken(self.study, holders(connection, [self.study]).get(self.study))
+                raise self._taken(connection)
             self._process = server_process(connection)
         except BaseException:
             connection.close()
             raise
         self._connection = connection
+
+    def _taken(self, connection: sqlalchemy.Connection) -> EnvironmentFault:
+        return taken(self.study, holders(connection, [self.study]).get(self.study))
 
     def _connect(self, name: str) -> sqlalchemy.Connection:
         return connect_apart(self.url, application_name=name, patience=self.patience)

@@ -93,8 +93,8 @@ _ADVICE = (
     (r"starting up|recovery mode|shutting down", "wait until it is ready, then try again"),
     (
         r"too many (clients|connections)|connection slots|no more connections allowed",
-        "each driver holds one, and another while it starts: close other sessions, or raise "
-        "max_connections",
+        "each driver holds one, and two more while it creates the tables: close other sessions, or "
+        "raise max_connections",
     ),
     (r"query_wait_timeout", "the pooler has no connection to its server left: raise its pool size"),
     (

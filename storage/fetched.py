@@ -94,7 +94,7 @@ def _refuse_loss(name: str, *, here: DatabaseUrl, there: DatabaseUrl, home: Path
     lost = _attempts(name, here, home) - _attempts(name, there, home)
     if lost:
         raise InputError(
-            f"study '{name}' has {len(lost)} results here that are not on the machine it was "
+            f"study '{name}' has results here ({len(lost)}) that are not on the machine it was "
             "fetched from, so nothing of it was replaced: go on with it here, or under another "
             "--study there"
         )

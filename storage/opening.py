@@ -106,6 +106,9 @@ def open_study(
                 patience,
                 warn,
             )
+        if isinstance(lease, AdvisoryLease):
+            # Creating tables took more; from here on the lease's own is enough.
+            close(storage)
         undo.pop_all()
     return opened
 

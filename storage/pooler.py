@@ -51,8 +51,8 @@ def refuse_shared_sessions(
         another: opens another connection.
 
     Raises:
-        EnvironmentFault: it is shared, or the pooler has no second one, which a driver needs to
-            create tables.
+        EnvironmentFault: it is shared, or the pooler has no three of them, as many as a driver
+            needs to create the tables.
     """
     if not is_pooled(connection):
         return
@@ -60,8 +60,8 @@ def refuse_shared_sessions(
     # Not taken back where the session is shared: whose it would be by then nobody knows.
     connection.exec_driver_sql(f"LISTEN {channel}")
     try:
-        with another() as second:
-            is_shared = server_process(second) == process
+        with another() as second, another() as third:
+            is_shared = process in (server_process(second), server_process(third))
             if not is_shared:
                 second.execute(_NOTIFY, {"channel": channel})
     except SQLAlchemyError as error:
@@ -91,9 +91,9 @@ def _hears(connection: sqlalchemy.Connection, channel: str) -> bool:
 
 def _spent(url: PostgresUrl) -> EnvironmentFault:
     return EnvironmentFault(
-        f"database {url}: a connection pooler that has no two connections to the server for us, "
-        "which a driver needs while it starts: raise its pool size (default_pool_size, pool_size), "
-        "or name the server itself"
+        f"database {url}: a connection pooler that has no three connections to the server for "
+        "us, which a driver needs while it starts: raise its pool size (default_pool_size, "
+        "pool_size), or name the server itself"
     )
 
 

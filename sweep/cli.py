@@ -290,9 +290,6 @@ def launch(
 
     words = tuple(options or ())
     typed = read_options(typer.main.get_command(app), "run", [space, *words])
-    models = typed.pop("model", None) or [None]
-    _refuse_several(models)
-    typed["model"] = models[0]
     budget = _seconds("--time-budget", typed.pop("time_budget", None))
     return launching.launch(
         LaunchRequest(

@@ -32,16 +32,21 @@ class Box:
     connection: Connection
     python: str
 
-    def do(self, verb: str, *arguments: str, stdin: bytes = b"") -> dict[str, Any]:
-        """Return what a verb of `there` answers. Raises what `Connection.call` raises."""
-        return dict(json.loads(self._called(verb, arguments, stdin)))
+    def do(
+        self, verb: str, *arguments: str, stdin: bytes = b"", file: IO[bytes] | None = None
+    ) -> dict[str, Any]:
+        """Return what a verb of `there` answers. Takes and raises what `Connection.call` does."""
+        return dict(json.loads(self._called(verb, arguments, stdin, file)))
 
     def fetch(self, *arguments: str) -> bytes:
         """Return the archive that is there."""
         return self._called("fetch", arguments, b"")
 
-    def _called(self, verb: str, arguments: Sequence[str], stdin: bytes) -> bytes:
-        printed = self.connection.call(self._line(verb, arguments), stdin=_program() + stdin)
+    def _called(
+        self, verb: str, arguments: Sequence[str], stdin: bytes, file: IO[bytes] | None = None
+    ) -> bytes:
+        line = self._line(verb, arguments)
+        printed = self.connection.call(line, stdin=_program() + stdin, file=file)
         return printed.partition(_MARK)[2]
 
     def follow(self, *arguments: str, stderr: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -86,7 +86,6 @@ class Modal:
         """Return the app."""
         machine = rental.machine
         count = f":{machine.cards}" if machine.cards > 1 else ""
-        package = rental.parcel.package
         return _template().render(
             app=_app(rental),
             study=rental.study,
@@ -97,8 +96,7 @@ class Modal:
             volume=rental.volume,
             python=rental.parcel.python,
             requirements=rental.parcel.requirements,
-            wheel=None if isinstance(package, str) else str(package),
-            package=package if isinstance(package, str) else None,
+            wheel=str(rental.parcel.package),
             inputs=[(str(one.local), f"{INPUTS}/{one.name}") for one in rental.parcel.inputs],
             directories={str(one.local) for one in rental.parcel.inputs if one.local.is_dir()},
             secrets=list(rental.secrets),

@@ -1,15 +1,11 @@
 """Owns what goes along to a rented machine: this package, the versions beside it, a person's files.
 
-Knows no provider. Builds a wheel where this runs from a checkout; fetches nothing else.
+Knows no provider, and fetches nothing.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,10 +15,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-import sweep
-from search_spaces.errors import EnvironmentFault, words_of
+from search_spaces.errors import EnvironmentFault
+from sweep.launching.package import NAME as PACKAGE
+from sweep.launching.package import make_wheel
 
-PACKAGE = "qlora-sweep"
 EXTRA = "gpu"
 """What a card needs beside: Liger's kernels."""
 
@@ -44,8 +40,8 @@ class Parcel:
     """As ``3.11``."""
     requirements: tuple[str, ...]
     """Everything but this package, at the versions that are installed here."""
-    package: str | Path
-    """This package: a wheel of the checkout it runs from, or its version."""
+    package: Path
+    """A wheel of this package, as it runs here."""
     inputs: tuple[Input, ...] = ()
 
 
@@ -94,41 +90,18 @@ def _collect(requirement: Requirement, found: dict[str, str]) -> None:
         _collect(further, found)
 
 
-def package(directory: Path) -> str | Path:
-    """Return this package as pip takes it: a new wheel in ``directory``, or a released version.
+def package(directory: Path) -> Path:
+    """Write this very installation as a wheel into a directory, beside what is there.
 
     Raises:
-        EnvironmentFault: the wheel of a checkout cannot be built.
+        EnvironmentFault: it is not installed, or cannot be read or written.
     """
-    root = Path(sweep.__file__).parents[1]
-    if not (root / "pyproject.toml").exists():
-        return f"{PACKAGE}=={metadata.version(PACKAGE)}"
-    return _built(root, directory)
-
-
-def _built(root: Path, directory: Path) -> Path:
-    """Build a wheel, and put it beside what a person may have in that directory."""
-    with tempfile.TemporaryDirectory(prefix="sweep-wheel-") as made:
-        wheel = _wheel(root, Path(made))
-        try:
-            shutil.copy(wheel, directory / wheel.name)
-        except OSError as error:
-            raise EnvironmentFault(f"cannot write to {directory}: {error.strerror}") from error
+    wheel = make_wheel()
+    try:
+        (directory / wheel.name).write_bytes(wheel.data)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write to {directory}: {error.strerror}") from error
     return (directory / wheel.name).absolute()
-
-
-def _wheel(root: Path, directory: Path) -> Path:
-    command = [sys.executable, "-P", "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    if importlib.util.find_spec("hatchling") is not None:
-        command.append("--no-build-isolation")
-    command += ["--disable-pip-version-check", "--wheel-dir", str(directory), str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = sorted(directory.glob("*.whl"))
-    if done.returncode or not wheels:
-        said = done.stderr.strip().splitlines()
-        reason = words_of(RuntimeError(said[-1] if said else "pip made none"))
-        raise EnvironmentFault(f"the wheel of {root} cannot be built: {reason}")
-    return wheels[0]
 
 
 def python_version() -> str:

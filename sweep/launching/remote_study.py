@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from search_spaces.errors import EnvironmentFault
+from search_spaces.errors import EnvironmentFault, words_of
 from sweep.launching.box import Box
 from sweep.launching.ssh import ConnectionLostError
 
@@ -74,15 +74,17 @@ class RemoteStudy:
         """
         if not files:
             return
-        packed = io.BytesIO()
-        try:
-            with tarfile.open(fileobj=packed, mode="w") as archive:
-                for name, path in files.items():
-                    # What a link stands for; a link would stand for nothing there.
-                    archive.add(path.resolve(), name)
-        except OSError as error:
-            raise EnvironmentFault(f"{error.filename}: {error.strerror}") from error
-        self._box.do("put", self.directory, stdin=packed.getvalue())
+        # On the disk: texts may be larger than the memory.
+        with tempfile.TemporaryFile() as packed:
+            try:
+                # What a link stands for; a link would stand for nothing there.
+                with tarfile.open(fileobj=packed, mode="w", dereference=True) as archive:
+                    for name, path in files.items():
+                        archive.add(path, name)
+            except OSError as error:
+                raise EnvironmentFault(f"it cannot be sent: {words_of(error)}") from error
+            packed.seek(0)
+            self._box.do("put", self.directory, file=packed)
 
     def start(self, words: Sequence[str]) -> bool:
         """Start ``sweep`` with those words, unless it runs; return whether it did."""

@@ -210,9 +210,8 @@ def task(rental: Rental) -> dict[str, Any]:
     mounts: dict[str, Any] = {
         f"~/{HOME_INPUTS}/{one.name}": str(one.local) for one in rental.parcel.inputs
     }
-    package = rental.parcel.package
-    if isinstance(package, Path):
-        mounts[f"~/{HOME_INPUTS}/{package.name}"] = str(package)
+    wheel = rental.parcel.package
+    mounts[f"~/{HOME_INPUTS}/{wheel.name}"] = str(wheel)
     if machine.cloud == "runpod":
         # Its pods can mount no bucket.
         whole["volumes"] = {RUNPOD_VOLUME: rental.volume}
@@ -237,9 +236,7 @@ def _bucket(rental: Rental) -> dict[str, str]:
 def _setup(rental: Rental) -> str:
     """Return what makes an environment on the machine; where it is there already it stays."""
     parcel = rental.parcel
-    package = parcel.package
-    if isinstance(package, Path):
-        package = f"$HOME/{HOME_INPUTS}/{package.name}"
+    wheel = f"$HOME/{HOME_INPUTS}/{parcel.package.name}"
     python = f'"$HOME/{ENVIRONMENT}/bin/python"'
     install = f"uv pip install --quiet --python {python}"
     needed = "\n".join(parcel.requirements)
@@ -252,7 +249,7 @@ def _setup(rental: Rental) -> str:
         f'uv venv --quiet --allow-existing --python {parcel.python} "$HOME/{ENVIRONMENT}"\n'
         f"cat >\"$HOME/{REQUIREMENTS}\" <<'REQUIREMENTS'\n{needed}\nREQUIREMENTS\n"
         f'{install} --requirement "$HOME/{REQUIREMENTS}"\n'
-        f"{install} --no-deps {_quoted(str(package))}\n"
+        f"{install} --no-deps {_quoted(wheel)}\n"
     )
 
 

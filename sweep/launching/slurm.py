@@ -166,7 +166,7 @@ def job_script(job: Job, allocation: Allocation) -> str:
 _BODY = r"""
 set -u
 spool="$files/spool.jsonl"
-idle_file="$files/slurm-$SLURM_JOB_ID.idle"
+idle_file="$files/slurm-${SLURM_JOB_ID:?is set by SLURM: submit this with sbatch}.idle"
 child="" asked=0 asked_at=0 because=""
 
 results() { if [ -e "$spool" ]; then wc -l <"$spool"; else echo 0; fi; }
@@ -201,8 +201,12 @@ if [ "$code" -le 2 ]; then
     rm -f "$idle_file"
     exit "$code"
 fi
-# Cancelled; whoever preempted it requeues it.
-if [ "$because" = told ]; then exit "$code"; fi
+# Cancelled, which may reach the study alone; whoever preempted it requeues it.
+if [ "$because" != limit ]; then
+    case "$because $code" in
+        told* | " 129" | " 130" | " 138" | " 143") exit "$code" ;;
+    esac
+fi
 
 idle=0
 if [ "$(results)" -eq "$before" ]; then

@@ -42,6 +42,7 @@ _OPTIONS = {
 }
 _READY = "qlora-sweep-is-connected"
 _LOST = 255
+_SHORT = 50
 _ADDRESS = re.compile(
     r"(?:(?P<user>[^\s@:/'\"-][^\s@:/'\"]*)@)?"
     r"(?:\[(?P<ip>[0-9A-Fa-f:.]+)\]|(?P<box>[\w.][\w.-]*))(?::(?P<port>\d{1,5}))?"
@@ -100,7 +101,7 @@ class Connection:
     def __init__(self, address: Address) -> None:
         self.address = address
         self._ssh = _ssh_command()
-        self._directory = tempfile.TemporaryDirectory(prefix="sweep-ssh-")
+        self._directory = tempfile.TemporaryDirectory(prefix="sweep-ssh-", dir=_short_directory())
         self._master: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -135,12 +136,13 @@ class Connection:
                 said.seek(0)
                 raise EnvironmentFault(self._why(said.read().decode(errors="replace")))
 
-    def call(self, command: str, *, stdin: bytes = b"") -> bytes:
+    def call(self, command: str, *, stdin: bytes = b"", file: IO[bytes] | None = None) -> bytes:
         """Return what a command prints there.
 
         Args:
             command: a line for the shell of the user's there.
             stdin: what it reads.
+            file: what it reads behind that, of any size, before it prints much.
 
         Raises:
             ConnectionLostError: the connection ended before the command.
@@ -149,7 +151,10 @@ class Connection:
         with tempfile.TemporaryFile() as said:
             process = self._started(command, ("-o", "ControlMaster=no"), stderr=said)
             try:
-                printed, _ = process.communicate(stdin)
+                if file is None:
+                    printed, _ = process.communicate(stdin)
+                else:
+                    printed = _fed(process, stdin, file)
             except BaseException:
                 process.kill()
                 process.wait()
@@ -249,6 +254,22 @@ def _ssh_command() -> list[str]:
             f"{named[0]} is not here: install the OpenSSH client, or name one with {SSH}"
         )
     return named
+
+
+def _fed(process: subprocess.Popen[bytes], stdin: bytes, file: IO[bytes]) -> bytes:
+    """Return what a process prints that was given a file to read."""
+    assert process.stdin is not None
+    # One that ended before it read all says why.
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(stdin)
+        shutil.copyfileobj(file, process.stdin)
+    return process.communicate()[0]
+
+
+def _short_directory() -> str | None:
+    """Return where a socket can be: its whole name is no longer than a hundred letters."""
+    usual = tempfile.gettempdir()
+    return "/tmp" if len(usual) > _SHORT and os.access("/tmp", os.W_OK) else None
 
 
 def _has_said(process: subprocess.Popen[bytes], word: str, seconds: float) -> bool:

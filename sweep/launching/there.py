@@ -48,7 +48,7 @@ def look() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "executable": sys.executable,
         "home": str(Path.home()),
-        "is_environment": sys.prefix != sys.base_prefix,
+        "is_environment": sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").exists(),
         "has_torch": importlib.util.find_spec("torch") is not None,
         "versions": versions,
         "sweep": _installed(),

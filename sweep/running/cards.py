@@ -40,6 +40,25 @@ class ChosenCard:
         return self.card.uuid or str(self.index)
 
 
+def cards_for(size: int, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
+    """Return the first cards of a machine, as many as one trial trains on together.
+
+    Raises as `choose_cards` does.
+    """
+    try:
+        return choose_cards(str(size), cards)
+    except (InputError, EnvironmentFault) as error:
+        raise type(error)(f"data_parallel {size} needs {size} cards for a trial: {error}") from None
+
+
+def teams_of(cards: Sequence[ChosenCard], *, size: int) -> list[tuple[ChosenCard, ...]]:
+    """Return cards in groups of so many, which train one configuration at a time; what is left over
+    trains none.
+    """
+    whole = len(cards) - len(cards) % size
+    return [tuple(cards[first : first + size]) for first in range(0, whole, size)]
+
+
 def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
     """Return the cards that ``--cards`` names: ``all``, how many, or which (``0,2``, or ``2,``).
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -179,10 +180,12 @@ class Lanes:
 
     def close(self) -> None:
         """Free all devices; what still runs is for nobody. Idempotent."""
-        if self._jobs and not self._is_single:
-            self._end_what_runs()
-        for lane in self.all:
-            lane.close()
+        with ExitStack() as closing:
+            # Whatever one of them raises, or somebody who does not want to wait: all are closed.
+            for lane in self.all:
+                closing.callback(lane.close)
+            if self._jobs and not self._is_single:
+                self._end_what_runs()
 
     def _end_what_runs(self) -> None:
         self.cancel()

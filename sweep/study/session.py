@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +52,7 @@ from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_pa
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.running.cards import ChosenCard
+from sweep.running.cards import ChosenCard, teams_of
 from sweep.running.device_info import Card
 from sweep.running.lanes import Lane, Lanes
 from sweep.running.runner import Runner
@@ -120,6 +120,14 @@ class Prepared:
     def target(self) -> Target:
         """What it is searched for."""
         return self.definition.target
+
+    @property
+    def cards_per_trial(self) -> int:
+        """Cards that the widest of its trials trains on together; 1 on a CPU, which all share."""
+        if self.target.device == "cpu":
+            return 1
+        space = self.space
+        return int(max(*space.values_of("data_parallel"), space.baseline_config().data_parallel))
 
 
 def prepare(
@@ -418,21 +426,25 @@ def _plain(value: Any) -> str:
 def supervised_runner(prepared: Prepared) -> Runner | Lanes:
     """Return the real runner; its child starts when it is told to, or with the first trial.
 
-    Where cards were chosen each has a lane of its own.
+    Where cards were chosen each has a lane of its own, or as many together as a trial trains on.
     """
-    cards = prepared.cards
-    if not cards:
+    teams = teams_of(prepared.cards, size=prepared.cards_per_trial)
+    if not teams:
         return _runner_of(prepared)
     return Lanes(
         [
             Lane(
-                _runner_of(prepared, lane=lane, cards=(card.cuda_name,)),
-                name=card.name if len(cards) > 1 else "",
-                fault=FaultWatch(card.cuda_name),
+                _runner_of(prepared, lane=lane, cards=tuple(card.cuda_name for card in team)),
+                name=" and ".join(card.name for card in team) if len(teams) > 1 else "",
+                fault=partial(_first_fault, [FaultWatch(card.cuda_name) for card in team]),
             )
-            for lane, card in enumerate(cards)
+            for lane, team in enumerate(teams)
         ]
     )
+
+
+def _first_fault(watches: Sequence[FaultWatch]) -> str | None:
+    return next((fault for watch in watches if (fault := watch()) is not None), None)
 
 
 def _runner_of(prepared: Prepared, *, lane: int = 0, cards: tuple[str, ...] = ()) -> Runner:
@@ -512,7 +524,11 @@ def drive(
                     preflight=preflight,
                     stopping=Stopping(
                         space,
-                        usd_per_hour=price_of(space, gpu=prepared.target.gpu, cards=len(lanes.all)),
+                        usd_per_hour=price_of(
+                            space,
+                            gpu=prepared.target.gpu,
+                            cards=max(len(lanes.all), len(prepared.cards)),
+                        ),
                         outlook=partial(_outlook, sampler, study, listener),
                         fastest_of=partial(_fastest_of, sampler, study),
                     ),

@@ -35,6 +35,7 @@ from sweep.paths import (
     runs_directory,
     storage_url,
 )
+from sweep.running.cards import teams_of
 from sweep.running.device_info import read_card
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Listener, StopReason
@@ -140,7 +141,9 @@ def run_models(
             where=chosen,
         ),
     )
-    cards_of: list[str | None] = [f"{card.index}," for card in chosen.cards]
+    size = max(each.prepared.cards_per_trial for each in planned)
+    teams = teams_of(chosen.cards, size=size)
+    cards_of: list[str | None] = [",".join(str(c.index) for c in team) + "," for team in teams]
     return many_models.run(
         planned, places=cards_of or [None], command=command, words=words, as_json=as_json
     )

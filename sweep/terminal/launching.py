@@ -65,7 +65,7 @@ def launch(
     predictor: Predictor | None = None,
     ready: Callable[[Provider, Machine], None] = require,
     start: Callable[[Sequence[str]], int] | None = None,
-    pack: Callable[[Path], str | Path] = package,
+    pack: Callable[[Path], Path] = package,
 ) -> int:
     """Write a study's job for a rented machine, say what it costs, and start it where asked.
 
@@ -75,7 +75,7 @@ def launch(
         predictor: makes what predicts memory; by default it traces the model's own code.
         ready: checks that a provider's tool and login are there.
         start: runs the provider's command to its end; returns its exit code.
-        pack: puts this package into a directory, or names its release.
+        pack: puts this package into a directory.
 
     Raises:
         InputError: something that was typed or named is not right, or no price is known.
@@ -232,7 +232,7 @@ def _parcel(
     question: Question,
     *,
     directory: Path,
-    pack: Callable[[Path], str | Path],
+    pack: Callable[[Path], Path],
 ) -> Parcel:
     space, named = _located(request, question)
     is_random = question.space is None or question.space.weights == "random"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 from search_spaces.errors import InputError
-from sweep.running.cards import ChosenCard, choose_cards
+from sweep.running.cards import ChosenCard, cards_for, choose_cards
 from sweep.running.device_info import Card, read_card, read_cards
 from sweep.running.lanes import Lanes
 from sweep.running.on_ray.cluster import Cluster
@@ -89,11 +89,20 @@ class OnCards:
         """See `Places.given_to`.
 
         Raises:
-            InputError: it runs on none.
+            InputError: it runs on none, or fewer than one of its trials trains on.
+            EnvironmentFault: nothing was typed, and not so many cards are to be had.
         """
-        if self.typed is not None and not self.cards:
+        size = prepared.cards_per_trial
+        if self.typed is None:
+            return replace(prepared, cards=() if size == 1 else cards_for(size, read_cards()))
+        if not self.cards:
             raise InputError(
                 f"--cards {self.typed}: space '{prepared.space.name}' is for the CPU, which is one"
+            )
+        if len(self.cards) < size:
+            raise InputError(
+                f"--cards {self.typed}: data_parallel {size} trains on {size} cards at once, and "
+                f"{len(self.cards)} {'is' if len(self.cards) == 1 else 'are'} named"
             )
         return replace(prepared, cards=self.cards)
 
@@ -131,7 +140,16 @@ class OnRay:
         return card_on_ray(self._cluster(), self._space, self._overrides)
 
     def given_to(self, prepared: Prepared) -> Prepared:
-        """Return the study as it is: its cards are not this machine's."""
+        """Return the study as it is: its cards are not this machine's.
+
+        Raises:
+            InputError: a trial trains on several cards.
+        """
+        if prepared.cards_per_trial > 1:
+            raise InputError(
+                f"--ray {self._address}: data_parallel {prepared.cards_per_trial} trains on many "
+                "cards at once, and a trial has one on a cluster: run it on a machine with --cards"
+            )
         return prepared
 
     def new_runner(self, prepared: Prepared) -> Runner | Lanes:

@@ -106,8 +106,12 @@ def _driven(
                 "and fetches it."
             )
             return INTERRUPTED if interruption.is_requested() else ENVIRONMENT
-        _keep(there, name=name, address=address, url=url)
-    return _told(ended, name=name, address=address)
+        try:
+            _keep(there, name=name, address=address, url=url)
+        finally:
+            # What came of it is worth knowing where it cannot be kept here, too.
+            code = _told(ended, name=name, address=address)
+    return code
 
 
 class _Asked:

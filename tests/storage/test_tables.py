@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
-import optuna
 import pytest
 import sqlalchemy
 
@@ -67,17 +68,11 @@ def test_tables_of_an_older_optuna_are_refused_until_they_are_upgraded_as_is_sai
 ) -> None:
     with open_it(url, home) as study:
         told = run_one(study)
-    execute(
-        url,
-        "UPDATE alembic_version SET version_num = 'v3.0.0.d'",
-        "DROP INDEX trials_study_id_key",
-    )
+    execute(url, "UPDATE alembic_version SET version_num = 'v3.0.0.d'")
     refused(url, home, r"older Optuna \(v3\.0\.0\.d, .*optuna storage upgrade")
-    there = url.replace("postgresql", "postgresql+psycopg", 1).replace("{", "{{")
-    storage = optuna.storages.RDBStorage(there, skip_compatibility_check=True)
-    storage.upgrade()
-    storage.remove_session()
-    storage.engine.dispose()
+    there = url.replace("postgresql", "postgresql+psycopg", 1)
+    command = [Path(sys.executable).with_name("optuna"), "storage", "upgrade", "--storage", there]
+    subprocess.run(command, check=True, capture_output=True)
     with open_it(url, home) as study:
         assert study.records() == (told,)
 

@@ -50,6 +50,7 @@ class Cluster:
         self.ray = ray
         """The module, joined to it."""
         self._package = package
+        self._here = fingerprint(device="cpu")
         self.nodes = self._look(())
 
     def card(self, gpu: str) -> Card | None:
@@ -88,10 +89,10 @@ class Cluster:
         refuse_missing(now)
         there = {node.id for node in now}
         places = [
-            self._place(node, number, settings)
+            place
             for node in self._chosen(gpu)
             if node.id in there
-            for number in range(len(node.portrait.cards) if settings.target.device == "cuda" else 1)
+            for place in self._places_on(node, settings)
         ]
         try:
             begun = self._begun(places)
@@ -107,7 +108,7 @@ class Cluster:
 
     def _chosen(self, gpu: str) -> tuple[Node, ...]:
         nodes = chosen(self.nodes, gpu=gpu)
-        refuse_differences(nodes, here=fingerprint(device="cpu"))
+        refuse_differences(nodes, here=self._here)
         return nodes
 
     def _look(self, paths: tuple[str, ...], among: Sequence[Node] = ()) -> tuple[Node, ...]:
@@ -155,16 +156,21 @@ class Cluster:
             why = ends.shown(lines[-1] if lines else type(error).__name__)
             raise EnvironmentFault(f"node {address} of the Ray cluster: {why}") from error
         if isinstance(found, dict):
-            raise _without_package(address, found)
+            raise _without_package(address, found, self._here["versions"]["qlora-sweep"])
         assert isinstance(found, SelfPortrait)
         return found
 
-    def _place(self, node: Node, number: int, settings: HostSettings) -> Place:
-        place = re.sub(r"[^\w.-]", "-", f"{node.address}-{node.id[:8]}-{number}")
-        runner = RayRunner(
-            self.ray, replace(settings, place=place), node_id=node.id, address=node.address
-        )
-        return Place(node.address, runner)
+    def _places_on(self, node: Node, settings: HostSettings) -> list[Place]:
+        count = len(node.portrait.cards) if settings.target.device == "cuda" else 1
+        names = [
+            re.sub(r"[^\w.-]", "-", f"{node.address}-{node.id[:8]}-{number}")
+            for number in range(count)
+        ]
+        each = [replace(settings, place=name, neighbours=count - 1) for name in names]
+        return [
+            Place(node.address, RayRunner(self.ray, one, node_id=node.id, address=node.address))
+            for one in each
+        ]
 
     def _begun(self, places: Sequence[Place]) -> list[Place]:
         """Begin with the actors, and return those whose card was free, named after it."""
@@ -218,8 +224,7 @@ def _question() -> Callable[[str, int, tuple[str, ...]], Any]:
     return look
 
 
-def _without_package(address: str, found: dict[str, str]) -> EnvironmentFault:
-    version = fingerprint(device="cpu")["versions"]["qlora-sweep"]
+def _without_package(address: str, found: dict[str, str], version: str | None) -> EnvironmentFault:
     wanted = "qlora-sweep[ray]" if version is None else f"qlora-sweep[ray]=={version}"
     return EnvironmentFault(
         f"node {address} of the Ray cluster has not this qlora-sweep ({ends.shown(found['why'])}): "

@@ -50,6 +50,8 @@ class HostSettings:
     study: str
     place: str = "0"
     """Of the runner among those of the study, as a name for its directory."""
+    neighbours: int = 0
+    """How many other workers of the study share the node's cores."""
 
     @property
     def log_path(self) -> Path:
@@ -231,6 +233,7 @@ def _supervised(settings: HostSettings) -> Runner:
         log_path=settings.log_path,
         seed=settings.seed,
         texts=settings.texts,
+        neighbours=settings.neighbours,
     )
 
 

@@ -150,10 +150,14 @@ def _differences(
     for name, version in _versions(known).items():
         if there.get(name) != version:
             yield name, there.get(name), version
-    commits = environment.get("commit"), known.get("commit")
+    commit, known_commit = environment.get("commit"), known.get("commit")
     # An installation that is no checkout has none to compare.
-    if all(commits) and commits[0] != commits[1]:
-        yield "sweep's commit", *commits
+    if commit and known_commit and commit != known_commit:
+        yield "sweep's commit", _short(commit), _short(known_commit)
+
+
+def _short(commit: str) -> str:
+    return commit[:10] + ("-dirty" if commit.endswith("-dirty") else "")
 
 
 def _versions(environment: Mapping[str, Any]) -> dict[str, str | None]:

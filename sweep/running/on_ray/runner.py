@@ -127,17 +127,8 @@ class RayRunner:
             attempt=attempt,
             quality=quality,
         )
-        self._phase = "start"
-        was_at_work = self._has_spoken
         try:
-            try:
-                return self._follow(trial, observe)
-            except _Gone:
-                if not was_at_work or self._phase != "start" or not self._is_node_alive():
-                    raise
-                # It ended while it had nothing to do: that is not this trial's doing.
-                self._discard()
-                return self._follow(trial, observe)
+            return self._run(trial, observe)
         except _Cancelled:
             self._discard()
             return INTERRUPTED
@@ -192,6 +183,18 @@ class RayRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _run(self, trial: Trial, observe: Observer) -> Outcome:
+        """Run a trial in the actor that is there, or in another where that one ended since."""
+        was_there, self._phase = self._actor is not None, "start"
+        try:
+            return self._follow(trial, observe)
+        except _Gone:
+            if not was_there or self._phase != "start" or not self._is_node_alive():
+                raise
+            # It ended while it had nothing to do: that is not this trial's doing.
+            self._discard()
+            return self._follow(trial, observe)
 
     def _follow(self, trial: Trial, observe: Observer) -> Outcome:
         """Order a trial and hear how it goes until it has ended."""
@@ -291,7 +294,12 @@ class RayRunner:
         return self._lost
 
     def _is_node_alive(self) -> bool:
-        return any(n["NodeID"] == self._node_id and n["Alive"] for n in self._ray.nodes())
+        try:
+            nodes = self._ray.nodes()
+        except (self._ray.exceptions.RayError, RuntimeError, OSError):
+            # The head is gone, and with it whoever could tell.
+            return False
+        return any(node["NodeID"] == self._node_id and node["Alive"] for node in nodes)
 
     def _take_fresh(self) -> bool:
         wanted, self._wants_fresh = self._wants_fresh, False

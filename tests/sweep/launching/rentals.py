@@ -36,9 +36,10 @@ def a_cost(**changes: Any) -> Cost:
     return replace(cost, **changes)
 
 
-def a_rental(
-    *, wheel: Path | None = None, inputs: tuple[Input, ...] = (), **changes: Any
-) -> Rental:
+WHEEL = Path("/somewhere/qlora_sweep-0.1.0-py3-none-any.whl")
+
+
+def a_rental(*, wheel: Path = WHEEL, inputs: tuple[Input, ...] = (), **changes: Any) -> Rental:
     machine = changes.pop("machine", Machine(find_gpu("a10")))
     rental = Rental(
         study="mine",
@@ -47,7 +48,7 @@ def a_rental(
         parcel=Parcel(
             "3.11",
             ("torch==2.13.0", "transformers==5.17.0"),
-            "qlora-sweep==0.1.0" if wheel is None else wheel,
+            wheel,
             inputs,
         ),
         cost=a_cost(),

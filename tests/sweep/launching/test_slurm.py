@@ -68,6 +68,11 @@ def test_a_job_that_is_cancelled_is_not_requeued(queue: Queue) -> None:
     assert queue.allocation(number=signal.SIGTERM, when=(files / "up").exists) == (130, False)
 
 
+def test_a_study_that_somebody_else_stopped_is_not_requeued(queue: Queue) -> None:
+    a_job(queue, f"{RESULT}; exit 130")
+    assert queue.allocation() == (130, False)
+
+
 def test_allocations_without_a_result_end(queue: Queue) -> None:
     files = a_job(queue, "trap 'exit 130' TERM; touch up; while :; do sleep 0.1; done")
     requeued = []

@@ -6,7 +6,7 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB
-from sweep.running.cards import choose_cards
+from sweep.running.cards import cards_for, choose_cards, teams_of
 from sweep.running.device_info import Card, CardProcess, read_cards
 from tests.sweep.pretend_nvml import REFUSED, PretendNvml, memory
 
@@ -88,6 +88,24 @@ def test_a_card_that_somebody_uses_is_refused_and_the_others_are_named(
 
 def test_a_driver_that_tells_no_free_memory_says_nothing_of_who_uses_a_card() -> None:
     assert choose_cards("1", [replace(A10, free_bytes=None)])
+
+
+def test_cards_train_together_in_whole_teams() -> None:
+    chosen = choose_cards("all", FOUR)
+    teams = [[card.index for card in team] for team in teams_of(chosen, size=2)]
+    assert teams == [[0, 1], [2, 3]]
+    assert len(teams_of(chosen[:3], size=2)) == 1
+    assert teams_of((), size=2) == []
+
+
+def test_a_trial_of_several_cards_takes_the_first_of_a_machine_or_says_how_many_are_missing() -> (
+    None
+):
+    assert [card.index for card in cards_for(2, FOUR)] == [0, 1]
+    with pytest.raises(InputError, match=r"data_parallel 4 needs 4 cards for a trial: .*2 cards"):
+        cards_for(4, FOUR[:2])
+    with pytest.raises(EnvironmentFault, match="data_parallel 4 needs 4 cards for a trial"):
+        cards_for(4, [])
 
 
 def many(count: int) -> PretendNvml:

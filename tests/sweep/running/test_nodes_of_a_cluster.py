@@ -85,7 +85,7 @@ def test_a_card_that_no_driver_tells_of_is_refused() -> None:
         ({"versions": {"transformers": "5.16.0"}}, "transformers 5.16.0, the driver 5.17.0"),
         ({"versions": {"torch": None}}, "torch none, the driver 2.13.0"),
         ({"python": "3.12.1"}, "Python 3.12.1, the driver 3.11.9"),
-        ({"commit": "b" * 40}, f"sweep's commit {'b' * 40}, the driver {'a' * 40}"),
+        ({"commit": f"{'b' * 40}-dirty"}, "sweep's commit bbbbbbbbbb-dirty, the driver aaaaaaaaaa"),
     ],
 )
 def test_a_node_with_other_versions_is_refused_with_both(there: dict[str, Any], words: str) -> None:

@@ -28,7 +28,7 @@ from sweep.running.on_ray.nodes import Node
 from sweep.running.on_ray.runner import RayRunner
 from sweep.running.runner import Progress
 from tests.sweep.running.driver_on_ray import LONG, SMALL, processes_of, settings
-from tests.sweep.running.ray_cluster import ROOT, LocalCluster
+from tests.sweep.running.ray_cluster import PATH, ROOT, LocalCluster
 
 pytest.importorskip("ray")
 
@@ -174,7 +174,7 @@ def test_the_end_of_the_driver_ends_its_actors_and_their_workers(local: LocalClu
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": PATH},
         text=True,
     )
     assert driver.stdout is not None
@@ -230,7 +230,7 @@ def test_a_study_goes_on_without_a_node_that_is_lost(
         [sys.executable, "-c", run, "run", "cpu-demo", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "SWEEP_HOME": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": PATH, "SWEEP_HOME": str(tmp_path)},
         text=True,
     )
     doomed = nodes[DOOMED_IN_A_STUDY]

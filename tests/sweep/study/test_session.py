@@ -4,6 +4,7 @@ import shlex
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,17 @@ from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from sweep import cli
 from sweep.paths import runs_directory
+from sweep.running.cards import ChosenCard
+from sweep.running.lanes import Lanes
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
 from sweep.study import session
 from sweep.study.events import Event, Listener, SpaceTraced, StopReason, TrialFinished
 from sweep.study.interruption import Interruption
-from sweep.study.session import Prepared, drive, prepare, prepare_again
+from sweep.study.session import Prepared, drive, prepare, prepare_again, supervised_runner
 from sweep.study.tuner import confirm_anew
 from sweep.terminal.knob_options import add_knobs
+from sweep.terminal.places import OnCards
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_measurement, train
 from tests.sweep.study.test_targets import a_card
@@ -47,6 +51,33 @@ def prepared(
 ) -> Prepared:
     card = a_card("h200")
     return prepare(space, overrides=overrides, held=held, study=study, card=lambda: card)
+
+
+def cards(*indices: int) -> tuple[ChosenCard, ...]:
+    return tuple(ChosenCard(at, replace(a_card("h200"), uuid=f"GPU-{at}")) for at in indices)
+
+
+def test_each_chosen_card_has_a_lane_or_as_many_as_a_trial_trains_on_together() -> None:
+    alone = replace(prepared("a10", study="lanes"), cards=cards(0, 2))
+    assert alone.cards_per_trial == 1
+    found = supervised_runner(alone)
+    assert isinstance(found, Lanes)
+    assert [lane.name for lane in found.all] == ["card 0", "card 2"]
+
+    both = prepared("a10", study="lanes", held={"data_parallel": 2})
+    assert both.cards_per_trial == 2
+    teams = supervised_runner(replace(both, cards=cards(0, 1, 2, 3, 4)))
+    assert isinstance(teams, Lanes)
+    assert [lane.name for lane in teams.all] == ["card 0 and card 1", "card 2 and card 3"]
+    assert not isinstance(supervised_runner(prepared("a10", study="lanes")), Lanes)
+
+
+def test_a_trial_of_two_cards_takes_two_of_this_machine_or_is_refused() -> None:
+    both = prepared("a10", study="lanes", held={"data_parallel": 2})
+    where = OnCards("0,", cards(0))
+    with pytest.raises(InputError, match=r"data_parallel 2 trains on 2 cards at once, and 1 is"):
+        where.given_to(both)
+    assert len(OnCards("0,1", cards(0, 1)).given_to(both).cards) == 2
 
 
 def simulated(_: Prepared) -> Runner:
