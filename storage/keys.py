@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 DEFINITION, RUNS, WALL_SECONDS, IDENTITY = "definition", "runs", "wall_seconds", "identity"
+CARD_SECONDS = "card_seconds"
+"""Missing where it is the wall seconds: a study of one card at a time."""
 ENDED = "ended"
 QUALITY_TOKENS = "quality_tokens"
 FORMAT = "format"

@@ -21,7 +21,7 @@ from storage.records import Attempt, Outcome
 
 NAME = "outcome.json"
 """Of the first worker's file, in the study's directory."""
-NAMES = "outcome*.json"
+NAMES = (NAME, "outcome-[0-9].json", "outcome-[0-9][0-9].json")
 """Of all of them: each worker beside the first has its number in the name."""
 BYTES_MAX = 1024 * 1024
 """Far more than an outcome takes; anything larger was not written by a worker."""
@@ -31,7 +31,7 @@ _OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
 
 def outcome_files(directory: Path) -> tuple[OutcomeFile, ...]:
     """Return the files that a study's workers left."""
-    return tuple(OutcomeFile(path) for path in sorted(directory.glob(NAMES)))
+    return tuple(OutcomeFile(path) for pattern in NAMES for path in sorted(directory.glob(pattern)))
 
 
 def beside_log(log: Path) -> OutcomeFile:

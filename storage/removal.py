@@ -23,7 +23,10 @@ from storage.spool import NAME as SPOOL
 from storage.stored import stored_identity
 from storage.urls import parse_url
 
-FILES = (SPOOL, OUTCOMES, REPORT, "worker.log", "worker.log.1", "worker-*.log*", HOST, IDENTITY)
+_LOGS = tuple(
+    f"worker{number}.log{older}" for number in ("", "-[0-9]", "-[0-9][0-9]") for older in ("", ".1")
+)
+FILES = (SPOOL, *OUTCOMES, REPORT, *_LOGS, HOST, IDENTITY)
 """Patterns of what a study leaves in its directory; whatever else is there is somebody else's.
 
 The last one is what says whose they are: where that fails half-way it is still known.

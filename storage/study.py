@@ -36,7 +36,7 @@ from storage.kept import (
     unsettled,
     unsettled_words,
 )
-from storage.keys import ENDED, IDENTITY, QUALITY_TOKENS, WALL_SECONDS
+from storage.keys import CARD_SECONDS, ENDED, IDENTITY, QUALITY_TOKENS, WALL_SECONDS
 from storage.lease import Lease
 from storage.ledger import Ledger
 from storage.outcome_file import outcome_files
@@ -87,8 +87,12 @@ class OpenStudy:
     """Identity of each attempt that this driver began, by number."""
     _open: dict[int, TrialRecord] = field(default_factory=dict, init=False)
     """What was begun and not told, by number: as interrupted, until it is."""
+    cards: int = field(default=1, init=False)
+    """That trials run on at a time, in this run."""
     _wall_seconds: float | None = field(default=None, init=False)
     """As it was read or written last; nobody else writes it."""
+    _card_seconds: float | None = field(default=None, init=False)
+    """Likewise."""
     ledger: Ledger = field(default_factory=Ledger, init=False)
     """Every finished trial, from memory: nobody else writes."""
 
@@ -418,8 +422,22 @@ class OpenStudy:
     def add_wall_seconds(self, seconds: float) -> None:
         """Add to the driver's time over all runs of the study."""
         total = self.wall_seconds() + seconds
-        self._patiently(lambda: self.study.set_user_attr(WALL_SECONDS, total))
-        self._wall_seconds = total
+        of_cards = self.card_seconds() + seconds * self.cards
+
+        def write() -> None:
+            if of_cards != total:
+                self.study.set_user_attr(CARD_SECONDS, of_cards)
+            self.study.set_user_attr(WALL_SECONDS, total)
+
+        self._patiently(write)
+        self._wall_seconds, self._card_seconds = total, of_cards
+
+    def card_seconds(self) -> float:
+        """Return the driver's time over all runs, times the cards that each had: what is paid."""
+        if self._card_seconds is None:
+            stored = self._patiently(lambda: self.study.user_attrs)
+            self._card_seconds = float(stored.get(CARD_SECONDS, stored.get(WALL_SECONDS, 0.0)))
+        return self._card_seconds
 
     def _reload(self) -> None:
         # Whoever had the lease in between may have been a newer version.
@@ -431,7 +449,7 @@ class OpenStudy:
             self._warn(words)
         self.ledger = Ledger(trials.records)
         self._storage.record_of = self._known
-        self._wall_seconds = None
+        self._wall_seconds = self._card_seconds = None
 
     def _known(self, number: int) -> TrialRecord | None:
         return self.ledger.record(number)

@@ -84,7 +84,8 @@ def _visible_names(nvml: Any) -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return [str(index) for index in range(_ask(nvml.nvmlDeviceGetCount) or 1)]
-    return [name.strip() for name in named.split(",")]
+    first, *others = (name.strip() for name in named.split(","))
+    return [first, *takewhile(bool, others)]
 
 
 def _handle(nvml: Any, name: str) -> Any:
@@ -189,13 +190,16 @@ class FaultWatch:
         # For as long as this process lives, like `card_at`.
         _ask(nvml.nvmlInit)
         handle = _ask(nvml.nvmlDeviceGetHandleByUUID, uuid)
-        self._ecc_errors = 0 if handle is None else self._uncorrected(handle)
-        if handle is not None:
+        self._is_known = handle is not None
+        """Of a card that was never found by that name nothing is ever said."""
+        self._ecc_errors = self._uncorrected(handle) if self._is_known else 0
+        if self._is_known:
             self._listen(handle)
 
     def __call__(self) -> str | None:
         """Return what is wrong with the card; None where it is well, or nobody can tell."""
-        self._found = self._found or self._look()
+        if self._is_known and self._found is None:
+            self._found = self._look()
         return self._found
 
     def _look(self) -> str | None:

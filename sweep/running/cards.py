@@ -77,6 +77,7 @@ def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
             f"--cards {typed}: this machine shows no NVIDIA GPU; `sweep doctor` says what is wrong"
         )
     chosen = tuple(ChosenCard(index, cards[index]) for index in wanted)
+    _refuse_doubled(typed, chosen)
     _refuse_different(typed, chosen, cards)
     _refuse_busy(typed, chosen)
     return chosen
@@ -113,6 +114,17 @@ def _there_are(count: int) -> str:
     if count == 1:
         return "this machine has one card, 0"
     return f"this machine has {count} cards, 0 to {count - 1}"
+
+
+def _refuse_doubled(typed: str, chosen: Sequence[ChosenCard]) -> None:
+    known: dict[str, ChosenCard] = {}
+    for card in chosen:
+        other = known.setdefault(card.cuda_name, card)
+        if other is not card:
+            raise InputError(
+                f"--cards {typed}: {other.name} and {card.name} are one and the same: "
+                "CUDA_VISIBLE_DEVICES names it twice"
+            )
 
 
 def _refuse_different(typed: str, chosen: Sequence[ChosenCard], cards: Sequence[Card]) -> None:

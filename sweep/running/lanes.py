@@ -78,6 +78,14 @@ class Ended:
     result: Outcome | EnvironmentFault
 
 
+@dataclass(frozen=True)
+class _Failed:
+    """A trial that ended by a mistake of ours."""
+
+    lane: Lane
+    error: BaseException
+
+
 class Lanes:
     """The lanes of one study. A single one runs its trials in the thread that waits for them.
 
@@ -89,9 +97,7 @@ class Lanes:
         assert lanes, "a study runs somewhere"
         self.all = tuple(lanes)
         self._jobs: dict[Lane, Job] = {}
-        self._said: queue.SimpleQueue[Ended | BaseException | Callable[[], None]] = (
-            queue.SimpleQueue()
-        )
+        self._said: queue.SimpleQueue[Ended | _Failed | Callable[[], None]] = queue.SimpleQueue()
 
     @classmethod
     def of(cls, runner: Runner | Lanes) -> Lanes:
@@ -109,6 +115,10 @@ class Lanes:
     def idle(self) -> tuple[Lane, ...]:
         """Those that a trial can be launched on."""
         return tuple(lane for lane in self.working if lane not in self._jobs)
+
+    def is_busy(self, lane: Lane) -> bool:
+        """Whether a trial was launched on a lane whose end was not heard."""
+        return lane in self._jobs
 
     @property
     def _is_single(self) -> bool:
@@ -128,7 +138,7 @@ class Lanes:
         except EnvironmentFault as fault:
             self._said.put(Ended(lane, fault))
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            self._said.put(error)
+            self._said.put(_Failed(lane, error))
 
     def say(self, action: Callable[[], None]) -> None:
         """Do what a running trial has to say, in the thread that waits for its end."""
@@ -157,7 +167,8 @@ class Lanes:
                         return self._ended(ended)
                     case Ended():
                         pass
-                    case BaseException() as error:
+                    case _Failed(lane=lane, error=error):
+                        self._jobs.pop(lane, None)
                         raise error
                     case action:
                         action()
@@ -194,10 +205,8 @@ class Lanes:
                 said = self._said.get(timeout=_END_SECONDS)
             except queue.Empty:
                 return
-            if isinstance(said, Ended):
+            if isinstance(said, Ended | _Failed):
                 self._jobs.pop(said.lane, None)
-            elif isinstance(said, BaseException):
-                return
 
     def __enter__(self) -> Self:
         return self

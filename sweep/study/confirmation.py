@@ -262,6 +262,7 @@ def confirm(
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
     settling: Callable[[], AbstractContextManager[None]] = nullcontext,
     is_anew: bool = False,
+    place: str = "",
 ) -> bool:
     """Measure a study's winner again and soak it; return False where somebody asked to stop.
 
@@ -277,6 +278,7 @@ def confirm(
         interruptible: entered while a run is chosen and begun, as in `tune`.
         settling: entered while a run is told, as in `tune`.
         is_anew: whether all of it is done once more, whatever the space says.
+        place: where it runs, where there are several.
 
     Raises:
         EnvironmentFault: the device or the database is not to be had. What was measured is stored.
@@ -287,7 +289,8 @@ def confirm(
     if budget is None:
         return True
     stops = should_stop, interruptible, settling
-    return _Confirming(study, runner, preflight, clock, on_event, *stops, budget).all(is_anew)
+    confirming = _Confirming(study, runner, preflight, clock, on_event, *stops, budget, place)
+    return confirming.all(is_anew)
 
 
 @dataclass
@@ -336,6 +339,7 @@ class _Confirming:
     interruptible: Callable[[], AbstractContextManager[None]]
     settling: Callable[[], AbstractContextManager[None]]
     budget: ConfirmBudget
+    place: str
 
     def __post_init__(self) -> None:
         self.quality = Quality(self.study)
@@ -440,6 +444,7 @@ class _Confirming:
             wall_seconds=self.clock() - begun.began,
             device_seconds=begun.device_seconds,
             epoch=self.preflight.epoch_of(begun.run.config),
+            ran_on=self.place or None,
             **begun.run.errand.model_dump(),
         )
         stored = self.study.tell(begun.handle, record)

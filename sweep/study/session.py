@@ -511,6 +511,7 @@ def drive(
             if carried is not None:
                 _take_over(study, carried, is_valid=preflight.is_valid, warn=warn)
         try:
+            study.cards = max(len(lanes.all), len(prepared.cards))
             with study, lanes, watch(study, interruption) as listener:
                 if len(lanes.all) > 1:
                     listener(LanesOpened(tuple(lane.name for lane in lanes.all)))
@@ -524,11 +525,7 @@ def drive(
                     preflight=preflight,
                     stopping=Stopping(
                         space,
-                        usd_per_hour=price_of(
-                            space,
-                            gpu=prepared.target.gpu,
-                            cards=max(len(lanes.all), len(prepared.cards)),
-                        ),
+                        usd_per_hour=price_of(space, gpu=prepared.target.gpu),
                         outlook=partial(_outlook, sampler, study, listener),
                         fastest_of=partial(_fastest_of, sampler, study),
                     ),

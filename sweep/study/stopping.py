@@ -32,8 +32,8 @@ class Spent:
     trials: int
     seconds: float
     """Of this run."""
-    seconds_of_study: float
-    """Of all runs: what was paid for."""
+    card_seconds_of_study: float
+    """Of all runs, times the cards that each had: what was paid for."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Stopping:
 
     Args:
         space: says how many trials, how long, for how much, and down to what gain.
-        usd_per_hour: price of the target's cards; None where nothing is to be limited by it.
+        usd_per_hour: price of the target's card; None where nothing is to be limited by it.
         outlook: says what is still to be gained by what all trials say, or all but that of a
             number; None from samplers that cannot tell.
         fastest_of: says what is expected to be the fastest of some configurations that were not
@@ -61,7 +61,7 @@ class Stopping:
             return StopReason.TIME_SPENT
         dollars = self.space.max_dollars
         if dollars is not None and self.usd_per_hour is not None:
-            cost = spent.seconds_of_study / SECONDS_PER_HOUR * self.usd_per_hour
+            cost = spent.card_seconds_of_study / SECONDS_PER_HOUR * self.usd_per_hour
             return StopReason.DOLLARS_SPENT if cost >= dollars else None
         return None
 
@@ -140,13 +140,8 @@ def _gain_if_better(outlook: Outlook) -> float | None:
     return outlook.gain / outlook.chance
 
 
-def price_of(space: SearchSpace, *, gpu: str, cards: int = 1) -> float | None:
-    """Return what an hour of the target's cards costs at least; None where nobody set a limit.
-
-    Args:
-        space: may set a limit.
-        gpu: the target's card.
-        cards: how many a study has at a time.
+def price_of(space: SearchSpace, *, gpu: str) -> float | None:
+    """Return what an hour of the target's card costs at least; None where nobody set a limit.
 
     Raises:
         InputError: a limit in dollars is set, and no price is known.
@@ -159,4 +154,4 @@ def price_of(space: SearchSpace, *, gpu: str, cards: int = 1) -> float | None:
             f"space '{space.name}': max_dollars {space.max_dollars:g}: no price is known for "
             f"'{gpu}': put one into runs/prices.yaml, or set a time_budget instead"
         )
-    return cards * min(offer.usd_per_hour for offer in offers)
+    return min(offer.usd_per_hour for offer in offers)

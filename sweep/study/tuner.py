@@ -182,7 +182,7 @@ class _Driver:
         self._encoding = Encoding(self._space)
         self._frontier = Frontier(self._encoding)
         self._started_seconds = self._counted_seconds = self.clock()
-        self._earlier_seconds = self.study.wall_seconds()
+        self._earlier_card_seconds = self.study.card_seconds()
         self._tried: set[str] = set()
         self._quality = Quality(self.study)
 
@@ -199,18 +199,22 @@ class _Driver:
     def search(self) -> StopReason:
         """Run trial after trial, and return why that stopped."""
         try:
-            while True:
-                reason = self.fill()
-                if not self._running:
-                    assert reason is not None, "what has nothing to run says why"
-                    return reason
-                self.conclude(self.lanes.next_end())
-        except KeyboardInterrupt:
-            self._await_running()
-            return StopReason.INTERRUPTED
+            try:
+                return self._go_on()
+            except KeyboardInterrupt:
+                self._await_running()
+                return StopReason.INTERRUPTED
         except EnvironmentFault:
             self._keep_running()
             raise
+
+    def _go_on(self) -> StopReason:
+        while True:
+            reason = self.fill()
+            if not self._running:
+                assert reason is not None, "what has nothing to run says why"
+                return reason
+            self.conclude(self.lanes.next_end())
 
     def fill(self) -> StopReason | None:
         """Give every idle lane a trial; return why no more are begun, None where all are busy."""
@@ -273,7 +277,8 @@ class _Driver:
         return Spent(
             trials=ledger.trials_spent(since=self._since) + len(self._running),
             seconds=now - self._started_seconds,
-            seconds_of_study=self._earlier_seconds + now - self._started_seconds,
+            card_seconds_of_study=self._earlier_card_seconds
+            + self.study.cards * (now - self._started_seconds),
         )
 
     def _to_retry(self) -> list[TrialConfig]:
@@ -297,8 +302,11 @@ class _Driver:
         if self._running and self._quality.is_asked and self._quality.tokens is None:
             # The first speed says how much every trial is to learn from.
             return True
+        if not self._to_retry() or self._retries(lane):
+            return False
+        # What is left is for another lane to try again.
         is_full = self._spent().trials + len(self._to_retry()) >= self._space.trials
-        return is_full and bool(self._to_retry()) and not self._retries(lane)
+        return is_full or self._is_exhausted()
 
     def end(self, reason: StopReason) -> None:
         """Store why the search ended, and what it was not able to rule out."""
@@ -366,7 +374,10 @@ class _Driver:
         def job(_: Lane) -> Outcome:
             started = self.clock()
             try:
-                return run_undisturbed(measured, should_stop=self.should_stop)
+                outcome = run_undisturbed(measured, should_stop=self.should_stop)
+                # A neighbour may have had all of the card once: what was measured before is kept.
+                lane.lost = None
+                return outcome
             finally:
                 trial.device_seconds = (trial.device_seconds or 0.0) + self.clock() - started
 
@@ -378,13 +389,17 @@ class _Driver:
         trial = self._running.pop(ended.lane)
         if isinstance(ended.result, EnvironmentFault):
             self._lose(trial, ended.lane, ended.result)
-        elif self._quality.choose(ended.result, trial.expected.epoch):
-            # Its own speed said on how many tokens all are to train: now it trains on them too.
+        elif self._is_asked_again(trial, ended.result):
             self.launch(trial, ended.lane)
         else:
             with self.settling():
                 self.tell(trial, ended.result)
             self._count_failure(ended.lane, trial.config, ended.result)
+
+    def _is_asked_again(self, trial: _OpenTrial, outcome: Outcome) -> bool:
+        """Whether a trial's own speed said on how many tokens all are to train: now it does too."""
+        with closing_what_never_ran(self.study, besides=self._numbers):
+            return self._quality.choose(outcome, trial.expected.epoch)
 
     def _lose(self, trial: _OpenTrial, lane: Lane, fault: EnvironmentFault) -> None:
         """Go on without a lane.
@@ -406,6 +421,8 @@ class _Driver:
         self._say_lost(lane, fault)
 
     def _say_lost(self, lane: Lane, fault: EnvironmentFault) -> None:
+        # Nothing of it is to be beside what others measure.
+        lane.close()
         self.on_event(LaneLost(lane.name, words_of(fault), left=len(self.lanes.working)))
 
     def _count_failure(self, lane: Lane, config: TrialConfig, outcome: Outcome) -> None:
@@ -432,10 +449,19 @@ class _Driver:
         while self._running:
             # What is cut short here once more is in the spool.
             with suppress(KeyboardInterrupt):
-                self.conclude(self.lanes.next_end())
+                self._forget_unlaunched()
+                if self._running:
+                    self.conclude(self.lanes.next_end())
+
+    def _forget_unlaunched(self) -> None:
+        """Forget what an interrupt came to between two lines: no lane runs it."""
+        self._running = {
+            lane: trial for lane, trial in self._running.items() if self.lanes.is_busy(lane)
+        }
 
     def _keep_running(self) -> None:
         """Spool what still runs where the database, or the last lane, is not to be had."""
+        self._forget_unlaunched()
         if self._running:
             self.lanes.cancel()
         while self._running:
@@ -485,6 +511,7 @@ class _Driver:
                 return confirm(
                     self.study,
                     runner=lane,
+                    place=lane.name,
                     preflight=self.preflight,
                     clock=self.clock,
                     on_event=self.on_event,

@@ -209,7 +209,8 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
     """Measure a study's winner again; then end as a run does."""
     url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
-    prepared = prepare_again(study, stored, confirm=typed, card=read_card, read_texts=read_texts)
+    again = prepare_again(study, stored, confirm=typed, card=read_card, read_texts=read_texts)
+    prepared = OnCards(None).given_to(again)
     reason = drive(
         prepared,
         storage=url,

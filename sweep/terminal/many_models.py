@@ -8,14 +8,17 @@ its lease, its log, its resume. Knows nothing of how a study is run.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import IO, Any
@@ -23,6 +26,8 @@ from typing import IO, Any
 from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.models import load_model_spec
+from storage.opening import check_name
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.interruption import Interruption
 from sweep.study.session import Prepared
@@ -33,6 +38,14 @@ from sweep.terminal.console import note, say, say_json, table, width_of
 from sweep.terminal.typed import respelled
 
 PROGRAM = (sys.executable, "-P", "-m", "sweep")
+_BOUND = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(130); os.execv(sys.argv[2], sys.argv[2:])"
+)
+"""Has the kernel ask a driver to stop when this process is gone, however that ended."""
+_TURN_SECONDS = 0.2
+_END_SECONDS = 30.0
+"""That drivers get to stop in, which were asked twice."""
 OWN = ("model", "cards", "study", "as_json")
 """Parameters of a run that each study has its own value of."""
 _WORST_FIRST = (INTERRUPTED, EnvironmentFault.exit_code, InputError.exit_code, NOTHING_FITS)
@@ -45,7 +58,8 @@ class Planned:
     model: str
     """As it was typed."""
     prepared: Prepared
-    attempts: int = 0
+    failed_on: str | None = None
+    """The place on which it was tried in vain."""
 
     @property
     def study(self) -> str:
@@ -69,6 +83,10 @@ class Ended:
     """What `sweep best --json` says of it; None where its driver said nothing."""
 
 
+def _short(model: str) -> str:
+    return PurePath(load_model_spec(model).name).name
+
+
 def plan_studies(
     models: Sequence[str], *, study: str | None, prepare: Callable[[str, str | None], Prepared]
 ) -> tuple[Planned, ...]:
@@ -83,16 +101,16 @@ def plan_studies(
         InputError: something that was typed is not right, or two studies would have one name.
         EnvironmentFault: a card is not to be had.
     """
-    planned = [Planned(model, prepare(model, None)) for model in models]
-    if study is not None:
-        named = [(p.model, f"{study}-{p.short_name}") for p in planned]
-        planned = [Planned(model, prepare(model, name)) for model, name in named]
+    names = [None if study is None else f"{study}-{_short(model)}" for model in models]
+    for name in names:
+        if name is not None:
+            check_name(name)
+    planned = [Planned(m, prepare(m, name)) for m, name in zip(models, names, strict=True)]
     name, times = Counter(p.study for p in planned).most_common(1)[0]
     if times > 1:
-        raise InputError(
-            f"--model: {' and '.join(p.model for p in planned if p.study == name)} would both be "
-            f"study '{name}': name each model once"
-        )
+        alike = [p.model for p in planned if p.study == name]
+        cure = "name each model once" if len({*alike}) == 1 else "leave --study out"
+        raise InputError(f"--model: {' and '.join(alike)} would both be study '{name}': {cure}")
     sizes = {p.study: least_weight_bytes(p.prepared.space, p.prepared.model) for p in planned}
     return tuple(sorted(planned, key=lambda p: -(sizes[p.study] or 0)))
 
@@ -119,9 +137,9 @@ def run(
     """
     shared = respelled(command, words, without=OWN)
     fleet = _Fleet([*program, "run", *shared], deque(planned), list(places))
-    interruption = Interruption(cancel=fleet.stop)
+    interruption = Interruption(cancel=fleet.hurry)
     ended = []
-    with interruption.handling_signals():
+    with interruption.handling_signals(), closing(fleet):
         for end in fleet.ends(interruption.is_requested):
             ended.append(end)
             if as_json and end.document is not None:
@@ -135,6 +153,15 @@ def run(
     return next((code for code in _WORST_FIRST if code in codes), DONE)
 
 
+@dataclass
+class _Driver:
+    """A driver that runs."""
+
+    process: subprocess.Popen[bytes]
+    asked: int = 0
+    """How often it was asked to stop."""
+
+
 class _Fleet:
     """The drivers of some studies, one on each place at a time."""
 
@@ -144,73 +171,119 @@ class _Fleet:
         self._command = command
         self._waiting = waiting
         self._idle = places
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._running: dict[str, _Driver] = {}
         self._said: queue.SimpleQueue[Ended] = queue.SimpleQueue()
-        self._requests = 0
+        self._hurries = 0
 
-    def ends(self, is_stopping: Callable[[], bool]) -> Any:
+    def ends(self, is_stopping: Callable[[], bool]) -> Iterator[Ended]:
         """Yield each study as it ends, and begin those that wait; none once somebody asks."""
         while True:
             while self._waiting and self._idle and not is_stopping():
-                self._begin(self._waiting.popleft(), self._idle.pop(0))
+                planned = self._waiting.popleft()
+                self._begin(planned, self._idle.pop(0))
             if not self._running:
                 return
             end = self._next(is_stopping)
             del self._running[end.planned.study]
-            if self._is_the_places_fault(end):
-                note(f"{end.planned.study}: tried again on another card; this one is left out")
-                self._waiting.append(replace(end.planned, attempts=1))
+            if self._is_to_be_tried_elsewhere(end) and not is_stopping():
+                note(f"{end.planned.study}: tried again on another card")
+                self._waiting.appendleft(replace(end.planned, failed_on=end.place))
                 continue
             self._idle.append(end.place)
+            self._judge(end)
             yield end
 
     def _next(self, is_stopping: Callable[[], bool]) -> Ended:
         """Wait for an end; pass on meanwhile that somebody asked to stop."""
         while True:
-            if is_stopping() and self._requests == 0:
-                self.stop()
+            self._ask(min(2, is_stopping() + self._hurries))
             with suppress(queue.Empty):
-                return self._said.get(timeout=0.2)
+                return self._said.get(timeout=_TURN_SECONDS)
 
-    def _is_the_places_fault(self, end: Ended) -> bool:
-        """Whether a study should be tried on another card: its own may be what failed."""
-        is_fault = end.code == EnvironmentFault.exit_code and end.document is None
+    def _is_to_be_tried_elsewhere(self, end: Ended) -> bool:
+        """Whether a study failed of which its card may be the cause."""
         others = len(self._idle) + len(self._running)
-        return is_fault and end.place is not None and others > 0 and end.planned.attempts == 0
+        return _is_fault(end) and others > 0 and end.planned.failed_on is None
 
-    def stop(self) -> None:
-        """Ask every driver to stop, once more than before."""
-        self._requests += 1
-        for process in list(self._running.values()):
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
+    def _judge(self, end: Ended) -> None:
+        """Take a card in again on which failed what fails on another too; leave others out."""
+        place = end.planned.failed_on
+        if place is None:
+            return
+        if _is_fault(end):
+            self._idle.append(place)
+        else:
+            note(f"card {place.rstrip(',')} is left out: what failed on it did not on another")
+
+    def hurry(self) -> None:
+        """Hear that somebody asked once more; from a signal handler."""
+        self._hurries += 1
+
+    def _ask(self, times: int) -> None:
+        """Ask each driver to stop as often as was asked, once a turn: signals do not add up."""
+        for driver in self._running.values():
+            if driver.asked < times:
+                driver.asked += 1
+                with suppress(ProcessLookupError):
+                    driver.process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        """End every driver that still runs, as nobody follows it any more; its study resumes."""
+        deadline = time.monotonic() + _END_SECONDS
+        while self._running and time.monotonic() < deadline:
+            self._ask(2)
+            with suppress(queue.Empty):
+                end = self._said.get(timeout=_TURN_SECONDS)
+                self._running.pop(end.planned.study, None)
+        for driver in self._running.values():
+            driver.process.kill()
 
     def _begin(self, planned: Planned, place: str | None) -> None:
         own = [f"--model={planned.model}", f"--study={planned.study}", "--json"]
         own += [] if place is None else [f"--cards={place}"]
+        # Not a pipe, which a long document would fill while the other is read.
+        answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed by who reads it
         process = subprocess.Popen(
-            [*self._command, *own],
+            [sys.executable, "-P", "-c", _BOUND, str(os.getpid()), *self._command, *own],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=answer,
             stderr=subprocess.PIPE,
             # Ctrl-C in the terminal reaches this process alone, which passes it on.
             start_new_session=True,
         )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        said = process.stderr
-        # It prints its document last of all, so that no pipe fills while the other is read.
-        answered = process.stdout
-        self._running[planned.study] = process
+        self._running[planned.study] = _Driver(process)
 
         def follow() -> None:
-            with said, answered:
-                for line in said:
-                    note(f"{planned.study}: {line.decode(errors='replace').rstrip()}")
-                document = _document(answered)
-            self._said.put(Ended(planned, place, process.wait(), document))
+            document = None
+            try:
+                document = _heard(process, answer, study=planned.study)
+            finally:
+                self._said.put(Ended(planned, place, _code(process.wait()), document))
 
         threading.Thread(target=follow, daemon=True).start()
+
+
+def _heard(
+    process: subprocess.Popen[bytes], answer: IO[bytes], *, study: str
+) -> Mapping[str, Any] | None:
+    """Pass on what a driver says until it ends, and return what it answered."""
+    assert process.stderr is not None
+    with answer, process.stderr as said:
+        for line in said:
+            note(f"{study}: {line.decode(errors='replace').rstrip()}")
+        process.wait()
+        answer.seek(0)
+        return _document(answer)
+
+
+def _code(status: int) -> int:
+    """Return a driver's exit code; that of a fault of the environment where something ended it."""
+    return status if status in (DONE, *_WORST_FIRST) else EnvironmentFault.exit_code
+
+
+def _is_fault(end: Ended) -> bool:
+    is_fault = end.code == EnvironmentFault.exit_code and end.document is None
+    return is_fault and end.place is not None
 
 
 def _document(printed: IO[bytes]) -> Mapping[str, Any] | None:

@@ -77,3 +77,8 @@ def test_a_driver_that_refuses_every_question_knows_of_no_fault() -> None:
     refused = PretendNvml(nvmlInit=pynvml.NVMLError_LibraryNotFound())
     refused.answers["nvmlDeviceGetHandleByUUID"] = pynvml.NVMLError_Uninitialized()
     assert FaultWatch("GPU-a", refused)() is None
+
+
+def test_a_card_that_is_not_known_by_its_name_is_never_said_to_have_fallen_off_the_bus() -> None:
+    nvml = PretendNvml(**WELL, nvmlDeviceGetHandleByUUID=pynvml.NVMLError_NotFound())
+    assert FaultWatch("0", nvml)() is None

@@ -20,6 +20,8 @@ A10 = Card(
     uuid="GPU-a",
 )
 L4 = replace(A10, product="NVIDIA L4", uuid="GPU-l")
+LAST = replace(A10, uuid="GPU-z")
+BUSY = replace(A10, uuid="GPU-b")
 FOUR = [replace(A10, uuid=f"GPU-{at}") for at in range(4)]
 
 
@@ -60,30 +62,38 @@ def test_a_machine_without_a_card_is_at_fault() -> None:
 
 def test_cards_that_differ_are_refused_with_both_products_and_what_would_do() -> None:
     with pytest.raises(InputError) as raised:
-        choose_cards("all", [A10, L4, A10])
+        choose_cards("all", [A10, L4, LAST])
     words = str(raised.value)
     assert "card 0 is a NVIDIA A10" in words
     assert "card 1 a NVIDIA L4" in words
     assert "--cards 0,2" in words
-    assert [card.index for card in choose_cards("0,2", [A10, L4, A10])] == [0, 2]
+    assert [card.index for card in choose_cards("0,2", [A10, L4, LAST])] == [0, 2]
 
 
 @pytest.mark.parametrize(
     ("busy", "words"),
     [
-        (replace(A10, processes=(CardProcess(4711, 3 * GIB),)), r"process 4711 has 3.00 GiB"),
-        (replace(A10, processes=(CardProcess(4711, None),)), "process 4711"),
-        (replace(A10, free_bytes=20 * GIB), r"another process has 4.00 GiB"),
+        (
+            replace(BUSY, processes=(CardProcess(4711, 3 * GIB),)),
+            r"process 4711 has 3.00 GiB",
+        ),
+        (replace(BUSY, processes=(CardProcess(4711, None),)), "process 4711"),
+        (replace(BUSY, free_bytes=20 * GIB), r"another process has 4.00 GiB"),
     ],
 )
 def test_a_card_that_somebody_uses_is_refused_and_the_others_are_named(
     busy: Card, words: str
 ) -> None:
     with pytest.raises(EnvironmentFault, match=words) as raised:
-        choose_cards("all", [A10, busy, A10])
+        choose_cards("all", [A10, busy, LAST])
     assert "card 1 is in use" in str(raised.value)
     assert "--cards 0,2" in str(raised.value)
-    assert len(choose_cards("0,2", [A10, busy, A10])) == 2
+    assert len(choose_cards("0,2", [A10, busy, LAST])) == 2
+
+
+def test_one_card_that_the_environment_names_twice_is_not_two() -> None:
+    with pytest.raises(InputError, match="card 0 and card 1 are one and the same"):
+        choose_cards("all", [A10, A10])
 
 
 def test_a_driver_that_tells_no_free_memory_says_nothing_of_who_uses_a_card() -> None:
@@ -130,6 +140,7 @@ def _refuse() -> int:
         ("2,0", ["GPU-2", "GPU-0"]),
         ("GPU-1", ["GPU-1"]),
         ("0,9,1", ["GPU-0"]),
+        ("0,,1", ["GPU-0"]),
         ("", []),
         ("-1", []),
     ],

@@ -4,16 +4,27 @@ the trial that ran on it."""
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault
-from storage.records import RETRYABLE, Crashed, Lost, Measured, Outcome, TrialRecord, Verdict
+from storage.records import (
+    NEIGHBOUR,
+    RETRYABLE,
+    Crashed,
+    Lost,
+    Measured,
+    Outcome,
+    TrialRecord,
+    Verdict,
+)
 from storage.study import OpenStudy
 from sweep.running.lanes import Lane, Lanes
 from sweep.running.replay import ReplayRunner
@@ -299,6 +310,106 @@ def test_what_ends_beside_a_trial_is_what_it_has_to_beat_from_then_on(tmp_path: 
     ]
 
 
+def test_what_is_left_for_another_card_to_try_again_is_waited_for_and_nothing_tried_twice(
+    tmp_path: Path,
+) -> None:
+    """Nothing else is left to try, and trials are left: whoever is idle waits."""
+    crashed = threading.Event()
+
+    def crash_once(config: TrialConfig) -> Outcome:
+        if crashed.is_set():
+            return train(config)
+        crashed.set()
+        return Crashed(phase="warmup", detail="nobody knows why")
+
+    def slow(config: TrialConfig) -> Outcome:
+        crashed.wait(SECONDS)
+        return train(config)
+
+    with a_grid(tmp_path, trials=100) as study:
+        assert drive(study, lanes(crash_once, slow)) is StopReason.EXHAUSTED
+        tried = Counter(r.config for r in study.records() if r.verdict not in RETRYABLE)
+    assert set(tried.values()) == {1}
+    assert len(tried) == 8
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_card_that_a_neighbour_had_for_a_moment_is_not_lost(tmp_path: Path, count: int) -> None:
+    runs = [0]
+
+    def beside_a_neighbour(config: TrialConfig) -> Outcome:
+        runs[0] += 1
+        if runs[0] == 2:
+            raise EnvironmentFault("the worker cannot use the device: no memory is free")
+        outcome = at_speed(config)
+        if runs[0] > 1 or not isinstance(outcome, Measured):
+            return outcome
+        flagged = outcome.measurement.model_copy(update={"flags": (NEIGHBOUR,)})
+        return Measured(measurement=flagged)
+
+    events: list[Event] = []
+    with a_grid(tmp_path, trials=4) as study:
+        where = lanes(beside_a_neighbour, *[train] * (count - 1))
+        assert drive(study, where, on_event=events.append) is StopReason.TRIALS_SPENT
+    assert len(where.working) == count
+    assert not any(isinstance(event, LaneLost) for event in events)
+
+
+def test_a_mistake_in_one_lane_is_raised_and_the_others_are_closed_at_once(tmp_path: Path) -> None:
+    def mistaken(_: TrialConfig) -> Outcome:
+        raise ValueError("a mistake")
+
+    began = time.monotonic()
+    where = lanes(mistaken, train)
+    with a_grid(tmp_path, trials=8) as study, where, pytest.raises(ValueError, match="a mistake"):
+        drive(study, where)
+    # Its own end is waited for by nobody: that took half a minute.
+    assert time.monotonic() - began < SECONDS
+
+
+def test_a_database_that_goes_away_while_others_are_awaited_costs_no_result(
+    tmp_path: Path,
+) -> None:
+    asked, released = threading.Event(), threading.Event()
+
+    def wait(config: TrialConfig) -> Outcome:
+        released.wait(SECONDS)
+        return train(config)
+
+    with a_grid(tmp_path, trials=8) as study:
+        keep = study.tell
+
+        def away(trial: Trial, record: TrialRecord) -> TrialRecord:
+            study.spool(record)
+            raise EnvironmentFault("the database is away")
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, TrialStarted) and event.number == 2:
+                asked.set()
+                study.tell = away  # type: ignore[method-assign]
+                released.set()
+
+        with pytest.raises(EnvironmentFault, match="away"):
+            drive(study, lanes(wait, wait, train), should_stop=asked.is_set, on_event=on_event)
+        study.tell = keep  # type: ignore[method-assign]
+    with a_grid(tmp_path, trials=8) as study:
+        assert drive(study, lanes(train)) is StopReason.TRIALS_SPENT
+        counts = Counter(r.config for r in study.records() if not r.is_interrupted)
+    assert set(counts.values()) == {1}
+
+
+def test_dollars_are_those_of_every_card_that_a_run_had(tmp_path: Path) -> None:
+    with a_grid(tmp_path) as study:
+        study.cards = 4
+        study.add_wall_seconds(100.0)
+    with a_grid(tmp_path) as study:
+        study.add_wall_seconds(10.0)
+        assert study.wall_seconds() == 110.0
+        assert study.card_seconds() == 410.0
+    with a_grid(tmp_path) as study:
+        assert (study.wall_seconds(), study.card_seconds()) == (110.0, 410.0)
+
+
 def test_where_losses_are_asked_for_the_others_wait_for_the_first_speed(tmp_path: Path) -> None:
     runners = [Learning(otherwise=slower_by_rank) for _ in range(2)]
     with opened_for_losses(tmp_path) as study:
@@ -321,6 +432,5 @@ def test_the_winner_is_measured_again_on_one_card_while_the_others_idle(tmp_path
     where = lanes(train, train)
     with a_grid(tmp_path, trials=8, confirm={"seconds": 30}) as study:
         drive(study, where)
-        again = {record.ran_on for record in study.confirmations()}
         assert study.confirmations()
-    assert len(again) == 1
+        assert {record.ran_on for record in study.confirmations()} == {"card 0"}

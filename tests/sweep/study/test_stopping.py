@@ -238,7 +238,7 @@ def stops(*gains: float, **changes: Any) -> StopReason | None:
     """Why a search ends by what is to be gained, now and before the last trial."""
     answers = {None: Outlook(gains[0]), 1: Outlook(gains[1])}
     stopping = Stopping(a_space(**changes), outlook=answers.__getitem__)
-    spent = Spent(trials=2, seconds=1.0, seconds_of_study=1.0)
+    spent = Spent(trials=2, seconds=1.0, card_seconds_of_study=1.0)
     return stopping.out_of_trials(spent, is_exhausted=lambda: False, records=RECORDS)
 
 
@@ -260,7 +260,7 @@ def test_a_search_ends_where_two_looks_in_a_row_promise_too_little(
 
 
 def test_a_sampler_that_expects_nothing_never_ends_a_search_by_gain() -> None:
-    spent = Spent(trials=2, seconds=1.0, seconds_of_study=1.0)
+    spent = Spent(trials=2, seconds=1.0, card_seconds_of_study=1.0)
     stopping = Stopping(a_space())
     assert stopping.out_of_trials(spent, is_exhausted=lambda: False, records=RECORDS) is None
 
@@ -270,7 +270,7 @@ def test_dollars_are_spent_by_all_runs_at_the_price_of_the_card(
     seconds: float, is_over: bool
 ) -> None:
     stopping = Stopping(a_space(max_dollars=0.5), usd_per_hour=0.5)
-    reason = stopping.out_of_time(Spent(trials=1, seconds=1.0, seconds_of_study=seconds))
+    reason = stopping.out_of_time(Spent(trials=1, seconds=1.0, card_seconds_of_study=seconds))
     assert (reason is StopReason.DOLLARS_SPENT) is is_over
 
 

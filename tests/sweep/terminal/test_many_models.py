@@ -191,6 +191,32 @@ def test_a_study_whose_card_fails_is_tried_on_another_and_that_card_is_left_out(
     assert "tried again on another card" in said.err
 
 
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [("os.kill(os.getpid(), 9)", 3), ("sys.exit(1)", 1), ("print('{' + ' ' * 200000 + '}')", 0)],
+    ids=["killed", "nothing fits", "a long document"],
+)
+def test_how_a_driver_ended_is_told_whatever_became_of_it(
+    tmp_path: Path, models: list[str], does: str, code: int
+) -> None:
+    program = tmp_path / "driver.py"
+    program.write_text(f"import os, sys\n{does}\n")
+    ended = many_models.run(
+        plan_studies(models, study=None, prepare=prepared_for(tmp_path)),
+        places=[None],
+        command=_command_of("run"),
+        words=typed(tmp_path, models),
+        as_json=True,
+        program=[sys.executable, str(program)],
+    )
+    assert ended == code
+
+
+def test_a_name_that_no_study_can_have_begins_none(tmp_path: Path, models: list[str]) -> None:
+    with pytest.raises(InputError, match="study name"):
+        plan_studies(models, study="a b/c", prepare=prepared_for(tmp_path))
+
+
 def test_as_many_studies_run_at_a_time_as_there_are_cards(
     tmp_path: Path, models: list[str]
 ) -> None:
