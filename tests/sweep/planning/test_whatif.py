@@ -13,8 +13,12 @@ from tests.sweep.imagined_study import MISTRAL, TRIALS, a_snapshot
 from tests.sweep.planning.imagined import a_forecaster
 
 RECIPE = TrialConfig(micro_batch_size=8)
-UNTURNED = {"lora_alpha", "effective_batch_size", "learning_rate", "packing"}
-"""The one changes nothing that is asked about, the other is not there to be halved."""
+UNTURNED = {
+    *("lora_alpha", "effective_batch_size", "learning_rate", "packing"),
+    *("data_parallel", "sharding"),
+}
+"""Some change nothing that is asked about, one is not there to be halved, and what is asked about
+is one card."""
 
 
 def test_each_change_turns_one_knob_and_every_knob_that_matters_is_turned() -> None:
