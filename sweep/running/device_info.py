@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from sweep.nvml import NVML, CardProcess, NvmlCard, first_visible_card, visible_cards
@@ -100,16 +101,26 @@ def read_card(*, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cud
     return whole if whole.memory_bytes else None
 
 
-def read_cards(*, nvml: Any = NVML) -> tuple[Card, ...]:
+def read_cards(
+    *, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cuda
+) -> tuple[Card, ...]:
     """Return every card that CUDA would see, in its order: what CUDA calls 0 comes first.
 
     Args:
         nvml: what pynvml is; tests hand in another.
+        ask_cuda: asks CUDA's own library of the first card what NVML does not tell.
     """
     if _is_hidden():
         return ()
     with visible_cards(nvml) as cards:
-        return tuple(known for known in map(_as_nvml_says, cards) if known.memory_bytes)
+        first, *others = [_as_nvml_says(card) for card in cards] or [_UNKNOWN]
+    if not first.memory_bytes:
+        whole = read_card(nvml=nvml, ask_cuda=ask_cuda)
+        if whole is None:
+            return ()
+        first = whole
+    # One of which nothing is known would shift the numbers of those behind it.
+    return (first, *takewhile(lambda card: card.memory_bytes > 0, others))
 
 
 def _is_hidden() -> bool:

@@ -152,3 +152,12 @@ def test_a_machines_cards_are_those_that_cuda_would_see_in_its_order(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [card.uuid for card in read_cards(nvml=many(3))] == uuids
+
+
+def test_a_card_whose_memory_is_the_hosts_is_told_by_cuda_and_counts() -> None:
+    nvml = many(1)
+    nvml.answers["nvmlDeviceGetMemoryInfo"] = REFUSED
+    shared = replace(A10, product="NVIDIA GB10", shares_host_memory=True)
+    (card,) = read_cards(nvml=nvml, ask_cuda=lambda: shared)
+    assert card.memory_bytes == shared.memory_bytes
+    assert read_cards(nvml=nvml, ask_cuda=lambda: None) == ()
