@@ -25,7 +25,7 @@ from storage.files import write_chosen
 from sweep.data.texts import prepare_texts
 from sweep.launching.costing import Course, foreseen
 from sweep.launching.inputs import carried, located, renamed
-from sweep.launching.keeping import STOP_SECONDS
+from sweep.launching.ledger import STOP_SECONDS
 from sweep.launching.parcel import Input, Parcel, package, python_version, requirements
 from sweep.launching.providers import provider_named, require
 from sweep.launching.rental import (
