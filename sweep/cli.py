@@ -288,6 +288,8 @@ def launch(
     from sweep.launching.request import LaunchRequest
     from sweep.terminal import launching
 
+    if output == STDOUT:
+        raise InputError("--output: the job needs the package's wheel beside it: name a file")
     return launching.launch(
         LaunchRequest(
             space=space,

@@ -20,8 +20,8 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.loading import load_space
 from search_spaces.prices import PRICE_OPTION
 from search_spaces.space import SearchSpace
+from storage.files import make_directory, write_chosen
 from storage.files import replace as put
-from storage.files import write_chosen
 from sweep.data.texts import prepare_texts
 from sweep.launching.costing import Course, foreseen
 from sweep.launching.inputs import carried, located
@@ -261,12 +261,18 @@ def _parcel(
     space, named = _located(request, question)
     is_random = question.space is None or question.space.weights == "random"
     inputs = carried(space, named, are_weights_random=is_random)
+    make = make_directory if request.output is None else _make_chosen
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make(directory)
     except OSError as error:
-        raise EnvironmentFault(f"cannot write to {directory}: {error.strerror}") from error
+        raise EnvironmentFault(f"cannot write to {directory}: {error.strerror or error}") from error
     with working("building the package"):
         return Parcel(python_version(), requirements(), pack(directory), inputs)
+
+
+def _make_chosen(directory: Path) -> None:
+    """Make a directory that the user named, whose rights are left to the umask."""
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def _write(file: Path, text: str, *, is_chosen: bool) -> None:

@@ -283,3 +283,11 @@ def test_the_command_line_reaches_it(home: Path, capsys: pytest.CaptureFixture[s
     assert "--max-dollars must be more than 0" in capsys.readouterr().err
     assert cli.main(["launch", "a10", "--on", "modal", "--", "--trails", "3"]) == 2
     assert "--trails" in capsys.readouterr().err
+
+
+def test_a_job_has_a_wheel_beside_it_so_it_cannot_be_printed(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["launch", "a10", "--on", "modal", "-o", "-"]) == 2
+    assert "--output: the job needs the package's wheel beside it" in capsys.readouterr().err
+    assert not (home / "-").exists()
