@@ -6,16 +6,15 @@ Knows no provider, and writes nothing.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_spaces.errors import InputError, listed, quote
+from search_spaces.errors import InputError
 from search_spaces.gpus import find_gpu
 from search_spaces.space import SearchSpace
-from sweep.launching.rental import BUCKETS, Machine
+from sweep.launching.rental import Machine
 from sweep.planning.question import PlanRequest
 
 BEFORE = {
@@ -73,12 +72,6 @@ def refuse_what_cannot_be(request: LaunchRequest) -> None:
     dollars = request.max_dollars
     if dollars is not None and not (dollars > 0 and math.isfinite(dollars)):
         raise InputError(f"--max-dollars must be more than 0, and a number, got {dollars:g}")
-    if "://" in (request.volume or "") and not str(request.volume).startswith(BUCKETS):
-        raise InputError(
-            f"--volume: {quote(request.volume)} must begin with {listed(BUCKETS)}, or be a name"
-        )
-    if request.volume is not None and not re.fullmatch(r"[\w.:/-]+", request.volume, re.ASCII):
-        raise InputError(f"--volume: {quote(request.volume)} cannot name a volume or bucket")
 
 
 def refuse_options(run: RunOptions) -> None:
@@ -98,6 +91,8 @@ def asked_machine(request: LaunchRequest, space: SearchSpace) -> Machine:
         InputError: neither names a card of the catalogue.
     """
     name = request.gpu or space.gpu
+    if request.gpu in ("auto", "cpu"):
+        raise InputError(f"--gpu {request.gpu} is no card to rent: name one (`sweep gpus`)")
     if name in ("auto", "cpu"):
         raise InputError(
             f"space '{space.name}' is for gpu {name}: name the card to rent with --gpu "

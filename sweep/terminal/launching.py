@@ -18,7 +18,7 @@ from typing import Any
 from reports import units
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.loading import load_space
-from search_spaces.prices import PRICE_OPTION
+from search_spaces.prices import PRICE_OPTION, TYPED_PROVIDER
 from search_spaces.space import SearchSpace
 from storage.files import make_directory, write_chosen
 from storage.files import replace as put
@@ -118,7 +118,7 @@ def _launch(
     machine = asked_machine(request, load_space(space_name))
     provider.check(machine)
     study, typed = _named(request, run, machine)
-    volume = request.volume or provider.volume(machine)
+    volume = provider.volume(machine, request.volume)
     is_started = request.output is None and (request.is_sure or sys.stdin.isatty())
     if is_started:
         with working(f"asking {provider.title} for your account"):
@@ -180,6 +180,8 @@ def _question_and_cost(
         offer = machine_offer(machine, offers, idle_seconds=provider.idle_seconds)
         if offer is None:
             raise InputError(_no_price(machine, provider))
+        if offer.provider == TYPED_PROVIDER:
+            offer = offer.model_copy(update={"provider": provider.title})
         course = foreseen(
             question,
             machine.card,
@@ -348,7 +350,8 @@ def cost_words(cost: Cost, machine: Machine) -> str:
     """Return what a rental costs: ``about $0.21 to $0.35: 11 min to 19 min of a10 at ...``."""
     cards = f"{machine.cards} x " if machine.cards > 1 else ""
     card = f"{cards}{machine.card.name}{' spot' if machine.is_spot else ''}"
-    rate = f"at ${cost.machine.usd_per_hour:.2f} an hour on {cost.machine.provider}"
+    whose = ", the price that you gave," if cost.machine.source == PRICE_OPTION else ""
+    rate = f"at ${cost.machine.usd_per_hour:.2f} an hour{whose} on {cost.machine.provider}"
     most = f"at most ${cost.usd_max:.2f}, stopped after {units.duration(cost.limit_seconds)}"
     if cost.usd is None or cost.hours is None:
         return f"{card} {rate}; {most}"

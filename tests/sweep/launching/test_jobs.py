@@ -224,6 +224,27 @@ def test_a_pod_of_runpod_has_a_volume_as_it_mounts_no_bucket() -> None:
     assert len(SkyPilot().volume(Machine(find_gpu("l4")))) <= 30
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("a" * 60 + "-1", "a" * 60 + "-2"), ("Mine", "mine"), ("a.b", "a_b"), ("ä", "ö")],
+)
+def test_two_studies_have_two_machines_and_two_apps(one: str, other: str, load: Any) -> None:
+    rentals = [a_rental(study=study) for study in (one, other)]
+    clusters = [SkyPilot().start(rental, Path("t.yaml"))[-2] for rental in rentals]
+    apps = [load(Modal().text(rental)).app.name for rental in rentals]
+    assert clusters[0] != clusters[1]
+    assert apps[0] != apps[1]
+    assert max(map(len, clusters)) <= 40
+    assert max(map(len, apps)) <= 63
+    assert SkyPilot().start(a_rental(study="mine"), Path("t.yaml"))[-2] == "sweep-mine"
+
+
+def test_what_a_pod_of_runpod_leaves_is_said_to_go_with_it() -> None:
+    rental = a_rental(machine=Machine(find_gpu("l4"), cloud="runpod"))
+    assert "until the pod is gone" in SkyPilot().results(rental)
+    assert "--force" in Modal().results(a_rental())
+
+
 def test_a_spot_machine_is_a_job_that_skypilot_recovers() -> None:
     spot = a_rental(machine=Machine(find_gpu("l4"), is_spot=True))
     assert SkyPilot().start(spot, Path("t.yaml"))[:3] == ["sky", "jobs", "launch"]

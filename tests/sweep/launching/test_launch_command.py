@@ -227,8 +227,26 @@ def test_files_that_a_space_names_go_along(home: Path) -> None:
         ((), {"max_dollars": -1.0}, "--max-dollars must be more than 0"),
         ((), {"cards": 0}, "--cards must be at least 1"),
         ((), {"study": "a/b"}, "study name must be .* got 'a/b'"),
-        ((), {"volume": "r2://mine"}, "--volume: 'r2://mine' must begin with s3:// or gs://"),
-        ((), {"volume": "my volume"}, "--volume: 'my volume' cannot name a volume"),
+        ((), {"volume": "gs://mine"}, "--volume: a volume of Modal's .* got 'gs://mine'"),
+        ((), {"volume": "my volume"}, "--volume: a volume of Modal's .* got 'my volume'"),
+        ((), {"volume": "../x"}, "--volume: a volume of Modal's"),
+        ((), {"volume": "v" * 58}, "at most 57 letters"),
+        ((), {"on": "skypilot", "volume": "r2://mine"}, "--volume: an address is s3:// or gs://"),
+        ((), {"on": "skypilot", "volume": "s3://mine/../x"}, "--volume: an address is"),
+        ((), {"on": "skypilot", "volume": "../x"}, "--volume: a bucket is named by"),
+        ((), {"on": "skypilot", "volume": "My Bucket"}, "--volume: a bucket is named by"),
+        (
+            (),
+            {"on": "skypilot", "cloud": "runpod", "gpu": "l4", "volume": "s3://mine"},
+            "--volume: RunPod mounts no bucket, .* got 's3://mine'",
+        ),
+        (
+            (),
+            {"on": "skypilot", "cloud": "runpod", "gpu": "l4", "is_spot": True, "volume": "v"},
+            "--spot: what a pod of RunPod's leaves",
+        ),
+        ((), {"gpu": "cpu"}, "--gpu cpu is no card to rent: name one"),
+        ((), {"gpu": "auto"}, "--gpu auto is no card to rent: name one"),
         ((), {"on": "skypilot", "cloud": "runpod", "gpu": "l4"}, "--volume: RunPod mounts no"),
         ((), {"study": "sweep.db"}, "is that of a file of sweep's"),
         (("--sampler", "nosuch"), {}, "sampler"),
@@ -291,3 +309,13 @@ def test_a_job_has_a_wheel_beside_it_so_it_cannot_be_printed(
     assert cli.main(["launch", "a10", "--on", "modal", "-o", "-"]) == 2
     assert "--output: the job needs the package's wheel beside it" in capsys.readouterr().err
     assert not (home / "-").exists()
+
+
+def test_a_price_that_was_typed_is_the_provider_s_price(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(typed_prices=("a10=0.3",), output=home / "job.py")
+    out, err = capsys.readouterr()
+    assert "at $0.30 an hour, the price that you gave, on Modal" in " ".join(err.split())
+    cost = json.loads(out)["cost"]
+    assert (cost["provider"], cost["source"], cost["usd_per_hour"]) == ("Modal", "--price", 0.3)
