@@ -25,6 +25,7 @@ from storage.files import replace as put
 from sweep.data.texts import prepare_texts
 from sweep.launching.costing import Course, foreseen
 from sweep.launching.inputs import carried, located
+from sweep.launching.job_files import job_directory
 from sweep.launching.ledger import STOP_SECONDS
 from sweep.launching.parcel import Input, Parcel, package, python_version, requirements
 from sweep.launching.providers import provider_named, require
@@ -126,7 +127,7 @@ def _launch(
     question, cost = _question_and_cost(
         request, run, machine, provider, typed=typed, predictor=predictor
     )
-    file = request.output or runs_directory() / study / "launch" / provider.file_name
+    file = request.output or job_directory(runs_directory() / study) / provider.file_name
     parcel = _parcel(request, question, directory=file.parent, pack=pack)
     arguments = _arguments(request, machine, question, command=command, study=study)
     rental = Rental(
