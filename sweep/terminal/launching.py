@@ -261,9 +261,9 @@ def _parcel(
     directory: Path,
     pack: Callable[[Path], Path],
 ) -> Parcel:
-    space, named = _located(request, question)
+    space, files = _located(request, question)
     is_random = question.space is None or question.space.weights == "random"
-    inputs = carried(space, named, are_weights_random=is_random)
+    inputs = carried(space, files, are_weights_random=is_random)
     make = make_directory if request.output is None else _make_chosen
     try:
         make(directory)
