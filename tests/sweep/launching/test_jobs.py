@@ -38,7 +38,7 @@ class Image:
         return lambda *values, **keys: Image(*self.calls, (name, values, keys))
 
 class Volume:
-    commits = 0
+    commits = reloads = 0
 
     @classmethod
     def from_name(cls, name, create_if_missing=False):
@@ -50,6 +50,7 @@ class Volume:
         Volume.commits += 1
 
     def reload(self):
+        Volume.reloads += 1
         raise RuntimeError("there are open files preventing the operation")
 
 class Secret:
@@ -163,6 +164,16 @@ def test_an_app_s_function_ends_as_its_command_does(load: Any) -> None:
     with pytest.raises(RuntimeError, match="exit code 3"):
         app.study()
     assert app.modal.Volume.commits == 2
+
+
+def test_an_app_looks_at_what_other_containers_wrote_while_its_command_runs(load: Any) -> None:
+    app = load(Modal().text(a_rental()))
+    app.RELOAD_SECONDS = 0.05
+    app.COMMAND = [sys.executable, "-c", "import time; time.sleep(0.5)"]
+    # Refused each time, as it is while a file is open; the command goes on.
+    app.study()
+    assert app.modal.Volume.reloads
+    assert app.modal.Volume.commits == 1
 
 
 def test_a_preempted_function_stops_its_command_and_says_that_it_was_interrupted(

@@ -296,3 +296,20 @@ def test_the_module_runs_sweep_with_a_home_of_its_own(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "cpu-demo" in done.stdout
     assert json.loads((tmp_path / "volume" / "paid.json").read_text())["seconds"]
+
+
+def test_a_second_start_on_one_machine_is_paid_for_once(tmp_path: Path) -> None:
+    (tmp_path / "since").write_text(f"{int(time.time()) - 100}\n")
+    for _ in range(2):
+        subprocess.run(
+            [
+                *(sys.executable, "-P", "-m", "sweep.launching.keeping"),
+                *("--volume", str(tmp_path / "volume"), "--limit-seconds", "600"),
+                *("--since", str(tmp_path / "since"), "--", "presets"),
+            ],
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            check=True,
+        )
+    (paid,) = json.loads((tmp_path / "volume" / "paid.json").read_text())["seconds"].values()
+    assert 100 <= paid < 200
