@@ -31,7 +31,7 @@ from sweep.terminal.console import (
     wait_lines,
 )
 from sweep.terminal.edge import guarded
-from sweep.terminal.knob_options import add_knobs, read_options, takes_knobs
+from sweep.terminal.knob_options import add_knobs, takes_knobs
 from sweep.terminal.typed import Drive, Invocation
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _driver(
         from sweep.terminal import remote
 
         if called.drive is not None:
-            raise InputError("--host: a queue's job runs where the queue puts it; leave --host out")
+            raise InputError("--host: where this runs is another's choice: leave --host out")
         command, words = context.command, called.words
         return partial(remote.run, host, python=host_python, command=command, words=words)
     if host_python is not None:
@@ -288,9 +288,8 @@ def launch(
     from sweep.launching.request import LaunchRequest
     from sweep.terminal import launching
 
-    words = tuple(options or ())
-    typed = read_options(typer.main.get_command(app), "run", [space, *words])
-    budget = _seconds("--time-budget", typed.pop("time_budget", None))
+    if output == STDOUT:
+        raise InputError("--output: the job needs the package's wheel beside it: name a file")
     return launching.launch(
         LaunchRequest(
             space=space,
@@ -307,10 +306,9 @@ def launch(
             output=_output(output),
             is_sure=yes,
             as_json=as_json,
-            words=words,
-            options=typed,
+            words=tuple(options or ()),
         ),
-        limits={"trials": typed.get("trials"), "time_budget_seconds": budget},
+        command=_command_of("run"),
     )
 
 

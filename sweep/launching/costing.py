@@ -5,22 +5,30 @@ Knows no provider and no price.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, NothingFits
 from search_spaces.gpus import GpuSpec
 from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
-from search_spaces.space import SearchSpace
+from search_spaces.space import ConfirmBudget, SearchSpace
+from storage.confirmations import RUNS_TO_CONFIRM
 from sweep.planning.cache import cached_survey
 from sweep.planning.forecast import Progress
 from sweep.planning.plan import CHECKPOINT_BYTES
 from sweep.planning.question import Question
-from sweep.planning.survey import COMPILE_SECONDS, START_SECONDS, TRIAL_SECONDS, Survey
+from sweep.planning.survey import (
+    COMPILE_SECONDS,
+    START_SECONDS,
+    STEPS_OVER_FEWEST,
+    TRIAL_SECONDS,
+    Survey,
+)
+
+LIMITS = ("trials", "time_budget_seconds")
+"""Of a search, by the keys of a space."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +36,12 @@ class Course:
     """How a study goes on one card."""
 
     seconds: tuple[float, float] | None
-    """The least and the most; None where speed has no prediction."""
+    """Of the search, the least and the most; None where speed has no prediction."""
     least_seconds: float
     """Of the start and one trial."""
     download_bytes: float
+    confirming: tuple[float, float] = (0.0, 0.0)
+    """Of measuring the winner again and of its soak, on one card, the least and the most."""
     note: str | None = None
     """Why nothing is predicted."""
 
@@ -40,7 +50,7 @@ def foreseen(
     question: Question,
     gpu: GpuSpec,
     *,
-    changes: Mapping[str, Any],
+    typed: SearchSpace,
     cache: Path,
     progress: Progress,
 ) -> Course:
@@ -49,7 +59,7 @@ def foreseen(
     Args:
         question: the space, its model and texts, and the knobs that are held.
         gpu: the card that is rented.
-        changes: limits that were typed, by the keys of the space.
+        typed: the space as it was typed, which has its limits and how its winner is confirmed.
         cache: directory of what was foreseen before.
         progress: told of what takes its time.
 
@@ -65,7 +75,7 @@ def foreseen(
         raise InputError(
             "what is typed leaves nothing to search: rent for a study, and leave one knob open"
         )
-    space = space.model_copy(update=dict(changes))
+    space = space.model_copy(update={key: getattr(typed, key) for key in LIMITS})
     bytes_ = _download_bytes(space, question.model)
     try:
         survey = cached_survey(space, question.forecaster(gpu), directory=cache, progress=progress)
@@ -76,7 +86,33 @@ def foreseen(
             f"space '{space.name}': nothing of it is predicted to fit {gpu.name}, so none is "
             f"rented: sweep plan {space.name} --gpu {gpu.name} says by how much"
         )
-    return Course(survey.study_seconds(), _least(survey), bytes_)
+    again = _confirming(survey, typed.confirm)
+    return Course(survey.study_seconds(), _least(survey), bytes_, confirming=again)
+
+
+def _confirming(survey: Survey, budget: ConfirmBudget | None) -> tuple[float, float]:
+    """Return what follows the search: the runs of the winner and its rivals, and the soak.
+
+    The winner and what its gain is stated over are measured whatever that takes, and what was begun
+    when the budget's time is over ends first.
+    """
+    step, error = survey.step_seconds, min(survey.step_uncertainty, 0.9)
+    if budget is None or step is None:
+        return 0.0, 0.0
+    steps = survey.space.steps
+    fewest = steps.warmup_min + steps.measured_min
+    fast, slow = step * (1.0 - error), step * (1.0 + error)
+    most = TRIAL_SECONDS + STEPS_OVER_FEWEST * fewest * slow
+    runs = 2 * RUNS_TO_CONFIRM
+    low = runs * (TRIAL_SECONDS + fewest * fast) + _soak(budget, fast)
+    high = max(runs * most, budget.seconds + most) + _soak(budget, slow)
+    return low, high
+
+
+def _soak(budget: ConfirmBudget, step_seconds: float) -> float:
+    if not budget.soak_seconds:
+        return 0.0
+    return TRIAL_SECONDS + min(budget.soak_seconds, budget.soak_steps * step_seconds)
 
 
 def _least(survey: Survey) -> float:

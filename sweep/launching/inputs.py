@@ -5,7 +5,7 @@ Knows no provider, and copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 from search_spaces.documents import exists, home_expanded
 from search_spaces.loading import preset_name
@@ -40,22 +40,6 @@ def located(
         return preset, named
     file = home_expanded(space).absolute()
     return Input(file, f"space/{file.name}"), named
-
-
-def renamed(words: Sequence[str], named: Mapping[str, Input]) -> tuple[str | Input, ...]:
-    """Return options with each that names a file of here naming it there instead."""
-    options = tuple(f"--{option}" for option in named)
-    there = (word for option, one in named.items() for word in (f"--{option}", one))
-    return (*_without(words, options), *there)
-
-
-def _without(words: Sequence[str], options: tuple[str, ...]) -> Iterator[str]:
-    rest = iter(words)
-    for word in rest:
-        if word in options:
-            next(rest, None)
-        elif not word.startswith(tuple(f"{option}=" for option in options)):
-            yield word
 
 
 def carried(

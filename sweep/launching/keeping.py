@@ -11,31 +11,29 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from sweep.launching.ledger import PART, Ledger
+
 SAVE_SECONDS = 5.0
 """A trial takes longer, so no more than one is to be done again."""
-LEDGER_SECONDS = 30.0
-"""How often the time that is paid for is written down where nothing else is."""
-STOP_SECONDS = 30.0
-"""Before the limit: the worker's end, the report and the last copy take as long."""
-INTERRUPTED = 130
+INTERRUPTED, FAULT = 130, 3
 _PR_SET_PDEATHSIG = 1
-_PART, _LEDGER, _FILES = ".part", "paid.json", "runs"
-_NEVER_KEPT = (".lock", "-journal", "-wal", "-shm", _PART)
+_LEDGER, _FILES = "paid.json", "runs"
+_NEVER_KEPT = (".lock", "-journal", "-wal", "-shm", PART)
 """What belongs to a machine: locks, and halves of transactions, which a backup has whole."""
 
 Stamp = tuple[int, ...]
@@ -113,59 +111,9 @@ def _copy(source: Path, target: Path) -> None:
     Its contents alone: what buckets are mounted with takes no permissions and no times.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + _PART)
+    part = target.with_name(target.name + PART)
     shutil.copyfile(source, part)
     os.replace(part, target)
-
-
-@dataclass
-class Ledger:
-    """Seconds that are paid for, of this machine and of those before it, kept on the volume."""
-
-    path: Path
-    limit_seconds: float
-    """Of all of them together."""
-    since: float
-    """When this machine's billing began, as far as it is known: seconds of the epoch."""
-    overhead_seconds: float = 0.0
-    """Of each machine: paid for, and not seen from inside."""
-    clock: Callable[[], float] = time.time
-    _written: float = 0.0
-
-    def __post_init__(self) -> None:
-        key = str(int(self.since))
-        self._others = {begun: paid for begun, paid in self._read().items() if begun != key}
-
-    def _read(self) -> dict[str, float]:
-        try:
-            paid = json.loads(self.path.read_text(encoding="utf-8"))["seconds"]
-            return {str(begun): float(seconds) for begun, seconds in paid.items()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            return {}
-
-    @property
-    def paid_seconds(self) -> float:
-        """Seconds paid for so far."""
-        own = max(0.0, self.clock() - self.since) + self.overhead_seconds
-        return sum(self._others.values()) + own
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether it is time to stop, so that stopping is within the limit too."""
-        return self.paid_seconds + STOP_SECONDS >= self.limit_seconds
-
-    def write(self, *, force: bool = False) -> None:
-        """Write down what has been paid for, unless that was done a moment ago."""
-        now = self.clock()
-        if not force and now - self._written < LEDGER_SECONDS:
-            return
-        own = self.paid_seconds - sum(self._others.values())
-        seconds = {**self._others, str(int(self.since)): round(own, 1)}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(self.path.name + _PART)
-        part.write_text(json.dumps({"seconds": seconds}), encoding="utf-8")
-        os.replace(part, self.path)
-        self._written = now
 
 
 class Stopper:
@@ -205,11 +153,12 @@ def keep(
     """Run a command, keeping what it writes; return the exit code for the provider.
 
     That is 0 where a further attempt would do no more: the study has ended, whether anything fits
-    or not, or what it may cost is spent.
+    or not, or what it may cost is spent. Where another machine has the study, nothing of it is
+    touched.
     """
-    if ledger.is_spent:
-        _say("what the study may cost is spent: start it again with a higher --max-dollars")
-        return 0
+    refused = _refused(ledger, stopper, seconds=save_seconds)
+    if refused is not None:
+        return refused
     files = keeper.restore()
     _say(f"resuming from {files} files of the volume" if files else "starting a new study")
     # Its own session, so that a terminal's Ctrl-C reaches it once, and through here.
@@ -218,16 +167,57 @@ def keep(
     )
     stopper.watch(child)
     while (code := _ended(child, seconds=save_seconds)) is None:
+        if not ledger.is_ours:
+            return _given_up(child, stopper)
         _try_to_keep(keeper, ledger)
         if ledger.is_spent and not stopper.is_asked:
             _say("what the study may cost is spent: stopping it")
             stopper.ask()
-    kept = _try_to_keep(keeper, ledger, force=True)
-    if not kept:
-        return 3
+    if not ledger.is_ours:
+        return _given_up(child, stopper)
+    if not _try_to_keep(keeper, ledger, is_last=True):
+        return FAULT
     if code == INTERRUPTED and ledger.is_spent:
         return 0
     return {1: 0}.get(code, code if code >= 0 else 128 - code)
+
+
+def _refused(ledger: Ledger, stopper: Stopper, *, seconds: float) -> int | None:
+    """Take the study over; return the exit code where that is not to be."""
+
+    def wait(most: float) -> bool:
+        time.sleep(min(most, seconds))
+        return not stopper.is_asked
+
+    if not ledger.is_ours:
+        _say("another machine had the study: looking whether it still has")
+    try:
+        is_claimed = ledger.claim(wait=wait)
+        if is_claimed and ledger.is_spent:
+            ledger.write(force=True, is_last=True)
+    except OSError as error:
+        _say(f"the volume could not be written: {error}")
+        return FAULT
+    if stopper.is_asked:
+        return INTERRUPTED
+    if not is_claimed:
+        _say(
+            "another machine runs this study, which is kept there alone; nothing was started. "
+            "Stop that one first, or launch this under another --study"
+        )
+        return FAULT
+    if ledger.is_spent:
+        _say("what the study may cost is spent: start it again with a higher --max-dollars")
+        return 0
+    return None
+
+
+def _given_up(child: subprocess.Popen[bytes], stopper: Stopper) -> int:
+    """Leave the study to the machine that has taken it over."""
+    _say("another machine goes on with this study: stopping it here, and keeping no more of it")
+    stopper.ask()
+    child.wait()
+    return FAULT
 
 
 def _end_with_parent() -> None:
@@ -242,11 +232,11 @@ def _ended(child: subprocess.Popen[bytes], *, seconds: float) -> int | None:
         return None
 
 
-def _try_to_keep(keeper: Keeper, ledger: Ledger, *, force: bool = False) -> bool:
+def _try_to_keep(keeper: Keeper, ledger: Ledger, *, is_last: bool = False) -> bool:
     """Save, and say where that cannot be done: the study goes on, and the next time may do."""
     try:
         has_changed = keeper.save()
-        ledger.write(force=force or has_changed)
+        ledger.write(force=is_last or has_changed, is_last=is_last)
     except (OSError, sqlite3.Error) as error:
         _say(f"the volume could not be written: {error}")
         return False
@@ -268,6 +258,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _machine(path: Path | None) -> str | None:
+    """Return what this machine is called, where a second start on it can be told."""
+    return (
+        None if path is None or not path.exists() else f"{int(_begun(path))}-{socket.gethostname()}"
+    )
+
+
 def _begun(path: Path | None) -> float:
     """Return when this machine began: what a file says, or now."""
     try:
@@ -287,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         limit_seconds=options.limit_seconds,
         overhead_seconds=options.overhead_seconds,
         since=_begun(options.since),
+        machine=_machine(options.since),
     )
     return keep(
         [sys.executable, "-P", "-m", "sweep", *options.command],

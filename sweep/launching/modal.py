@@ -15,9 +15,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, quote
 from search_spaces.prices import TYPED_PROVIDER, Offer
-from sweep.launching.rental import RESULTS, Machine, Rental, card_name
+from sweep.launching.rental import RESULTS, Machine, Rental, card_name, short_name
 
 CARDS: Mapping[str, str] = {
     "t4": "T4",
@@ -41,6 +41,8 @@ MEMORY_GIB, MEMORY_GIB_MAX = 8, 32
 """Reserved, and the most that is ever used: Modal bills the larger of use and reservation."""
 USD_PER_CORE_SECOND, USD_PER_GIB_SECOND = 0.0000131, 0.00000222
 """Billed beside the card, per physical core and GiB: https://modal.com/pricing, as of 2025."""
+NAME_MAX, CACHE_VOLUME = 63, "-cache"
+"""Of everything that is Modal's, and what is behind the volume's name in that of weights."""
 SIGNAL_SECONDS = 25
 """Modal ends a container 30 s after the signal."""
 
@@ -78,9 +80,19 @@ class Modal:
         host = CORES_MAX * USD_PER_CORE_SECOND + MEMORY_GIB_MAX * USD_PER_GIB_SECOND
         return usd_per_hour + 3600 * host
 
-    def volume(self, machine: Machine) -> str:
-        """Return the volume of all studies: each has a directory in it."""
-        return "qlora-sweep"
+    def volume(self, machine: Machine, typed: str | None = None) -> str:
+        """Return the volume of all studies: each has a directory in it.
+
+        Raises:
+            InputError: Modal takes no such name.
+        """
+        most = NAME_MAX - len(CACHE_VOLUME)
+        if typed is not None and (len(typed) > most or not re.fullmatch(r"[a-zA-Z0-9._-]+", typed)):
+            raise InputError(
+                f"--volume: a volume of Modal's is named by at most {most} letters, digits, '.', "
+                f"'_' and '-', got {quote(typed)}"
+            )
+        return typed or "qlora-sweep"
 
     def text(self, rental: Rental) -> str:
         """Return the app."""
@@ -94,6 +106,7 @@ class Modal:
             timeout=rental.cost.limit_seconds,
             usd_max=f"${rental.cost.usd_max:.2f}",
             volume=rental.volume,
+            cache_volume=f"{rental.volume}{CACHE_VOLUME}",
             python=rental.parcel.python,
             requirements=rental.parcel.requirements,
             wheel=str(rental.parcel.package),
@@ -117,10 +130,9 @@ class Modal:
 
     def results(self, rental: Rental) -> str:
         """Return the command that fetches report and database."""
-        study = shlex.quote(rental.study)
-        return (
-            f"mkdir -p {RESULTS} && modal volume get {shlex.quote(rental.volume)} {study} {RESULTS}"
-        )
+        study, volume = shlex.quote(rental.study), shlex.quote(rental.volume)
+        # What was fetched before gives way.
+        return f"mkdir -p {RESULTS} && modal volume get --force {volume} {study} {RESULTS}"
 
     def login(self, machine: Machine) -> list[str]:
         """Return the command that asks Modal who is there."""
@@ -136,7 +148,8 @@ class Modal:
 
 
 def _app(rental: Rental) -> str:
-    return re.sub(r"[^a-zA-Z0-9-]+", "-", f"sweep-{rental.study}")[:63].strip("-")
+    whole = f"sweep-{rental.study}"
+    return short_name(re.sub(r"[^a-zA-Z0-9-]+", "-", whole), of=whole, most=NAME_MAX)
 
 
 def _command(rental: Rental) -> list[str]:

@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from search_spaces.errors import EnvironmentFault
+from storage.files import replace
 from sweep.launching.package import NAME as PACKAGE
 from sweep.launching.package import make_wheel
 
@@ -91,16 +92,18 @@ def _collect(requirement: Requirement, found: dict[str, str]) -> None:
 
 
 def package(directory: Path) -> Path:
-    """Write this very installation as a wheel into a directory, beside what is there.
+    """Write this very installation as a wheel into a directory, whole or not at all.
+
+    A wheel of that name gives way: a job that was written before installs this one too.
 
     Raises:
         EnvironmentFault: it is not installed, or cannot be read or written.
     """
     wheel = make_wheel()
     try:
-        (directory / wheel.name).write_bytes(wheel.data)
+        replace(directory / wheel.name, wheel.data)
     except OSError as error:
-        raise EnvironmentFault(f"cannot write to {directory}: {error.strerror}") from error
+        raise EnvironmentFault(f"cannot write to {directory}: {error.strerror or error}") from error
     return (directory / wheel.name).absolute()
 
 

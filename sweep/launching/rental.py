@@ -5,6 +5,7 @@ Values only. Knows no provider's spelling, and starts nothing.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,11 +121,11 @@ class Provider(Protocol):
         """Return what an hour may cost at most, where the machine is listed at so much."""
         ...
 
-    def volume(self, machine: Machine) -> str:
-        """Return the name of the volume that keeps studies where nobody names one.
+    def volume(self, machine: Machine, typed: str | None = None) -> str:
+        """Return the name of the volume that keeps studies: what was typed, or one of its own.
 
         Raises:
-            InputError: somebody has to.
+            InputError: somebody has to name one, or it can have none of this name.
         """
         ...
 
@@ -247,6 +248,20 @@ def _limit(
     else:
         most = HOURS_MAX if hours is None else max(HOURS_LEAST, SLACK * hours[1])
     return int(min(most, HOURS_MAX) * SECONDS_PER_HOUR)
+
+
+def short_name(name: str, *, of: str, most: int) -> str:
+    """Return a name of at most so many characters, which no other study's is.
+
+    Args:
+        name: as far as it could be made of the study's.
+        of: what the name would be, were every character allowed.
+        most: characters.
+    """
+    if name == of and len(name) <= most:
+        return name
+    mark = hashlib.sha256(of.encode()).hexdigest()[:8]
+    return f"{name[: most - len(mark) - 1].strip('-')}-{mark}"
 
 
 def card_name(machine: Machine, names: Mapping[str, str], *, where: str) -> str:

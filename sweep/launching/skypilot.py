@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.errors import InputError, did_you_mean, listed, quote
 from search_spaces.prices import TYPED_PROVIDER, Offer
-from sweep.launching.rental import BUCKETS, RESULTS, Machine, Rental, card_name
+from sweep.launching.rental import BUCKETS, RESULTS, Machine, Rental, card_name, short_name
 
 CLOUDS: Mapping[str, str] = {"aws": "AWS", "gcp": "GCP", "lambda": "Lambda", "runpod": "Runpod"}
 """What price lists call the clouds, by SkyPilot's own names."""
@@ -86,6 +86,7 @@ NO_SPOT = ("lambda",)
 DEARER = 1.25
 """Over the listed price, what a machine may cost: lists age, and regions differ."""
 IDLE_MINUTES = 5
+MACHINE_NAME_MAX = 40
 DISK_GB = 100
 HOME_INPUTS, HOME_VOLUME, SINCE = "sweep-inputs", "sweep-volume", ".sweep-rented-since"
 ENVIRONMENT, REQUIREMENTS = "sweep-venv", "sweep-requirements.txt"
@@ -109,6 +110,11 @@ class SkyPilot:
         card_name(machine, names, where=self.title if cloud is None else CLOUDS[cloud])
         if machine.is_spot and cloud in NO_SPOT:
             raise InputError(f"--spot: {CLOUDS[cloud]} has no spot machines: leave it out")
+        if machine.is_spot and cloud == "runpod":
+            raise InputError(
+                "--spot: what a pod of RunPod's leaves can be fetched from that pod alone, and "
+                "nobody can log in to a spot machine's: leave --spot out, or name another --cloud"
+            )
 
     def offers(self, machine: Machine, offers: Sequence[Offer]) -> list[Offer]:
         """Return the offers of the cloud, or of all of them; spot or not, as is asked."""
@@ -124,14 +130,17 @@ class SkyPilot:
         """Return the price above which no machine is taken."""
         return math.ceil(usd_per_hour * DEARER * 100) / 100
 
-    def volume(self, machine: Machine) -> str:
+    def volume(self, machine: Machine, typed: str | None = None) -> str:
         """Return the name of this person's bucket, the same at every call: others' names are taken.
 
         Each study has a directory in it.
 
         Raises:
-            InputError: RunPod's machines mount no bucket, and a volume is made in one region.
+            InputError: RunPod's machines mount no bucket, and a volume is made in one region; or
+                neither a bucket nor a volume can be called so.
         """
+        if typed is not None:
+            return _checked(typed, machine)
         if machine.cloud == "runpod":
             raise InputError(
                 "--volume: RunPod mounts no bucket, so name a network volume of yours; "
@@ -170,7 +179,10 @@ class SkyPilot:
         """Return the command that fetches report and database from where they are kept."""
         study, there = shlex.quote(rental.study), shlex.quote(f"{RESULTS}/{rental.study}")
         if rental.machine.cloud == "runpod":
-            return f"rsync -a {_machine_name(rental)}:{RUNPOD_VOLUME}/{study} {RESULTS}/"
+            return (
+                f"rsync -a {_machine_name(rental)}:{RUNPOD_VOLUME}/{study} {RESULTS}/"
+                f"  # until the pod is gone, {IDLE_MINUTES} minutes after the end"
+            )
         bucket = _bucket(rental)
         address = bucket.get("source") or f"{_SCHEMES[bucket['store']]}://{bucket['name']}"
         if address.startswith("gs://"):
@@ -191,6 +203,31 @@ class SkyPilot:
 
 
 _SCHEMES = {"s3": "s3", "gcs": "gs"}
+_BUCKET = r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"
+"""What S3 and Google's storage take both, or one of them."""
+_FOLDERS = r"(/(?!\.\.?(/|$))[\w.-]+)*/?"
+_NETWORK_VOLUME = r"[a-zA-Z0-9][a-zA-Z0-9_-]{0,62}"
+
+
+def _checked(typed: str, machine: Machine) -> str:
+    """Return the name of a bucket, its address, or a network volume's name.
+
+    Raises:
+        InputError: it is none of those that the machine can have.
+    """
+    if machine.cloud == "runpod":
+        pattern, what = (
+            _NETWORK_VOLUME,
+            "RunPod mounts no bucket, so name a network volume of yours",
+        )
+    elif "://" in typed:
+        schemes = "|".join(map(re.escape, BUCKETS))
+        pattern, what = f"({schemes}){_BUCKET}{_FOLDERS}", f"an address is {listed(BUCKETS)}BUCKET"
+    else:
+        pattern, what = _BUCKET, "a bucket is named by 3 to 63 of a-z, 0-9, '.', '_' and '-'"
+    if not re.fullmatch(pattern, typed, re.ASCII):
+        raise InputError(f"--volume: {what}, got {quote(typed)}")
+    return typed
 
 
 def task(rental: Rental) -> dict[str, Any]:
@@ -206,7 +243,7 @@ def task(rental: Rental) -> dict[str, Any]:
     }
     if machine.is_spot:
         resources["use_spot"] = True
-    whole: dict[str, Any] = {"name": _slug(f"sweep-{rental.study}"), "resources": resources}
+    whole: dict[str, Any] = {"name": _machine_name(rental), "resources": resources}
     mounts: dict[str, Any] = {
         f"~/{HOME_INPUTS}/{one.name}": str(one.local) for one in rental.parcel.inputs
     }
@@ -296,7 +333,8 @@ def enabled(said: str, cloud: str | None) -> bool:
 
 
 def _machine_name(rental: Rental) -> str:
-    return _slug(f"sweep-{rental.study}")[:40].strip("-")
+    whole = f"sweep-{rental.study}"
+    return short_name(_slug(whole), of=whole, most=MACHINE_NAME_MAX)
 
 
 def _slug(text: str) -> str:

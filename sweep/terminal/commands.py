@@ -68,13 +68,18 @@ def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
             return DONE
     # Removing needs Optuna, whose import nobody else here waits for.
     from storage.removal import remove_study
+    from sweep.launching.job_files import remove_jobs
 
-    removed = remove_study(study, url=url, home=runs_directory())
+    home = runs_directory()
+    removed = remove_study(study, url=url, home=home)
+    # Where the directory is another study's, nothing of it was removed.
+    jobs = remove_jobs(home / study) if removed.files else ()
     say(f"Removed study {study}: {trials}")
-    for path in removed.files:
+    for path in (*removed.files, *jobs):
         say(f"Removed {path}")
     for path in removed.left:
-        say(f"Left {path}, which is not sweep's")
+        if path.exists() or path.is_symlink():
+            say(f"Left {path}, which is not sweep's")
     return DONE
 
 

@@ -43,15 +43,6 @@ def add_knobs(command: Command, knobs: Mapping[str, Knob]) -> None:
     _declare(command, [*own.values(), *(_option(key, knob) for key, knob in missing.items())])
 
 
-def read_options(commands: Any, name: str, words: Iterable[str]) -> dict[str, Any]:
-    """Return what one of a group's commands would be called with, and do not call it.
-
-    Raises what the command line raises at options that are not right.
-    """
-    with commands.commands[name].make_context(name, list(words)) as context:
-        return dict(context.params)
-
-
 def _declare(command: Command, parameters: Iterable[inspect.Parameter]) -> None:
     signature = inspect.Signature(list(parameters), return_annotation=int)
     command.__signature__ = signature  # type: ignore[attr-defined]

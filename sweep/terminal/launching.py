@@ -18,14 +18,15 @@ from typing import Any
 from reports import units
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.loading import load_space
-from search_spaces.prices import PRICE_OPTION
+from search_spaces.prices import PRICE_OPTION, TYPED_PROVIDER
 from search_spaces.space import SearchSpace
+from storage.files import make_directory, write_chosen
 from storage.files import replace as put
-from storage.files import write_chosen
 from sweep.data.texts import prepare_texts
 from sweep.launching.costing import Course, foreseen
-from sweep.launching.inputs import carried, located, renamed
-from sweep.launching.keeping import STOP_SECONDS
+from sweep.launching.inputs import carried, located
+from sweep.launching.job_files import job_directory
+from sweep.launching.ledger import STOP_SECONDS
 from sweep.launching.parcel import Input, Parcel, package, python_version, requirements
 from sweep.launching.providers import provider_named, require
 from sweep.launching.rental import (
@@ -39,8 +40,10 @@ from sweep.launching.rental import (
 )
 from sweep.launching.request import (
     LaunchRequest,
+    RunOptions,
     asked_machine,
     plan_request,
+    refuse_options,
     refuse_what_cannot_be,
 )
 from sweep.paths import cache_directory, runs_directory
@@ -49,9 +52,10 @@ from sweep.planning.question import Predictor, Question, resolve_request
 from sweep.planning.survey import START_SECONDS
 from sweep.predict.cost import SECONDS_PER_HOUR
 from sweep.predict.memory.tracing_children import TracingChildren
-from sweep.study.session import default_study_name
+from sweep.study.session import named
 from sweep.terminal.console import confirmed, folded, note, say, say_json, width_of
 from sweep.terminal.plan.command import tracing
+from sweep.terminal.typed import call, respelled
 from sweep.terminal.working import working
 
 DONE = 0
@@ -61,7 +65,7 @@ TOKEN = "HF_TOKEN"
 def launch(
     request: LaunchRequest,
     *,
-    limits: Mapping[str, Any],
+    command: Any,
     predictor: Predictor | None = None,
     ready: Callable[[Provider, Machine], None] = require,
     start: Callable[[Sequence[str]], int] | None = None,
@@ -71,7 +75,7 @@ def launch(
 
     Args:
         request: what was typed.
-        limits: of the search, by the keys of the space.
+        command: `sweep run`, which reads the words for it.
         predictor: makes what predicts memory; by default it traces the model's own code.
         ready: checks that a provider's tool and login are there.
         start: runs the provider's command to its end; returns its exit code.
@@ -83,41 +87,91 @@ def launch(
         NothingFits: nothing of the space is predicted to fit the card.
     """
     refuse_what_cannot_be(request)
+    job = partial(
+        _launch,
+        request=request,
+        command=command,
+        predictor=predictor,
+        ready=ready,
+        start=start or _run(as_json=request.as_json),
+        pack=pack,
+    )
+    return call(command, [request.space, *request.words], drive=job)
+
+
+def _launch(
+    space_name: str,
+    *,
+    request: LaunchRequest,
+    command: Any,
+    predictor: Predictor | None,
+    ready: Callable[[Provider, Machine], None],
+    start: Callable[[Sequence[str]], int],
+    pack: Callable[[Path], Path],
+    overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
+    **others: Any,
+) -> int:
+    """Do it once the run's own options are read."""
+    run = RunOptions(overrides, held, others)
+    refuse_options(run)
     provider = provider_named(request.on)
-    space = load_space(request.space)
-    machine = asked_machine(request, space)
+    machine = asked_machine(request, load_space(space_name))
     provider.check(machine)
-    volume = request.volume or provider.volume(machine)
+    study, typed = _named(request, run, machine)
+    volume = provider.volume(machine, request.volume)
     is_started = request.output is None and (request.is_sure or sys.stdin.isatty())
     if is_started:
         with working(f"asking {provider.title} for your account"):
             ready(provider, machine)
-    question, cost = _question_and_cost(request, machine, provider, limits, predictor)
-    study = _study_name(request, space, machine, question)
-    file = request.output or runs_directory() / study / "launch" / provider.file_name
+    question, cost = _question_and_cost(
+        request, run, machine, provider, typed=typed, predictor=predictor
+    )
+    file = request.output or job_directory(runs_directory() / study) / provider.file_name
     parcel = _parcel(request, question, directory=file.parent, pack=pack)
-    rental = _rental(request, machine, question, parcel, cost=cost, study=study, volume=volume)
+    arguments = _arguments(request, machine, question, command=command, study=study)
+    rental = Rental(
+        study=study,
+        machine=machine,
+        arguments=arguments,
+        parcel=parcel,
+        cost=cost,
+        volume=volume,
+        secrets=(TOKEN,) if question.model.source == "hub" and os.environ.get(TOKEN) else (),
+    )
     _write(file, provider.text(rental), is_chosen=request.output is not None)
-    command = provider.start(rental, file)
+    words = provider.start(rental, file)
     note(folded(cost_words(cost, machine), width_of(sys.stderr), indent=2))
     if is_started and not request.is_sure:
         is_started = confirmed(f"Start it on {provider.title} now?")
     if is_started:
-        _start(command, provider, rental, start or _run(as_json=request.as_json))
-    _tell(request, provider, rental, file=file, command=command, is_started=is_started)
+        _start(words, provider, rental, start)
+    _tell(request, provider, rental, file=file, command=words, is_started=is_started)
     return DONE
+
+
+def _named(request: LaunchRequest, run: RunOptions, machine: Machine) -> tuple[str, SearchSpace]:
+    """Return the study's name and its space, as `sweep run` would read them there."""
+    changed = {
+        **run.overrides,
+        "gpu": None if request.gpu is None else machine.card.name,
+        "max_dollars": request.max_dollars,
+    }
+    return named(request.space, overrides=changed, held=run.held, study=request.study)
 
 
 def _question_and_cost(
     request: LaunchRequest,
+    run: RunOptions,
     machine: Machine,
     provider: Provider,
-    limits: Mapping[str, Any],
+    *,
+    typed: SearchSpace,
     predictor: Predictor | None,
 ) -> tuple[Question, Cost]:
     with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
         question = resolve_request(
-            plan_request(request, machine),
+            plan_request(request, run, machine),
             predictor=predictor or tracing(children),
             card=lambda: None,
             read_study=_no_study,
@@ -127,11 +181,12 @@ def _question_and_cost(
         offer = machine_offer(machine, offers, idle_seconds=provider.idle_seconds)
         if offer is None:
             raise InputError(_no_price(machine, provider))
-        changes = {key: one for key, one in limits.items() if one is not None}
+        if offer.provider == TYPED_PROVIDER:
+            offer = offer.model_copy(update={"provider": provider.title})
         course = foreseen(
             question,
             machine.card,
-            changes=changes,
+            typed=typed,
             cache=cache_directory() / "surveys",
             progress=progress,
         )
@@ -142,7 +197,7 @@ def _question_and_cost(
         offer=offer,
         usd_per_hour_most=provider.dearest(machine, offer.usd_per_hour),
         download_bytes=course.download_bytes,
-        max_dollars=request.max_dollars or _limit_of(question),
+        max_dollars=typed.max_dollars,
         least_seconds=course.least_seconds + offer.boot_seconds + STOP_SECONDS,
     )
     return question, cost
@@ -159,7 +214,9 @@ def _read_texts(request: Any, *, progress: Progress) -> Any:
 def _spread(course: Course, machine: Machine) -> tuple[float, float] | None:
     if course.seconds is None:
         return None
-    return shared(course.seconds, cards=machine.cards, start=START_SECONDS)
+    low, high = shared(course.seconds, cards=machine.cards, start=START_SECONDS)
+    # One card measures the winner again.
+    return low + course.confirming[0], high + course.confirming[1]
 
 
 def _no_price(machine: Machine, provider: Provider) -> str:
@@ -171,54 +228,24 @@ def _no_price(machine: Machine, provider: Provider) -> str:
     )
 
 
-def _study_name(
-    request: LaunchRequest, space: SearchSpace, machine: Machine, question: Question
-) -> str:
-    """Return the study's name: what `sweep run` would call it."""
-    if request.study is not None:
-        return request.study
-    changed: dict[str, Any] = dict(request.held)
-    if request.gpu is not None and machine.card.name != space.gpu:
-        changed["gpu"] = machine.card.name
-    if "model" in request.run:
-        changed["model"] = question.model.name
-    if request.data["texts"] is not None and question.space is not None:
-        changed["data"] = question.space.data
-    return default_study_name(space, changed)
-
-
-def _limit_of(question: Question) -> float | None:
-    """Return what the space itself says that it may cost."""
-    return None if question.space is None else question.space.max_dollars
-
-
-def _rental(
+def _arguments(
     request: LaunchRequest,
     machine: Machine,
     question: Question,
-    parcel: Parcel,
     *,
-    cost: Cost,
+    command: Any,
     study: str,
-    volume: str,
-) -> Rental:
-    space, named = _located(request, question)
-    spent = () if request.max_dollars is None else ("--max-dollars", f"{request.max_dollars:g}")
-    several = () if machine.cards == 1 else ("--cards", "all")
-    is_hub = question.model.source == "hub"
-    return Rental(
-        study=study,
-        machine=machine,
-        arguments=(
-            *("run", space, "--gpu", machine.card.name, "--study", study),
-            *spent,
-            *several,
-            *renamed(request.words, named),
-        ),
-        parcel=parcel,
-        cost=cost,
-        volume=volume,
-        secrets=(TOKEN,) if is_hub and os.environ.get(TOKEN) else (),
+) -> tuple[str | Input, ...]:
+    """Return what `sweep` is given there; what is a file here is named as it is called there."""
+    space, files = _located(request, question)
+    words = [request.space, *request.words]
+    dollars = request.max_dollars
+    return (
+        *("run", space, "--gpu", machine.card.name, "--study", study),
+        *(() if dollars is None else ("--max-dollars", f"{dollars:g}")),
+        *(() if machine.cards == 1 else ("--cards", "all")),
+        *respelled(command, words, without={"space", *files}),
+        *(word for option, one in files.items() for word in (f"--{option}", one)),
     )
 
 
@@ -234,15 +261,21 @@ def _parcel(
     directory: Path,
     pack: Callable[[Path], Path],
 ) -> Parcel:
-    space, named = _located(request, question)
+    space, files = _located(request, question)
     is_random = question.space is None or question.space.weights == "random"
-    inputs = carried(space, named, are_weights_random=is_random)
+    inputs = carried(space, files, are_weights_random=is_random)
+    make = make_directory if request.output is None else _make_chosen
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make(directory)
     except OSError as error:
-        raise EnvironmentFault(f"cannot write to {directory}: {error.strerror}") from error
+        raise EnvironmentFault(f"cannot write to {directory}: {error.strerror or error}") from error
     with working("building the package"):
         return Parcel(python_version(), requirements(), pack(directory), inputs)
+
+
+def _make_chosen(directory: Path) -> None:
+    """Make a directory that the user named, whose rights are left to the umask."""
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def _write(file: Path, text: str, *, is_chosen: bool) -> None:
@@ -318,7 +351,8 @@ def cost_words(cost: Cost, machine: Machine) -> str:
     """Return what a rental costs: ``about $0.21 to $0.35: 11 min to 19 min of a10 at ...``."""
     cards = f"{machine.cards} x " if machine.cards > 1 else ""
     card = f"{cards}{machine.card.name}{' spot' if machine.is_spot else ''}"
-    rate = f"at ${cost.machine.usd_per_hour:.2f} an hour on {cost.machine.provider}"
+    whose = ", the price that you gave," if cost.machine.source == PRICE_OPTION else ""
+    rate = f"at ${cost.machine.usd_per_hour:.2f} an hour{whose} on {cost.machine.provider}"
     most = f"at most ${cost.usd_max:.2f}, stopped after {units.duration(cost.limit_seconds)}"
     if cost.usd is None or cost.hours is None:
         return f"{card} {rate}; {most}"

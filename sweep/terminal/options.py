@@ -335,7 +335,10 @@ VolumeOption = Annotated[
 RentedFileOption = Annotated[
     str | None,
     typer.Option(
-        "-o", "--output", help="Write the job to this file alone.", callback=_named("--output")
+        "-o",
+        "--output",
+        help="Only write the job, to this file, with the package's wheel beside it.",
+        callback=_named("--output"),
     ),
 ]
 RunWordsArgument = Annotated[

@@ -180,6 +180,9 @@ def test_a_study_is_removed_once_somebody_said_so(
     study: str, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    job = home / "runs" / study / "launch" / "modal_app.py"
+    job.parent.mkdir()
+    job.touch()
     assert main(["rm", study]) == 2
     assert "say --yes" in capsys.readouterr().err
     for answer, is_there in (("\n", True), ("y\n", False)):
@@ -192,6 +195,8 @@ def test_a_study_is_removed_once_somebody_said_so(
     assert "Remove study 'study' with 12 trials and its files? [y/N]" in err
     assert "Removed study study: 12 trials" in out
     assert "spool.jsonl" in out
+    assert f"Removed {job}" in out
+    assert "Left " not in out
     assert main(["rm", study, "--yes"]) == 2
     assert "no study 'study'" in capsys.readouterr().err
 

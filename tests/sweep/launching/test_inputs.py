@@ -8,7 +8,7 @@ import pytest
 
 from search_spaces.models import load_model_spec
 from search_spaces.texts import TextsChoice
-from sweep.launching.inputs import carried, located, renamed
+from sweep.launching.inputs import carried, located
 from sweep.launching.parcel import Input
 
 DEMO = load_model_spec("demo")
@@ -37,16 +37,6 @@ def test_texts_and_tokenizer_go_along_from_where_the_command_runs(
         "tokenizer": Input(tmp_path / "mine", "tokenizer/mine"),
     }
     assert carried(space, named, are_weights_random=True) == (space, *named.values())
-
-
-def test_an_option_names_the_file_that_is_there() -> None:
-    there = Input(Path("/here/texts.jsonl"), "data/texts.jsonl")
-    words = ("--data", "texts.jsonl", "--trials", "3", "--data=other.jsonl", "--dataset", "x")
-    assert renamed(words, {"data": there}) == (
-        *("--trials", "3", "--dataset", "x"),
-        *("--data", there),
-    )
-    assert renamed(words, {}) == words
 
 
 @pytest.mark.parametrize("are_random", [True, False])

@@ -38,7 +38,7 @@ class Image:
         return lambda *values, **keys: Image(*self.calls, (name, values, keys))
 
 class Volume:
-    commits = 0
+    commits = reloads = 0
 
     @classmethod
     def from_name(cls, name, create_if_missing=False):
@@ -48,6 +48,10 @@ class Volume:
 
     def commit(self):
         Volume.commits += 1
+
+    def reload(self):
+        Volume.reloads += 1
+        raise RuntimeError("there are open files preventing the operation")
 
 class Secret:
     @staticmethod
@@ -162,6 +166,16 @@ def test_an_app_s_function_ends_as_its_command_does(load: Any) -> None:
     assert app.modal.Volume.commits == 2
 
 
+def test_an_app_looks_at_what_other_containers_wrote_while_its_command_runs(load: Any) -> None:
+    app = load(Modal().text(a_rental()))
+    app.RELOAD_SECONDS = 0.05
+    app.COMMAND = [sys.executable, "-c", "import time; time.sleep(0.5)"]
+    # Refused each time, as it is while a file is open; the command goes on.
+    app.study()
+    assert app.modal.Volume.reloads
+    assert app.modal.Volume.commits == 1
+
+
 def test_a_preempted_function_stops_its_command_and_says_that_it_was_interrupted(
     load: Any, tmp_path: Path
 ) -> None:
@@ -219,6 +233,27 @@ def test_a_pod_of_runpod_has_a_volume_as_it_mounts_no_bucket() -> None:
     with pytest.raises(InputError, match="--volume: RunPod mounts no bucket"):
         SkyPilot().volume(rental.machine)
     assert len(SkyPilot().volume(Machine(find_gpu("l4")))) <= 30
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("a" * 60 + "-1", "a" * 60 + "-2"), ("Mine", "mine"), ("a.b", "a_b"), ("ä", "ö")],
+)
+def test_two_studies_have_two_machines_and_two_apps(one: str, other: str, load: Any) -> None:
+    rentals = [a_rental(study=study) for study in (one, other)]
+    clusters = [SkyPilot().start(rental, Path("t.yaml"))[-2] for rental in rentals]
+    apps = [load(Modal().text(rental)).app.name for rental in rentals]
+    assert clusters[0] != clusters[1]
+    assert apps[0] != apps[1]
+    assert max(map(len, clusters)) <= 40
+    assert max(map(len, apps)) <= 63
+    assert SkyPilot().start(a_rental(study="mine"), Path("t.yaml"))[-2] == "sweep-mine"
+
+
+def test_what_a_pod_of_runpod_leaves_is_said_to_go_with_it() -> None:
+    rental = a_rental(machine=Machine(find_gpu("l4"), cloud="runpod"))
+    assert "until the pod is gone" in SkyPilot().results(rental)
+    assert "--force" in Modal().results(a_rental())
 
 
 def test_a_spot_machine_is_a_job_that_skypilot_recovers() -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from sweep.launching.keeping import STOP_SECONDS, Keeper, Ledger
+from sweep.launching.keeping import Keeper
+from sweep.launching.ledger import STOP_SECONDS, Ledger
 
 WRITER = """
 import os, signal, sqlite3, sys, time
@@ -42,13 +43,16 @@ sys.exit(int(sys.argv[2]))
 MACHINE = """
 import os, sys, time
 from pathlib import Path
-from sweep.launching.keeping import Keeper, Ledger, Stopper, keep
+from sweep.launching.keeping import Keeper, Stopper, keep
+from sweep.launching.ledger import Ledger
 
 volume, home, limit, *command = sys.argv[1:]
 code = keep(
     [sys.executable, *command],
     keeper=Keeper(Path(volume), Path(home)),
-    ledger=Ledger(Path(volume) / "paid.json", float(limit), since=time.time()),
+    ledger=Ledger(
+        Path(volume) / "paid.json", float(limit), since=time.time(), quiet_seconds=1.0
+    ),
     environment={**os.environ, "SWEEP_HOME": home},
     stopper=Stopper(),
     save_seconds=0.1,
@@ -164,15 +168,77 @@ def test_what_earlier_machines_cost_counts(rented: Rented) -> None:
     assert rented.trials == []
 
 
+def test_a_second_machine_on_a_study_that_runs_is_refused_and_the_first_goes_on(
+    rented: Rented,
+) -> None:
+    first = rented.start(trials=10_000)
+    rented.wait_for(2)
+    second = rented.start(trials=10_000)
+    assert second.wait(30) == 3
+    assert "another machine runs this study" in said(second)
+    assert first.poll() is None
+    rented.wait_for(len(rented.trials) + 2)
+
+
+def test_a_machine_that_was_taken_over_from_stops_and_writes_nothing_more(rented: Rented) -> None:
+    first = rented.start(trials=10_000)
+    rented.wait_for(2)
+    other = {"seconds": {"other": 1.0}, "owner": "other", "written": time.time()}
+    (rented.volume / "paid.part").write_text(json.dumps(other))
+    (rented.volume / "paid.part").replace(rented.volume / "paid.json")
+    assert first.wait(30) == 3
+    assert "another machine goes on" in said(first)
+
+
+def test_what_a_study_s_machine_left_unsaid_tells_whether_another_may_have_it(
+    tmp_path: Path,
+) -> None:
+    now = 1000.0
+    waited: list[float] = []
+
+    def machine(owner: str) -> Ledger:
+        return Ledger(tmp_path / "paid.json", 9e9, since=0, clock=lambda: now, owner=owner)
+
+    def silence(seconds: float) -> bool:
+        nonlocal now
+        waited.append(seconds)
+        now += seconds
+        return True
+
+    def alive(seconds: float) -> bool:
+        silence(seconds)
+        first.write()
+        return True
+
+    first = machine("first")
+    assert first.claim(wait=silence)
+    assert not waited
+    assert not machine("second").claim(wait=alive)
+    assert first.is_ours
+    waited.clear()
+    third = machine("third")
+    assert third.claim(wait=silence)
+    assert sum(waited) == pytest.approx(90, abs=2)
+    assert not first.is_ours
+    third.write(force=True, is_last=True)
+    waited.clear()
+    assert machine("fourth").claim(wait=silence)
+    assert not waited
+    now += 500
+    assert machine("fifth").claim(wait=silence)
+    assert not waited
+
+
 def test_a_ledger_adds_machines_and_what_each_costs_unseen(tmp_path: Path) -> None:
     now = 2000.0
     path = tmp_path / "paid.json"
-    first = Ledger(path, 1000, since=1900.0, overhead_seconds=10, clock=lambda: now)
+    terms = {"limit_seconds": 1000, "overhead_seconds": 10, "machine": "a"}
+    first = Ledger(path, since=1900.0, clock=lambda: now, **terms)
     assert first.paid_seconds == 110
     first.write(force=True)
-    second = Ledger(path, 1000, since=1990.0, overhead_seconds=10, clock=lambda: now)
+    second = Ledger(path, since=1990.0, clock=lambda: now, **{**terms, "machine": "b"})
     assert second.paid_seconds == 130
-    again = Ledger(path, 1000, since=1900.0, overhead_seconds=10, clock=lambda: now + 5)
+    again = Ledger(path, since=1900.0, clock=lambda: now + 5, **terms)
     assert again.paid_seconds == 115
 
 
@@ -230,3 +296,20 @@ def test_the_module_runs_sweep_with_a_home_of_its_own(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "cpu-demo" in done.stdout
     assert json.loads((tmp_path / "volume" / "paid.json").read_text())["seconds"]
+
+
+def test_a_second_start_on_one_machine_is_paid_for_once(tmp_path: Path) -> None:
+    (tmp_path / "since").write_text(f"{int(time.time()) - 100}\n")
+    for _ in range(2):
+        subprocess.run(
+            [
+                *(sys.executable, "-P", "-m", "sweep.launching.keeping"),
+                *("--volume", str(tmp_path / "volume"), "--limit-seconds", "600"),
+                *("--since", str(tmp_path / "since"), "--", "presets"),
+            ],
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            check=True,
+        )
+    (paid,) = json.loads((tmp_path / "volume" / "paid.json").read_text())["seconds"].values()
+    assert 100 <= paid < 200

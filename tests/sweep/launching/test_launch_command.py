@@ -21,7 +21,7 @@ from sweep import cli
 from sweep.launching.rental import Machine, Provider
 from sweep.launching.request import LaunchRequest
 from sweep.terminal import launching
-from sweep.terminal.knob_options import add_knobs, read_options
+from sweep.terminal.knob_options import add_knobs
 from tests.sweep.imagined_memory import ImaginedPredictor
 
 Launch = Callable[..., dict[str, Any]]
@@ -50,10 +50,6 @@ def home(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def typed_app() -> Any:
-    return typer.main.get_command(cli.app)
-
-
 class Started:
     """Notes what would be asked and started."""
 
@@ -75,10 +71,9 @@ def launch(*words: str, started: Started | None = None, **changes: Any) -> Start
     add_knobs(cli.run, KNOBS)
     started = started or Started()
     request = {"space": "a10", "on": "modal", "as_json": True, **changes}
-    typed = read_options(typer.main.get_command(cli.app), "run", [request["space"], *words])
     launching.launch(
-        LaunchRequest(**request, words=words, options=typed),
-        limits={"trials": typed["trials"]},
+        LaunchRequest(**request, words=words),
+        command=cli._command_of("run"),
         predictor=lambda *_: ImaginedPredictor(),
         ready=started.ready,
         start=started.start,
@@ -181,21 +176,24 @@ def test_options_of_run_go_along_as_they_were_typed(home: Path) -> None:
         *("run", "a10", "--gpu", "a100-80gb"),
         *("--study", "a10-a100-80gb-lora_rank-64"),
         *("--max-dollars", "3", "--cards", "all"),
-        *("--rank", "64", "--trials", "9", "--no-confirm"),
+        *("--lora-rank=64", "--trials=9", "--no-confirm"),
     ]
     assert job(home / "t.yaml")["resources"]["accelerators"] == {"A100-80GB": 4}
     assert job(home / "t.yaml")["resources"]["max_hourly_cost"] == 10.0
 
 
-def test_what_is_typed_as_off_or_as_nothing_is_typed() -> None:
-    add_knobs(cli.run, KNOBS)
-    words = ["a10", "--no-compile", "--checkpoint-fraction", "0", "--all-tokens", "--seed", "0"]
-    request = LaunchRequest("a10", "modal", options=read_options(typed_app(), "run", words))
-    assert request.held == {"compile": False, "checkpoint_fraction": 0.0}
-    assert request.data["completions_only"] is False
-    assert request.run["seed"] == 0
-    assert "no_confirm" not in request.run
-    assert request.model is None
+def test_what_is_typed_as_off_or_as_nothing_goes_along(home: Path) -> None:
+    launch("--no-compile", "--seed", "0", output=home / "t.yaml", on="skypilot")
+    assert words_of(home / "t.yaml")[-2:] == ["--no-compile", "--seed=0"]
+
+
+def test_a_soak_is_paid_for(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def hours(*words: str) -> float:
+        launch(*words, "--trials", "2", output=home / "job.py")
+        found: float = json.loads(capsys.readouterr().out)["cost"]["hours"]
+        return found
+
+    assert hours("--soak", "6h") > hours() + 5.9 > hours("--no-confirm") + 5.9
 
 
 def test_files_that_a_space_names_go_along(home: Path) -> None:
@@ -228,17 +226,45 @@ def test_files_that_a_space_names_go_along(home: Path) -> None:
         ((), {"max_dollars": 0.01}, "--max-dollars 0.01 pays for"),
         ((), {"max_dollars": -1.0}, "--max-dollars must be more than 0"),
         ((), {"cards": 0}, "--cards must be at least 1"),
-        ((), {"study": "a/b"}, "--study: 'a/b' cannot name a study"),
-        ((), {"volume": "r2://mine"}, "--volume: 'r2://mine' must begin with s3:// or gs://"),
-        ((), {"volume": "my volume"}, "--volume: 'my volume' cannot name a volume"),
+        ((), {"study": "a/b"}, "study name must be .* got 'a/b'"),
+        ((), {"volume": "gs://mine"}, "--volume: a volume of Modal's .* got 'gs://mine'"),
+        ((), {"volume": "my volume"}, "--volume: a volume of Modal's .* got 'my volume'"),
+        ((), {"volume": "../x"}, "--volume: a volume of Modal's"),
+        ((), {"volume": "v" * 58}, "at most 57 letters"),
+        ((), {"on": "skypilot", "volume": "r2://mine"}, "--volume: an address is s3:// or gs://"),
+        ((), {"on": "skypilot", "volume": "s3://mine/../x"}, "--volume: an address is"),
+        ((), {"on": "skypilot", "volume": "../x"}, "--volume: a bucket is named by"),
+        ((), {"on": "skypilot", "volume": "My Bucket"}, "--volume: a bucket is named by"),
+        (
+            (),
+            {"on": "skypilot", "cloud": "runpod", "gpu": "l4", "volume": "s3://mine"},
+            "--volume: RunPod mounts no bucket, .* got 's3://mine'",
+        ),
+        (
+            (),
+            {"on": "skypilot", "cloud": "runpod", "gpu": "l4", "is_spot": True, "volume": "v"},
+            "--spot: what a pod of RunPod's leaves",
+        ),
+        ((), {"gpu": "cpu"}, "--gpu cpu is no card to rent: name one"),
+        ((), {"gpu": "auto"}, "--gpu auto is no card to rent: name one"),
         ((), {"on": "skypilot", "cloud": "runpod", "gpu": "l4"}, "--volume: RunPod mounts no"),
-        ((), {"study": "sweep.db"}, "cannot name a study"),
+        ((), {"study": "sweep.db"}, "is that of a file of sweep's"),
+        (("--sampler", "nosuch"), {}, "sampler"),
+        (("--soak", "nonsense"), {}, "--soak: "),
+        (("--soak", "1m", "--no-confirm"), {}, "--no-confirm and --soak are both given"),
+        (("--trials", "0"), {}, "trials"),
+        ((), {"max_dollars": float("inf")}, "--max-dollars must be more than 0, and a number"),
+        ((), {"max_dollars": float("nan")}, "--max-dollars must be more than 0, and a number"),
         (("--gpu", "l4"), {}, "--gpu is an option of launch: write it before the --"),
         (("--max-dollars", "3"), {}, "--max-dollars is an option of launch"),
         (("--storage", "sqlite:///x.db"), {}, "--storage names what a rented machine cannot see"),
         (("--ray", "auto"), {}, "--ray names what a rented machine cannot see"),
-        (("--host", "me@box"), {}, "--host names what a rented machine cannot see"),
-        (("--model", "demo", "--model", "tinyllama-1.1b"), {}, "--model names 2 models"),
+        (("--host", "me@box"), {}, "--host: where this runs is another's choice"),
+        (
+            ("--model", "demo", "--model", "tinyllama-1.1b"),
+            {},
+            "--model: several models are for this",
+        ),
         (("--from", "other"), {}, "--from names what a rented machine cannot see"),
     ],
 )
@@ -275,3 +301,21 @@ def test_the_command_line_reaches_it(home: Path, capsys: pytest.CaptureFixture[s
     assert "--max-dollars must be more than 0" in capsys.readouterr().err
     assert cli.main(["launch", "a10", "--on", "modal", "--", "--trails", "3"]) == 2
     assert "--trails" in capsys.readouterr().err
+
+
+def test_a_job_has_a_wheel_beside_it_so_it_cannot_be_printed(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["launch", "a10", "--on", "modal", "-o", "-"]) == 2
+    assert "--output: the job needs the package's wheel beside it" in capsys.readouterr().err
+    assert not (home / "-").exists()
+
+
+def test_a_price_that_was_typed_is_the_provider_s_price(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(typed_prices=("a10=0.3",), output=home / "job.py")
+    out, err = capsys.readouterr()
+    assert "at $0.30 an hour, the price that you gave, on Modal" in " ".join(err.split())
+    cost = json.loads(out)["cost"]
+    assert (cost["provider"], cost["source"], cost["usd_per_hour"]) == ("Modal", "--price", 0.3)

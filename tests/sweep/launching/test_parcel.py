@@ -30,4 +30,11 @@ def test_a_checkout_goes_along_as_a_wheel_and_other_wheels_stay(tmp_path: Path) 
     names = zipfile.ZipFile(wheel).namelist()
     assert "sweep/launching/keeping.py" in names
     assert "sweep/launching/templates/modal_app.py.j2" in names
+    assert "sweep/launching/ledger.py" in names
     assert (tmp_path / "another-1.0-py3-none-any.whl").exists()
+    # Replaced whole: what a link leads to is not written over.
+    (tmp_path / "mine").write_text("mine")
+    wheel.unlink()
+    wheel.symlink_to(tmp_path / "mine")
+    assert zipfile.is_zipfile(package(tmp_path))
+    assert (tmp_path / "mine").read_text() == "mine"
