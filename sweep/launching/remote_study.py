@@ -86,6 +86,10 @@ class RemoteStudy:
             packed.seek(0)
             self._box.do("put", self.directory, file=packed)
 
+    def runs(self) -> bool:
+        """Return whether it runs; asks whatever Python is there."""
+        return bool(self._box.do("runs", self.directory)["runs"])
+
     def start(self, words: Sequence[str]) -> bool:
         """Start ``sweep`` with those words, unless it runs; return whether it did."""
         asked = json.dumps({"words": list(words)}).encode()

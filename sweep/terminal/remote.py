@@ -23,8 +23,8 @@ from storage.identity import NAME as IDENTITY
 from storage.spool import NAME as SPOOL
 from storage.urls import parse_url
 from sweep.data.files import is_on_hub, text_files
-from sweep.launching.box import prepared
-from sweep.launching.remote_study import Ended, RemoteStudy
+from sweep.launching.box import prepared, reached
+from sweep.launching.remote_study import HOME, Ended, RemoteStudy
 from sweep.launching.ssh import Address, Connection, ConnectionLostError
 from sweep.paths import runs_directory, storage_url
 from sweep.stop_signals import INTERRUPTED
@@ -83,20 +83,28 @@ def run(
     luggage = packed(space_name, space, name, carried, command=command, words=words)
     refuse_local(name, host=str(address), url=url, home=runs_directory())
     with Connection(address) as connection:
-        box = prepared(connection, python=python, say=_note)
+        box = reached(connection, python=python)
         there = RemoteStudy(box, name)
-        there.ship(luggage.files)
-        return _driven(there, luggage.words, name=name, address=address, url=url)
+        # Before anything there is touched: what runs reads it.
+        was_running = there.runs()
+        if not was_running:
+            box = prepared(box, python=python, studies=HOME, say=_note)
+            there = RemoteStudy(box, name)
+            there.ship(luggage.files)
+        words = () if was_running else luggage.words
+        return _driven(there, words, name=name, address=address, url=url)
 
 
 def _driven(
     there: RemoteStudy, words: Sequence[str], *, name: str, address: Address, url: str
 ) -> int:
-    """Start a study there, or go on following it, and fetch it once it has ended."""
+    """Start a study there with those words, or with none go on following it, and fetch it once it
+    has ended.
+    """
     asked = _Asked()
     interruption = Interruption(cancel=asked.hurry)
     with interruption.handling_signals():
-        if there.start(words):
+        if not words or there.start(words):
             _note(f"Study {name} runs on {address} already; this is how it goes on.")
         try:
             ended = there.follow(hear=note, requests=lambda: asked.times(interruption), say=_note)
