@@ -148,7 +148,7 @@ def _done(command: list[str]) -> None:
 
 
 def put(directory: str) -> dict[str, Any]:
-    """Put the files of an archive on stdin into a study's directory, unless it runs: it reads them."""
+    """Put the files of an archive on stdin into a study's directory, unless it runs."""
     place = _place(directory)
     if _runs(place / "job"):
         return {}

@@ -24,6 +24,7 @@ from storage.spool import NAME as SPOOL
 from storage.urls import parse_url
 from sweep.data.files import is_on_hub, text_files
 from sweep.launching.box import prepared, reached
+from sweep.launching.inputs import files_below, place
 from sweep.launching.remote_study import HOME, Ended, RemoteStudy
 from sweep.launching.ssh import Address, Connection, ConnectionLostError
 from sweep.paths import runs_directory, storage_url
@@ -36,7 +37,6 @@ from sweep.terminal.typed import respelled
 
 _STAYS = {"host", "host_python", "study", "storage", "model", "data", "tokenizer", "carried"}
 """Parameters of the run that are this machine's business, or are spelled anew."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 @dataclass(frozen=True)
@@ -199,19 +199,9 @@ def packed(
 
 def _put(files: dict[str, Path], kind: str, path: Path) -> str:
     """Note that something goes along; return where it is there."""
-    place = f"inputs/{kind}/{path.resolve().name}"
-    if kind == "model":
-        files.update((f"{place}/{file.name}", file) for file in _small_files(path))
-    else:
-        files[place] = path
-    return place
-
-
-def _small_files(directory: Path) -> Iterator[Path]:
-    """Yield what a model's directory holds beside its weights."""
-    for file in sorted(directory.iterdir()):
-        if file.is_file() and file.suffix not in _WEIGHTS:
-            yield file
+    there = f"inputs/{place(kind, path)}"
+    files.update((f"{there}{below}", file) for below, file in files_below(kind, path))
+    return there
 
 
 def _model(space: SearchSpace) -> Iterator[tuple[str, Path]]:
@@ -256,8 +246,8 @@ def _spool(files: dict[str, Path], carried: str) -> str:
         path = runs_directory() / carried / SPOOL
     if not path.is_file():
         raise InputError(f"--from {carried}: {path}: no such file")
-    place = f"inputs/from/{path.resolve().parent.name}"
+    there = f"inputs/{place('from', path.parent)}"
     for file in (path, path.with_name(IDENTITY)):
         if file.is_file():
-            files[f"{place}/{file.name}"] = file
-    return f"{place}/{path.name}"
+            files[f"{there}/{file.name}"] = file
+    return f"{there}/{path.name}"
