@@ -20,7 +20,13 @@ from storage.spool import NAME as SPOOL
 from storage.stored import stored_identity
 from storage.urls import parse_url
 
-FILES = (SPOOL, OUTCOMES, REPORT, "worker.log", "worker.log.1", "worker-*.log*", HOST, IDENTITY)
+_OF_JOBS = ("slurm.sh", "slurm-*.log", "slurm-*.idle")
+"""Of a study that a queue ran: its job's script, and what each allocation leaves."""
+FILES = (
+    *(SPOOL, OUTCOMES, REPORT, "worker.log", "worker.log.1", "worker-*.log*"),
+    *_OF_JOBS,
+    *(HOST, IDENTITY),
+)
 """Patterns of what a study leaves in its directory; whatever else is there is somebody else's.
 
 The last one is what says whose they are: where that fails half-way it is still known.

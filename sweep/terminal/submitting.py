@@ -21,7 +21,7 @@ from search_spaces.space import SearchSpace
 from storage.files import make_directory, write_chosen
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.files import is_on_hub, text_files
-from sweep.launching.slurm import Allocation, Job, job_script
+from sweep.launching.slurm import Allocation, Job, find_sbatch, job_script
 from sweep.launching.slurm import submit as hand_in
 from sweep.paths import STORAGE, runs_directory, storage_url
 from sweep.study.session import named
@@ -87,7 +87,7 @@ def _submit(
     files = runs_directory().absolute() / name
     allocation = _allocation(asked, space)
     run = [*respelled(command, words, without={"study", "storage"}), f"--study={name}"]
-    if allocation.gpu_count > 1 and cards is None and ray is None:
+    if space.gpu != "cpu" and allocation.gpu_count > 1 and cards is None and ray is None:
         # What was asked of the queue is there to be used.
         run.append("--cards=all")
     job = Job(
@@ -161,6 +161,7 @@ def _write(script: str, output: Path | str, *, files: Path) -> int:
 
 
 def _hand_in(script: str, *, name: str, files: Path) -> int:
+    find_sbatch()
     path = files / SCRIPT
     try:
         make_directory(files)
