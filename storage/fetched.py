@@ -51,7 +51,7 @@ def refuse_local(name: str, *, host: str, url: str, home: Path) -> None:
 
 
 def take_in(
-    name: str, *, host: str, database: Path, files: Mapping[str, bytes], url: str, home: Path
+    name: str, *, host: str, database: Path, files: Mapping[str, Path], url: str, home: Path
 ) -> None:
     """Take in a study as it stands on the machine that drives it.
 
@@ -59,7 +59,7 @@ def take_in(
         name: of the study.
         host: where it was driven.
         database: a SQLite file with the study.
-        files: of its directory, by name.
+        files: copies of its directory's, by name.
         url: of the database here.
         home: the directory of all studies' files here.
 
@@ -80,8 +80,8 @@ def take_in(
             with reader_of(there) as source:
                 assert source is not None, "its identity was read"
                 copy_rows(name, source=source, target=engine)
-            for file, data in files.items():
-                replace(home / name / file, data)
+            for file, copy in files.items():
+                replace(home / name / file, copy.read_bytes())
         except OSError as error:
             raise EnvironmentFault(f"cannot write to {home / name}: {words_of(error)}") from error
 

@@ -38,9 +38,12 @@ class Box:
         """Return what a verb of `there` answers. Takes and raises what `Connection.call` does."""
         return dict(json.loads(self._called(verb, arguments, stdin, file)))
 
-    def fetch(self, *arguments: str) -> bytes:
-        """Return the archive that is there."""
-        return self._called("fetch", arguments, b"")
+    def fetch(self, *arguments: str, into: IO[bytes]) -> None:
+        """Write the archive that is there into a file, which then stands at its beginning."""
+        self.connection.call(self._line("fetch", arguments), stdin=_program(), into=into)
+        into.seek(0)
+        while into.readline() not in (_MARK, b""):
+            pass
 
     def _called(
         self, verb: str, arguments: Sequence[str], stdin: bytes, file: IO[bytes] | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.documents import home_expanded
-from search_spaces.errors import InputError
+from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.loading import preset_name
 from search_spaces.models import load_model_spec
 from search_spaces.space import SearchSpace
@@ -137,7 +137,10 @@ class _Asked:
 
 def _keep(there: RemoteStudy, *, name: str, address: Address, url: str) -> None:
     with tempfile.TemporaryDirectory(prefix="sweep-fetched-") as directory:
-        fetched = there.fetch(Path(directory))
+        try:
+            fetched = there.fetch(Path(directory))
+        except OSError as error:
+            raise EnvironmentFault(f"no room in {directory}: {words_of(error)}") from error
         if fetched.database.exists():
             take_in(
                 name,
@@ -147,6 +150,11 @@ def _keep(there: RemoteStudy, *, name: str, address: Address, url: str) -> None:
                 url=url,
                 home=runs_directory(),
             )
+    if fetched.left_out:
+        _note(
+            f"Too large to be fetched, and left on {address} in {there.directory}/runs/{name}: "
+            f"{', '.join(fetched.left_out)}."
+        )
 
 
 def _told(ended: Ended, *, name: str, address: Address) -> int:

@@ -32,10 +32,10 @@ class Place:
             for _ in range(count):
                 run_one(study)
 
-    def files(self) -> Mapping[str, bytes]:
-        return {file.name: file.read_bytes() for file in (self.home / "study").iterdir()}
+    def files(self) -> Mapping[str, Path]:
+        return {file.name: file for file in (self.home / "study").iterdir()}
 
-    def take_in(self, other: Place, *, files: Mapping[str, bytes] | None = None) -> None:
+    def take_in(self, other: Place, *, files: Mapping[str, Path] | None = None) -> None:
         take_in(
             "study",
             host=HOST,
@@ -66,7 +66,9 @@ def test_a_fetched_study_reads_as_it_does_where_it_ran(here: Place, there: Place
     assert ours.records == theirs.records
     assert (ours.definition, ours.identity) == (theirs.definition, theirs.identity)
     assert ours.warnings == ()
-    assert there.files().items() <= here.files().items()
+    ours_by_name = here.files()
+    for name, file in there.files().items():
+        assert ours_by_name[name].read_bytes() == file.read_bytes()
 
 
 def test_what_was_added_since_is_there_after_the_next_fetch_and_once(
@@ -104,15 +106,15 @@ def test_a_study_of_this_machine_or_of_a_third_is_refused(here: Place, there: Pl
         here.take_in(there)
 
 
-class Watching(dict[str, bytes]):
+class Watching(dict[str, Path]):
     """Files that note who may drive the study while they are put in its directory."""
 
-    def __init__(self, files: Mapping[str, bytes], place: Place) -> None:
+    def __init__(self, files: Mapping[str, Path], place: Place) -> None:
         super().__init__(files)
         self.lease = lease_for(SqliteUrl(place.database), "study")
         self.was_held = False
 
-    def items(self) -> ItemsView[str, bytes]:
+    def items(self) -> ItemsView[str, Path]:
         self.was_held = self.lease.holder() is not None
         return super().items()
 

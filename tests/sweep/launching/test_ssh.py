@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import venv
@@ -333,6 +334,64 @@ def at_work_in(directory: Path) -> list[str]:
             if (process / "cwd").readlink() == directory:
                 found.append(process.name)
     return found
+
+
+def test_a_file_that_is_too_large_is_named_and_the_database_is_always_fetched(
+    study: RemoteStudy, connection: Connection, pretending: Path, server: Server, tmp_path: Path
+) -> None:
+    name = f"study-{tmp_path.name}"
+    runs = server.home / "qlora-sweep" / name / "runs"
+    (runs / name).mkdir(parents=True)
+    for file, size in (("spool.jsonl", 10), ("worker.log", 100)):
+        (runs / name / file).write_bytes(b"x" * size)
+    with contextlib.closing(sqlite3.connect(runs / "sweep.db")) as database:
+        database.execute("CREATE TABLE mine (id)")
+    fetched = RemoteStudy(Box(connection, str(pretending)), name, bytes_max=50).fetch(tmp_path)
+    assert {name: path.read_bytes() for name, path in fetched.files.items()} == {
+        "spool.jsonl": b"x" * 10
+    }
+    assert fetched.left_out == ("worker.log",)
+    with contextlib.closing(sqlite3.connect(fetched.database)) as database:
+        assert database.execute("SELECT * FROM mine").fetchall() == []
+
+
+def test_a_follower_that_dies_there_is_a_connection_that_is_lost(
+    study: RemoteStudy, server: Server, tmp_path: Path
+) -> None:
+    set_up(study, tmp_path, seconds=3)
+    heard: list[str] = []
+    said: list[str] = []
+    study.start(["run"])
+
+    def hear(line: str) -> None:
+        heard.append(line)
+        if line == "beat 5":
+            for number in followers(f"study-{tmp_path.name}"):
+                os.kill(number, signal.SIGKILL)
+
+    ended = study.follow(hear=hear, requests=never, say=said.append, pauses=(0.1,))
+    assert ended.code == 0
+    assert len(said) == 1
+    assert "the study goes on there" in said[0]
+    assert heard[1:-1] == [f"beat {n}" for n in range(1, len(heard) - 1)]
+
+
+def followers(study: str) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+            if "follow" in words and f"{HOME}/{study}" in words:
+                found.append(int(process.name))
+    return found
+
+
+def test_a_follower_that_always_dies_is_given_up(study: RemoteStudy, server: Server) -> None:
+    # Nothing was ever started there, so that there is nothing to follow.
+    said: list[str] = []
+    with pytest.raises(ConnectionLostError, match="No such file"):
+        study.follow(hear=said.append, requests=never, say=said.append, pauses=(0.01, 0.01))
+    assert len(said) == 2
 
 
 def test_a_machine_that_stays_away_is_told_of(
