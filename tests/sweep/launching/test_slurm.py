@@ -184,6 +184,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+TEXTS = "org/texts"
+"""Of the hub, where nobody looks before the job runs."""
 BAD: list[Any] = [
     (["cpu-demo"], "name the queue: --slurm"),
     (["cpu-dmo", "--slurm"], "did you mean 'cpu-demo'"),
@@ -191,6 +193,14 @@ BAD: list[Any] = [
     (["cpu-demo", "--slurm", "--trials", "0"], "trials must be at least 1"),
     (["cpu-demo", "--slurm", "--time", "soon"], "--time: a duration is written like"),
     (["cpu-demo", "--slurm", "--data", "nope.jsonl"], "nope.jsonl"),
+    (["cpu-demo", "--slurm", "--cards", "abc"], "--cards abc: name all, how many"),
+    (["cpu-demo", "--slurm", "--cards", "0"], "--cards 0: a study needs a card"),
+    (["cpu-demo", "--slurm", "--cards", "1"], "is for the CPU, which is one"),
+    (["a10", "--slurm", "--cards", "1", "--ray", "auto"], "are both given"),
+    (["cpu-demo", "--slurm", "--ray", "non sense"], "is not where a Ray cluster is"),
+    (["cpu-demo", "--slurm", "--from", "nosuch"], "no studies yet"),
+    (["cpu-demo", "--slurm", "--from", "nosuch.jsonl"], "nosuch.jsonl"),
+    (["cpu-demo", "--slurm", "--data", TEXTS, "--tokenizer", "nosuch"], "tokenizer 'nosuch'"),
     (["cpu-demo", "--slurm", "--model", "demmo"], "did you mean 'demo'"),
     (["cpu-demo", "--slurm", "--study", "../x"], "study name must be"),
     (["cpu-demo", "--slurm", "--env", "/nowhere"], "--env /nowhere"),
