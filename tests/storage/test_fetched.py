@@ -13,6 +13,7 @@ from storage.lease import lease_for
 from storage.reading import list_studies, read_study
 from storage.removal import remove_study
 from storage.urls import SqliteUrl
+from tests.storage import postgres
 from tests.storage.builders import open_it, run_one
 
 HOST = "me@box"
@@ -69,6 +70,19 @@ def test_a_fetched_study_reads_as_it_does_where_it_ran(here: Place, there: Place
     ours_by_name = here.files()
     for name, file in there.files().items():
         assert ours_by_name[name].read_bytes() == file.read_bytes()
+
+
+def test_a_study_is_fetched_into_a_servers_database_too(
+    tmp_path: Path, there: Place, cluster: postgres.Cluster
+) -> None:
+    here = Place(tmp_path / "here")
+    here.url = cluster.new_database()
+    here.take_in(there)
+    there.run()
+    here.take_in(there)
+    theirs = read_study("study", url=there.url, home=there.home)
+    ours = read_study("study", url=here.url, home=here.home)
+    assert (ours.records, ours.identity) == (theirs.records, theirs.identity)
 
 
 def test_what_was_added_since_is_there_after_the_next_fetch_and_once(
