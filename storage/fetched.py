@@ -7,18 +7,19 @@ What is here alone is never lost to what is fetched. Knows nothing of how it was
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-import optuna
+import sqlalchemy
 
 from search_spaces.errors import EnvironmentFault, InputError, words_of
-from storage.database import close, faults, open_for_reading, open_for_writing, reader_of
+from storage.database import close, faults, open_for_writing, reader_of
 from storage.files import make_directory, open_reading, replace
 from storage.identity import HOST, look_beside
 from storage.lease import lease_for
 from storage.reading import read_study
-from storage.removal import delete_rows
+from storage.rows import copy_rows
 from storage.stored import stored_identity
 from storage.urls import DatabaseUrl, SqliteUrl, parse_url
 
@@ -50,7 +51,7 @@ def refuse_local(name: str, *, host: str, url: str, home: Path) -> None:
 
 
 def take_in(
-    name: str, *, host: str, database: Path, files: Mapping[str, bytes], url: str, home: Path
+    name: str, *, host: str, database: Path, files: Mapping[str, Path], url: str, home: Path
 ) -> None:
     """Take in a study as it stands on the machine that drives it.
 
@@ -58,7 +59,7 @@ def take_in(
         name: of the study.
         host: where it was driven.
         database: a SQLite file with the study.
-        files: of its directory, by name.
+        files: copies of its directory's, by name.
         url: of the database here.
         home: the directory of all studies' files here.
 
@@ -69,16 +70,34 @@ def take_in(
     here, there = parse_url(url), SqliteUrl(database.resolve())
     if _identity(there, name) is None:
         return
-    _refuse_loss(name, here=here, there=there, home=home)
+    with _leased(name, here) as engine:
+        # What is looked at can no longer change: whoever goes on with it here needs the lease.
+        _refuse_loss(name, here=here, there=there, home=home)
+        try:
+            make_directory(home / name)
+            # Before its rows, so that whatever happens then the next fetch knows whose they are.
+            replace(home / name / HOST, json.dumps({"host": host}).encode())
+            with reader_of(there) as source:
+                assert source is not None, "its identity was read"
+                copy_rows(name, source=source, target=engine)
+            for file, copy in files.items():
+                replace(home / name / file, copy.read_bytes())
+        except OSError as error:
+            raise EnvironmentFault(f"cannot write to {home / name}: {words_of(error)}") from error
+
+
+@contextmanager
+def _leased(name: str, url: DatabaseUrl) -> Iterator[sqlalchemy.Engine]:
+    """Open the database with the right to drive a study, so that nobody else does meanwhile."""
+    storage = open_for_writing(url)
+    lease = lease_for(url, name)
     try:
-        make_directory(home / name)
-        # Before its rows, so that whatever happens then the next fetch knows whose they are.
-        replace(home / name / HOST, json.dumps({"host": host}).encode())
-        _copy(name, here=here, there=there)
-        for file, data in files.items():
-            replace(home / name / file, data)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write to {home / name}: {words_of(error)}") from error
+        with faults(url):
+            lease.acquire()
+            yield storage.engine
+    finally:
+        lease.release()
+        close(storage)
 
 
 def _refuse_loss(name: str, *, here: DatabaseUrl, there: DatabaseUrl, home: Path) -> None:
@@ -112,24 +131,6 @@ def _text(url: DatabaseUrl) -> str:
 def _identity(url: DatabaseUrl, name: str) -> str | None:
     with reader_of(url) as engine:
         return None if engine is None else stored_identity(engine, name)
-
-
-def _copy(name: str, *, here: DatabaseUrl, there: DatabaseUrl) -> None:
-    """Put a study's rows in the place of those that are here."""
-    source = open_for_reading(there)
-    assert source is not None, "its identity was read"
-    storage = open_for_writing(here)
-    lease = lease_for(here, name)
-    try:
-        with faults(here):
-            lease.acquire()
-            if _identity(here, name) is not None:
-                delete_rows(storage.engine, storage.get_study_id_from_name(name))
-            optuna.copy_study(from_study_name=name, from_storage=source, to_storage=storage)
-    finally:
-        lease.release()
-        close(storage)
-        close(source)
 
 
 def _noted(directory: Path) -> str | None:

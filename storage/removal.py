@@ -8,10 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import sqlalchemy
-from optuna.storages._rdb import models
-from sqlalchemy import select
-
 from search_spaces.errors import EnvironmentFault, words_of
 from storage.database import close, faults, open_for_writing
 from storage.files import is_temporary
@@ -19,6 +15,7 @@ from storage.identity import HOST, REPORT, look_beside
 from storage.identity import NAME as IDENTITY
 from storage.lease import lease_for
 from storage.outcome_file import NAMES as OUTCOMES
+from storage.rows import delete_rows
 from storage.spool import NAME as SPOOL
 from storage.stored import stored_identity
 from storage.urls import parse_url
@@ -26,7 +23,9 @@ from storage.urls import parse_url
 _LOGS = tuple(
     f"worker{number}.log{older}" for number in ("", "-[0-9]", "-[0-9][0-9]") for older in ("", ".1")
 )
-FILES = (SPOOL, *OUTCOMES, REPORT, *_LOGS, HOST, IDENTITY)
+_OF_JOBS = ("slurm.sh", "slurm-*.log", "slurm-*.idle")
+"""Of a study that a queue ran: its job's script, and what each allocation leaves."""
+FILES = (SPOOL, *OUTCOMES, REPORT, *_LOGS, *_OF_JOBS, HOST, IDENTITY)
 """Patterns of what a study leaves in its directory; whatever else is there is somebody else's.
 
 The last one is what says whose they are: where that fails half-way it is still known.
@@ -69,28 +68,13 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
             number = storage.get_study_id_from_name(name)
             identity = stored_identity(storage.engine, name)
             is_its_own = not look_beside(home / name).strangers(identity)
-            delete_rows(storage.engine, number)
+            with storage.engine.begin() as connection:
+                delete_rows(connection, number)
             removed = _remove_files(home / name, FILES if is_its_own else ())
     finally:
         lease.release()
         close(storage)
     return removed
-
-
-def delete_rows(engine: sqlalchemy.Engine, number: int) -> None:
-    """Delete a study's rows from every table, be there in them what may: Optuna would read first
-    what it deletes.
-    """
-    tables = models.BaseModel.metadata.sorted_tables
-    trials = models.TrialModel.__table__
-    its_trials = select(trials.c.trial_id).where(trials.c.study_id == number)
-    with engine.begin() as connection:
-        # Those that refer to another come first.
-        for table in reversed(tables):
-            if "study_id" in table.c:
-                connection.execute(table.delete().where(table.c.study_id == number))
-            elif "trial_id" in table.c:
-                connection.execute(table.delete().where(table.c.trial_id.in_(its_trials)))
 
 
 def _remove_files(directory: Path, patterns: Sequence[str]) -> Removed:

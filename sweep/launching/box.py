@@ -38,9 +38,12 @@ class Box:
         """Return what a verb of `there` answers. Takes and raises what `Connection.call` does."""
         return dict(json.loads(self._called(verb, arguments, stdin, file)))
 
-    def fetch(self, *arguments: str) -> bytes:
-        """Return the archive that is there."""
-        return self._called("fetch", arguments, b"")
+    def fetch(self, *arguments: str, into: IO[bytes]) -> None:
+        """Write the archive that is there into a file, which then stands at its beginning."""
+        self.connection.call(self._line("fetch", arguments), stdin=_program(), into=into)
+        into.seek(0)
+        while into.readline() not in (_MARK, b""):
+            pass
 
     def _called(
         self, verb: str, arguments: Sequence[str], stdin: bytes, file: IO[bytes] | None = None
@@ -67,19 +70,33 @@ def _program() -> bytes:
     return resources.files("sweep.launching").joinpath("there.py").read_bytes()
 
 
-def prepared(connection: Connection, *, python: str | None, say: Callable[[str], None]) -> Box:
-    """Return a machine with this version of sweep, installed where it is not.
+def reached(connection: Connection, *, python: str | None) -> Box:
+    """Return a machine as it is, with whatever Python is there: enough to look, follow and fetch.
 
     Args:
         connection: the way there.
+        python: of an environment there that is to be used; None for any.
+
+    Raises:
+        EnvironmentFault: there is none that is new enough.
+    """
+    return Box(connection, _python(connection, python))
+
+
+def prepared(found: Box, *, python: str | None, studies: str, say: Callable[[str], None]) -> Box:
+    """Return a machine with this version of sweep, installed where it is not.
+
+    Args:
+        found: the machine as it is.
         python: of an environment there that is to be used; None for one of sweep's own.
+        studies: directory there of all studies: none that runs has a sweep installed beneath it.
         say: told what takes long, and what differs.
 
     Raises:
-        EnvironmentFault: there is no Python that is new enough, or it cannot be installed.
+        EnvironmentFault: it cannot be installed, or not now.
     """
+    connection = found.connection
     where = connection.address
-    found = Box(connection, _python(connection, python))
     seen = found.do("look")
     if python is None:
         keep = "yes" if seen["has_torch"] else "no"
@@ -93,7 +110,7 @@ def prepared(connection: Connection, *, python: str | None, say: Callable[[str],
                 "installed for it: name the python of an environment, or leave the option out"
             )
         say(f"Installing sweep {package.version()} on {where} ...")
-        _install(found, has_torch=seen["has_torch"])
+        _install(found, studies, has_torch=seen["has_torch"])
         seen = found.do("look")
     differing = [f"{n} {t} (here {h})" for n, t, h in package.differences(seen["versions"])]
     if differing:
@@ -148,8 +165,8 @@ def _needs_installing(seen: dict[str, Any], *, where: str) -> bool:
     return False
 
 
-def _install(box: Box, *, has_torch: bool) -> None:
+def _install(box: Box, studies: str, *, has_torch: bool) -> None:
     wheel = package.make_wheel()
     held = package.constraints(has_torch=has_torch).encode()
     size = str(len(wheel.data))
-    box.do("install", wheel.name, wheel.digest, size, stdin=wheel.data + held)
+    box.do("install", studies, wheel.name, wheel.digest, size, stdin=wheel.data + held)

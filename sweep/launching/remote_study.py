@@ -6,9 +6,9 @@ It goes on there whatever becomes of the connection. Knows nothing of databases 
 
 from __future__ import annotations
 
-import io
 import json
 import queue
+import shutil
 import tarfile
 import tempfile
 import threading
@@ -27,7 +27,7 @@ HOME = "~/qlora-sweep"
 RECONNECT_SECONDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 """Pauses before each attempt; an attempt takes as long as `ssh.CONNECT_SECONDS` besides."""
 _LOOK_SECONDS = 0.2
-_FILE_BYTES_MAX = 512 * 1024 * 1024
+FILE_BYTES_MAX = 512 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,10 @@ class Fetched:
 
     database: Path
     """A copy of its database; not there where it had none yet."""
-    files: Mapping[str, bytes]
-    """Of its directory, by name."""
+    files: Mapping[str, Path]
+    """Of its directory, by name; copies."""
+    left_out: tuple[str, ...] = ()
+    """Names of those that are too large to be kept here, too."""
 
 
 class RemoteStudy:
@@ -55,12 +57,14 @@ class RemoteStudy:
     Args:
         box: the machine.
         name: of the study.
+        bytes_max: of a file that is fetched; the database is, whatever its size.
     """
 
-    def __init__(self, box: Box, name: str) -> None:
+    def __init__(self, box: Box, name: str, *, bytes_max: int = FILE_BYTES_MAX) -> None:
         self._box = box
         self._name = name
         self._asked = 0
+        self._bytes_max = bytes_max
         self.directory = f"{HOME}/{name}"
 
     def ship(self, files: Mapping[str, Path]) -> None:
@@ -86,6 +90,10 @@ class RemoteStudy:
             packed.seek(0)
             self._box.do("put", self.directory, file=packed)
 
+    def runs(self) -> bool:
+        """Return whether it runs; asks whatever Python is there."""
+        return bool(self._box.do("runs", self.directory)["runs"])
+
     def start(self, words: Sequence[str]) -> bool:
         """Start ``sweep`` with those words, unless it runs; return whether it did."""
         asked = json.dumps({"words": list(words)}).encode()
@@ -110,14 +118,18 @@ class RemoteStudy:
         Raises:
             ConnectionLostError: it does not come back; the study goes on.
         """
-        lines = _Lines(hear)
+        lines, in_vain = _Lines(hear), 0
         while True:
+            before = lines.bytes
             try:
                 self._listen(lines, requests)
                 lines.end()
                 ended = self._box.do("end", self.directory)
                 return Ended(ended["exit"], ended["stdout"])
             except ConnectionLostError as error:
+                in_vain = 0 if lines.bytes > before else in_vain + 1
+                if in_vain > len(pauses):
+                    raise
                 say(f"{error}; the study goes on there. Connecting again ...")
                 self._reconnect(error, pauses)
 
@@ -154,27 +166,46 @@ class RemoteStudy:
                 reader.join()
                 process.stdout.close()
             said.seek(0)
-            self._box.connection.check(code, said.read().decode(errors="replace"))
+            try:
+                self._box.connection.check(code, said.read().decode(errors="replace"))
+            except EnvironmentFault as error:
+                # Whatever became of who follows it, the study is another process.
+                raise ConnectionLostError(str(error)) from error
 
     def fetch(self, into: Path) -> Fetched:
         """Fetch its files, and a copy of its database as of one moment.
 
         Args:
-            into: an empty directory for the copy.
+            into: an empty directory for them.
+
+        Raises:
+            EnvironmentFault: they cannot be had, or there is no room for them.
         """
-        packed = self._box.fetch(self.directory, self._name)
-        database, files = into / "host.db", dict[str, bytes]()
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            for entry in archive:
-                content = archive.extractfile(entry) if entry.isfile() else None
-                where, _, name = entry.name.rpartition("/")
-                if content is None or entry.size > _FILE_BYTES_MAX:
-                    continue
-                if entry.name == "host.db":
-                    database.write_bytes(content.read())
-                elif where == "files" and name not in ("", ".", ".."):
-                    files[name] = content.read()
-        return Fetched(database, files)
+        database, files, left_out = into / "host.db", dict[str, Path](), list[str]()
+        (into / "files").mkdir()
+        # On the disk: a study of months may be larger than the memory.
+        with tempfile.TemporaryFile(dir=into) as packed:
+            self._box.fetch(self.directory, self._name, into=packed)
+            with tarfile.open(fileobj=packed, mode="r|") as archive:
+                for entry in archive:
+                    content = archive.extractfile(entry)
+                    where, _, name = entry.name.rpartition("/")
+                    if content is None:
+                        continue
+                    if entry.name == "host.db":
+                        _write(database, content)
+                    elif where == "files" and name not in ("", ".", ".."):
+                        if entry.size > self._bytes_max:
+                            left_out.append(name)
+                            continue
+                        files[name] = into / "files" / name
+                        _write(files[name], content)
+        return Fetched(database, files, tuple(left_out))
+
+
+def _write(path: Path, content: IO[bytes]) -> None:
+    with path.open("wb") as file:
+        shutil.copyfileobj(content, file)
 
 
 class _Lines:

@@ -24,9 +24,12 @@ LIMIT_SECONDS_MIN = 120
 """SLURM counts in minutes, and its signal may come up to one early."""
 IDLE_ALLOCATIONS_MAX = 3
 """In a row without a result, after which a job does not requeue itself: they would never end."""
+_OWN_TERM_SLACK_SECONDS = 30
+"""SLURM's own TERM comes at the limit, this much early at most; one before that is a person's."""
 _SBATCH_SECONDS = 120.0
 _ONE_WORD = re.compile(r"[^\s'\"\\]+")
 _OPTION = re.compile(r"--?[\w-]+(?:[= ]\S.*)?")
+_CARDS = re.compile(r"-G.*|--?(?:gres|gpus(?:-per-\w+)?)(?:[= ].*)?")
 _AWAY = re.compile(r"(?i)contact slurm controller|timed out|connection refused|i/o error")
 
 
@@ -65,6 +68,11 @@ class Allocation:
                 raise InputError(
                     "--sbatch-option is one option of sbatch, as in constraint=a100, "
                     f"got {quote(option)}"
+                )
+            if _CARDS.fullmatch(_dashed(option)) is not None:
+                raise InputError(
+                    f"--sbatch-option {option}: it would stand in the place of --gpus: ask for "
+                    "cards with --gpus 2 or --gpus a100:2"
                 )
 
     @property
@@ -157,6 +165,7 @@ def job_script(job: Job, allocation: Allocation) -> str:
             f"files={shlex.quote(str(job.files))}",
             f"command=({shlex.join(job.command)})",
             f"ask_again={max(1, warning * 2 // 5)} end={max(2, warning * 4 // 5)}  # seconds",
+            f"cancelled_within={warning - _OWN_TERM_SLACK_SECONDS}  # seconds behind the warning",
             f"idle_max={IDLE_ALLOCATIONS_MAX}",
             _BODY,
         ]
@@ -167,7 +176,7 @@ _BODY = r"""
 set -u
 spool="$files/spool.jsonl"
 idle_file="$files/slurm-${SLURM_JOB_ID:?is set by SLURM: submit this with sbatch}.idle"
-child="" asked=0 asked_at=0 because=""
+child="" asked=0 asked_at=0 because="" warned_at=0
 
 results() { if [ -e "$spool" ]; then wc -l <"$spool"; else echo 0; fi; }
 ask() {
@@ -175,9 +184,15 @@ ask() {
     [ "$asked" -gt 1 ] || asked_at=$SECONDS
     [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
 }
+# At the limit SLURM itself sends it; behind the warning, and before that, it is a cancellation.
+told() {
+    if [ "$because" != limit ] || [ $((SECONDS - warned_at)) -lt "$cancelled_within" ]; then
+        because=told
+    fi
+}
 # The limit is near; and: the job is cancelled, or another one takes its place.
-trap 'because=limit; ask' USR1
-trap 'because=${because:-told}; ask' TERM
+trap 'because=${because:-limit}; warned_at=$SECONDS; ask' USR1
+trap 'told; ask' TERM
 
 before=$(results)
 "${command[@]}" &
@@ -228,12 +243,11 @@ scontrol requeue "$SLURM_JOB_ID" || {
 """
 
 
-def submit(script: Path) -> str:
-    """Hand a script to the queue and return the job's number.
+def find_sbatch() -> str:
+    """Return where the queue's program is.
 
     Raises:
-        InputError: sbatch refuses it; in its own words.
-        EnvironmentFault: there is no sbatch here, or it does not reach its controller.
+        EnvironmentFault: there is none here.
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
@@ -241,7 +255,17 @@ def submit(script: Path) -> str:
             "there is no sbatch here, so nothing was submitted: run this on a machine of the "
             "cluster, or write the script with -o FILE and submit it there"
         )
-    done = _called([sbatch, "--parsable", str(script)])
+    return sbatch
+
+
+def submit(script: Path) -> str:
+    """Hand a script to the queue and return the job's number.
+
+    Raises:
+        InputError: sbatch refuses it; in its own words.
+        EnvironmentFault: there is no sbatch here, or it does not reach its controller.
+    """
+    done = _called([find_sbatch(), "--parsable", str(script)])
     if done.returncode != 0:
         refused = f"sbatch: {_words(done.stderr)}"
         raise (EnvironmentFault if _AWAY.search(refused) else InputError)(refused)

@@ -136,20 +136,30 @@ class Connection:
                 said.seek(0)
                 raise EnvironmentFault(self._why(said.read().decode(errors="replace")))
 
-    def call(self, command: str, *, stdin: bytes = b"", file: IO[bytes] | None = None) -> bytes:
+    def call(
+        self,
+        command: str,
+        *,
+        stdin: bytes = b"",
+        file: IO[bytes] | None = None,
+        into: IO[bytes] | None = None,
+    ) -> bytes:
         """Return what a command prints there.
 
         Args:
             command: a line for the shell of the user's there.
             stdin: what it reads.
             file: what it reads behind that, of any size, before it prints much.
+            into: a file that it prints into, of any size, and nothing is returned.
 
         Raises:
             ConnectionLostError: the connection ended before the command.
             EnvironmentFault: the command failed; with the last that it said.
         """
         with tempfile.TemporaryFile() as said:
-            process = self._started(command, ("-o", "ControlMaster=no"), stderr=said)
+            process = self._started(
+                command, ("-o", "ControlMaster=no"), stdout=into or subprocess.PIPE, stderr=said
+            )
             try:
                 if file is None:
                     printed, _ = process.communicate(stdin)
@@ -161,7 +171,7 @@ class Connection:
                 raise
             said.seek(0)
             self.check(process.returncode, said.read().decode(errors="replace"))
-        return printed
+        return printed or b""
 
     def stream(self, command: str, *, stdin: bytes, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
         """Return a command that runs there, whose stdout is to be read as it comes."""
@@ -181,7 +191,12 @@ class Connection:
             raise EnvironmentFault(f"on {self.address}: {last}")
 
     def _started(
-        self, command: str, options: Sequence[str], *, stderr: IO[bytes]
+        self,
+        command: str,
+        options: Sequence[str],
+        *,
+        stdout: IO[bytes] | int = subprocess.PIPE,
+        stderr: IO[bytes],
     ) -> subprocess.Popen[bytes]:
         fixed = [word for key, value in _OPTIONS.items() for word in ("-o", f"{key}={value}")]
         socket = Path(self._directory.name, "socket")
@@ -196,7 +211,7 @@ class Connection:
                     command,
                 ],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
             )

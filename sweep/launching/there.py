@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -23,6 +22,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ MARK = "--- qlora-sweep answers ---"
 PACKAGE = "qlora-sweep"
 STAMP = ".qlora-sweep-wheel"
 """In an environment that sweep was installed into from elsewhere: the digest of its wheel."""
+ALONE = ".qlora-sweep-lock"
+"""In an environment that is made or installed into by sweep: one does it at a time."""
 OUT, ERR, LOCK, END, PID = "stdout", "stderr", "lock", "end.json", "pid.json"
 _LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 0.3
@@ -65,34 +67,73 @@ def _installed() -> str | None:
 
 
 def make_environment(directory: str, python: str, keep_torch: str) -> dict[str, Any]:
-    """Make an environment where there is none; return its Python."""
+    """Make an environment where there is none that can install; return its Python."""
     place = Path(directory).expanduser()
     made = place / "bin" / "python"
-    if not made.exists():
-        options = ["--system-site-packages"] if keep_torch == "yes" else []
-        try:
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _alone(place):
+        # Where somebody was cut off while it was made there is a Python already, and no pip.
+        if not _has_pip(made):
+            options = ["--system-site-packages"] if keep_torch == "yes" else []
             _done([python, "-m", "venv", *options, str(place)])
-        except BaseException:
-            # Without pip it would be taken for a whole one the next time.
-            shutil.rmtree(place, ignore_errors=True)
-            raise
     return {"python": str(made)}
 
 
-def install(wheel_name: str, digest: str, wheel_bytes: str) -> dict[str, Any]:
-    """Install a wheel, then what it needs, held to the constraints behind it on stdin."""
-    size = int(wheel_bytes)
-    with tempfile.TemporaryDirectory() as directory:
+@contextlib.contextmanager
+def _alone(environment: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Wait until nobody else makes an environment, or installs into it."""
+    flags = os.O_RDONLY if how == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
+    lock = os.open(environment / ALONE, flags, 0o644)
+    try:
+        fcntl.flock(lock, how)
+        yield
+    finally:
+        # Given up, not closed alone: a process that was forked meanwhile has it open, too.
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
+
+
+def _has_pip(python: Path) -> bool:
+    command = [str(python), "-I", "-m", "pip", "--version"]
+    nothing = subprocess.DEVNULL
+    try:
+        done = subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, check=False)
+    except OSError:
+        return False
+    return done.returncode == 0
+
+
+def install(studies: str, wheel_name: str, digest: str, wheel_bytes: str) -> dict[str, Any]:
+    """Install a wheel, then what it needs, held to the constraints behind it on stdin; not beneath
+    a study that runs."""
+    size, environment = int(wheel_bytes), Path(sys.prefix)
+    with tempfile.TemporaryDirectory() as directory, _alone(environment):
+        if _read(environment / STAMP) == digest:
+            # Somebody else was first.
+            return {}
+        _refuse_beneath(_place(studies))
         wheel, constraints = Path(directory, wheel_name), Path(directory, "constraints.txt")
         wheel.write_bytes(sys.stdin.buffer.read(size))
         constraints.write_bytes(sys.stdin.buffer.read())
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         # A half-installed one must not be taken for a whole one.
-        Path(sys.prefix, STAMP).unlink(missing_ok=True)
+        (environment / STAMP).unlink(missing_ok=True)
         _done([*pip, "--no-deps", "--force-reinstall", str(wheel)])
         _done([*pip, "--constraint", str(constraints), str(wheel)])
-    Path(sys.prefix, STAMP).write_text(digest)
+        (environment / STAMP).write_text(digest)
     return {}
+
+
+def _refuse_beneath(studies: Path) -> None:
+    """End where a study runs from this environment."""
+    for job in sorted(studies.glob("*/job")):
+        known = json.loads(_read(job / PID) or "{}")
+        if _runs(job) and known.get("prefix", sys.prefix) == sys.prefix:
+            raise SystemExit(
+                f"study {job.parent.name} runs from {sys.prefix}, and another sweep would be "
+                "installed beneath it: wait until it has ended, or name another environment with "
+                "--host-python"
+            )
 
 
 def _done(command: list[str]) -> None:
@@ -107,8 +148,10 @@ def _done(command: list[str]) -> None:
 
 
 def put(directory: str) -> dict[str, Any]:
-    """Put the files of an archive on stdin into a study's directory."""
+    """Put the files of an archive on stdin into a study's directory, unless it runs."""
     place = _place(directory)
+    if _runs(place / "job"):
+        return {}
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         # The first versions of Python 3.11 have none; it is this program's own archive.
@@ -117,27 +160,51 @@ def put(directory: str) -> dict[str, Any]:
     return {}
 
 
+def runs(directory: str) -> dict[str, Any]:
+    """Return whether a study runs."""
+    return {"runs": _runs(_place(directory) / "job")}
+
+
 def start(directory: str) -> dict[str, Any]:
-    """Start the command on stdin, unless one runs; return whether one did, and how much it said."""
+    """Start the command on stdin, unless one runs; return whether one did."""
     place = _place(directory)
     job = place / "job"
     job.mkdir(mode=0o700, parents=True, exist_ok=True)
     asked = json.loads(sys.stdin.buffer.read())
-    lock = os.open(job / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    if not _locked(lock):
-        return {"was_running": True}
-    for name in (OUT, ERR, END, PID):
-        (job / name).unlink(missing_ok=True)
-    (job / ERR).touch(0o600)
-    if os.fork() == 0:
-        try:
-            _keep(place, job, asked)
-        finally:
-            os._exit(0)
-    os.close(lock)
-    while not (job / PID).exists() and not (job / END).exists():
-        time.sleep(0.02)
+    with _environment_at_rest():
+        lock = os.open(job / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        if not _locked(lock):
+            return {"was_running": True}
+        for name in (OUT, ERR, END, PID):
+            (job / name).unlink(missing_ok=True)
+        (job / ERR).touch(0o600)
+        keeper = os.fork()
+        if keeper == 0:
+            try:
+                _keep(place, job, asked)
+            finally:
+                os._exit(0)
+        os.close(lock)
+        _wait_until_noted(keeper, job)
     return {"was_running": False}
+
+
+def _environment_at_rest() -> contextlib.AbstractContextManager[None]:
+    """Wait until nobody installs into this environment, where sweep ever does."""
+    if os.access(Path(sys.prefix, ALONE), os.R_OK):
+        return _alone(Path(sys.prefix), fcntl.LOCK_SH)
+    return contextlib.nullcontext()
+
+
+def _wait_until_noted(keeper: int, job: Path) -> None:
+    """Wait until a command is known to run, or to have ended; nobody notes it on a full disk."""
+    is_up = True
+    while not (job / PID).exists() and not (job / END).exists():
+        if not is_up:
+            raise SystemExit(f"nothing can be written to {job}, so nothing runs: is its disk full?")
+        # Looked at before the files are, the last time.
+        is_up = os.waitpid(keeper, os.WNOHANG) == (0, 0)
+        time.sleep(0.02)
 
 
 def _locked(lock: int) -> bool:
@@ -174,7 +241,14 @@ def _keep(place: Path, job: Path, asked: dict[str, Any]) -> None:
             except OSError as error:
                 err.write(f"error: {error}\n".encode())
                 return
-        _write(job / PID, {"pid": child.pid, "started": _started(child.pid)})
+        try:
+            known = {"pid": child.pid, "started": _started(child.pid), "prefix": sys.prefix}
+            _write(job / PID, known)
+        except BaseException:
+            # Nobody could follow it, or ask it to stop.
+            child.kill()
+            child.wait()
+            raise
         status = child.wait()
         code = status if status >= 0 else 128 - status
     finally:
@@ -211,11 +285,13 @@ def follow(directory: str, offset: str) -> None:
 
 
 def _runs(job: Path) -> bool:
-    with open(job / LOCK, "rb") as lock:
-        try:
+    try:
+        with open(job / LOCK, "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
     return False
 
 
@@ -280,7 +356,7 @@ def _write(path: Path, document: dict[str, Any]) -> None:
 
 VERBS = {
     verb.__name__: verb
-    for verb in (look, make_environment, install, put, start, follow, ask, end, fetch)
+    for verb in (look, make_environment, install, put, runs, start, follow, ask, end, fetch)
 }
 
 

@@ -83,6 +83,11 @@ def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
     return chosen
 
 
+def check_spelling(typed: str) -> None:
+    """Raise `InputError` where ``--cards`` names none, whatever cards a machine has."""
+    _indices(typed, 0)
+
+
 def _indices(typed: str, count: int) -> list[int]:
     if typed == ALL:
         return list(range(count))

@@ -96,7 +96,7 @@ def run(
             storage=url,
             watch=_watch,
             warn=_warn,
-            carried=None if carried is None else _source(carried, of=prepared.name, url=url),
+            carried=None if carried is None else carried_source(carried, of=prepared.name, url=url),
             new_runner=where.new_runner,
         )
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
@@ -193,7 +193,7 @@ def _driven_url(typed: str | None) -> str:
     return url
 
 
-def _source(carried: str, *, of: str, url: str) -> StudySnapshot:
+def carried_source(carried: str, *, of: str, url: str) -> StudySnapshot:
     """Return the study that trials are taken over from: one of the database's, or a spool's."""
     path = home_expanded(carried)
     if "/" in carried or path.suffix == ".jsonl":

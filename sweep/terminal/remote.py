@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.documents import home_expanded
-from search_spaces.errors import InputError
+from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.loading import preset_name
 from search_spaces.models import load_model_spec
 from search_spaces.space import SearchSpace
@@ -23,8 +23,9 @@ from storage.identity import NAME as IDENTITY
 from storage.spool import NAME as SPOOL
 from storage.urls import parse_url
 from sweep.data.files import is_on_hub, text_files
-from sweep.launching.box import prepared
-from sweep.launching.remote_study import Ended, RemoteStudy
+from sweep.launching.box import prepared, reached
+from sweep.launching.inputs import files_below, place
+from sweep.launching.remote_study import HOME, Ended, RemoteStudy
 from sweep.launching.ssh import Address, Connection, ConnectionLostError
 from sweep.paths import runs_directory, storage_url
 from sweep.stop_signals import INTERRUPTED
@@ -36,7 +37,6 @@ from sweep.terminal.typed import respelled
 
 _STAYS = {"host", "host_python", "study", "storage", "model", "data", "tokenizer", "carried"}
 """Parameters of the run that are this machine's business, or are spelled anew."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 @dataclass(frozen=True)
@@ -83,20 +83,28 @@ def run(
     luggage = packed(space_name, space, name, carried, command=command, words=words)
     refuse_local(name, host=str(address), url=url, home=runs_directory())
     with Connection(address) as connection:
-        box = prepared(connection, python=python, say=_note)
+        box = reached(connection, python=python)
         there = RemoteStudy(box, name)
-        there.ship(luggage.files)
-        return _driven(there, luggage.words, name=name, address=address, url=url)
+        # Before anything there is touched: what runs reads it.
+        was_running = there.runs()
+        if not was_running:
+            box = prepared(box, python=python, studies=HOME, say=_note)
+            there = RemoteStudy(box, name)
+            there.ship(luggage.files)
+        words = () if was_running else luggage.words
+        return _driven(there, words, name=name, address=address, url=url)
 
 
 def _driven(
     there: RemoteStudy, words: Sequence[str], *, name: str, address: Address, url: str
 ) -> int:
-    """Start a study there, or go on following it, and fetch it once it has ended."""
+    """Start a study there with those words, or with none go on following it, and fetch it once it
+    has ended.
+    """
     asked = _Asked()
     interruption = Interruption(cancel=asked.hurry)
     with interruption.handling_signals():
-        if there.start(words):
+        if not words or there.start(words):
             _note(f"Study {name} runs on {address} already; this is how it goes on.")
         try:
             ended = there.follow(hear=note, requests=lambda: asked.times(interruption), say=_note)
@@ -129,7 +137,10 @@ class _Asked:
 
 def _keep(there: RemoteStudy, *, name: str, address: Address, url: str) -> None:
     with tempfile.TemporaryDirectory(prefix="sweep-fetched-") as directory:
-        fetched = there.fetch(Path(directory))
+        try:
+            fetched = there.fetch(Path(directory))
+        except OSError as error:
+            raise EnvironmentFault(f"no room in {directory}: {words_of(error)}") from error
         if fetched.database.exists():
             take_in(
                 name,
@@ -139,6 +150,11 @@ def _keep(there: RemoteStudy, *, name: str, address: Address, url: str) -> None:
                 url=url,
                 home=runs_directory(),
             )
+    if fetched.left_out:
+        _note(
+            f"Too large to be fetched, and left on {address} in {there.directory}/runs/{name}: "
+            f"{', '.join(fetched.left_out)}."
+        )
 
 
 def _told(ended: Ended, *, name: str, address: Address) -> int:
@@ -191,19 +207,9 @@ def packed(
 
 def _put(files: dict[str, Path], kind: str, path: Path) -> str:
     """Note that something goes along; return where it is there."""
-    place = f"inputs/{kind}/{path.resolve().name}"
-    if kind == "model":
-        files.update((f"{place}/{file.name}", file) for file in _small_files(path))
-    else:
-        files[place] = path
-    return place
-
-
-def _small_files(directory: Path) -> Iterator[Path]:
-    """Yield what a model's directory holds beside its weights."""
-    for file in sorted(directory.iterdir()):
-        if file.is_file() and file.suffix not in _WEIGHTS:
-            yield file
+    there = f"inputs/{place(kind, path)}"
+    files.update((f"{there}{below}", file) for below, file in files_below(kind, path))
+    return there
 
 
 def _model(space: SearchSpace) -> Iterator[tuple[str, Path]]:
@@ -248,8 +254,8 @@ def _spool(files: dict[str, Path], carried: str) -> str:
         path = runs_directory() / carried / SPOOL
     if not path.is_file():
         raise InputError(f"--from {carried}: {path}: no such file")
-    place = f"inputs/from/{path.resolve().parent.name}"
+    there = f"inputs/{place('from', path.parent)}"
     for file in (path, path.with_name(IDENTITY)):
         if file.is_file():
-            files[f"{place}/{file.name}"] = file
-    return f"{place}/{path.name}"
+            files[f"{there}/{file.name}"] = file
+    return f"{there}/{path.name}"

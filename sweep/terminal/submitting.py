@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,16 @@ from search_spaces.space import SearchSpace
 from storage.files import make_directory, write_chosen
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.files import is_on_hub, text_files
-from sweep.launching.slurm import Allocation, Job, job_script
+from sweep.data.tokenizers import find_tokenizer
+from sweep.launching.slurm import Allocation, Job, find_sbatch, job_script
 from sweep.launching.slurm import submit as hand_in
 from sweep.paths import STORAGE, runs_directory, storage_url
+from sweep.running.cards import check_spelling
 from sweep.study.session import named
 from sweep.terminal.commands import DONE
 from sweep.terminal.console import STDOUT, note, say, say_as_is
+from sweep.terminal.driving import carried_source
+from sweep.terminal.places import places
 from sweep.terminal.typed import call, respelled
 
 SCRIPT = "slurm.sh"
@@ -77,17 +82,22 @@ def _submit(
     storage: str | None,
     cards: str | None,
     ray: str | None,
+    carried: str | None,
     **_: Any,
 ) -> int:
     """Do it once the run's own options are read."""
     name, space = named(space_name, overrides=overrides, held=held, study=study)
-    load_model_spec(space.model)
-    if space.data is not None and not is_on_hub(space.data.texts):
-        text_files(space.data.texts)
+    _check_texts(space)
+    # Whether there are such cards, or such a cluster, the job sees.
+    places(cards=cards, ray=ray, space=space_name, overrides=overrides, warn=note)
+    if cards is not None:
+        _check_cards(cards, space)
+    if carried is not None:
+        carried_source(carried, of=name, url=storage_url(storage))
     files = runs_directory().absolute() / name
     allocation = _allocation(asked, space)
     run = [*respelled(command, words, without={"study", "storage"}), f"--study={name}"]
-    if allocation.gpu_count > 1 and cards is None and ray is None:
+    if space.gpu != "cpu" and allocation.gpu_count > 1 and cards is None and ray is None:
         # What was asked of the queue is there to be used.
         run.append("--cards=all")
     job = Job(
@@ -101,6 +111,32 @@ def _submit(
     if output is not None:
         return _write(script, output, files=files)
     return _hand_in(script, name=name, files=files)
+
+
+def _check_texts(space: SearchSpace) -> None:
+    """Raise where model, texts or tokenizer are not here; the job fetches those of the hub."""
+    model = load_model_spec(space.model)
+    if space.data is None:
+        return
+    if not is_on_hub(space.data.texts):
+        text_files(space.data.texts)
+    with suppress(_OnHubError):
+        find_tokenizer(space.data.tokenizer, model, fetch=_leave)
+
+
+class _OnHubError(Exception):
+    """It is fetched where the job runs."""
+
+
+def _leave(name: str) -> Path:
+    raise _OnHubError(name)
+
+
+def _check_cards(cards: str, space: SearchSpace) -> None:
+    """Raise where a study has no cards, or what was typed names none."""
+    check_spelling(cards)
+    if space.gpu == "cpu":
+        raise InputError(f"--cards {cards}: space '{space.name}' is for the CPU, which is one")
 
 
 def _allocation(asked: Asked, space: SearchSpace) -> Allocation:
@@ -161,6 +197,7 @@ def _write(script: str, output: Path | str, *, files: Path) -> int:
 
 
 def _hand_in(script: str, *, name: str, files: Path) -> int:
+    find_sbatch()
     path = files / SCRIPT
     try:
         make_directory(files)

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import ItemsView, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.fetched import refuse_local, take_in
+from storage.lease import lease_for
 from storage.reading import list_studies, read_study
 from storage.removal import remove_study
+from storage.urls import SqliteUrl
+from tests.storage import postgres
 from tests.storage.builders import open_it, run_one
 
 HOST = "me@box"
@@ -28,15 +33,15 @@ class Place:
             for _ in range(count):
                 run_one(study)
 
-    def files(self) -> Mapping[str, bytes]:
-        return {file.name: file.read_bytes() for file in (self.home / "study").iterdir()}
+    def files(self) -> Mapping[str, Path]:
+        return {file.name: file for file in (self.home / "study").iterdir()}
 
-    def take_in(self, other: Place, *, host: str = HOST) -> None:
+    def take_in(self, other: Place, *, files: Mapping[str, Path] | None = None) -> None:
         take_in(
             "study",
-            host=host,
+            host=HOST,
             database=other.database,
-            files=other.files(),
+            files=other.files() if files is None else files,
             url=self.url,
             home=self.home,
         )
@@ -62,7 +67,22 @@ def test_a_fetched_study_reads_as_it_does_where_it_ran(here: Place, there: Place
     assert ours.records == theirs.records
     assert (ours.definition, ours.identity) == (theirs.definition, theirs.identity)
     assert ours.warnings == ()
-    assert there.files().items() <= here.files().items()
+    ours_by_name = here.files()
+    for name, file in there.files().items():
+        assert ours_by_name[name].read_bytes() == file.read_bytes()
+
+
+def test_a_study_is_fetched_into_a_servers_database_too(
+    tmp_path: Path, there: Place, cluster: postgres.Cluster
+) -> None:
+    here = Place(tmp_path / "here")
+    here.url = cluster.new_database()
+    here.take_in(there)
+    there.run()
+    here.take_in(there)
+    theirs = read_study("study", url=there.url, home=there.home)
+    ours = read_study("study", url=here.url, home=here.home)
+    assert (ours.records, ours.identity) == (theirs.records, theirs.identity)
 
 
 def test_what_was_added_since_is_there_after_the_next_fetch_and_once(
@@ -98,6 +118,57 @@ def test_a_study_of_this_machine_or_of_a_third_is_refused(here: Place, there: Pl
         refuse_local("study", host=HOST, url=here.url, home=here.home)
     with pytest.raises(InputError, match="is another than the one that was fetched"):
         here.take_in(there)
+
+
+class Watching(dict[str, Path]):
+    """Files that note who may drive the study while they are put in its directory."""
+
+    def __init__(self, files: Mapping[str, Path], place: Place) -> None:
+        super().__init__(files)
+        self.lease = lease_for(SqliteUrl(place.database), "study")
+        self.was_held = False
+
+    def items(self) -> ItemsView[str, Path]:
+        self.was_held = self.lease.holder() is not None
+        return super().items()
+
+
+def test_nobody_can_go_on_with_a_study_until_its_files_are_there(here: Place, there: Place) -> None:
+    files = Watching(there.files(), here)
+    here.take_in(there, files=files)
+    assert files.was_held
+    assert files.lease.holder() is None
+
+
+def test_whether_anything_would_be_lost_is_looked_at_while_nobody_can_drive_it(
+    here: Place, there: Place
+) -> None:
+    here.take_in(there)
+    (here.home / "study" / "host.json").unlink()
+    with open_it(here.url, here.home) as study:
+        run_one(study)
+        # Where it was looked at before, this would be an InputError.
+        with pytest.raises(EnvironmentFault, match="is driven by"):
+            here.take_in(there)
+    assert not (here.home / "study" / "host.json").exists()
+
+
+def test_a_fetch_that_is_cut_short_leaves_what_was_there(here: Place, there: Place) -> None:
+    here.take_in(there)
+    there.run(2)
+    with closing(sqlite3.connect(here.database)) as database:
+        database.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON trials WHEN NEW.number = 3 "
+            "BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
+        )
+    with pytest.raises(EnvironmentFault, match="the disk is full"):
+        here.take_in(there)
+    assert len(read_study("study", url=here.url, home=here.home).records) == 2
+    with closing(sqlite3.connect(here.database)) as database:
+        database.execute("DROP TRIGGER full")
+    here.take_in(there)
+    assert len(read_study("study", url=here.url, home=here.home).records) == 4
+    assert len(list_studies(here.url, here.home)) == 1
 
 
 def test_a_study_that_somebody_drives_here_is_left_alone(here: Place, there: Place) -> None:

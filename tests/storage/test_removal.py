@@ -28,6 +28,16 @@ def test_a_study_goes_with_its_files_and_others_stay(tmp_path: Path) -> None:
         assert study.records() == ()
 
 
+def test_what_a_queue_left_of_a_study_goes_with_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/sweep.db"
+    with open_it(url, tmp_path, name="mine") as study:
+        run_one(study)
+    for name in ("slurm.sh", "slurm-17.log", "slurm-17.idle"):
+        (tmp_path / "mine" / name).touch()
+    assert remove_study("mine", url=url, home=tmp_path).left == ()
+    assert not (tmp_path / "mine").exists()
+
+
 def test_what_is_not_the_studys_is_left_and_named(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sweep.db"
     with open_it(url, tmp_path, name="mine") as study:

@@ -52,6 +52,7 @@ class Queue:
         *,
         number: signal.Signals | None = None,
         when: Callable[[], bool] = lambda: True,
+        then: Callable[[], bool] | None = None,
         limit: float = 60.0,
     ) -> tuple[int, bool]:
         """Run the script once; return its exit code and whether it asked to be requeued.
@@ -59,6 +60,7 @@ class Queue:
         Args:
             number: the signal that the batch shell, and nothing else of the job, is sent.
             when: that is sent.
+            then: when a TERM is sent behind it; None for never.
             limit: seconds from then on, after which all of the job is killed.
         """
         (self.directory / "requeued").unlink(missing_ok=True)
@@ -76,9 +78,11 @@ class Queue:
             )
         try:
             if number is not None:
-                while not when() and job.poll() is None:
-                    time.sleep(0.02)
+                _wait(when, job)
                 job.send_signal(number)
+            if then is not None:
+                _wait(then, job)
+                job.send_signal(signal.SIGTERM)
             code = job.wait(limit)
         except subprocess.TimeoutExpired:
             code = -1
@@ -87,3 +91,8 @@ class Queue:
                 os.killpg(job.pid, signal.SIGKILL)
             job.wait()
         return code, (self.directory / "requeued").exists()
+
+
+def _wait(until: Callable[[], bool], job: subprocess.Popen[bytes]) -> None:
+    while not until() and job.poll() is None:
+        time.sleep(0.02)

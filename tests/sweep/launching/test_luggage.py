@@ -93,6 +93,7 @@ def test_what_is_typed_goes_along_in_the_place_of_what_the_space_names(
 ) -> None:
     (here / "others.jsonl").write_text('{"text": "b"}\n')
     (here / "tokens").mkdir()
+    (here / "tokens" / "tokenizer.json").write_text("{}")
     found = luggage(
         command, "space.yaml", "--data=others.jsonl", "--model=demo", "--tokenizer", "tokens"
     )
@@ -100,6 +101,29 @@ def test_what_is_typed_goes_along_in_the_place_of_what_the_space_names(
     assert "--tokenizer=inputs/tokenizer/tokens" in found.words
     assert "--model=demo" in found.words
     assert "inputs/data/texts.jsonl" not in found.files
+
+
+def test_texts_that_are_a_link_go_along_under_its_own_name(command: Any, here: Path) -> None:
+    (here / "blob-of-a-cache").write_text('{"text": "a"}\n')
+    (here / "linked.jsonl").symlink_to("blob-of-a-cache")
+    found = luggage(command, "space.yaml", "--data", "linked.jsonl")
+    assert "--data=inputs/data/linked.jsonl" in found.words
+    assert "inputs/data/linked.jsonl" in found.files
+
+
+def test_what_is_hidden_and_a_tokenizers_weights_stay_here(command: Any, here: Path) -> None:
+    for name in ("texts/a.jsonl", "texts/.env", "mine/tokenizer.json", "mine/.env"):
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text('{"text": "a"}\n')
+    found = luggage(command, "space.yaml", "--data", "texts", "--tokenizer", "mine")
+    assert sorted(found.files) == [
+        "inputs/data/texts/a.jsonl",
+        "inputs/model/mine/config.json",
+        "inputs/model/mine/tokenizer.json",
+        "inputs/space/space.yaml",
+        "inputs/tokenizer/mine/config.json",
+        "inputs/tokenizer/mine/tokenizer.json",
+    ]
 
 
 def test_the_spool_of_a_study_that_is_carried_over_goes_along(command: Any, here: Path) -> None:

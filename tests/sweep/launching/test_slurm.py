@@ -68,6 +68,23 @@ def test_a_job_that_is_cancelled_is_not_requeued(queue: Queue) -> None:
     assert queue.allocation(number=signal.SIGTERM, when=(files / "up").exists) == (130, False)
 
 
+@pytest.mark.parametrize(
+    ("within", "came_to"),
+    [("cancelled_within=10", (130, False)), ("cancelled_within=0", (0, True))],
+    ids=["a cancellation", "the limit itself"],
+)
+def test_what_comes_behind_the_warning_is_a_cancellation_until_the_limit(
+    queue: Queue, within: str, came_to: tuple[int, bool]
+) -> None:
+    twice = "n=0; trap 'n=$((n + 1)); touch told$n; [ $n -lt 2 ] || exit 130' TERM"
+    files = a_job(queue, f"{twice}; {RESULT}; touch up; while :; do sleep 0.1; done", warning=300)
+    script = queue.script.read_text()
+    assert "cancelled_within=10 " in script
+    queue.script.write_text(script.replace("cancelled_within=10", within))
+    up, told = (files / "up").exists, (files / "told1").exists
+    assert queue.allocation(number=signal.SIGUSR1, when=up, then=told) == came_to
+
+
 def test_a_study_that_somebody_else_stopped_is_not_requeued(queue: Queue) -> None:
     a_job(queue, f"{RESULT}; exit 130")
     assert queue.allocation() == (130, False)
@@ -131,6 +148,9 @@ def test_an_allocation_is_asked_for_in_the_queues_words() -> None:
         ({"limit_seconds": 60}, "--time must be at least 2m, got 60 s"),
         ({"options": ("a=1\nrm -rf /",)}, "--sbatch-option is one option"),
         ({"options": ("; rm",)}, "--sbatch-option is one option"),
+        ({"options": ("gres=gpu:2",)}, "ask for cards with --gpus"),
+        ({"options": ("--gpus-per-node=2",)}, "ask for cards with --gpus"),
+        ({"options": ("-G 2",)}, "ask for cards with --gpus"),
     ],
 )
 def test_what_would_not_stand_in_a_scripts_head_is_refused(asked: Any, said: str) -> None:
@@ -164,6 +184,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+TEXTS = "org/texts"
+"""Of the hub, where nobody looks before the job runs."""
 BAD: list[Any] = [
     (["cpu-demo"], "name the queue: --slurm"),
     (["cpu-dmo", "--slurm"], "did you mean 'cpu-demo'"),
@@ -171,6 +193,14 @@ BAD: list[Any] = [
     (["cpu-demo", "--slurm", "--trials", "0"], "trials must be at least 1"),
     (["cpu-demo", "--slurm", "--time", "soon"], "--time: a duration is written like"),
     (["cpu-demo", "--slurm", "--data", "nope.jsonl"], "nope.jsonl"),
+    (["cpu-demo", "--slurm", "--cards", "abc"], "--cards abc: name all, how many"),
+    (["cpu-demo", "--slurm", "--cards", "0"], "--cards 0: a study needs a card"),
+    (["cpu-demo", "--slurm", "--cards", "1"], "is for the CPU, which is one"),
+    (["a10", "--slurm", "--cards", "1", "--ray", "auto"], "are both given"),
+    (["cpu-demo", "--slurm", "--ray", "non sense"], "is not where a Ray cluster is"),
+    (["cpu-demo", "--slurm", "--from", "nosuch"], "no studies yet"),
+    (["cpu-demo", "--slurm", "--from", "nosuch.jsonl"], "nosuch.jsonl"),
+    (["cpu-demo", "--slurm", "--data", TEXTS, "--tokenizer", "nosuch"], "tokenizer 'nosuch'"),
     (["cpu-demo", "--slurm", "--model", "demmo"], "did you mean 'demo'"),
     (["cpu-demo", "--slurm", "--study", "../x"], "study name must be"),
     (["cpu-demo", "--slurm", "--env", "/nowhere"], "--env /nowhere"),
@@ -199,6 +229,7 @@ def test_without_a_queue_the_script_can_still_be_written(
     monkeypatch.setenv("PATH", str(home))
     assert main(["submit", "cpu-demo", "--slurm"]) == 3
     assert "there is no sbatch here" in capsys.readouterr().err
+    assert list(home.iterdir()) == []
     script = home / "job.sh"
     assert main(["submit", "--slurm", "-o", str(script), "--", "cpu-demo", "--rank", "8"]) == 0
     text = script.read_text()
@@ -224,6 +255,11 @@ def test_a_study_runs_on_all_cards_that_the_queue_was_asked_for(
 ) -> None:
     assert main(["submit", "a10", "--slurm", *words, "-o", "-"]) == 0
     assert [word for word in capsys.readouterr().out.split() if "--cards" in word] == [cards]
+
+
+def test_a_study_without_a_card_names_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "cpu-demo", "--slurm", "--gpus", "2", "-o", "-"]) == 0
+    assert "--cards" not in capsys.readouterr().out
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not here")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +18,11 @@ import pytest
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.reading import read_study
 from sweep.cli import main
-from sweep.launching.box import prepared
+from sweep.launching.box import Box, prepared, reached
 from sweep.launching.package import version
-from sweep.launching.remote_study import RemoteStudy
+from sweep.launching.remote_study import HOME, RemoteStudy
 from sweep.launching.ssh import Address, Connection, ConnectionLostError
+from sweep.launching.there import ALONE, STAMP
 from tests.sweep.launching.ssh_server import Server, environment, skip_without_ssh
 
 ROOT = Path(__file__).parents[3]
@@ -80,10 +84,15 @@ def connection(server: Server) -> Iterator[Connection]:
 
 @pytest.fixture
 def study(connection: Connection, pretending: Path, server: Server, tmp_path: Path) -> RemoteStudy:
-    box = prepared(connection, python=str(pretending), say=lambda _: None)
+    box = prepare(connection, str(pretending))
     study = RemoteStudy(box, f"study-{tmp_path.name}")
     set_up(study, tmp_path, seconds=0.3)
     return study
+
+
+def prepare(connection: Connection, python: str | None) -> Box:
+    found = reached(connection, python=python)
+    return prepared(found, python=python, studies=HOME, say=lambda _: None)
 
 
 def set_up(study: RemoteStudy, scratch: Path, *, seconds: float, patience: int = 1) -> None:
@@ -160,7 +169,7 @@ def test_a_python_there_that_is_none_or_has_another_sweep_is_refused(
 ) -> None:
     def refusal(python: str) -> str:
         with pytest.raises(EnvironmentFault) as caught:
-            prepared(connection, python=python, say=lambda _: None)
+            prepare(connection, python)
         return str(caught.value)
 
     assert "is no Python 3.11 or newer" in refusal("/bin/false")
@@ -233,6 +242,156 @@ def test_a_study_that_runs_already_is_followed_and_not_started_twice(
     heard: list[str] = []
     study.follow(hear=heard.append, requests=never, say=heard.append)
     assert heard[0] == "words run first"
+
+
+def test_what_a_running_study_reads_is_not_replaced(
+    study: RemoteStudy, server: Server, tmp_path: Path
+) -> None:
+    set_up(study, tmp_path, seconds=3)
+    assert not study.runs()
+    study.start(["run"])
+    assert study.runs()
+    set_up(study, tmp_path, seconds=9)
+    place = server.home / "qlora-sweep" / f"study-{tmp_path.name}"
+    assert (place / "seconds").read_text() == "3"
+    study.follow(hear=lambda _: None, requests=never, say=lambda _: None)
+    assert not study.runs()
+
+
+@pytest.mark.parametrize("was_installed_into", [False, True])
+def test_nothing_is_installed_beneath_a_study_that_runs(
+    study: RemoteStudy,
+    connection: Connection,
+    pretending: Path,
+    tmp_path: Path,
+    was_installed_into: bool,
+) -> None:
+    lock = pretending.parents[1] / ALONE
+    lock.touch() if was_installed_into else lock.unlink(missing_ok=True)
+    set_up(study, tmp_path, seconds=3)
+    study.start(["run"])
+    box = Box(connection, str(pretending))
+    with pytest.raises(EnvironmentFault, match=r"study study-.* installed beneath it: wait until"):
+        box.do("install", HOME, "x.whl", "digest", "0")
+    study.follow(hear=lambda _: None, requests=never, say=lambda _: None)
+    # And once it has ended, what is refused is this wheel.
+    with pytest.raises(EnvironmentFault, match="pip install"):
+        box.do("install", HOME, "x.whl", "digest", "0")
+
+
+def test_whoever_follows_a_study_leaves_everything_there_as_it_is(
+    study: RemoteStudy,
+    pretending: Path,
+    server: Server,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_up(study, tmp_path, seconds=4)
+    stamp = pretending.parents[1] / STAMP
+    stamp.write_text("of another checkout")
+    study.start(["run", "first"])
+    try:
+        words = ["--study", f"study-{tmp_path.name}", "--host-python", str(pretending)]
+        assert main(["run", "cpu-demo", "--host", server.address, *words]) == 0
+    finally:
+        is_stamped = stamp.exists()
+        stamp.unlink(missing_ok=True)
+    assert "runs on" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "words run first" in said
+    assert "Installing" not in said
+    assert is_stamped
+
+
+def test_an_environment_that_was_made_halfway_is_made_whole(
+    connection: Connection, server: Server
+) -> None:
+    half = server.directory / "half"
+    venv.create(half, symlinks=True, with_pip=False)
+    box = reached(connection, python=None)
+    made = box.do("make_environment", str(half), sys.executable, "no")
+    assert made == {"python": str(half / "bin" / "python")}
+    subprocess.run([made["python"], "-m", "pip", "--version"], check=True, capture_output=True)
+
+
+def test_a_study_that_nobody_could_follow_is_not_left_running(
+    study: RemoteStudy, server: Server, tmp_path: Path
+) -> None:
+    set_up(study, tmp_path, seconds=60)
+    place = server.home / "qlora-sweep" / f"study-{tmp_path.name}"
+    # As on a full disk: nothing can be noted.
+    for name in ("pid.half", "end.half"):
+        (place / "job" / name).mkdir(parents=True)
+    with pytest.raises(EnvironmentFault, match="is its disk full"):
+        study.start(["run"])
+    assert not study.runs()
+    assert at_work_in(place) == []
+
+
+def at_work_in(directory: Path) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").readlink() == directory:
+                found.append(process.name)
+    return found
+
+
+def test_a_file_that_is_too_large_is_named_and_the_database_is_always_fetched(
+    study: RemoteStudy, connection: Connection, pretending: Path, server: Server, tmp_path: Path
+) -> None:
+    name = f"study-{tmp_path.name}"
+    runs = server.home / "qlora-sweep" / name / "runs"
+    (runs / name).mkdir(parents=True)
+    for file, size in (("spool.jsonl", 10), ("worker.log", 100)):
+        (runs / name / file).write_bytes(b"x" * size)
+    with contextlib.closing(sqlite3.connect(runs / "sweep.db")) as database:
+        database.execute("CREATE TABLE mine (id)")
+    fetched = RemoteStudy(Box(connection, str(pretending)), name, bytes_max=50).fetch(tmp_path)
+    assert {name: path.read_bytes() for name, path in fetched.files.items()} == {
+        "spool.jsonl": b"x" * 10
+    }
+    assert fetched.left_out == ("worker.log",)
+    with contextlib.closing(sqlite3.connect(fetched.database)) as database:
+        assert database.execute("SELECT * FROM mine").fetchall() == []
+
+
+def test_a_follower_that_dies_there_is_a_connection_that_is_lost(
+    study: RemoteStudy, server: Server, tmp_path: Path
+) -> None:
+    set_up(study, tmp_path, seconds=3)
+    heard: list[str] = []
+    said: list[str] = []
+    study.start(["run"])
+
+    def hear(line: str) -> None:
+        heard.append(line)
+        if line == "beat 5":
+            for number in followers(f"study-{tmp_path.name}"):
+                os.kill(number, signal.SIGKILL)
+
+    ended = study.follow(hear=hear, requests=never, say=said.append, pauses=(0.1,))
+    assert ended.code == 0
+    assert len(said) == 1
+    assert "the study goes on there" in said[0]
+    assert heard[1:-1] == [f"beat {n}" for n in range(1, len(heard) - 1)]
+
+
+def followers(study: str) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+            if "follow" in words and f"{HOME}/{study}" in words:
+                found.append(int(process.name))
+    return found
+
+
+def test_a_follower_that_always_dies_is_given_up(study: RemoteStudy, server: Server) -> None:
+    # Nothing was ever started there, so that there is nothing to follow.
+    said: list[str] = []
+    with pytest.raises(ConnectionLostError, match="No such file"):
+        study.follow(hear=said.append, requests=never, say=said.append, pauses=(0.01, 0.01))
+    assert len(said) == 2
 
 
 def test_a_machine_that_stays_away_is_told_of(
