@@ -80,7 +80,9 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, "modal", raising=False)
 
     def loaded(text: str) -> ModuleType:
-        path = tmp_path / "modal_app.py"
+        # A name of its own: of one that is written twice in a second Python takes the first's
+        # compiled form.
+        path = tmp_path / f"modal_app_{len(list(tmp_path.glob('modal_app_*.py')))}.py"
         path.write_text(text, encoding="utf-8")
         spec = importlib.util.spec_from_file_location("a_rented_app", path)
         assert spec is not None

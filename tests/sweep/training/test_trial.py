@@ -548,7 +548,7 @@ def test_a_step_that_was_queued_when_measuring_ended_counts() -> None:
     device = _Behind()
     config = tiny_config()
     steps = StepBudget(
-        warmup_min=2, warmup_max=2, measured_min=6, measured_max=30, relative_interval=1.0
+        warmup_min=2, warmup_max=2, measured_min=6, measured_max=30, relative_interval=100.0
     )
     with tiny_base(config) as base:
         outcome = trial_on(base, config, device=device, steps=steps).run()
