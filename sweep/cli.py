@@ -198,6 +198,7 @@ def submit(
 
     Every option of `sweep run` is taken too, and goes along.
     """
+    from sweep.launching.slurm import Allocation
     from sweep.terminal import submitting
 
     if not slurm:
@@ -205,7 +206,7 @@ def submit(
     return submitting.submit(
         words,
         command=_command_of("run"),
-        asked=submitting.Asked(
+        allocation=Allocation(
             partition=partition,
             account=account,
             limit_seconds=_seconds("--time", time),
@@ -213,8 +214,8 @@ def submit(
             cpus=cpus,
             memory=mem,
             options=tuple(sbatch_option or ()),
-            environment=env,
         ),
+        environment=env,
         output=output if output == STDOUT else _output(output),
     )
 

@@ -39,7 +39,10 @@ class Lane:
         self.name = name
         self._fault = fault
         self.lost: EnvironmentFault | None = None
-        """Why nothing can run here any more; None as long as it can."""
+        """Why nothing can run here any more; None as long as it can. Not each run that raised is an
+        end: of several runs of a trial the last may fail where an earlier one counts."""
+        self.raised: EnvironmentFault | None = None
+        """What a run here raised last."""
         self.renew, self.start = runner.renew, runner.start
         self.cancel, self.close = runner.cancel, runner.close
 
@@ -54,8 +57,8 @@ class Lane:
             outcome = self._runner.run(*args, **kwargs)
             if isinstance(outcome, Crashed | TimedOut) and (fault := self._fault()) is not None:
                 raise CardLost(f"{self.name or 'the card'}: {fault}")
-        except EnvironmentFault as lost:
-            self.lost = lost
+        except EnvironmentFault as fault:
+            self.raised = fault
             raise
         return outcome
 
@@ -66,8 +69,8 @@ class Lane:
         self.close()
 
 
-Job = Callable[[Lane], Outcome]
-"""Runs one trial on a lane."""
+Job = Callable[[], Outcome]
+"""Runs one trial on the lane that it is launched on."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class Lanes:
 
     def _run_beside(self, lane: Lane, job: Job) -> None:
         try:
-            self._said.put(Ended(lane, job(lane)))
+            self._said.put(Ended(lane, job()))
         except EnvironmentFault as fault:
             self._said.put(Ended(lane, fault))
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
@@ -156,7 +159,7 @@ class Lanes:
         if self._is_single:
             ((lane, job),) = self._jobs.items()
             try:
-                result: Outcome | EnvironmentFault = job(lane)
+                result: Outcome | EnvironmentFault = job()
             except EnvironmentFault as fault:
                 result = fault
             return self._ended(Ended(lane, result))
@@ -177,6 +180,8 @@ class Lanes:
 
     def _ended(self, ended: Ended) -> Ended:
         del self._jobs[ended.lane]
+        if isinstance(ended.result, EnvironmentFault):
+            ended.lane.lost = ended.result
         return ended
 
     def start(self) -> None:

@@ -16,6 +16,8 @@ from types import FrameType
 
 from sweep.processes import STOP_SIGNALS
 
+HEARD_MAX = 2
+"""Requests that are worth passing on to another driver: after the running trial, and now."""
 _CUT_AT = 3
 """Requests from which on anything is cut short, a wait for a runner that was cancelled too."""
 SETTLING_SECONDS = 1.0
@@ -37,7 +39,7 @@ class Interruption:
     def __init__(
         self,
         *,
-        cancel: Callable[[], None],
+        cancel: Callable[[], None] = lambda: None,
         requests: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -46,6 +48,11 @@ class Interruption:
         self._clock = clock
         self._cut_at = _CUT_AT
         self._cut_after = clock()
+
+    @property
+    def requests(self) -> int:
+        """How often anybody asked to stop."""
+        return self._requests
 
     def is_requested(self) -> bool:
         """Return whether anybody asked to stop."""

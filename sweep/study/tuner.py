@@ -371,13 +371,10 @@ class _Driver:
             )
             return held_to_budget(outcome, budget_bytes=budget_bytes)
 
-        def job(_: Lane) -> Outcome:
+        def job() -> Outcome:
             started = self.clock()
             try:
-                outcome = run_undisturbed(measured, should_stop=self.should_stop)
-                # A neighbour may have had all of the card once: what was measured before is kept.
-                lane.lost = None
-                return outcome
+                return run_undisturbed(measured, should_stop=self.should_stop)
             finally:
                 trial.device_seconds = (trial.device_seconds or 0.0) + self.clock() - started
 
@@ -521,7 +518,10 @@ class _Driver:
                     is_anew=is_anew,
                 )
             except EnvironmentFault as fault:
-                if fault is not lane.lost or not self.lanes.working:
+                if fault is not lane.raised:
+                    raise
+                lane.lost = fault
+                if not self.lanes.working:
                     raise
                 self._say_lost(lane, fault)
 

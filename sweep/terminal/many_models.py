@@ -29,7 +29,7 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
 from storage.opening import check_name
 from sweep.stop_signals import INTERRUPTED
-from sweep.study.interruption import Interruption
+from sweep.study.interruption import HEARD_MAX, Interruption
 from sweep.study.session import Prepared
 from sweep.study.targets import least_weight_bytes
 from sweep.terminal.board import search_words
@@ -137,10 +137,10 @@ def run(
     """
     shared = respelled(command, words, without=OWN)
     fleet = _Fleet([*program, "run", *shared], deque(planned), list(places))
-    interruption = Interruption(cancel=fleet.hurry)
+    interruption = Interruption()
     ended = []
     with interruption.handling_signals(), closing(fleet):
-        for end in fleet.ends(interruption.is_requested):
+        for end in fleet.ends(lambda: interruption.requests):
             ended.append(end)
             if as_json and end.document is not None:
                 say_json(end.document)
@@ -173,19 +173,18 @@ class _Fleet:
         self._idle = places
         self._running: dict[str, _Driver] = {}
         self._said: queue.SimpleQueue[Ended] = queue.SimpleQueue()
-        self._hurries = 0
 
-    def ends(self, is_stopping: Callable[[], bool]) -> Iterator[Ended]:
+    def ends(self, requests: Callable[[], int]) -> Iterator[Ended]:
         """Yield each study as it ends, and begin those that wait; none once somebody asks."""
         while True:
-            while self._waiting and self._idle and not is_stopping():
+            while self._waiting and self._idle and not requests():
                 planned = self._waiting.popleft()
                 self._begin(planned, self._idle.pop(0))
             if not self._running:
                 return
-            end = self._next(is_stopping)
+            end = self._next(requests)
             del self._running[end.planned.study]
-            if self._is_to_be_tried_elsewhere(end) and not is_stopping():
+            if self._is_to_be_tried_elsewhere(end) and not requests():
                 note(f"{end.planned.study}: tried again on another card")
                 self._waiting.appendleft(replace(end.planned, failed_on=end.place))
                 continue
@@ -193,10 +192,10 @@ class _Fleet:
             self._judge(end)
             yield end
 
-    def _next(self, is_stopping: Callable[[], bool]) -> Ended:
+    def _next(self, requests: Callable[[], int]) -> Ended:
         """Wait for an end; pass on meanwhile that somebody asked to stop."""
         while True:
-            self._ask(min(2, is_stopping() + self._hurries))
+            self._ask(min(HEARD_MAX, requests()))
             with suppress(queue.Empty):
                 return self._said.get(timeout=_TURN_SECONDS)
 
@@ -215,10 +214,6 @@ class _Fleet:
         else:
             note(f"card {place.rstrip(',')} is left out: what failed on it did not on another")
 
-    def hurry(self) -> None:
-        """Hear that somebody asked once more; from a signal handler."""
-        self._hurries += 1
-
     def _ask(self, times: int) -> None:
         """Ask each driver to stop as often as was asked, once a turn: signals do not add up."""
         for driver in self._running.values():
@@ -231,7 +226,7 @@ class _Fleet:
         """End every driver that still runs, as nobody follows it any more; its study resumes."""
         deadline = time.monotonic() + _END_SECONDS
         while self._running and time.monotonic() < deadline:
-            self._ask(2)
+            self._ask(HEARD_MAX)
             with suppress(queue.Empty):
                 end = self._said.get(timeout=_TURN_SECONDS)
                 self._running.pop(end.planned.study, None)

@@ -29,7 +29,7 @@ from sweep.launching.remote_study import HOME, Ended, RemoteStudy
 from sweep.launching.ssh import Address, Connection, ConnectionLostError
 from sweep.paths import runs_directory, storage_url
 from sweep.stop_signals import INTERRUPTED
-from sweep.study.interruption import Interruption
+from sweep.study.interruption import HEARD_MAX, Interruption
 from sweep.study.session import named
 from sweep.terminal.commands import ENVIRONMENT
 from sweep.terminal.console import folded, note, say_as_is, width_of
@@ -101,13 +101,14 @@ def _driven(
     """Start a study there with those words, or with none go on following it, and fetch it once it
     has ended.
     """
-    asked = _Asked()
-    interruption = Interruption(cancel=asked.hurry)
+    interruption = Interruption()
     with interruption.handling_signals():
         if not words or there.start(words):
             _note(f"Study {name} runs on {address} already; this is how it goes on.")
         try:
-            ended = there.follow(hear=note, requests=lambda: asked.times(interruption), say=_note)
+            ended = there.follow(
+                hear=note, requests=lambda: min(HEARD_MAX, interruption.requests), say=_note
+            )
         except ConnectionLostError as lost:
             _note(
                 f"{lost}. The study goes on there; the same command follows it again, "
@@ -120,19 +121,6 @@ def _driven(
             # What came of it is worth knowing where it cannot be kept here, too.
             code = _told(ended, name=name, address=address)
     return code
-
-
-class _Asked:
-    """Counts how often somebody asked to stop: a third time is heard by nobody there."""
-
-    def __init__(self) -> None:
-        self._hurries = 0
-
-    def hurry(self) -> None:
-        self._hurries += 1
-
-    def times(self, interruption: Interruption) -> int:
-        return min(2, interruption.is_requested() + self._hurries)
 
 
 def _keep(there: RemoteStudy, *, name: str, address: Address, url: str) -> None:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,34 +38,35 @@ SCRIPT = "slurm.sh"
 """Of a study's job, in its directory."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What was typed of the job itself."""
-
-    partition: str | None = None
-    account: str | None = None
-    limit_seconds: float | None = None
-    gpus: str | None = None
-    cpus: int | None = None
-    memory: str | None = None
-    options: tuple[str, ...] = ()
-    environment: str | None = None
-
-
-def submit(words: Sequence[str], *, command: Any, asked: Asked, output: Path | str | None) -> int:
+def submit(
+    words: Sequence[str],
+    *,
+    command: Any,
+    allocation: Allocation,
+    environment: str | None,
+    output: Path | str | None,
+) -> int:
     """Submit a study, or only write its job's script.
 
     Args:
         words: of the `sweep run`, behind its name.
         command: that `sweep run`.
-        asked: what was typed of the job.
+        allocation: what was typed of what the job asks for.
+        environment: directory of the one to run in; None for this one.
         output: file of the script, or `STDOUT`, where nothing is to be submitted.
 
     Raises:
         InputError: of job, run or queue, what was typed is not right. Nothing was submitted.
         EnvironmentFault: there is no queue here, or a file cannot be written.
     """
-    hand_over = partial(_submit, words=words, command=command, asked=asked, output=output)
+    hand_over = partial(
+        _submit,
+        words=words,
+        command=command,
+        allocation=allocation,
+        environment=environment,
+        output=output,
+    )
     return call(command, words, drive=hand_over)
 
 
@@ -74,7 +75,8 @@ def _submit(
     *,
     words: Sequence[str],
     command: Any,
-    asked: Asked,
+    allocation: Allocation,
+    environment: str | None,
     output: Path | str | None,
     overrides: Mapping[str, Any],
     held: Mapping[str, Any],
@@ -95,14 +97,14 @@ def _submit(
     if carried is not None:
         carried_source(carried, of=name, url=storage_url(storage))
     files = runs_directory().absolute() / name
-    allocation = _allocation(asked, space)
+    allocation = _with_cards(allocation, space)
     run = [*respelled(command, words, without={"study", "storage"}), f"--study={name}"]
     if space.gpu != "cpu" and allocation.gpu_count > 1 and cards is None and ray is None:
         # What was asked of the queue is there to be used.
         run.append("--cards=all")
     job = Job(
         study=name,
-        command=(_python(asked.environment), "-P", "-m", "sweep", "run", *run, *_storage(storage)),
+        command=(_python(environment), "-P", "-m", "sweep", "run", *run, *_storage(storage)),
         directory=Path.cwd(),
         files=files,
         variables={"SWEEP_HOME": str(files.parents[1])},
@@ -139,17 +141,10 @@ def _check_cards(cards: str, space: SearchSpace) -> None:
         raise InputError(f"--cards {cards}: space '{space.name}' is for the CPU, which is one")
 
 
-def _allocation(asked: Asked, space: SearchSpace) -> Allocation:
-    gpus = asked.gpus or ("1" if space.gpu != "cpu" else None)
-    return Allocation(
-        partition=asked.partition,
-        account=asked.account,
-        limit_seconds=asked.limit_seconds,
-        gpus=None if gpus == "0" else gpus,
-        cpus=asked.cpus,
-        memory=asked.memory,
-        options=asked.options,
-    )
+def _with_cards(allocation: Allocation, space: SearchSpace) -> Allocation:
+    """Return what a job asks for with the card that it needs where nothing was typed of cards."""
+    gpus = allocation.gpus or ("1" if space.gpu != "cpu" else None)
+    return replace(allocation, gpus=None if gpus == "0" else gpus)
 
 
 def _python(environment: str | None) -> str:
