@@ -6,6 +6,7 @@ Knows nothing of actors, or of who drives the study.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -44,7 +45,8 @@ def lanes_on_ray(prepared: Prepared, cluster: Cluster, *, warn: Callable[[str], 
         weights=prepared.space.weights,
         seed=prepared.space.seed,
         texts=texts_settings(prepared),
-        study=prepared.name,
+        # Another database may have a study of this name, and its runners the same nodes.
+        study=f"{prepared.name}-{secrets.token_hex(4)}",
     )
     places = cluster.places(
         settings, gpu=prepared.space.gpu, paths=tuple(_paths(prepared)), warn=warn

@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from search_spaces.config import TrialConfig
 from sweep.training.model import BaseModel, fill_module, quantize_random
@@ -73,7 +74,29 @@ def build_shares(
         fully_shard(layer, reshard_after_forward=True, mp_policy=AS_STORED)
     _build(model, base, config, device=device, built=built)
     base.model.tie_weights()
+    if config.kernels != "hf":
+        share_head(model, base.model)
     return gathered
+
+
+def share_head(model: torch.nn.Module, base: PreTrainedModel) -> None:
+    """Shard a head of which a fused loss reads the weight and never calls the module.
+
+    FSDP gathers what a module holds when the module is called. This one is gathered when the
+    decoder is done and given up again with the loss: a fused loss has its gradient by then. Tied to
+    the embedding it is needed at both ends of a pass, and stays with what is gathered throughout.
+
+    Args:
+        model: all of it, its decoder layers sharded.
+        base: the model with the head.
+    """
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if head.weight is embedding.weight:
+        fully_shard(model, mp_policy=AS_STORED)
+        return
+    fully_shard(head, mp_policy=AS_STORED)
+    base.get_decoder().register_forward_hook(lambda *_: head.unshard())
+    base.register_forward_hook(lambda *_: head.reshard())
 
 
 def _first_packed(layer: torch.nn.Module) -> bnb.nn.Linear4bit | None:

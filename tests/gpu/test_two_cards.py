@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.runner import Progress
 from sweep.running.supervisor import SupervisedRunner
 from tests.gpu.rig import SMALL, small_config
+from tests.sweep.training.two_processes import told_by_two
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,22 +31,14 @@ pytestmark = [
         reason="needs two cards in one machine",
     ),
 ]
-ROOT = Path(__file__).parents[2]
 STEPS = StepBudget(warmup_min=2, warmup_max=4, measured_min=6, measured_max=12)
 LEAN = {"upcast_fp32": False, "optimizer": "adamw_torch_fused", "micro_batch_size": 8}
 SHARDED = {**LEAN, "data_parallel": 2, "sharding": "fsdp"}
 CLOSE = 0.015
 """As predictions of memory state of what one card trains."""
 CLOSE_SHARDED = 0.15
-SCALES = 1.7
+SCALES = 1.6
 """Times the tokens of one card, at least, that two of a host make in the same time."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _our_own_code() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        yield
 
 
 def a_runner(log: Path, *, budget_bytes: int = 40 * GIB) -> SupervisedRunner:
@@ -85,17 +76,25 @@ def measured(outcome: Outcome) -> Measurement:
     ],
     ids=lambda knobs: "-".join(f"{value}" for value in knobs.values()),
 )
-def test_two_cards_train_as_fast_as_two_and_need_what_is_predicted(
+def test_each_of_two_cards_needs_what_is_predicted(
     runner: SupervisedRunner, predictor: TracingPredictor, knobs: dict[str, Any]
 ) -> None:
-    alone = measured(runner.run(small_config(**knobs), steps=STEPS))
     config = small_config(**knobs, data_parallel=2)
     together = measured(runner.run(config, steps=STEPS))
     assert together.cards == 2
+    predicted = predictor.predict(config)
+    close = predicted.uncertainty if config.compile else CLOSE
+    assert together.peak_allocated_bytes == pytest.approx(predicted.peak_allocated_bytes, rel=close)
+
+
+def test_two_cards_train_nearly_as_fast_as_two(runner: SupervisedRunner) -> None:
+    # Steps long enough for what their hosts do between them not to count.
+    knobs = {**LEAN, "kernels": "liger", "seq_len": 2048}
+    alone, together = (
+        measured(runner.run(small_config(**knobs, data_parallel=cards), steps=STEPS))
+        for cards in (1, 2)
+    )
     assert together.tokens_per_second > SCALES * alone.tokens_per_second
-    close = CLOSE if not config.compile else predictor.predict(config).uncertainty
-    predicted = predictor.predict(config).peak_allocated_bytes
-    assert together.peak_allocated_bytes == pytest.approx(predicted, rel=close)
 
 
 @pytest.mark.parametrize(
@@ -144,21 +143,15 @@ def test_a_process_that_is_killed_in_the_middle_of_a_step_holds_nobody_up(tmp_pa
 
 
 def test_no_bit_of_a_4_bit_weight_is_lost_between_two_cards(tmp_path: Path) -> None:
-    module = "tests.sweep.training.gathered_bits"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(tmp_path / "meeting"), "cuda"],
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        told, _ = process.communicate(timeout=180)
-        no_numbers, are_bits_equal, are_results_equal = told.split()[-3:]
+    for told in told_by_two("gathered_bits", directory=tmp_path, device="cuda"):
+        no_numbers, are_bits_equal, are_results_equal = told
         assert int(no_numbers) > 0
         assert (are_bits_equal, are_results_equal) == ("True", "True")
+
+
+def test_a_head_whose_weight_alone_is_read_is_whole_in_every_step(tmp_path: Path) -> None:
+    for told in told_by_two("read_head", directory=tmp_path, device="cuda"):
+        assert told == ["True", "0.5", "True", "0.5"]
 
 
 def test_configurations_of_one_and_of_two_cards_take_turns(runner: SupervisedRunner) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Invalid, Measured, Measurement, Outcome, OutOfMemory
 from sweep.running.supervisor import SupervisedRunner
+from tests.sweep.training.two_processes import told_by_two
 
 ROOT = Path(__file__).parents[3]
 STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=3, measured_max=3)
@@ -113,20 +111,14 @@ def test_a_model_that_is_to_be_loaded_is_not_shared(tmp_path: Path) -> None:
 
 
 def test_no_bit_of_a_4_bit_weight_is_lost_on_its_way_between_the_cards(tmp_path: Path) -> None:
-    module = "tests.sweep.training.gathered_bits"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(tmp_path / "meeting"), "cpu"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        told, _ = process.communicate(timeout=120)
-        no_numbers, are_bits_equal, are_results_equal = told.split()
+    for told in told_by_two("gathered_bits", directory=tmp_path, device="cpu"):
+        no_numbers, are_bits_equal, are_results_equal = told
         assert int(no_numbers) > 0
         assert (are_bits_equal, are_results_equal) == ("True", "True")
+
+
+def test_a_head_whose_weight_alone_is_read_is_there_in_every_step_and_shared_between_them(
+    tmp_path: Path,
+) -> None:
+    for told in told_by_two("read_head", directory=tmp_path, device="cpu"):
+        assert told == ["True", "0.5", "True", "0.5"]

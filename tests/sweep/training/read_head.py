@@ -1,0 +1,113 @@
+"""One of two processes that shard a model whose loss reads the head's weight and never calls the head,
+as Liger's does: prints for untied and for tied weights whether every step's loss is as when it was
+whole, and what share of the head is held between steps.
+
+Run as ``python -m tests.sweep.training.read_head RANK FILE DEVICE``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import MistralConfig, MistralForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
+
+from sweep.training.adapters import local
+from sweep.training.sharding import AS_STORED, share_head
+from sweep.training.team import Place, join, leave
+
+STEPS = 3
+
+
+class FusedLoss(torch.autograd.Function):
+    """Works out the gradient with the loss, and keeps no weight for later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        with torch.enable_grad():
+            own = hidden.detach().requires_grad_()
+            logits = torch.nn.functional.linear(own, weight.detach())
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+            (gradient,) = torch.autograd.grad(loss, own)
+        ctx.save_for_backward(gradient)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradients[0] * ctx.saved_tensors[0], None, None
+
+
+def read_head(self: Any, ids: torch.Tensor) -> CausalLMOutput:
+    """Return the loss, from the head's weight alone."""
+    hidden = self.model(ids).last_hidden_state[:, :-1].flatten(0, 1)
+    loss: Any = FusedLoss.apply(hidden, self.lm_head.weight, ids[:, 1:].flatten())
+    return CausalLMOutput(loss=loss)
+
+
+def small_model(*, is_tied: bool, device: torch.device) -> MistralForCausalLM:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        tie_word_embeddings=is_tied,
+    )
+    model = MistralForCausalLM(config).to(device)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "q_proj" in name
+    model.forward = MethodType(read_head, model)  # type: ignore[method-assign]
+    return model
+
+
+def losses(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
+    """Return the loss of each step; both processes see the same rows."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    found = []
+    for _ in range(STEPS):
+        loss = model(ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def shares(device: torch.device, *, is_tied: bool) -> tuple[bool, float]:
+    """Return whether losses are as without sharding, and the share of the head that is held."""
+    ids = torch.arange(32, device=device).reshape(2, 16)
+    expected = losses(small_model(is_tied=is_tied, device=device), ids)
+    model = small_model(is_tied=is_tied, device=device)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=AS_STORED)
+    share_head(model, model)
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, mp_policy=AS_STORED)
+    found = losses(model, ids)
+    is_same = torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4)
+    weight = model.lm_head.weight
+    return is_same, local(weight).numel() / weight.numel()
+
+
+def main(rank: int, meeting: Path, kind: str) -> None:
+    device = torch.device(kind, rank if kind == "cuda" else None)  # type: ignore[call-overload]
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    join(Place(rank, 2), meeting=meeting, device=device)
+    told = [shares(device, is_tied=is_tied) for is_tied in (False, True)]
+    print(*(word for pair in told for word in pair))
+    leave()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
