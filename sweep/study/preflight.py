@@ -121,8 +121,9 @@ class Expected:
 
     @cached_property
     def record(self) -> PredictionRecord | None:
-        """What the trial's record keeps of it; None where memory is not predicted."""
-        if self.memory is None:
+        """What the trial's record keeps of it; None where memory is not predicted, and of what is
+        not valid: nobody is to wait for the tracing of a step that never runs."""
+        if isinstance(self._ruled_out, Invalid) or self.memory is None:
             return None
         return PredictionRecord(
             peak_allocated_bytes=self.memory.peak_allocated_bytes,

@@ -14,6 +14,7 @@ import torch
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
+from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Crashed, Measured, Measurement, Outcome, OutOfMemory
@@ -34,6 +35,12 @@ pytestmark = [
 STEPS = StepBudget(warmup_min=2, warmup_max=4, measured_min=6, measured_max=12)
 LEAN = {"upcast_fp32": False, "optimizer": "adamw_torch_fused", "micro_batch_size": 8}
 SHARDED = {**LEAN, "data_parallel": 2, "sharding": "fsdp"}
+DEEP = ModelSpec(
+    name="deep",
+    source="shipped",
+    config={**SMALL.config, "num_hidden_layers": 24, "vocab_size": 2048},
+)
+"""Most of it is in its layers, as of a model that one card cannot hold."""
 CLOSE = 0.015
 """As predictions of memory state of what one card trains."""
 CLOSE_SHARDED = 0.15
@@ -41,9 +48,11 @@ SCALES = 1.6
 """Times the tokens of one card, at least, that two of a host make in the same time."""
 
 
-def a_runner(log: Path, *, budget_bytes: int = 40 * GIB) -> SupervisedRunner:
+def a_runner(
+    log: Path, *, model: ModelSpec = SMALL, budget_bytes: int = 40 * GIB
+) -> SupervisedRunner:
     target = Target(gpu="two", device="cuda", budget_bytes=budget_bytes)
-    return SupervisedRunner(SMALL, target=target, log_path=log)
+    return SupervisedRunner(model, target=target, log_path=log)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +89,9 @@ def test_each_of_two_cards_needs_what_is_predicted(
     runner: SupervisedRunner, predictor: TracingPredictor, knobs: dict[str, Any]
 ) -> None:
     config = small_config(**knobs, data_parallel=2)
+    if config.compile:
+        # To tune kernels takes memory once in a process: little, and much of a small model's.
+        runner.run(config, steps=STEPS)
     together = measured(runner.run(config, steps=STEPS))
     assert together.cards == 2
     predicted = predictor.predict(config)
@@ -112,13 +124,14 @@ def test_two_cards_share_a_model_and_need_what_is_predicted(
 
 
 def test_a_model_that_one_card_has_no_room_for_is_trained_by_two(tmp_path: Path) -> None:
-    config = small_config(**{**SHARDED, "micro_batch_size": 1})
+    config = small_config(**{**SHARDED, "micro_batch_size": 1, "seq_len": 128})
     whole = config.model_copy(update={"data_parallel": 1, "sharding": "none"})
-    with a_runner(tmp_path / "free.log") as runner:
+    with a_runner(tmp_path / "free.log", model=DEEP) as runner:
         needed = [measured(runner.run(c, steps=STEPS)) for c in (config, whole)]
     shared, alone = (one.peak_allocated_bytes for one in needed)
     assert shared < alone
-    with a_runner(tmp_path / "capped.log", budget_bytes=(shared + alone) // 2) as capped:
+    budget = (shared + alone) // 2
+    with a_runner(tmp_path / "capped.log", model=DEEP, budget_bytes=budget) as capped:
         assert isinstance(capped.run(whole, steps=STEPS), OutOfMemory)
 
 

@@ -97,7 +97,8 @@ class MemoryPrediction:
     """The peak's parts: ``weights``, ``adapters``, ``gradients``, ``optimizer``, ``activations``,
     ``loss``.
 
-    The libraries' workspaces count as activations.
+    The libraries' workspaces count as activations, and so does what is gathered of a base that
+    several cards share.
     """
     moment: str
     """When the peak is reached: ``forward``, ``loss``, ``backward`` or ``optimizer``."""

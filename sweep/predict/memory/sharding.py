@@ -1,19 +1,20 @@
-"""Owns what a card holds of a base that is sharded by FSDP2: its share, and what is gathered.
+"""Owns what a card holds of a base that is sharded by FSDP2: its share, and what is gathered when.
 
-As accelerate cuts it up: each decoder layer is a group, so are the embedding, and the last norm
-with the head, which stays gathered from the end of the forward pass on. Constants of 4-bit weights
-are no parameters, so every card holds all of them. Knows nothing of steps or of the allocator.
+As `sweep.training.sharding` and accelerate cut it up: each decoder layer is a group, so are the
+embedding, and the head. What is gathered is received in one tensor and copied out of it, so that
+for a moment it is there twice. Constants of 4-bit weights are no parameters, so every card holds
+all of them. Knows nothing of steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from search_spaces.linears import linear_shapes, lora_parameters, parameters
+from search_spaces.linears import is_tied, linear_shapes, lora_parameters, parameters
 from search_spaces.models import ModelSpec
-from sweep.predict.memory.profiles import Base, Profile
+from sweep.predict.memory.profiles import BIRTH, DEATH, Account, Base, Profile, Segment
 
 _WIDE_BYTES = 2
 """Of an element of the base that is not packed."""
@@ -21,19 +22,90 @@ _ADAPTER_BYTES = 4
 """Of one of the adapters, which are gathered as they are stored."""
 _PACKED_BYTES = 0.5
 LAYERS_GATHERED = 2
-"""Decoder layers that are whole at once: the one that computes, and the next on its way."""
+"""Decoder layers that are whole at once: the one that computes, and one that is on its way, or was
+and is not let go of yet."""
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """What a segment gathers. Bytes."""
+
+    throughout: int
+    """There as long as the segment lasts."""
+    at_first: int
+    """There at its beginning, while that is copied out of what was received."""
+    copied: int
+    """Of what is there throughout, what lies among the segment's own tensors."""
 
 
 def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
-    """Return a profile whose base is what one of several cards holds of it, gathered layers and
-    head included.
+    """Return a profile whose base is what one of several cards holds of it, and whose segments
+    gather what they need.
 
     Raises:
         InputError: the model's layers are not known.
     """
-    taken = _held_bytes(profile.base, config, model) + _gathered_bytes(config, model)
-    base = Base(allocated_bytes=taken, requested_bytes=taken, reserved_bytes=taken, holes=())
-    return replace(profile, base=base)
+    held = _held_bytes(profile.base, config, model)
+    layer, head = _layer_bytes(config, model), _head_bytes(model)
+    # What is received is of a stream of its own, whose memory serves nothing else. A layer lies
+    # where the embedding was received when the head is, which takes as much anew.
+    received = head + max(head, LAYERS_GATHERED * layer)
+    base = Base(held, held, held + received, holes=())
+    gathered, of_layer = _gathered(config, layer, head, is_tied=is_tied(model))
+    kinds = {name: gathered.get(name, of_layer) for name in profile.segments}
+    copied = [{"": kind.copied} for kind in kinds.values()]
+    places = {name: len(profile.sizes) + at for at, name in enumerate(kinds)}
+    segments = {
+        name: _gathering(segment, kinds[name], size=places[name])
+        for name, segment in profile.segments.items()
+    }
+    return replace(profile, base=base, segments=segments, sizes=(*profile.sizes, *copied))
+
+
+def _gathered(
+    config: TrialConfig, layer: int, head: int, *, is_tied: bool
+) -> tuple[dict[str, _Gathered], _Gathered]:
+    """Return what is gathered in the segments that happen once, and in those of a layer.
+
+    Args:
+        config: of several cards.
+        layer: bytes of a whole layer.
+        head: bytes of the whole head, and of the whole embedding.
+        is_tied: whether these are one, which is then there from the embedding on.
+    """
+    of_layer = _Gathered(LAYERS_GATHERED * layer, 0, layer)
+    if is_tied:
+        ends = {
+            "embed": _Gathered(2 * head, 0, head),
+            "head": _Gathered(layer + head, 0, head),
+            "head_backward": _Gathered(head, 0, head),
+        }
+        return ends, _Gathered(head + of_layer.throughout, 0, head + layer)
+    if config.kernels == "hf":
+        # What it was received in is kept until something else is.
+        loss, back = _Gathered(2 * head, 0, head), _Gathered(head, 0, head)
+    else:
+        # What the last layer was received in is still there. A fused loss has its gradient by the
+        # backward pass, and the head is given up with it.
+        loss, back = _Gathered(layer + head, layer + 2 * head, head), _Gathered(0, 0, 0)
+    embedding = _Gathered(head, 2 * head, head)
+    return {"embed": embedding, "head": loss, "head_backward": back}, of_layer
+
+
+def _gathering(segment: Segment, gathered: _Gathered, *, size: int) -> Segment:
+    """Return a segment that gathers; ``size`` is the index of what it copies out."""
+    first: tuple[Account, ...] = ({"activations": {"": gathered.at_first}},)
+    peaks = tuple(_with(peak, gathered.throughout) for peak in segment.peaks or ({},))
+    name = "gathered"
+    tape = ((BIRTH, name, size), *segment.tape, (DEATH, name, size))
+    return replace(segment, peaks=(*peaks, *first), tape=tape)
+
+
+def _with(account: Account, constant: int) -> Account:
+    """Return an account with so many bytes more."""
+    activations = dict(account.get("activations", {}))
+    activations[""] = activations.get("", 0) + constant
+    return {**account, "activations": activations}
 
 
 def _held_bytes(base: Base, config: TrialConfig, model: ModelSpec) -> int:
@@ -52,13 +124,15 @@ def _parameter_bytes(config: TrialConfig, model: ModelSpec) -> float:
     return in_layers * _linear_bytes(config) + (whole - in_layers) * _WIDE_BYTES
 
 
-def _gathered_bytes(config: TrialConfig, model: ModelSpec) -> int:
-    """Return what is gathered beside the shares when most of it is: layers in the middle of the
-    backward pass, or the head at its beginning."""
+def _layer_bytes(config: TrialConfig, model: ModelSpec) -> int:
+    """Return what a decoder layer takes when it is whole, its adapters included."""
     adapters = (lora_parameters(config, model) or 0) / model.hidden_layers
-    layer = _layer_linears(model) * _linear_bytes(config) + adapters * _ADAPTER_BYTES
-    head = model.vocab_size * model.hidden_size * _WIDE_BYTES
-    return round(max(LAYERS_GATHERED * layer, layer + head))
+    return round(_layer_linears(model) * _linear_bytes(config) + adapters * _ADAPTER_BYTES)
+
+
+def _head_bytes(model: ModelSpec) -> int:
+    """Return what the head takes when it is whole, and the embedding too."""
+    return model.vocab_size * model.hidden_size * _WIDE_BYTES
 
 
 def _linear_bytes(config: TrialConfig) -> float:

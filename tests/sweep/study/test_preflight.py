@@ -81,6 +81,16 @@ def test_what_a_rule_forbids_is_invalid_under_that_rule() -> None:
     assert preflight.expect(batch(1)).refusal == Invalid(rule="bf16-needs-ampere", detail="too old")
 
 
+def test_nothing_is_predicted_of_what_a_rule_forbids() -> None:
+    # To trace a step takes seconds, and this one would never run.
+    predictor = TenthOfAGibibyte()
+    violation = Violation("bf16-needs-ampere", "too old")
+    preflight = a_preflight(predictor=predictor, violation=lambda _: violation)
+    expected = preflight.expect(batch(1))
+    assert (expected.record, expected.is_refused) == (None, True)
+    assert predictor.asked == []
+
+
 def test_without_any_knowledge_the_device_decides() -> None:
     assert a_preflight().expect(batch(1000)).refusal is None
 

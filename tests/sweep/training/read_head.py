@@ -1,6 +1,6 @@
-"""One of two processes that shard a model whose loss reads the head's weight and never calls the head,
-as Liger's does: prints for untied and for tied weights whether every step's loss is as when it was
-whole, and what share of the head is held between steps.
+"""One of two processes that shard a model whose loss reads the head's weight and never calls it,
+as Liger's does: prints for untied and for tied weights whether the loss of every step is as when it
+was whole, and what share of the head is held between steps.
 
 Run as ``python -m tests.sweep.training.read_head RANK FILE DEVICE``.
 """

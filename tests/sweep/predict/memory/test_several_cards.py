@@ -51,8 +51,47 @@ def test_the_more_cards_share_a_model_the_less_each_of_them_holds(
     for part in ("weights", "adapters", "optimizer"):
         assert four[part] < two[part] < whole[part], part
     assert two["adapters"] == pytest.approx(whole["adapters"] / 2, rel=0.01)
-    # Half of what can be shared, all constants, and what is gathered at a time.
+    # Half of what can be shared, and all constants.
     assert two["weights"] > whole["weights"] / 2
+
+
+def test_what_is_gathered_is_there_when_it_is_needed_and_not_throughout(
+    predictor: TracingPredictor,
+) -> None:
+    head = TINYLLAMA.vocab_size * TINYLLAMA.hidden_size * 2
+    one, eight, long = (
+        predict(predictor, **{**SHARED, "micro_batch_size": n, "seq_len": s}, data_parallel=2)
+        for n, s in ((1, 128), (8, 512), (8, 2048))
+    )
+    # A small step's peak is the head that arrives, beside what it arrived in.
+    assert one.moment == "loss"
+    assert one.breakdown["activations"] > 2 * head
+    grown = [
+        b.peak_allocated_bytes - a.peak_allocated_bytes for a, b in ((one, eight), (eight, long))
+    ]
+    assert 0 < grown[0] < grown[1]
+
+
+def test_a_loss_that_reads_the_head_gives_it_up_before_the_backward_pass(
+    predictor: TracingPredictor,
+) -> None:
+    small = {**SHARED, "micro_batch_size": 1, "seq_len": 128}
+    called = predict(predictor, **small, data_parallel=2)
+    fused = predict(predictor, **small, data_parallel=2, kernels="fused-loss")
+    assert fused.moment == called.moment == "loss"
+    assert fused.peak_allocated_bytes < called.peak_allocated_bytes
+
+
+def test_a_head_that_is_the_embedding_is_there_throughout(tmp_path: Path) -> None:
+    peaks = []
+    for is_tied in (False, True):
+        # The dimensions of a model whose layers are known, and a profile by hand.
+        config = {**TINYLLAMA.config, **MODEL.config, "model_type": "llama", "vocab_size": 2**16}
+        model = ModelSpec(MODEL.name, MODEL.source, {**config, "tie_word_embeddings": is_tied})
+        predictor = TracingPredictor(model, cache_dir=tmp_path, tracer=ImaginedTracer(loss_bytes=1))
+        many = {**SHARED, "micro_batch_size": 256}
+        peaks.append(predict(predictor, **many, data_parallel=2).breakdown["activations"])
+    assert peaks[1] - peaks[0] == 2**16 * MODEL.config["hidden_size"] * 2
 
 
 def test_a_shared_model_is_predicted_less_surely(predictor: TracingPredictor) -> None:
