@@ -96,6 +96,10 @@ PRODUCERS: dict[str, Producer] = {
         DATA / "packed_h200.jsonl",
         lambda out, seconds: [_bench("packed_rows.py", out, "--seconds", seconds)],
     ),
+    "several_cards": Producer(
+        DATA / "several_cards_h200.jsonl",
+        lambda out, seconds: [_bench("several_cards.py", out, "--seconds", seconds)],
+    ),
     "study_steps": Producer(DATA / "study_steps_h200.jsonl", _study_steps),
 }
 

@@ -2,8 +2,9 @@
 
     python -m tests.bench.several_cards OUT.jsonl [--seconds 240] [--only NAME]...
 
-One row per configuration. What an earlier call measured is kept; it exits with `OUT_OF_TIME` where
-some are left. ``--only cpu`` tries it without a card.
+One row per configuration; ``again`` is what other calls came to. What an earlier call measured is
+kept; it exits with `OUT_OF_TIME` where some are left, as all are on a machine of one card. ``--only
+cpu`` tries it without a card.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Measured, Outcome
+from sweep.running.device_info import read_cards
 from sweep.running.supervisor import SupervisedRunner
 from tests.bench.stamp import OUT_OF_TIME, stamp
 
@@ -148,7 +150,9 @@ def main() -> None:
         series = SERIES[name]
         configs = [parse_config(knobs) for knobs in series.configs]
         left = [config for config in configs if _key(series, config) not in known]
-        is_whole &= not left or measure(series, left, out=asked.out, until=until)
+        has_cards = series.device == "cpu" or len(read_cards()) > 1
+        is_done = has_cards and measure(series, left, out=asked.out, until=until) if left else True
+        is_whole = is_whole and is_done
     os._exit(0 if is_whole else OUT_OF_TIME)
 
 

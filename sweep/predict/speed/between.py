@@ -1,8 +1,9 @@
 """Owns what cards that train together send each other in a step, and how long a step waits for it.
 
-Two H200 made 1.88 and 1.90 times the tokens of one (Mistral-7B, 8 x 512, Liger, no recomputation);
-of no other card was anything measured, so what is stated of such steps is wide. Knows nothing of a
-card's own work.
+Two H200 joined by NVLink made 1.88 to 1.96 times the tokens of one (Mistral-7B, 8 x 512, Liger, no
+recomputation), and 1.62 times once; eight configurations that they shared took 0.88 to 1.19 times
+what is predicted. Of no other card was anything measured, nor of PCIe, so what is stated of such
+steps is wide. Knows nothing of a card's own work, nor of what its host does to gather layers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ BUCKET_BYTES = 25 * 2**20
 COLLECTIVE_SECONDS = 50e-6
 """For which a collective takes its time however little it sends."""
 SHARDED_DOUBT = 0.4
-"""The same where they share the model, and gather every layer twice in each micro-batch."""
+"""The same where they share the model, and gather every layer twice in each micro-batch: 0.19 at
+most where NVLink joins them; nobody has seen it through PCIe."""
 PARALLEL_DOUBT = 0.15
 """How far a step of several cards may be off beside what one of one card may: seen was one kind of
 card, on one host."""

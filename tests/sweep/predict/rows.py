@@ -31,6 +31,8 @@ HELD_OUT = read_rows("held_out_h200.jsonl")
 COMPILED = read_rows("compiled_h200.jsonl")
 PACKED = read_rows("packed_h200.jsonl")
 """Rows that texts fill to the last token; ``full`` is the same configuration on one text a row."""
+SEVERAL_CARDS = read_rows("several_cards_h200.jsonl")
+"""Of two cards that train one configuration, and of one beside them."""
 EDGES = read_rows("edges_h200.jsonl")
 STUDY_STEPS = read_rows("study_steps_h200.jsonl")
 IS_NEW_MEASURED = (DATA / "new_models_h200.jsonl").exists()
@@ -50,6 +52,10 @@ def model_of(row: Row) -> ModelSpec:
 
 def is_compiled(row: Row) -> bool:
     return bool(row["config"]["compile"])
+
+
+def is_sharded(row: Row) -> bool:
+    return config_of(row).is_sharded
 
 
 def is_recomputed(row: Row) -> bool:

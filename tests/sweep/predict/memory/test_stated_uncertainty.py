@@ -18,12 +18,14 @@ from tests.sweep.predict.rows import (
     EDGES,
     HELD_OUT,
     PACKED,
+    SEVERAL_CARDS,
     TABLE,
     Predict,
     Row,
     config_of,
     is_compiled,
     is_recomputed,
+    is_sharded,
 )
 
 ROUNDING = 0.005
@@ -98,6 +100,7 @@ KINDS: dict[str, tuple[memory.Uncertainty, list[Row]]] = {
         memory.COMPILED_UPCAST,
         _rows(compiled=True, recomputed=False, upcast=True),
     ),
+    "sharded": (memory.SHARDED, [row for row in SEVERAL_CARDS if is_sharded(row)]),
     "compiled, recomputed": (memory.COMPILED_RECOMPUTED, _rows(compiled=True, recomputed=True)),
 }
 
@@ -130,6 +133,13 @@ def test_a_stated_uncertainty_covers_the_rows_it_is_claimed_for(statement: State
 
 def test_a_stated_uncertainty_is_not_far_more_than_the_rows_support(statement: Statement) -> None:
     assert statement.stated <= 2 * statement.supported + ROUNDING
+
+
+def test_each_of_two_cards_is_predicted_as_surely_as_one(predict_row: Predict) -> None:
+    rows = [row for row in SEVERAL_CARDS if not (is_sharded(row) or is_compiled(row))]
+    assert {row["cards"] for row in rows} == {1, 2}
+    assert max(map(abs, _allocated(predict_row, rows))) < memory.EAGER.allocated
+    assert max(map(abs, _reserved(predict_row, rows))) < memory.EAGER.reserved
 
 
 def test_packed_rows_are_predicted_as_surely_as_full_ones(predict_row: Predict) -> None:

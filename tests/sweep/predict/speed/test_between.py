@@ -10,6 +10,7 @@ from search_spaces.config import parse_config
 from search_spaces.gpus import GpuSpec, Interconnect, find_gpu, gpu_catalogue
 from search_spaces.models import load_model_spec
 from sweep.predict.speed.predictor import SpeedPrediction, predict_step
+from tests.sweep.predict.rows import SEVERAL_CARDS, config_of, describe, model_of
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 LEAN = {
@@ -63,6 +64,20 @@ def test_the_terms_still_add_up_to_the_step() -> None:
     for knobs in ({"data_parallel": 2}, {**SHARDED, "data_parallel": 2}):
         found = step(find_gpu("a10"), **knobs)
         assert sum(found.terms.values()) == pytest.approx(found.step_seconds)
+
+
+def test_what_two_cards_took_is_within_what_is_stated_of_them() -> None:
+    for row in (row for row in SEVERAL_CARDS if row["cards"] > 1):
+        config, gpu = config_of(row), find_gpu("h200")
+        found = predict_step(config, model=model_of(row), gpu=gpu)
+        off = row["step_seconds"] / found.step_seconds - 1
+        assert abs(off) < found.uncertainty, describe(row)
+
+
+def test_the_host_is_busy_with_what_it_gathers() -> None:
+    # Measured on two H200: 0.65 s a step, of which the card computes a tenth.
+    small = {**SHARDED, "micro_batch_size": 1, "data_parallel": 2}
+    assert step(find_gpu("h200"), **small).bottleneck == "launch"
 
 
 def test_one_card_waits_for_none() -> None:
