@@ -434,3 +434,23 @@ def test_the_winner_is_measured_again_on_one_card_while_the_others_idle(tmp_path
         drive(study, where)
         assert study.confirmations()
         assert {record.ran_on for record in study.confirmations()} == {"card 0"}
+
+
+def test_what_one_card_measured_again_is_not_set_beside_what_another_did(tmp_path: Path) -> None:
+    ran = [0]
+
+    def dies_in_the_middle(config: TrialConfig) -> Outcome:
+        ran[0] += 1
+        if ran[0] == 8 + 3:
+            raise CardLost("it fell off the bus")
+        return train(config)
+
+    def lives(config: TrialConfig) -> Outcome:
+        ran[0] += 1
+        return train(config)
+
+    with a_grid(tmp_path, trials=8, confirm={"seconds": 30}) as study:
+        drive(study, lanes(dies_in_the_middle, lives))
+        again = study.confirmations()
+    places = {(r.series, r.ran_on) for r in again if r.verdict not in RETRYABLE}
+    assert places == {(1, "card 0"), (2, "card 1")}
