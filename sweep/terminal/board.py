@@ -161,6 +161,8 @@ class Board:
                 self._finish(record)
             case ConfirmationStarted():
                 self.confirming = event
+                # It begins where nothing runs; what a lost card left in the middle does not either.
+                self.running.clear()
                 self._counted = None
             case LanesOpened(names=names):
                 self.lanes = len(names)

@@ -15,6 +15,7 @@ from sweep.running.runner import Progress
 from sweep.study.events import (
     ConfirmationStarted,
     GainForeseen,
+    LaneLost,
     StopReason,
     StudyFinished,
     TrialFinished,
@@ -192,6 +193,16 @@ def test_what_is_left_of_a_confirmation_counts_the_runs_that_are_needed_past_its
     board.take(ConfirmationStarted(series=1, numbers=(1,)))
     board.take(TrialFinished(record=confirmed(first)[0]))
     assert board.remaining.confirm_seconds == pytest.approx(each + 10.0)
+
+
+def test_what_a_lost_card_left_in_the_middle_does_not_run_beside_what_is_measured_again() -> None:
+    board = a_board(confirm={"seconds": 20})
+    board.take(ConfirmationStarted(series=1, numbers=(1,)))
+    board.take(TrialStarted(number=9, config=CONFIG, is_baseline=False, attempt=1))
+    board.take(LaneLost(name="card 0", reason="it fell off the bus", left=1))
+    board.take(ConfirmationStarted(series=2, numbers=(1,)))
+    board.take(TrialStarted(number=10, config=CONFIG, is_baseline=False, attempt=1))
+    assert list(board.running) == [10]
 
 
 def test_a_trial_is_described_by_what_is_searched_and_the_rest_is_said_once() -> None:
