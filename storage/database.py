@@ -230,13 +230,16 @@ def connect_apart(
     url: PostgresUrl, *, application_name: str, patience: Patience
 ) -> sqlalchemy.Connection:
     """Return a connection of its own, in autocommit, under a name that other sessions can read."""
+    connector = _connector(url, patience, application_name=application_name)
     engine = sqlalchemy.create_engine(
-        url.text,
-        poolclass=NullPool,
-        isolation_level="AUTOCOMMIT",
-        creator=_connector(url, patience, application_name=application_name),
+        url.text, poolclass=NullPool, isolation_level="AUTOCOMMIT", creator=connector
     )
-    return engine.connect()
+    try:
+        return engine.connect()
+    except BaseException:
+        # What SQLAlchemy asks a new connection first may fail too, and it lets go of it unclosed.
+        connector.close()
+        raise
 
 
 def _connector(url: PostgresUrl, patience: Patience, **options: Any) -> Connector:
