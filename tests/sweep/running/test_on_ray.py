@@ -234,7 +234,7 @@ def test_a_study_goes_on_without_a_node_that_is_lost(
         text=True,
     )
     doomed = nodes[DOOMED_IN_A_STUDY]
-    place = f"cpu-demo/{doomed.address.replace('/', '-')}-{doomed.id[:8]}-0"
+    place = f"{doomed.address.replace('/', '-')}-{doomed.id[:8]}-0"
     try:
         # The first trials begin on every place at once, as soon as their workers have.
         assert until(lambda: "worker" in processes_of(place) or study.poll() is not None)
