@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,10 +22,9 @@ from storage.records import Measured, Outcome
 from storage.recovery import attempts
 from sweep import cli
 from sweep.processes import STOP_SIGNALS
-from sweep.running.replay import ReplayRunner
-from sweep.study.session import drive
 from sweep.terminal import driving
 from tests.sweep.simulated_device import a_measurement
+from tests.sweep.simulated_drive import driving_on
 
 ROOT = str(Path(cli.__file__).parents[1])
 RUN = ("run", "cpu-demo", "--trials", "2", "--sampler", "random")
@@ -41,8 +39,7 @@ def measured(config: TrialConfig) -> Outcome:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    new_runner = partial(ReplayRunner, otherwise=measured)
-    monkeypatch.setattr(driving, "drive", partial(drive, new_runner=lambda _: new_runner()))
+    monkeypatch.setattr(driving, "drive", driving_on(measured))
     # Whoever started the suite may have them ignored.
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:

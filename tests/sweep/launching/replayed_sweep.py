@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import partial
 
 from search_spaces.config import TrialConfig
 from storage.records import Measured, Outcome
 from sweep import cli
-from sweep.running.replay import ReplayRunner
-from sweep.study.session import drive
 from sweep.terminal import driving
 from tests.sweep.simulated_device import a_measurement
+from tests.sweep.simulated_drive import driving_on
 
 
 def measured(config: TrialConfig) -> Outcome:
@@ -21,6 +19,5 @@ def measured(config: TrialConfig) -> Outcome:
 
 
 if __name__ == "__main__":
-    new_runner = partial(ReplayRunner, otherwise=measured)
-    driving.drive = partial(drive, new_runner=lambda _: new_runner())  # type: ignore[assignment]
+    driving.drive = driving_on(measured)
     sys.exit(cli.main())

@@ -30,12 +30,17 @@ def settings(study: str) -> HostSettings:
     )
 
 
-def processes_of(study: str) -> dict[str, int]:
-    """Return the actor that has the log of a study's worker open, and that worker."""
+def processes_of(part: str) -> dict[str, int]:
+    """Return the actor that has the log of a worker open, and that worker.
+
+    Args:
+        part: of the log's path: the study of the worker, or its place.
+    """
     found = {}
     for process in psutil.process_iter():
         try:
-            if any(f"/ray/{study}/" in file.path for file in process.open_files()):
+            logs = [file.path for file in process.open_files() if "/ray/" in file.path]
+            if any(f"/{part}/" in path for path in logs):
                 is_worker = "sweep.running" in process.cmdline()
                 found["worker" if is_worker else "actor"] = process.pid
         except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -112,13 +112,19 @@ def test_each_node_tells_of_itself(cluster: Cluster, nodes: list[Node]) -> None:
     assert cluster.card("cpu") is None
 
 
-def test_a_worker_that_is_killed_is_a_crash_as_on_this_machine(ray: Any, nodes: list[Node]) -> None:
+def test_a_worker_that_is_killed_is_a_crash_and_closing_ends_the_actor_and_the_next_worker(
+    ray: Any, nodes: list[Node]
+) -> None:
     with on(ray, nodes[STEADY], "killed-worker") as runner:
         outcome = disturbed(runner, "killed-worker", kill("worker"))
         assert isinstance(outcome, Crashed), outcome
         assert "SIGKILL" in outcome.detail
-        assert isinstance(runner.run(SMALL, steps=STEPS), Measured)
+        again = runner.run(SMALL, steps=STEPS, attempt=an_attempt("killed-worker"))
+        assert isinstance(again, Measured)
         assert runner.fault() is None
+        found = processes_of("killed-worker")
+    assert len(found) == 2
+    assert until(lambda: all(map(is_gone, found.values())))
 
 
 def test_an_actor_that_is_killed_is_a_crash_and_the_next_trial_has_another(
@@ -149,14 +155,6 @@ def test_an_observer_that_fails_ends_its_trial_and_raises(ray: Any, nodes: list[
             runner.run(SMALL, steps=LONG, observe=watch)
         assert until(lambda: all(map(is_gone, found.values())))
         assert len(found) == 2
-
-
-def test_closing_ends_the_actor_and_its_worker(ray: Any, nodes: list[Node]) -> None:
-    with on(ray, nodes[STEADY], "closing") as runner:
-        runner.run(SMALL, steps=STEPS, attempt=an_attempt("closing"))
-        found = processes_of("closing")
-    assert len(found) == 2
-    assert until(lambda: all(map(is_gone, found.values())))
 
 
 def test_an_actor_that_says_nothing_is_given_up(ray: Any, nodes: list[Node]) -> None:
@@ -234,7 +232,7 @@ def test_a_study_goes_on_without_a_node_that_is_lost(
         text=True,
     )
     doomed = nodes[DOOMED_IN_A_STUDY]
-    place = f"cpu-demo/{doomed.address.replace('/', '-')}-{doomed.id[:8]}-0"
+    place = f"{doomed.address.replace('/', '-')}-{doomed.id[:8]}-0"
     try:
         # The first trials begin on every place at once, as soon as their workers have.
         assert until(lambda: "worker" in processes_of(place) or study.poll() is not None)

@@ -10,10 +10,9 @@ from functools import partial
 from search_spaces.config import TrialConfig
 from storage.records import Measured, Outcome
 from sweep import cli
-from sweep.running.replay import ReplayRunner
-from sweep.study.session import drive
 from sweep.terminal import driving, many_models
 from tests.sweep.simulated_device import a_measurement
+from tests.sweep.simulated_drive import driving_on
 
 
 def measured(config: TrialConfig) -> Outcome:
@@ -22,8 +21,7 @@ def measured(config: TrialConfig) -> Outcome:
 
 
 if __name__ == "__main__":
-    new_runner = partial(ReplayRunner, otherwise=measured)
-    driving.drive = partial(drive, new_runner=lambda _: new_runner())  # type: ignore[assignment]
+    driving.drive = driving_on(measured)
     program = (sys.executable, "-P", "-m", "tests.sweep.terminal.driver_of_many")
     many_models.run = partial(many_models.run, program=program)  # type: ignore[assignment]
     sys.exit(cli.main())

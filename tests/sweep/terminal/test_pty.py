@@ -23,13 +23,24 @@ from tests.sweep.terminal.screen import Screen
 ROOT = Path(__file__).parents[3]
 
 
-def on_a_terminal(*arguments: str, width: int, home: Path, term: str = "xterm-256color") -> Screen:
+SWEEP = ("-c", "from sweep.cli import main; raise SystemExit(main())")
+SIMULATED = ("-m", "tests.sweep.terminal.driver_of_many")
+"""The same command, whose device answers after half a second."""
+
+
+def on_a_terminal(
+    *arguments: str,
+    width: int,
+    home: Path,
+    term: str = "xterm-256color",
+    program: tuple[str, ...] = SWEEP,
+) -> Screen:
     """Run a command whose three streams are a terminal, and return what that shows at the end."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = subprocess.Popen(
-        [sys.executable, "-c", "from sweep.cli import main; raise SystemExit(main())", *arguments],
+        [sys.executable, *program, *arguments],
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -41,6 +52,7 @@ def on_a_terminal(*arguments: str, width: int, home: Path, term: str = "xterm-25
             "PYTHONPATH": str(ROOT),
             "TERM": term,
             "CUDA_VISIBLE_DEVICES": "",
+            "TRIAL_SECONDS": "0.5",
         },
     )
     os.close(slave)
@@ -82,11 +94,14 @@ def test_a_result_goes_into_the_terminal(command: list[str], width: int, home: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [80, 200])
-def test_a_study_is_drawn_and_leaves_its_trials_and_its_answer(width: int, tmp_path: Path) -> None:
-    screen = on_a_terminal(
-        *("run", "cpu-demo", "--trials", "2", "--no-confirm"), width=width, home=tmp_path
-    )
+@pytest.mark.parametrize(
+    ("width", "program"), [(80, SWEEP), (200, SIMULATED)], ids=["80", "200-simulated"]
+)
+def test_a_study_is_drawn_and_leaves_its_trials_and_its_answer(
+    width: int, program: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = ("run", "cpu-demo", "--trials", "2", "--no-confirm")
+    screen = on_a_terminal(*command, width=width, home=tmp_path, program=program)
     drawn = [picture for picture in screen.pictures if "now  " in picture]
     assert any("trial 0, starting the worker" in picture for picture in drawn)
     assert all(picture.count("best  ") == 1 for picture in drawn)
@@ -98,6 +113,6 @@ def test_a_study_is_drawn_and_leaves_its_trials_and_its_answer(width: int, tmp_p
 @pytest.mark.slow
 def test_a_dumb_terminal_gets_lines_and_no_escapes(tmp_path: Path) -> None:
     command = ("run", "cpu-demo", "--trials", "1", "--no-confirm")
-    screen = on_a_terminal(*command, width=80, home=tmp_path, term="dumb")
+    screen = on_a_terminal(*command, width=80, home=tmp_path, term="dumb", program=SIMULATED)
     assert "\x1b" not in screen.getvalue()
     assert "trial 0: fits" in screen.seen

@@ -8,7 +8,7 @@ import torch
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from sweep.training.adapters import attached
-from tests.sweep.training.tiny import tiny_base, tiny_config
+from tests.sweep.training.tiny import LAYERS, tiny_base, tiny_config
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_the_number_of_trainable_parameters_is_what_the_ranks_say() -> None:
     config = tiny_config(lora_rank=8, target_modules=["q_proj"])
     with tiny_base(config) as base, attached(base, config) as attachment:
         count = sum(p.numel() for p in attachment.trainable_parameters())
-    assert count == 4 * 8 * (128 + 128)
+    assert count == LAYERS * 8 * (128 + 128)
 
 
 def test_dropout_and_scale_reach_the_adapters() -> None:

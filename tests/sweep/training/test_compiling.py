@@ -13,10 +13,7 @@ from sweep.training.adapters import attached
 from sweep.training.compiling import Compilation, CountingCompiler, compiled
 from sweep.training.model import BaseModel
 from sweep.training.step import TrainingLoop
-from tests.sweep.training.tiny import tiny_base, tiny_config
-
-LAYERS = 4
-
+from tests.sweep.training.tiny import LAYERS, tiny_base, tiny_config
 
 pytestmark = pytest.mark.usefixtures("dynamo")
 

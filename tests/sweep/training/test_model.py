@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from search_spaces.models import ModelSpec
 from sweep.training.adapters import attached
 from sweep.training.model import build_base, decoder_layers
-from tests.sweep.training.tiny import TINY, tiny_base, tiny_config
+from tests.sweep.training.tiny import LAYERS, TINY, tiny_base, tiny_config
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp4"])
@@ -21,7 +21,7 @@ from tests.sweep.training.tiny import TINY, tiny_base, tiny_config
 def test_every_matrix_but_the_head_is_in_four_bits(quantization: str, double_quant: bool) -> None:
     with tiny_base(tiny_config(quantization=quantization, double_quant=double_quant)) as base:
         layers = [m for m in base.model.modules() if isinstance(m, bnb.nn.Linear4bit)]
-        assert len(layers) == 4 * 7
+        assert len(layers) == LAYERS * 7
         assert {layer.weight.dtype for layer in layers} == {torch.uint8}
         assert {layer.weight.quant_state.quant_type for layer in layers} == {quantization}
         assert {layer.weight.quant_state.nested for layer in layers} == {double_quant}

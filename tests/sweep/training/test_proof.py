@@ -25,7 +25,7 @@ from sweep.training.proof import (
 )
 from sweep.training.step import TrainingLoop
 from sweep.training.team import Look, fingerprint
-from tests.sweep.training.tiny import QUICK, TINY, tiny_base, tiny_config
+from tests.sweep.training.tiny import LAYERS, QUICK, TINY, tiny_base, tiny_config
 
 FREEZE = "freeze v_proj"
 """Not a knob: the adapters of one target are left out of the training."""
@@ -121,7 +121,7 @@ def test_layers_that_were_compiled_in_an_earlier_trial_prove_themselves_again() 
                 loop.step()
                 fault = ineffective(config, attached=attachment, loop=loop, watch=None)
                 assert fault == Ineffective(
-                    knob="compile", detail="4 of 8 calls of layers were compiled"
+                    knob="compile", detail=f"{LAYERS} of {2 * LAYERS} calls of layers were compiled"
                 )
 
 

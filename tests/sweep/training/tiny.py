@@ -16,6 +16,8 @@ from sweep.training.meter import CardReader
 from sweep.training.model import BaseModel, build_base
 from sweep.training.trial import Trial
 
+LAYERS = 2
+"""So few that each is told from the other, and no test waits for more of the same."""
 TINY = ModelSpec(
     name="tiny",
     source="shipped",
@@ -23,7 +25,7 @@ TINY = ModelSpec(
         "model_type": "mistral",
         "hidden_size": 128,
         "intermediate_size": 256,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 512,
