@@ -17,8 +17,6 @@ def driving_on(train: Callable[[TrialConfig], Outcome]) -> Callable[..., StopRea
 
     def simulated(prepared: Prepared, **options: Any) -> StopReason:
         # Behind what the command says, which has workers of its own in mind.
-        return drive(
-            prepared, **{**options, "new_runner": lambda _: ReplayRunner(otherwise=train)}
-        )
+        return drive(prepared, **{**options, "new_runner": lambda _: ReplayRunner(otherwise=train)})
 
     return simulated
