@@ -271,7 +271,7 @@ def test_a_row_that_a_lost_session_has_locked_is_free_again(
     with (
         open_it(direct, home) as study,
         sqlalchemy.create_engine(
-            direct.replace("postgresql", "postgresql+psycopg", 1)
+            direct.replace("postgresql", "postgresql+psycopg", 1), poolclass=sqlalchemy.NullPool
         ).connect() as other,
     ):
         other.exec_driver_sql("SELECT 1 FROM studies FOR UPDATE")
