@@ -390,6 +390,11 @@ def _unsharded_kernels(config: TrialConfig) -> str | None:
         return f"sharding fsdp is tried in bf16 alone, not {config.compute_dtype}: use bf16"
     if config.quantized_fraction < 1 and config.is_quantized:
         return "sharding fsdp is tried with layers of one kind alone: use quantized_fraction 1"
+    if config.adapter_dtype != "fp32" and config.is_quantized:
+        return (
+            "what FSDP gathers of one type it copies as numbers, which damages packed 4-bit "
+            "weights: use adapter_dtype fp32 with sharding fsdp"
+        )
     return None
 
 

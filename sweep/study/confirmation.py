@@ -398,14 +398,15 @@ class _Confirming:
         if plan.lacks_its_recipe(run):
             # Of an earlier version, at its end: another hour's speeds do not compare with its own.
             return known.newest + 1
-        if self._was_elsewhere(known):
+        if run.errand.purpose != "quality" and self._was_elsewhere(known):
             return known.newest + 1
         searched = max(record.number for record in self.study.records())
         return known.newest + (searched > max(record.number for record in known.records))
 
     def _was_elsewhere(self, known: Confirmations) -> bool:
         """Whether the newest series was begun on another card: no two cards are as fast."""
-        places = {r.ran_on for r in known.records if r.series == known.newest and r.ran_on}
+        newest = (r for r in known.records if r.series == known.newest and r.measurement)
+        places = {r.ran_on for r in newest if r.ran_on}
         return bool(self.place) and bool(places - {self.place})
 
     def _begin(self, plan: Plan) -> None:

@@ -84,11 +84,11 @@ SERIES = {
             {**FUSED, "checkpoint_fraction": 1.0},
             SHARED,
             {**SHARED, "kernels": "hf"},
-            {**LEAN, **TWO, "micro_batch_size": 10, "effective_batch_size": 40},
-            {**LEAN, **TWO, "lora_rank": 64, "target_modules": "all-linear"},
+            {**SHARED, "kernels": "hf", "micro_batch_size": 4},
+            {**LEAN, **TWO, "micro_batch_size": 10},
         ),
     ),
-    "compiled": Series("mistral-7b-v0.3", 100, ({**COMPILED, **TWO}, COMPILED)),
+    "compiled": Series("mistral-7b-v0.3", 100, ({**COMPILED, **TWO},)),
     "cpu": Series(
         "demo",
         1,
@@ -101,13 +101,23 @@ SERIES = {
 }
 
 
-def row_of(series: Series, config: TrialConfig, outcome: Outcome) -> Row:
-    """Return what is kept of a trial."""
-    row: Row = {
+def identity(series: Series, config: TrialConfig) -> Row:
+    """Return what of a row says which configuration it is of."""
+    return {
         "model": series.model,
         "budget_bytes": int(series.budget_gib * GIB),
         "config": config.model_dump(mode="json"),
     }
+
+
+def key_of(row: Row) -> str:
+    """Return the same of a row, as one text."""
+    return json.dumps([row["model"], row["budget_bytes"], row["config"]], sort_keys=True)
+
+
+def row_of(series: Series, config: TrialConfig, outcome: Outcome) -> Row:
+    """Return what is kept of a trial."""
+    row = identity(series, config)
     if not isinstance(outcome, Measured):
         return {**row, "failure": outcome.model_dump(mode="json")}
     measurement = outcome.measurement.model_dump(mode="json")
@@ -126,7 +136,8 @@ def measure(series: Series, configs: list[TrialConfig], *, out: Path, until: flo
             if time.monotonic() >= until:
                 return False
             row = row_of(series, config, runner.run(config, steps=STEPS))
-            print({name: row.get(name) for name in (*NUMBERS[:2], "peak_allocated_bytes")})
+            told = (*NUMBERS[:2], "peak_allocated_bytes")
+            print({name: row.get(name) for name in told}, flush=True)
             with out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
     return True
@@ -143,22 +154,17 @@ def main() -> None:
     known = set()
     if asked.out.exists():
         rows = map(json.loads, asked.out.read_text(encoding="utf-8").splitlines())
-        known = {(row["model"], row["budget_bytes"], json.dumps(row["config"])) for row in rows}
+        known = {key_of(row) for row in rows}
     asked.out.with_suffix(".meta.json").write_text(json.dumps(stamp(), indent=2) + "\n")
     is_whole = True
     for name in asked.only or [name for name in SERIES if name != "cpu"]:
         series = SERIES[name]
         configs = [parse_config(knobs) for knobs in series.configs]
-        left = [config for config in configs if _key(series, config) not in known]
+        left = [config for config in configs if key_of(identity(series, config)) not in known]
         has_cards = series.device == "cpu" or len(read_cards()) > 1
         is_done = has_cards and measure(series, left, out=asked.out, until=until) if left else True
         is_whole = is_whole and is_done
     os._exit(0 if is_whole else OUT_OF_TIME)
-
-
-def _key(series: Series, config: TrialConfig) -> tuple[str, int, str]:
-    told = json.dumps(config.model_dump(mode="json"))
-    return series.model, int(series.budget_gib * GIB), told
 
 
 if __name__ == "__main__":

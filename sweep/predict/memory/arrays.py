@@ -19,9 +19,9 @@ from sweep.predict.memory.allocator import paged
 from sweep.predict.memory.peaks import Peaks, find_peaks
 from sweep.predict.memory.prediction import (
     CAPPED_EXPANDABLE,
-    FRAGMENTATION,
     Fit,
     MemoryPrediction,
+    most_reserved,
     predicted,
     stated_uncertainty,
 )
@@ -139,7 +139,12 @@ class PeakMemory:
     @cached_property
     def uncertainty(self) -> NDArray[np.float64]:
         """See `WholeMemory`."""
-        return np.array([stated_uncertainty(config).allocated for config in self._configs], float)
+        unseen = {row for row, step in self.steps.items() if step.is_unseen}
+        stated = (
+            stated_uncertainty(config, is_unseen=row in unseen)
+            for row, config in enumerate(self._configs)
+        )
+        return np.array([one.allocated for one in stated], float)
 
     def prediction(self, row: int) -> MemoryPrediction:
         """See `WholeMemory`."""
@@ -181,7 +186,8 @@ class PeakMemory:
         least = self.least_allocated_bytes.astype(float)
         result = np.full(len(self._configs), UNKNOWN, np.int8)
         most = least + self._most_wasted
-        result[most * (1 + unsure) * FRAGMENTATION <= budget_bytes] = _YES
+        room = np.array([most_reserved(config) for config in self._configs])
+        result[most * (1 + unsure) * room <= budget_bytes] = _YES
         in_pages = self._expands & (result == UNKNOWN)
         result[in_pages] = self._paged_fits(budget_bytes, unsure)[in_pages]
         result[least * (1 - unsure) > budget_bytes] = _NO

@@ -47,13 +47,19 @@ COMPILED_RECOMPUTED = Uncertainty(allocated=0.24, reserved=0.285)
 """Where all are recomputed: of eight rows, 17.2 % and 20.5 % at worst. The graph that a layer goes
 back through is then all that is alive, and the compiler decides what is alive in it."""
 SHARDED = Uncertainty(allocated=0.02, reserved=0.15)
-"""Of a model that several cards share: of eight rows of Mistral-7B and Llama-3.1-70B on two cards,
-0.7 % and 6.1 % at worst. What is gathered when is derived from FSDP2's code."""
+"""Of a model that two cards share, in NF4: of seven rows of Mistral-7B and Llama-3.1-70B, 0.7 % and
+6.1 % at worst. What is gathered when is derived from FSDP2's code."""
+SHARDED_UNSEEN = Uncertainty(allocated=0.15, reserved=0.3)
+"""The same of more cards, of other quantization, and where the head is the embedding: derived alike
+and measured nowhere."""
 CAPPED = 0.015
 """How far the least cap that a step runs under may be from the replay's, where its peak is known.
 
 1.2 % at worst of the 29 configurations that were tried at the edge of a budget.
 """
+CAPPED_SHARDED = 0.1
+"""The same of a model that several cards share: what is received there is of a stream of its own,
+whose memory the replay never gives back, and no step was tried at the edge."""
 CAPPED_EXPANDABLE = 0.03
 """The same where segments are expandable, whose least cap is the peak in whole pages.
 
@@ -64,19 +70,33 @@ FRAGMENTATION = 1.4
 
 1.29 was measured and 1.32 is replayed at most.
 """
+SHARDED_FRAGMENTATION = 2.7
+"""The same of a model that several cards share: what is received comes on top, and is no more than
+the peak has of it."""
 _NEED_GRAIN = 0.01
 """How closely the least cap is looked for."""
 
 
-def stated_uncertainty(config: TrialConfig) -> Uncertainty:
-    """Return how far predictions of configurations like this one may be off."""
+def stated_uncertainty(config: TrialConfig, *, is_unseen: bool = False) -> Uncertainty:
+    """Return how far predictions of configurations like this one may be off.
+
+    Args:
+        config: what is predicted.
+        is_unseen: see `Step.is_unseen`.
+    """
     if config.is_sharded:
-        return SHARDED
+        is_like_others = config.data_parallel == 2 and config.quantization == "nf4"
+        return SHARDED if is_like_others and not is_unseen else SHARDED_UNSEEN
     if not config.compile:
         return EAGER
     if config.checkpoint_fraction == 1:
         return COMPILED_RECOMPUTED
     return COMPILED_UPCAST if config.upcast_fp32 else COMPILED
+
+
+def most_reserved(config: TrialConfig) -> float:
+    """Return more than such a configuration ever reserves for a byte allocated."""
+    return SHARDED_FRAGMENTATION if config.is_sharded else FRAGMENTATION
 
 
 class Fit(StrEnum):
@@ -110,6 +130,8 @@ class MemoryPrediction:
     """What was walked."""
     uncapped: Uncapped | None = field(default=None, repr=False)
     """Its replay, where it has been replayed already."""
+    most_reserved: float = FRAGMENTATION
+    """More than it ever reserves for a byte allocated."""
 
     @property
     def quantized_share(self) -> float | None:
@@ -146,7 +168,8 @@ class MemoryPrediction:
         """
         if self.exceeds(budget_bytes):
             return Fit.NO
-        if self.peak_allocated_bytes * (1 + self.uncertainty) * FRAGMENTATION <= budget_bytes:
+        most = self.peak_allocated_bytes * (1 + self.uncertainty) * self.most_reserved
+        if most <= budget_bytes:
             return Fit.YES
         if self._runs_under(int(budget_bytes / (1 + self._slack))):
             return Fit.YES
@@ -178,7 +201,8 @@ class MemoryPrediction:
 
         Its own error and that of the peak have nothing to do with each other.
         """
-        return math.hypot(self.uncertainty, CAPPED_EXPANDABLE if self._expands else CAPPED)
+        alone = CAPPED_SHARDED if self.step.config.is_sharded else CAPPED
+        return math.hypot(self.uncertainty, CAPPED_EXPANDABLE if self._expands else alone)
 
     @property
     def _expands(self) -> bool:
@@ -198,7 +222,7 @@ def predicted(step: Step, peaks: Peaks, uncapped: Uncapped | None) -> MemoryPred
         peaks: of this step alone, as if every block were as large as what was asked for.
         uncapped: the step's replay; None where none is needed.
     """
-    stated = stated_uncertainty(step.config)
+    stated = stated_uncertainty(step.config, is_unseen=step.is_unseen)
     if uncapped is not None and step.may_waste:
         peaks = peaks.wasting(np.array([uncapped.wasted_bytes]))
     return MemoryPrediction(
@@ -209,4 +233,5 @@ def predicted(step: Step, peaks: Peaks, uncapped: Uncapped | None) -> MemoryPred
         reserved_uncertainty=stated.reserved,
         step=step,
         uncapped=uncapped,
+        most_reserved=most_reserved(step.config),
     )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.knobs import KNOBS
+from search_spaces.linears import is_tied
 from search_spaces.models import ModelSpec
 from storage.records import TrialRecord
 from sweep.predict.memory.allocator import MIB
@@ -166,6 +167,7 @@ class TracingPredictor:
             flags=flags,
             values=_values(config, self._model),
             workspace_bytes=self._workspace_bytes,
+            is_unseen=config.is_sharded and is_tied(self._model),
         )
 
     def _profile(self, config: TrialConfig, *, is_checkpointed: bool) -> Profile:

@@ -45,13 +45,15 @@ def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
     Raises:
         InputError: the model's layers are not known.
     """
-    held = _held_bytes(profile.base, config, model)
     layer, head = _layer_bytes(config, model), _head_bytes(model)
-    # What is received is of a stream of its own, whose memory serves nothing else. A layer lies
-    # where the embedding was received when the head is, which takes as much anew.
-    received = head + max(head, LAYERS_GATHERED * layer)
+    has_own_head = not is_tied(model)
+    held = _held_bytes(profile.base, config, model) + head * (not has_own_head)
+    # What is received is of a stream of its own, whose memory serves nothing else. Where the
+    # embedding was received lies a layer when the head is, which takes as much anew.
+    received = max(head, LAYERS_GATHERED * layer) + head * has_own_head
     base = Base(held, held, held + received, holes=())
-    gathered, of_layer = _gathered(config, layer, head, is_tied=is_tied(model))
+    of_layer = _Gathered(LAYERS_GATHERED * layer, 0, layer)
+    gathered = _at_the_ends(config, layer, head) if has_own_head else _of_one_weight(layer, head)
     kinds = {name: gathered.get(name, of_layer) for name in profile.segments}
     copied = [{"": kind.copied} for kind in kinds.values()]
     places = {name: len(profile.sizes) + at for at, name in enumerate(kinds)}
@@ -62,25 +64,8 @@ def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
     return replace(profile, base=base, segments=segments, sizes=(*profile.sizes, *copied))
 
 
-def _gathered(
-    config: TrialConfig, layer: int, head: int, *, is_tied: bool
-) -> tuple[dict[str, _Gathered], _Gathered]:
-    """Return what is gathered in the segments that happen once, and in those of a layer.
-
-    Args:
-        config: of several cards.
-        layer: bytes of a whole layer.
-        head: bytes of the whole head, and of the whole embedding.
-        is_tied: whether these are one, which is then there from the embedding on.
-    """
-    of_layer = _Gathered(LAYERS_GATHERED * layer, 0, layer)
-    if is_tied:
-        ends = {
-            "embed": _Gathered(2 * head, 0, head),
-            "head": _Gathered(layer + head, 0, head),
-            "head_backward": _Gathered(head, 0, head),
-        }
-        return ends, _Gathered(head + of_layer.throughout, 0, head + layer)
+def _at_the_ends(config: TrialConfig, layer: int, head: int) -> dict[str, _Gathered]:
+    """Return what is gathered for the embedding and for the loss, of so many bytes each."""
     if config.kernels == "hf":
         # What it was received in is kept until something else is.
         loss, back = _Gathered(2 * head, 0, head), _Gathered(head, 0, head)
@@ -88,8 +73,18 @@ def _gathered(
         # What the last layer was received in is still there. A fused loss has its gradient by the
         # backward pass, and the head is given up with it.
         loss, back = _Gathered(layer + head, layer + 2 * head, head), _Gathered(0, 0, 0)
-    embedding = _Gathered(head, 2 * head, head)
-    return {"embed": embedding, "head": loss, "head_backward": back}, of_layer
+    return {"embed": _Gathered(head, 2 * head, head), "head": loss, "head_backward": back}
+
+
+def _of_one_weight(layer: int, head: int) -> dict[str, _Gathered]:
+    """Return the same of a head that is the embedding: it is whole from the embedding on, which
+    counts as held throughout."""
+    nothing = _Gathered(0, 0, 0)
+    return {
+        "embed": _Gathered(head, 0, 0),
+        "head": _Gathered(layer, 0, 0),
+        "head_backward": nothing,
+    }
 
 
 def _gathering(segment: Segment, gathered: _Gathered, *, size: int) -> Segment:

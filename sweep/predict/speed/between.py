@@ -1,7 +1,7 @@
 """Owns what cards that train together send each other in a step, and how long a step waits for it.
 
 Two H200 joined by NVLink made 1.88 to 1.96 times the tokens of one (Mistral-7B, 8 x 512, Liger, no
-recomputation), and 1.62 times once; eight configurations that they shared took 0.88 to 1.19 times
+recomputation), and 1.62 times once; eight trials of models that they shared took 0.87 to 1.19 times
 what is predicted. Of no other card was anything measured, nor of PCIe, so what is stated of such
 steps is wide. Knows nothing of a card's own work, nor of what its host does to gather layers.
 """
@@ -28,7 +28,7 @@ SHARDED_DOUBT = 0.4
 most where NVLink joins them; nobody has seen it through PCIe."""
 PARALLEL_DOUBT = 0.15
 """How far a step of several cards may be off beside what one of one card may: seen was one kind of
-card, on one host."""
+card."""
 
 
 def waiting_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Sizes:

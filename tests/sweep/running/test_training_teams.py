@@ -135,7 +135,7 @@ def test_what_one_card_of_several_has_no_memory_for_does_not_fit(tmp_path: Path)
         enough = measured(runner.run(SMALL, steps=STEPS)).peak_allocated_bytes
     with a_runner(tmp_path / "two.log", budget_bytes=enough + 4096) as runner:
         outcome = runner.run(TOGETHER, steps=STEPS)
-        if isinstance(outcome, Crashed):
+        if isinstance(outcome, Crashed) and "SIGSEGV" in outcome.detail:
             # torch itself ends once in some hundred trials on a CPU, while it takes its wrapper
             # of the model apart. A study tries a crash again too.
             outcome = runner.run(TOGETHER, steps=STEPS)

@@ -10,8 +10,9 @@ import pytest
 from search_spaces.config import parse_config
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.memory.prediction import MemoryPrediction
+from sweep.predict.memory.prediction import Fit, MemoryPrediction
 from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.replay import runs_under
 from sweep.predict.memory.tracing_children import TracingChild
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 
@@ -72,31 +73,67 @@ def test_what_is_gathered_is_there_when_it_is_needed_and_not_throughout(
     assert 0 < grown[0] < grown[1]
 
 
+def gathered(predictor: TracingPredictor, name: str, **knobs: Any) -> int:
+    """Bytes by which what is highest in a segment is higher for being shared."""
+    whole, shared = (
+        predict(predictor, **knobs, data_parallel=2, sharding=way).step.profile.segments[name]
+        for way in ("none", "fsdp")
+    )
+    before, now = (part.peaks[0].get("activations", {}).get("", 0) for part in (whole, shared))
+    return now - before
+
+
 def test_a_loss_that_reads_the_head_gives_it_up_before_the_backward_pass(
     predictor: TracingPredictor,
 ) -> None:
-    small = {**SHARED, "micro_batch_size": 1, "seq_len": 128}
-    called = predict(predictor, **small, data_parallel=2)
-    fused = predict(predictor, **small, data_parallel=2, kernels="fused-loss")
-    assert fused.moment == called.moment == "loss"
-    assert fused.peak_allocated_bytes < called.peak_allocated_bytes
+    head = TINYLLAMA.vocab_size * TINYLLAMA.hidden_size * 2
+    assert gathered(predictor, "head_backward") == head
+    assert gathered(predictor, "head_backward", kernels="fused-loss") == 0
+    assert gathered(predictor, "head", kernels="fused-loss") > head
+
+
+TIED = ModelSpec(
+    MODEL.name,
+    MODEL.source,
+    # The dimensions of a model whose layers are known, and a profile by hand.
+    {**TINYLLAMA.config, **MODEL.config, "model_type": "llama", "tie_word_embeddings": True},
+)
 
 
 def test_a_head_that_is_the_embedding_is_there_throughout(tmp_path: Path) -> None:
-    peaks = []
-    for is_tied in (False, True):
-        # The dimensions of a model whose layers are known, and a profile by hand.
-        config = {**TINYLLAMA.config, **MODEL.config, "model_type": "llama", "vocab_size": 2**16}
-        model = ModelSpec(MODEL.name, MODEL.source, {**config, "tie_word_embeddings": is_tied})
-        predictor = TracingPredictor(model, cache_dir=tmp_path, tracer=ImaginedTracer(loss_bytes=1))
-        many = {**SHARED, "micro_batch_size": 256}
-        peaks.append(predict(predictor, **many, data_parallel=2).breakdown["activations"])
-    assert peaks[1] - peaks[0] == 2**16 * MODEL.config["hidden_size"] * 2
+    apart = ModelSpec(MODEL.name, MODEL.source, {**TIED.config, "tie_word_embeddings": False})
+    weights = []
+    for model in (apart, TIED):
+        predictor = TracingPredictor(model, cache_dir=tmp_path, tracer=ImaginedTracer())
+        shared = predict(predictor, **SHARED, data_parallel=2)
+        weights.append(shared.breakdown["weights"])
+    head = MODEL.config["vocab_size"] * MODEL.config["hidden_size"] * 2
+    # It is whole beside its share. Of a base of one size, more is no parameter where one is less.
+    assert weights[1] - weights[0] == head + head // 2
 
 
-def test_a_shared_model_is_predicted_less_surely(predictor: TracingPredictor) -> None:
-    shared = predict(predictor, **SHARED, data_parallel=2)
-    assert shared.uncertainty > predict(predictor, data_parallel=2).uncertainty
+def test_what_was_never_measured_of_shared_models_is_stated_less_surely(
+    predictor: TracingPredictor, tmp_path: Path
+) -> None:
+    measured = predict(predictor, **SHARED, data_parallel=2).uncertainty
+    tied = TracingPredictor(TIED, cache_dir=tmp_path, tracer=ImaginedTracer())
+    config = parse_config({**SHARED, "data_parallel": 2})
+    assert tied.predict_all([config]).uncertainty[0] == tied.predict(config).uncertainty > measured
+    assert predict(predictor, **SHARED, data_parallel=4).uncertainty > measured
+
+
+@pytest.mark.parametrize("cards", [2, 4, 8])
+@pytest.mark.parametrize("kernels", ["hf", "fused-loss"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_what_surely_fits_runs_in_the_replay_too(
+    predictor: TracingPredictor, cards: int, kernels: str, batch: int
+) -> None:
+    knobs = {"data_parallel": cards, "kernels": kernels, "micro_batch_size": batch}
+    shared = predict(predictor, **{**SHARED, **knobs})
+    for times in (1.1, 1.2, 1.43, 1.6, 2.0):
+        budget = int(times * shared.peak_allocated_bytes)
+        if shared.fits(budget) is Fit.YES:
+            assert runs_under(shared.step, limit_bytes=budget)
 
 
 def test_what_nobody_knows_the_layers_of_has_no_prediction_for_its_shares(tmp_path: Path) -> None:
