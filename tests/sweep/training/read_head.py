@@ -8,17 +8,20 @@ Run as ``python -m tests.sweep.training.read_head RANK FILE DEVICE``.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch.distributed.fsdp import fully_shard
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from sweep.training.adapters import local
-from sweep.training.sharding import AS_STORED, share_head
+from sweep.training.sharding import AS_STORED, fsdp_plugin, shard_on_cpu, share_head
 from sweep.training.team import Place, join, leave
 
 STEPS = 3
@@ -69,10 +72,12 @@ def small_model(*, is_tied: bool, device: torch.device) -> MistralForCausalLM:
     return model
 
 
-def losses(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
+def losses(
+    model: Any, ids: torch.Tensor, prepare: Callable[..., Any] = lambda *given: given
+) -> list[float]:
     """Return the loss of each step; both processes see the same rows."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.5)
+    model, optimizer = prepare(model, torch.optim.SGD(trained, lr=0.5))
     found = []
     for _ in range(STEPS):
         loss = model(ids).loss
@@ -83,6 +88,16 @@ def losses(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
     return found
 
 
+def sharding_as_a_training(layers: Iterable[torch.nn.Module], device: torch.device) -> Accelerator:
+    """Return an accelerator that shards what is not sharded yet."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = fsdp_plugin(layers)
+    accelerator = Accelerator(cpu=device.type == "cpu", fsdp_plugin=plugin)
+    if device.type == "cpu":
+        shard_on_cpu(accelerator, plugin)
+    return accelerator
+
+
 def shares(device: torch.device, *, is_tied: bool) -> tuple[bool, float]:
     """Return whether losses are as without sharding, and the share of the head that is held."""
     ids = torch.arange(32, device=device).reshape(2, 16)
@@ -91,9 +106,8 @@ def shares(device: torch.device, *, is_tied: bool) -> tuple[bool, float]:
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=AS_STORED)
     share_head(model, model)
-    if not isinstance(model, FSDPModule):
-        fully_shard(model, mp_policy=AS_STORED)
-    found = losses(model, ids)
+    accelerator = sharding_as_a_training(model.model.layers, device)
+    found = losses(model, ids, accelerator.prepare)
     is_same = torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4)
     weight = model.lm_head.weight
     return is_same, local(weight).numel() / weight.numel()
