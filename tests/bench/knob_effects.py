@@ -30,7 +30,7 @@ from storage.surfaces import read_surface
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "knobs.md"
 SURFACES = ("mistral-7b-v0.3_h200", "tinyllama-1.1b_h200")
-TABLES = ("measurements_h200", "held_out_h200")
+TABLES = ("measurements_h200", "held_out_h200", "several_cards_h200")
 PER_DOUBLING = "micro_batch_size"
 """Its values are too many to show: each pair counts for as many doublings as it spans."""
 PER_TOKENS = 1024
@@ -95,7 +95,7 @@ def _matched(config: TrialConfig) -> dict[str, Any]:
     values = canonical(config).model_dump(mode="json")
     if values["lora_alpha"] == 2 * values["lora_rank"]:
         values["lora_alpha"] = None
-    if values["effective_batch_size"] == values["micro_batch_size"]:
+    if values["effective_batch_size"] == values["micro_batch_size"] * values["data_parallel"]:
         values["effective_batch_size"] = None
     return values
 
