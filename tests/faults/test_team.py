@@ -32,4 +32,5 @@ def test_fifty_drivers_outlast_a_server_that_is_restarted(
         assert process.poll() is None
     cluster.restart()
     assert process.wait() == 0
-    assert team.broken(url, tmp_path, drivers=DRIVERS, trials=TRIALS) == []
+    options = {"drivers": DRIVERS, "trials": TRIALS, "was_cut_off": True}
+    assert team.broken(url, tmp_path, **options) == []
