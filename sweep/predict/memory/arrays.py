@@ -186,8 +186,7 @@ class PeakMemory:
         least = self.least_allocated_bytes.astype(float)
         result = np.full(len(self._configs), UNKNOWN, np.int8)
         most = least + self._most_wasted
-        room = np.array([most_reserved(config) for config in self._configs])
-        result[most * (1 + unsure) * room <= budget_bytes] = _YES
+        result[most * (1 + unsure) * self._most_reserved <= budget_bytes] = _YES
         in_pages = self._expands & (result == UNKNOWN)
         result[in_pages] = self._paged_fits(budget_bytes, unsure)[in_pages]
         result[least * (1 - unsure) > budget_bytes] = _NO
@@ -214,6 +213,10 @@ class PeakMemory:
                     known[key] = step.most_wasted_bytes
                 wasted[row] = known[key]
         return wasted
+
+    @cached_property
+    def _most_reserved(self) -> NDArray[np.float64]:
+        return np.array([most_reserved(config) for config in self._configs], float)
 
     @cached_property
     def _expands(self) -> NDArray[np.bool_]:

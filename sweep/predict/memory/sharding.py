@@ -79,11 +79,10 @@ def _at_the_ends(config: TrialConfig, layer: int, head: int) -> dict[str, _Gathe
 def _of_one_weight(layer: int, head: int) -> dict[str, _Gathered]:
     """Return the same of a head that is the embedding: it is whole from the embedding on, which
     counts as held throughout."""
-    nothing = _Gathered(0, 0, 0)
     return {
         "embed": _Gathered(head, 0, 0),
         "head": _Gathered(layer, 0, 0),
-        "head_backward": nothing,
+        "head_backward": _Gathered(0, 0, 0),
     }
 
 

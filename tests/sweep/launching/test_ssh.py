@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -212,20 +212,30 @@ def test_who_asks_to_stop_here_is_heard_there_as_often_as_that(
     assert (ended.code, heard[-1]) == (130, "asked 2")
 
 
-def test_a_study_outlives_its_connection_and_is_followed_again(
-    study: RemoteStudy, server: Server, tmp_path: Path
-) -> None:
-    set_up(study, tmp_path, seconds=4)
+def hearing(*, at_beat_5: Callable[[], None]) -> tuple[list[str], Callable[[str], None]]:
+    """Return the lines that are heard, and what hears them and does something in their middle."""
     heard: list[str] = []
-    said: list[str] = []
-    study.start(["run"])
 
     def hear(line: str) -> None:
         heard.append(line)
         if line == "beat 5":
-            server.stop()
-            server.start()
+            at_beat_5()
 
+    return heard, hear
+
+
+def test_a_study_outlives_its_connection_and_is_followed_again(
+    study: RemoteStudy, server: Server, tmp_path: Path
+) -> None:
+    set_up(study, tmp_path, seconds=4)
+    said: list[str] = []
+    study.start(["run"])
+
+    def restart() -> None:
+        server.stop()
+        server.start()
+
+    heard, hear = hearing(at_beat_5=restart)
     ended = study.follow(hear=hear, requests=never, say=said.append)
     assert ended.code == 0
     assert len(said) == 1
@@ -359,16 +369,14 @@ def test_a_follower_that_dies_there_is_a_connection_that_is_lost(
     study: RemoteStudy, server: Server, tmp_path: Path
 ) -> None:
     set_up(study, tmp_path, seconds=3)
-    heard: list[str] = []
     said: list[str] = []
     study.start(["run"])
 
-    def hear(line: str) -> None:
-        heard.append(line)
-        if line == "beat 5":
-            for number in followers(f"study-{tmp_path.name}"):
-                os.kill(number, signal.SIGKILL)
+    def kill() -> None:
+        for number in followers(f"study-{tmp_path.name}"):
+            os.kill(number, signal.SIGKILL)
 
+    heard, hear = hearing(at_beat_5=kill)
     ended = study.follow(hear=hear, requests=never, say=said.append, pauses=(0.1,))
     assert ended.code == 0
     assert len(said) == 1

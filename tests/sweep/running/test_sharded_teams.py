@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
-from storage.definition import Target
-from storage.records import Invalid, Measured, Measurement, Outcome, OutOfMemory
+from storage.records import Invalid, OutOfMemory
 from sweep.running.supervisor import SupervisedRunner
+from tests.sweep.running.teams import a_cpu_runner, measured
 from tests.sweep.training.two_processes import told_by_two
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("our_own_code")
 STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=3, measured_max=3)
 WHOLE = TrialConfig(
     micro_batch_size=1,
@@ -45,27 +45,13 @@ DEEP = ModelSpec(
 SHARED = WHOLE.model_copy(update={"data_parallel": 2, "sharding": "fsdp"})
 
 
-def a_runner(log: Path, *, budget_bytes: int = GIB // 2, **options: str) -> SupervisedRunner:
-    target = Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes)
-    return SupervisedRunner(DEEP, target=target, log_path=log, **options)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _our_own_code() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        yield
+a_runner = partial(a_cpu_runner, DEEP)
 
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedRunner]:
     with a_runner(tmp_path_factory.mktemp("logs") / "worker.log") as runner:
         yield runner
-
-
-def measured(outcome: Outcome) -> Measurement:
-    assert isinstance(outcome, Measured), outcome
-    return outcome.measurement
 
 
 def test_two_cards_that_share_a_model_train_it_and_so_does_one_after_them(

@@ -6,20 +6,20 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
-from storage.definition import Target
-from storage.records import Crashed, Invalid, Measured, Measurement, Outcome, OutOfMemory
+from storage.records import Crashed, Invalid, OutOfMemory
 from sweep.running.runner import Progress
 from sweep.running.supervisor import SupervisedRunner
+from tests.sweep.running.teams import a_cpu_runner, measured
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("our_own_code")
 STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=3, measured_max=3)
 SMALL = TrialConfig(micro_batch_size=2, seq_len=32, optimizer="adamw_torch_fused")
 TOGETHER = SMALL.model_copy(update={"data_parallel": 2})
@@ -27,27 +27,13 @@ A_GRADIENT_BYTES = 4
 _FOLLOWER = b"sweep.running.follower"
 
 
-def a_runner(log: Path, *, budget_bytes: int = GIB // 2) -> SupervisedRunner:
-    target = Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes)
-    return SupervisedRunner(load_model_spec("demo"), target=target, log_path=log)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _our_own_code() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        yield
+a_runner = partial(a_cpu_runner, load_model_spec("demo"))
 
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedRunner]:
     with a_runner(tmp_path_factory.mktemp("logs") / "worker.log") as runner:
         yield runner
-
-
-def measured(outcome: Outcome) -> Measurement:
-    assert isinstance(outcome, Measured), outcome
-    return outcome.measurement
 
 
 def followers() -> list[int]:
