@@ -79,7 +79,9 @@ def notes(snapshot: StudySnapshot) -> tuple[str, ...]:
 
 
 def emulation_note(target: Target) -> str | None:
-    """Return what is real and what is not where another card stood in; else None."""
+    """Return what is real and what is not where trials were recorded, or another GPU stood in."""
+    if target.recorded is not None:
+        return f"Recorded on an {target.recorded}: nothing is measured now."
     if target.emulated_on is None:
         return None
     return (
@@ -154,7 +156,8 @@ def in_words(config: TrialConfig, baseline: TrialConfig) -> str:
 
 def best_words(ranking: Ranking) -> str:
     """Return what the winner is, as the beginning of a sentence."""
-    return objectives.best(ranking.objectives, is_confirmed=ranking.is_confirmed)
+    is_settled = ranking.is_confirmed or ranking.definition.target.recorded is not None
+    return objectives.best(ranking.objectives, is_confirmed=is_settled)
 
 
 def gain_words(ranking: Ranking) -> str:

@@ -27,7 +27,7 @@ from search_spaces.knobs import KNOBS, as_options
 from search_spaces.loading import load_space, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.offering import Offered, refuse_without_texts
-from search_spaces.rules import violation
+from search_spaces.rules import Violation, violation
 from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.texts import TextsChoice
 from search_spaces.validation import validate
@@ -37,6 +37,7 @@ from storage.opening import NAME_MAX, check_name, open_study
 from storage.patience import waits_end_when
 from storage.reading import changed_versions, is_file_name
 from storage.study import OpenStudy
+from storage.surfaces import Surface
 from sweep import stop_signals
 from sweep.data.choice import (
     ReadTexts,
@@ -51,7 +52,7 @@ from sweep.nvml import FaultWatch
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.on_cpu import CpuMemory
-from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.cards import ChosenCard, teams_of
 from sweep.running.device_info import Card
@@ -66,6 +67,7 @@ from sweep.study.events import GainForeseen, LanesOpened, Listener, SpaceTraced,
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.quality import eval_seq_len, is_asked
+from sweep.study.recorded import RecordedPeaks, only_recorded, recorded_peaks
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
@@ -111,6 +113,8 @@ class Prepared:
     """What passes over those texts are to its configurations."""
     notes: tuple[str, ...] = ()
     """What the texts made of the space, for a person."""
+    surface: Surface | None = None
+    """What answers instead of a GPU, where trials were recorded."""
 
     @property
     def space(self) -> SearchSpace:
@@ -140,6 +144,7 @@ def prepare(
     card: Callable[[], Card | None],
     read_texts: ReadTexts = prepare_texts,
     stored: Callable[[str], StudyDefinition | None] = lambda _: None,
+    narrowed: Callable[[SearchSpace], SearchSpace] = lambda space: space,
 ) -> Prepared:
     """Resolve what a run is about, before anything is opened or started.
 
@@ -154,6 +159,7 @@ def prepare(
         read_texts: reads and tokenizes texts, or finds what did so before.
         stored: reads the definition of the study of that name; None where there is none. A study
             of texts goes on with them where nobody names any.
+        narrowed: returns what of a space can be run where it is to run.
 
     Raises:
         InputError: something that was typed, written or named is not right.
@@ -161,6 +167,7 @@ def prepare(
     """
     known = None if study is None else stored(study)
     space, changed = _overridden(space_name, overrides, known)
+    space = narrowed(space)
     refuse_without_texts(space if not held else _as_held(space, held))
     model = load_model_spec(space.model)
     here = card() if space.gpu != "cpu" else None
@@ -660,24 +667,28 @@ def _environment(prepared: Prepared) -> dict[str, Any]:
 def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
     target, model, resolved = prepared.target, prepared.model, prepared.resolved
     is_on_card, cache = target.device == "cuda", cache_directory() / "memory"
-    memory = (
+    memory: MemoryPredictor = (
         TracingPredictor(model, cache_dir=cache, compute_capability=resolved.host_capability)
         if is_on_card
         else CpuMemory(model, cache_dir=cache)
     )
+    rule: Callable[[TrialConfig], Violation | None] = partial(
+        violation,
+        model=model,
+        compute_capability=resolved.compute_capability,
+        device=target.device,
+        has_texts=prepared.texts is not None,
+    )
+    if prepared.surface is not None:
+        memory = RecordedPeaks(recorded_peaks(prepared.surface))
+        rule = only_recorded(prepared.surface)
     # Speed is that of the card that really runs, where it has a data sheet.
     host = match_product(target.emulated_on or target.gpu) if is_on_card else None
     shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
     return Preflight(
         model=model,
         budget_bytes=target.budget_bytes,
-        violation=partial(
-            violation,
-            model=model,
-            compute_capability=resolved.compute_capability,
-            device=target.device,
-            has_texts=prepared.texts is not None,
-        ),
+        violation=rule,
         predictor=memory,
         speed=None if host is None else SpeedForecast(model=model, gpu=host, shapes=shapes),
         shapes=shapes,
