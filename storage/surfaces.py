@@ -79,6 +79,8 @@ class Surface:
     """Rows that said again what an earlier one had said."""
     date: str = ""
     """When it was recorded, as its file says; empty where it does not."""
+    budget_bytes: int | None = None
+    """Under which it was recorded, as its file says: what ran out needs more than this."""
 
     def fitting(self, budget_bytes: int) -> tuple[SurfaceRow, ...]:
         """Return the rows that fit a budget, the fastest first."""
@@ -101,7 +103,7 @@ def read_surface(name: str) -> Surface:
     ]
     if not lines:
         raise InputError(f"{name}: the file is empty; its first line says what the surface is of")
-    model, gpu, card, date = _header(*lines[0])
+    header = _header(*lines[0])
     known: dict[str, tuple[str, SurfaceRow]] = {}
     for where, line in lines[1:]:
         row = _row(parse_object(line, where=where), where=where)
@@ -110,10 +112,11 @@ def read_surface(name: str) -> Surface:
     if not known:
         raise InputError(f"{name}: no trial in it; each line after the first is one")
     rows = tuple(row for _, row in known.values())
-    return Surface(name, model, gpu, card, rows, repeated=len(lines) - 1 - len(rows), date=date)
+    return Surface(name, rows=rows, repeated=len(lines) - 1 - len(rows), **header)
 
 
-def _header(where: str, line: str) -> tuple[ModelSpec, str, GpuSpec, str]:
+def _header(where: str, line: str) -> dict[str, Any]:
+    """Return what the first line says, by the names of `Surface`."""
     values = parse_object(line, where=where)
     if "surface" not in values:
         raise InputError(
@@ -141,8 +144,14 @@ def _header(where: str, line: str) -> tuple[ModelSpec, str, GpuSpec, str]:
     checked = checked_config(config, label=f"{where}: model_config")
     # Its config stands here, so nothing is looked for anywhere.
     model = ModelSpec(values["model"], "directory", checked)
-    gpu, card = _gpu(values["gpu"], where=where), _card(values["measured_on"], where=where)
-    return model, gpu, card, str(values.get("date") or "")
+    budget = _number(values.get("budget_bytes"), f"{where}: budget_bytes")
+    return {
+        "model": model,
+        "gpu": _gpu(values["gpu"], where=where),
+        "card": _card(values["measured_on"], where=where),
+        "date": str(values.get("date") or ""),
+        "budget_bytes": None if budget is None else int(budget),
+    }
 
 
 def _gpu(name: str, *, where: str) -> str:
@@ -283,6 +292,7 @@ def surface_text(snapshot: StudySnapshot) -> str:
         "gpu": target.gpu,
         "measured_on": product,
         "date": max(r.started_at or "" for r in snapshot.records)[:10],
+        "budget_bytes": target.budget_bytes,
     }
     return "".join(
         json.dumps(line) + "\n" for line in (header, *(r.to_json() for r in rows.values()))

@@ -19,7 +19,7 @@ from search_spaces.starting import starting_text
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
-from storage.surfaces import Surface, SurfaceRow
+from storage.surfaces import Surface, SurfaceRow, read_surface
 from sweep.predict.memory.arrays import OneByOne, WholeMemory
 from sweep.predict.memory.prediction import AllocatedPeak, MemoryPrediction, stated_uncertainty
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
@@ -81,11 +81,15 @@ def runner_of(surface: Surface, *, budget_bytes: int) -> ReplayRunner:
     return ReplayRunner(records, budget_bytes=budget_bytes, pause=lambda: sleep(PAUSE_SECONDS))
 
 
-def snapshot_of(surface: Surface) -> StudySnapshot:
+def recorded_study(name: str) -> StudySnapshot:
     """Return a surface as a study that tried all of it, for the GPU that its file names.
 
     Its baseline is that of the first preset whose baseline was recorded.
+
+    Raises:
+        InputError: as `read_surface` does.
     """
+    surface = read_surface(name)
     gpu = find_gpu(surface.gpu)
     own = parse_space(starting_text(gpu.name, None), label=gpu.name)
     by_key = {identity(row.config): row.config for row in surface.rows}
@@ -93,13 +97,16 @@ def snapshot_of(surface: Surface) -> StudySnapshot:
     baseline = next((b for b in baselines if identity(b) in by_key), baselines[0])
     values = own.model_dump() | {"baseline": baseline.model_dump()}
     space = space_of(surface, validate(SearchSpace, values, Document(surface.name)))
-    emulated_on = None if surface.card == gpu else surface.card.product
+    budget_bytes = surface.budget_bytes or gpu.budget_bytes
     target = Target(
-        gpu=gpu.name, device="cuda", budget_bytes=gpu.budget_bytes, emulated_on=emulated_on
+        gpu=gpu.name,
+        device="cuda",
+        budget_bytes=budget_bytes,
+        emulated_on=None if surface.card == gpu else surface.card.product,
     )
     records = [
         record.model_copy(update={"is_baseline": identity(record.config) == identity(baseline)})
-        for record in records_of(surface, budget_bytes=gpu.budget_bytes)
+        for record in records_of(surface, budget_bytes=budget_bytes)
     ]
     return StudySnapshot(
         name=Path(surface.name).stem,

@@ -33,6 +33,7 @@ from sweep.paths import (
     storage_url,
 )
 from sweep.planning.kept_memory import with_memory_forecasts
+from sweep.study.recorded import recorded_study
 from sweep.terminal.console import (
     STDOUT,
     confirmed,
@@ -43,7 +44,7 @@ from sweep.terminal.console import (
     width_of,
 )
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.listings import read, warn_of_unreadable
+from sweep.terminal.listings import read, warn_of_unreadable, with_offer
 from sweep.terminal.working import working
 
 DONE, NOTHING_FITS, ENVIRONMENT = 0, 1, 3
@@ -52,8 +53,11 @@ _NOTES_WIDTH = 80
 
 
 def read_for_report(study: str, *, url: str) -> StudySnapshot:
-    """Return a study with its prices, its speeds, and what is known of memory without tracing."""
-    return with_memory_forecasts(read(study, url=url), cache_dir=cache_directory() / "memory")
+    """Return a study, or a surface, with its prices, its speeds, and what is known of memory
+    without tracing."""
+    is_surface = study.endswith(".jsonl")
+    snapshot = with_offer(recorded_study(study)) if is_surface else read(study, url=url)
+    return with_memory_forecasts(snapshot, cache_dir=cache_directory() / "memory")
 
 
 def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
@@ -96,8 +100,11 @@ def report(
     if not studies and len(plans) < 2:
         raise InputError("name a study for its report, or several studies or plans to compare")
     is_picture = output is not None and images.is_picture(output)
-    if output is None and studies and not is_file_name(studies[0]):
-        raise InputError(f"study {quote(studies[0])}: no file has such a name: add -o FILE")
+    name = (
+        Path(studies[0]).stem if studies and studies[0].endswith(".jsonl") else "".join(studies[:1])
+    )
+    if output is None and studies and not is_file_name(name):
+        raise InputError(f"study {quote(name)}: no file has such a name: add -o FILE")
     snapshots = [read_for_report(study, url=storage_url(storage)) for study in studies]
     if figure is not None and not is_picture:
         raise InputError("--figure needs -o with a name that ends in .png or .svg")
@@ -105,11 +112,11 @@ def report(
         if output is not None and is_picture:
             return _draw(snapshots[0], output, figure=figure)
         page = render(job.priced(snapshots[0]))
-        return _put(page, output, unless=report_path(studies[0]))
+        return _put(page, output, unless=report_path(name))
     if is_picture:
         raise InputError("a picture is of one study: several have a page alone")
     page = render_comparison(compared(snapshots, plans, job=job))
-    return _put(page, output, unless=comparison_path(studies))
+    return _put(page, output, unless=comparison_path([name, *studies[1:]]))
 
 
 def _draw(snapshot: StudySnapshot, path: Path, *, figure: str | None) -> int:

@@ -30,8 +30,12 @@ DONE, NOTHING_FITS = 0, 1
 
 
 def read(study: str, *, url: str) -> StudySnapshot:
-    """Return a study, with its speeds on the target card and that card's cheapest offer."""
-    snapshot = _on_target(read_study(study, url=url, home=runs_directory()))
+    """Return a study, with its speeds on the target GPU and that GPU's cheapest offer."""
+    return with_offer(_on_target(read_study(study, url=url, home=runs_directory())))
+
+
+def with_offer(snapshot: StudySnapshot) -> StudySnapshot:
+    """Return a study with its GPU's cheapest offer, where a price is known."""
     try:
         offers = load_prices(own_price_file()).get(snapshot.definition.target.gpu)
     except InputError as error:
