@@ -71,7 +71,7 @@ def a_record(
 
 
 def confirmed(*records: TrialRecord, soak: bool = True) -> tuple[TrialRecord, ...]:
-    """Return two runs in turns that measured each fitting trial again, just as before, and soaks."""
+    """Return two runs in turns of each fitting trial, just as fast as before, and its soak."""
     runs = [
         record.model_copy(
             update={
