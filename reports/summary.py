@@ -162,7 +162,7 @@ def gain_words(ranking: Ranking) -> str:
     none is stated, and for the baseline itself."""
     comparison, winner = compare(ranking), ranking.winner
     gain = None if comparison is None else comparison.gain
-    if winner is None or gain is None or gain.low == gain.high == 1:
+    if winner is None or gain is None or gain.value == 1:
         return ""
     return uncertainty.gain(gain, uncertainty.reference_of(ranking, winner.config))
 
@@ -256,7 +256,8 @@ def _gain(ranking: Ranking) -> Fact:
         wanted = uncertainty.reference_of(ranking, winner.config)
         why = uncertainty.why_no_gain(comparison.reason, wanted)
         return Fact(units.DASH, "gain over the baseline", f"{why}; {what}")
-    sure = confirmation.status_words(ranking, study="")
+    runs = units.plural(ranking.runs, "run")
+    sure = f"confirmed ({runs})" if ranking.is_confirmed else "not confirmed"
     factor, ends = uncertainty.factor(comparison.gain), uncertainty.factor_interval(comparison.gain)
     label = "the baseline's speed" if comparison.is_over_the_baseline else f"the speed of {named}"
     interval = f"95 % interval {ends}; " if ends else ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import random
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -387,6 +389,21 @@ def test_a_card_that_slows_down_slows_down_for_all_and_the_better_still_wins(
     assert comparison is not None
     assert comparison.gain is not None
     assert comparison.gain.low <= 2.08 <= comparison.gain.high
+
+
+@pytest.mark.parametrize(("noise", "runs"), [(0.01, 2), (0.06, 4)])
+def test_what_noise_leaves_unsure_is_run_more_often_and_what_repeats_is_not(
+    tmp_path: Path, noise: float, runs: int
+) -> None:
+    luck = random.Random(0)
+
+    def card(config: TrialConfig) -> Outcome:
+        speed = {4: 5_000.0, 8: 7_000.0, 10: 10_000.0}[config.micro_batch_size]
+        return at_speed(config, speed * math.exp(luck.gauss(0, noise)))
+
+    with opened(tmp_path, **SPACE) as study:
+        drive(study, a_runner(card))
+        assert Counter(batches(study.confirmations())) == {10: runs, 8: runs}
 
 
 def test_on_a_busy_machine_runs_end_after_the_repeats_and_confirm(tmp_path: Path) -> None:
