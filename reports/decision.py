@@ -275,7 +275,7 @@ def _card(
     left = target.budget_bytes - measured.peak_allocated_bytes
     gain, gain_detail = _gain(ranking, record)
     is_searched = bool(ranking.searched) and not ranking.is_measured_again(record)
-    where = ", in the search" if is_searched else ""
+    where = ", scaled from the search" if is_searched else ""
     beside = uncertainty.measured_beside(measured, target)
     return Card(
         title=title,
@@ -337,9 +337,10 @@ def _own_gain(ranking: Ranking, record: TrialRecord) -> tuple[str, str]:
         return "", "The baseline was not measured."
     gain, reason = gain_of(ranking, record)
     if gain is None:
-        return "", f"{uncertainty.why_no_gain(reason, over).capitalize()}."
-    factor, *ends = uncertainty.gain(gain).partition(" (")
-    return factor, over + "".join(ends)
+        why = uncertainty.why_no_gain(reason, over)
+        return "", f"{why[0].upper()}{why[1:]}."
+    ends = uncertainty.factor_interval(gain)
+    return uncertainty.factor(gain), f"{over} ({ends})" if ends else over
 
 
 def _job_tokens(snapshot: StudySnapshot) -> float:

@@ -117,7 +117,7 @@ def no_document() -> dict[str, Any]:
 def effective_records(ranking: Ranking, snapshot: StudySnapshot) -> tuple[TrialRecord, ...]:
     """Return every trial of the search in the order of the page, as the ranking takes it.
 
-    What was measured again has the speed of those runs.
+    What was measured again has the speed of those runs, the rest is scaled to them.
     """
     known = {record.number: record for record in ranking.records}
     return tuple(known.get(record.number, record) for record in snapshot.records)

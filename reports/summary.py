@@ -165,10 +165,9 @@ def gain_words(ranking: Ranking) -> str:
     none is stated, and for the baseline itself."""
     comparison, winner = compare(ranking), ranking.winner
     gain = None if comparison is None else comparison.gain
-    if winner is None or gain is None or gain.low == gain.high == 1:
+    if winner is None or gain is None or gain.value == 1:
         return ""
-    factor, *ends = uncertainty.gain(gain).partition(" (")
-    return f"{factor} {uncertainty.reference_of(ranking, winner.config)}{''.join(ends)}"
+    return uncertainty.gain(gain, uncertainty.reference_of(ranking, winner.config))
 
 
 def _facts(
@@ -260,10 +259,11 @@ def _gain(ranking: Ranking) -> Fact:
         wanted = uncertainty.reference_of(ranking, winner.config)
         why = uncertainty.why_no_gain(comparison.reason, wanted)
         return Fact(units.DASH, "gain over the baseline", f"{why}; {what}")
-    sure = confirmation.status_words(ranking, study="")
-    factor, _, ends = uncertainty.gain(comparison.gain).partition(" (")
+    runs = units.plural(ranking.runs, "run")
+    sure = f"confirmed ({runs})" if ranking.is_confirmed else "not confirmed"
+    factor, ends = uncertainty.factor(comparison.gain), uncertainty.factor_interval(comparison.gain)
     label = "the baseline's speed" if comparison.is_over_the_baseline else f"the speed of {named}"
-    interval = f"95 % interval {ends.removesuffix(')')}; " if ends else ""
+    interval = f"95 % interval {ends}; " if ends else ""
     return Fact(factor, label, f"{sure}; {interval}{what}")
 
 

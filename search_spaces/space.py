@@ -82,9 +82,8 @@ class ConfirmBudget(Strict):
     """How far the winner of a search is measured again; none of it is one of the space's trials."""
 
     seconds: Number = Field(default=15.0, gt=0)
-    """Of the device, for measuring again the winner and whatever cannot be told from it. The winner
-    and what its gain is stated over are measured twice whatever that takes: there is no gain
-    without. So is what was begun."""
+    """Of the device, for measuring again the winner and what may be as fast. The winner and what
+    its gain is stated over are measured twice whatever that takes. So is what was begun."""
     repeats: StrictInt = Field(default=4, ge=2)
     """Runs of a configuration after which a tie is a tie."""
     soak_seconds: Number = Field(default=15.0, ge=0)

@@ -19,7 +19,7 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.space import ConfirmBudget, StepBudget
 from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_enough
-from storage.objectives import is_sound
+from storage.objectives import is_sound, measured_of
 from storage.ranking import Ranking, rank
 from storage.records import (
     Attempt,
@@ -47,7 +47,7 @@ from sweep.study.preflight import Preflight
 from sweep.study.quality import Quality, Seeds, is_asked
 
 CONTENDERS_MAX = 4
-"""Of all that cannot be told from the winner, so many are measured again at a time."""
+"""Of all whose intervals overlap the winner's, so many are measured again at a time."""
 BEGUN_MAX = 8
 """So many in all: where more take the lead one after the other, the machine cannot tell them."""
 GAIN_WITHIN = 1.1
@@ -180,21 +180,26 @@ class Plan:
         return sum(max(0, RUNS_TO_CONFIRM - self._runs(contender)) for contender in needed)
 
     def _undecided(self) -> list[Contender]:
-        """Return what more runs may tell apart, and what a gain that is still wide is between."""
+        """Return what more runs may tell apart: ties, and what an unsure gain is between."""
         ranking, winner = self.ranking, self.ranking.winner
         if self._is_spent or winner is None:
             return []
         tied = {winner.number, *ranking.tied} if ranking.tied else set()
-        over = ranking.reference_for(winner.config)
-        gain = None if over is None else ranking.ratio(winner, over)
-        is_wide = gain is None or gain.low is None or gain.value > GAIN_WITHIN * gain.low
-        wanted = {canonical(r.config) for r in (winner, over) if r is not None and is_wide}
+        over = ranking.reference_for(winner.config) or winner
+        unsure = {canonical(r.config) for r in (winner, over) if self._is_unsure(winner, over)}
         return [
             c
             for c in self.contenders()
-            if (c.number in tied or canonical(c.config) in wanted)
+            if (c.number in tied or canonical(c.config) in unsure)
             and self._runs(c) < self.budget.repeats
         ]
+
+    def _is_unsure(self, winner: TrialRecord, over: TrialRecord) -> bool:
+        """Whether the winner's gain, or its own speed where it has none, is not known closely."""
+        if canonical(winner.config) == canonical(over.config):
+            return measured_of(winner).is_noisy
+        gain = self.ranking.ratio(winner, over)
+        return gain.low is None or gain.value > GAIN_WITHIN * gain.low
 
     def lacks_its_recipe(self, run: NextRun) -> bool:
         """Whether what is to be run is a recipe that this series came to its end without."""

@@ -275,7 +275,7 @@ def _best(board: Board) -> str:
         return "nothing fits yet"
     budget_bytes = board.definition.target.budget_bytes
     gain = ""
-    if board.gain is not None:
+    if board.gain is not None and board.gain.value != 1:
         gain = f", {uncertainty.factor(board.gain)} {board.reference}"
     ended = outcome_line(best, budget_bytes=budget_bytes)
     return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"

@@ -139,7 +139,7 @@ def test_the_answer_comes_first() -> None:
         "measured on NVIDIA H200: 16,800",
         "2.1x",
         "confirmed (2 runs)",
-        "2.07–2.13x",
+        "2.08–2.12x",
         "20.00 GiB of 21.50 GiB, 1.50 GiB left",
         "the fit is real; where it says measured, the speed is that of NVIDIA H200",
     ):
@@ -155,7 +155,7 @@ def test_several_objectives_have_their_trade_off_on_the_page() -> None:
         fits(1, 16_800.0, TrialConfig(micro_batch_size=10), peak_allocated_bytes=20 * GIB),
     ]
     text = Page(render(snapshot(trials, definition=about))).visible
-    assert "the knee of their front" in text
+    assert "the knee of the Pareto front" in text
     trade_off = text[text.index("The trade-off") : text.index("All trials")]
     assert "16,800 20.00 GiB" in trade_off
     assert "8,000 8.00 GiB" in trade_off

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -61,7 +60,8 @@ def test_a_study_on_the_cpu_finds_a_winner_writes_its_report_and_goes_on(
     assert document["confirmation"]["runs"] >= 2
     assert document["confirmation"]["soak"]["checkpoint_bytes"] > 0
     assert document["confirmation"]["soak"]["evaluation_loss"] > 0
-    assert (document["baseline"]["gain"] is not None) <= document["confirmed"]
+    assert document["confirmed"]
+    assert (document["gain"] is None) == (document["no_gain"] is not None)
     assert "\x1b" not in err
     assert (tmp_path / "runs" / "cpu-demo" / "report.html").stat().st_size > 100_000
 
@@ -70,7 +70,7 @@ def test_a_study_on_the_cpu_finds_a_winner_writes_its_report_and_goes_on(
     assert again.returncode == 0
     assert "Resuming study cpu-demo: 4 of 4 trials are done." in err
     assert "search has ended" not in err, "what was measured again is not measured once more"
-    assert re.search("the fastest configuration that fits is trial|No clear winner", out)
+    assert "The fastest configuration that fits is trial" in out
     assert "sweep best cpu-demo" in out
 
 

@@ -92,16 +92,18 @@ def test_the_best_so_far_is_by_what_was_asked_for_and_of_the_space() -> None:
     assert board.best.number == 2
 
 
-def test_a_noisy_speed_is_shown_without_a_gain() -> None:
-    noisy = Measured(measurement=a_measurement(CONFIG, spread=0.3, flags=("noisy",)))
-    steady = finished(0, batch=8, is_baseline=True).record
-    assert a_board(records=[steady], confirmations=confirmed(steady)).gain is not None
-    busy = finished(0, batch=8, is_baseline=True, outcome=noisy).record
-    assert a_board(records=[busy], confirmations=confirmed(busy)).gain is None
+def test_a_gain_is_shown_as_soon_as_its_interval_says_that_there_is_one() -> None:
+    def board(spread: float) -> Board:
+        baseline = finished(0, batch=4, is_baseline=True).record
+        config = TrialConfig(micro_batch_size=8)
+        outcome = Measured(measurement=a_measurement(config, spread=spread))
+        faster = finished(1, batch=8, outcome=outcome).record
+        return a_board(records=[baseline, faster])
 
-
-def test_a_winner_that_is_not_confirmed_is_shown_without_a_gain() -> None:
-    assert a_board(records=[finished(0, batch=8, is_baseline=True).record]).gain is None
+    gain = board(0.01).gain
+    assert gain is not None
+    assert gain.value > 1
+    assert board(0.9).gain is None
 
 
 def test_runs_that_measure_again_are_no_trials_and_change_the_best() -> None:
