@@ -181,14 +181,14 @@ class SupervisedRunner:
                 until = min(patience.until(), self._clock.now + _LOOK_SECONDS)
                 message = worker.next_message(until=until)
             except WorkerSilent:
-                if patience.exceeded() is None and not self._is_grace_over():
+                if not self._is_time_up(patience):
                     continue
                 raise
             match message:
                 case Alive() as alive:
                     patience.hear(alive)
                     self._phase = alive.phase
-                    if patience.exceeded() is not None:
+                    if self._is_time_up(patience):
                         # Signs of life alone, however many, do not put it off.
                         raise WorkerSilent
                     if observe(_progress(alive)) and not is_stopping:
@@ -217,9 +217,10 @@ class SupervisedRunner:
         if self._worker is not None and self._phase != "detach":
             self._worker.kill()
 
-    def _is_grace_over(self) -> bool:
+    def _is_time_up(self, patience: Patience) -> bool:
         asked = self._cancelled_at
-        return asked is not None and self._clock.now >= asked + _GRACE_SECONDS
+        is_grace_over = asked is not None and self._clock.now >= asked + _GRACE_SECONDS
+        return is_grace_over or patience.exceeded() is not None
 
     def renew(self) -> None:
         """See `runner.Runner.renew`: a worker that ran nothing yet is as fresh as another."""

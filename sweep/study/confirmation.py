@@ -259,7 +259,7 @@ def confirm(
     preflight: Preflight,
     clock: Callable[[], float] = time.monotonic,
     on_event: Listener = lambda _: None,
-    interruption: Interruption,
+    interruption: Interruption | None = None,
     is_anew: bool = False,
     place: str = "",
 ) -> bool:
@@ -285,7 +285,8 @@ def confirm(
         budget = ConfirmBudget()
     if budget is None:
         return True
-    confirming = _Confirming(study, runner, preflight, clock, on_event, interruption, budget, place)
+    stops = interruption or Interruption()
+    confirming = _Confirming(study, runner, preflight, clock, on_event, stops, budget, place)
     return confirming.all(is_anew)
 
 
