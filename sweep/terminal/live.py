@@ -340,18 +340,18 @@ def _phase(board: Board, running: Running) -> str:
 def time_line(board: Board) -> str:
     """Return how long it took so far, and what is known of the time that is left."""
     left, done = board.remaining, f"{units.duration(board.elapsed_seconds)} so far"
-    confirm = left.confirm_seconds
+    confirm, again = left.confirm_seconds, "to measure the winner again"
     if board.is_stopping:
         return done
     if board.confirming is not None:
         return done if confirm is None else f"{done}, about {roughly(confirm)} left"
-    again = "" if confirm is None else f"{roughly(confirm)} to measure the winner again"
     if left.search_seconds is None:
-        return f"{done}, then some {again}" if again else done
-    seconds, again = left.search_seconds + (confirm or 0.0), f", with {again}" if again else ""
+        return done if confirm is None else f"{done}, then some {roughly(confirm)} {again}"
+    whole = roughly(left.search_seconds + (confirm or 0.0))
+    of_it = "" if confirm is None else f", {roughly(confirm)} of it {again}"
     if not left.may_end_sooner:
-        return f"{done}, about {roughly(seconds)} left{again}"
-    return f"{done}, at most some {roughly(seconds)} more{again}{_sooner(board)}"
+        return f"{done}, about {whole} left{of_it}"
+    return f"{done}, at most some {whole} more{of_it}{_sooner(board)}"
 
 
 def _sooner(board: Board) -> str:
