@@ -26,6 +26,7 @@ from sweep.terminal import options as opt
 from sweep.terminal.console import (
     STDOUT,
     announce_if_slow,
+    note,
     prepare_streams,
     say_version,
     wait_lines,
@@ -741,6 +742,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(arguments)
     except KeyboardInterrupt:
         # Before the edge, or while it says that the command was interrupted.
+        note("Interrupted.")
         return INTERRUPTED
     finally:
         stop_signals.ignore_at_exit()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -42,6 +42,7 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
+from sweep.study.interruption import Interruption
 from sweep.study.machine_faults import lost_with_the_card, run_undisturbed
 from sweep.study.preflight import Preflight
 from sweep.study.quality import Quality, Seeds, is_asked
@@ -268,9 +269,7 @@ def confirm(
     preflight: Preflight,
     clock: Callable[[], float] = time.monotonic,
     on_event: Listener = lambda _: None,
-    should_stop: Callable[[], bool] = lambda: False,
-    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
-    settling: Callable[[], AbstractContextManager[None]] = nullcontext,
+    interruption: Interruption | None = None,
     is_anew: bool = False,
     place: str = "",
 ) -> bool:
@@ -284,9 +283,7 @@ def confirm(
         preflight: learns what did not hold.
         clock: seconds; only differences count.
         on_event: hears of every run.
-        should_stop: asked before each run.
-        interruptible: entered while a run is chosen and begun, as in `tune`.
-        settling: entered while a run is told, as in `tune`.
+        interruption: whether somebody asked to stop, as in `tune`.
         is_anew: whether all of it is done once more, whatever the space says.
         place: where it runs, where there are several.
 
@@ -298,8 +295,8 @@ def confirm(
         budget = ConfirmBudget()
     if budget is None:
         return True
-    stops = should_stop, interruptible, settling
-    confirming = _Confirming(study, runner, preflight, clock, on_event, *stops, budget, place)
+    stops = interruption or Interruption()
+    confirming = _Confirming(study, runner, preflight, clock, on_event, stops, budget, place)
     return confirming.all(is_anew)
 
 
@@ -345,9 +342,7 @@ class _Confirming:
     preflight: Preflight
     clock: Callable[[], float]
     on_event: Listener
-    should_stop: Callable[[], bool]
-    interruptible: Callable[[], AbstractContextManager[None]]
-    settling: Callable[[], AbstractContextManager[None]]
+    interruption: Interruption
     budget: ConfirmBudget
     place: str
 
@@ -362,12 +357,12 @@ class _Confirming:
         while True:
             try:
                 with closing_what_never_ran(self.study):
-                    with self.interruptible():
+                    with self.interruption.interruptible():
                         begun = self._next(self._plan(series, since), is_first=is_first)
                     if begun is None:
                         return True
                     outcome = self._outcome_of(begun)
-                with self.settling():
+                with self.interruption.settling():
                     self._tell(begun, outcome)
             except KeyboardInterrupt:
                 return False
@@ -382,14 +377,11 @@ class _Confirming:
         run = plan.next_run()
         if run is None:
             return None
-        if self.should_stop():
+        if self.interruption.is_requested():
             raise KeyboardInterrupt
         if is_first:
             self._begin(plan)
-        begun = self._ask(run)
-        if self.should_stop():
-            raise KeyboardInterrupt
-        return begun
+        return self._ask(run)
 
     def _plan(self, series: int, since: int) -> Plan:
         study = self.study
@@ -494,7 +486,7 @@ class _Confirming:
                 ),
                 budget_bytes=self.study.definition.target.budget_bytes,
             ),
-            should_stop=self.should_stop,
+            should_stop=self.interruption.is_requested,
         )
 
 

@@ -87,9 +87,7 @@ class Work(Protocol):
         preflight: Preflight,
         stopping: Stopping,
         on_event: Listener,
-        should_stop: Callable[[], bool],
-        interruptible: Callable[[], AbstractContextManager[None]],
-        settling: Callable[[], AbstractContextManager[None]],
+        interruption: Interruption,
     ) -> StopReason:
         """Work on an open study and say why that stopped."""
         ...
@@ -514,13 +512,14 @@ def drive(
     interruption = Interruption(cancel=lanes.cancel, requests=stop_signals.asked())
     # Signals are requests until all is closed: one more while that lasts costs nothing.
     with interruption.handling_signals(), waits_end_when(interruption.is_requested):
-        with interruption.opening():
+        with interruption.interruptible():
             study = _opened(prepared, storage, sampler, carried, warn)
             if carried is not None:
                 _take_over(study, carried, is_valid=preflight.is_valid, warn=warn)
         try:
             study.cards = max(len(lanes.all), len(prepared.cards))
-            with study, lanes, watch(study, interruption) as listener:
+            # Shown until the runner has ended, too.
+            with study, watch(study, interruption) as listener, lanes:
                 if len(lanes.all) > 1:
                     listener(LanesOpened(tuple(lane.name for lane in lanes.all)))
                 if work is tune and _has_trials_left(study):
@@ -538,9 +537,7 @@ def drive(
                         fastest_of=partial(_fastest_of, sampler, study),
                     ),
                     on_event=listener,
-                    should_stop=interruption.is_requested,
-                    interruptible=interruption.interruptible,
-                    settling=interruption.settling,
+                    interruption=interruption,
                 )
         except KeyboardInterrupt:
             # Whatever it was at, storage can go on from there.
@@ -561,19 +558,11 @@ def _look_ahead(
     interruption: Interruption,
     listener: Listener,
 ) -> None:
-    """Trace what the space's memory is predicted from, and foresee the whole space.
-
-    Raises:
-        KeyboardInterrupt: somebody asked to stop; nothing has begun that could be lost.
-    """
-
-    def tell(done: int, of: int) -> None:
-        listener(SpaceTraced(done, of))
-        if interruption.is_requested():
-            raise KeyboardInterrupt
-
+    """Trace what the space's memory is predicted from, and foresee the whole space."""
     with interruption.interruptible():
-        preflight.prepare(one_of_each_kind(space), on_progress=tell)
+        preflight.prepare(
+            one_of_each_kind(space), on_progress=lambda *done: listener(SpaceTraced(*done))
+        )
         if isinstance(sampler, GuidedSampler):
             sampler.prepare()
 

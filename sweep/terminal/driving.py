@@ -45,7 +45,6 @@ from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS, read_for_report
 from sweep.terminal.console import (
-    announce_if_slow,
     folded,
     note,
     say,
@@ -61,6 +60,7 @@ from sweep.terminal.summary import (
     why_invalid,
 )
 from sweep.terminal.texts import prepared as read_texts
+from sweep.terminal.working import working
 
 _REASONS = {
     StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
@@ -232,11 +232,11 @@ def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_jso
     url = storage_url(storage)
     if reason in _REASONS:
         note(_REASONS[reason])
-    snapshot = read_for_report(prepared.name, url=url)
+    with working("writing the report"):
+        snapshot = read_for_report(prepared.name, url=url)
+        report, fault = _write_report(snapshot, report_path(prepared.name))
     if reason is not StopReason.INTERRUPTED and (left := not_ruled_out(snapshot)) is not None:
         note(folded(left, width_of(sys.stderr)))
-    announce_if_slow("Writing the report ...")
-    report, fault = _write_report(snapshot, report_path(prepared.name))
     if as_json:
         say_json(best_document(snapshot))
     else:

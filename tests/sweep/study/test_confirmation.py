@@ -36,7 +36,15 @@ from sweep.study.confirmation import confirm
 from sweep.study.events import ConfirmationStarted, Event, StopReason, TrialFinished
 from sweep.study.preflight import Preflight
 from sweep.study.tuner import tune
-from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_study, train
+from tests.sweep.simulated_device import (
+    BUDGET,
+    MODEL,
+    StopsWhen,
+    a_measurement,
+    a_record,
+    a_study,
+    train,
+)
 
 CONFIRM = {"seconds": 60.0, "repeats": 4, "soak_seconds": 15.0}
 BATCHES = {"micro_batch_size": {"choices": [4, 8, 10]}}
@@ -188,7 +196,7 @@ def test_without_a_soak_the_repeats_confirm(tmp_path: Path) -> None:
 def test_an_interrupted_study_is_not_confirmed_and_one_resumed_later_is(tmp_path: Path) -> None:
     runner = a_runner()
     with opened(tmp_path, **SPACE) as study:
-        stop = drive(study, runner, should_stop=lambda: len(runner.ran) >= 2)
+        stop = drive(study, runner, interruption=StopsWhen(lambda: len(runner.ran) >= 2))
         assert stop is StopReason.INTERRUPTED
         assert study.confirmations() == ()
     with opened(tmp_path, **SPACE) as study:
@@ -199,7 +207,7 @@ def test_an_interrupted_study_is_not_confirmed_and_one_resumed_later_is(tmp_path
 def test_interrupted_between_two_runs_the_rest_is_run_next_time(tmp_path: Path) -> None:
     runner = a_runner()
     with opened(tmp_path, **SPACE) as study:
-        stop = drive(study, runner, should_stop=lambda: len(runner.ran) >= 5)
+        stop = drive(study, runner, interruption=StopsWhen(lambda: len(runner.ran) >= 5))
         assert stop is StopReason.INTERRUPTED
         assert batches(study.confirmations()) == [10, 8]
     with opened(tmp_path, **SPACE) as study:
