@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, quote
@@ -20,6 +20,7 @@ from search_spaces.prices import Offer
 from storage.records import EpochRecord
 from sweep.planning.evidence import Evidence
 from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
+from sweep.planning.spaces import SpaceKind
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable, shape_table
 from sweep.planning.whatif import WhatIf, single_changes, what_ifs
@@ -32,10 +33,6 @@ AMOUNT_MAX = 1e15
 """More steps, samples or tokens than this is a slip."""
 CHECKPOINT_BYTES = 2
 """Bytes of a parameter as models are published: bf16."""
-
-SpaceKind = Literal["preset", "file", "standard", "fitted"]
-"""Where a space comes from: shipped under its name, written by the user, made for a card, or
-another card's with micro-batches for this one."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from search_spaces.loading import load_space, preset_name, shipped_presets, with
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.offering import Offered, refuse_without_texts
 from search_spaces.prices import Offer, load_prices
-from search_spaces.space import DEFAULT_MODEL, SearchSpace
+from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
@@ -30,8 +30,8 @@ from sweep.paths import own_price_file
 from sweep.planning.cheapest import job
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
 from sweep.planning.forecast import Forecaster
-from sweep.planning.plan import Asked, AskedWork, SpaceKind
-from sweep.planning.spaces import fitted_to, standard_space
+from sweep.planning.plan import Asked, AskedWork
+from sweep.planning.spaces import SpaceKind, own_space
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.device_info import Card
@@ -87,8 +87,8 @@ class Question:
     """None where no space was named."""
     kind: SpaceKind
     """Where the space comes from."""
-    own_card: str | None
-    """The card that the space was named for, where its name is a card's."""
+    has_own_spaces: bool
+    """Whether each GPU is asked about with its own space, as GPUs alone were named."""
     model: ModelSpec
     gpus: tuple[GpuSpec, ...]
     offers: Mapping[str, tuple[Offer, ...]]
@@ -143,26 +143,17 @@ class Question:
         return Asked(kind=kind, held=self.held)
 
     def _space_of(self, gpu: GpuSpec) -> tuple[SearchSpace, SpaceKind]:
-        """Return the space of a card, and where it comes from.
-
-        A space that has a card's name is that card's. Beside it another card has the preset of its
-        own name, or else the same knobs with the micro-batches of a card without a space.
-        """
-        if self.space is None:
-            return standard_space(gpu, self.model), "standard"
-        if self.own_card in (None, gpu.name):
-            return self.space, self.kind
-        own = preset_name(gpu.name)
-        if own is not None:
-            return load_space(own), "preset"
-        return fitted_to(self.space, gpu, self.model), "fitted"
+        """Return the space of a GPU, and where it comes from."""
+        if self.space is None or self.has_own_spaces:
+            return own_space(gpu.name, self.request.model)
+        return self.space, self.kind
 
     def forecaster(self, gpu: GpuSpec) -> Forecaster:
         """Return what answers for one card."""
         return Forecaster(
             model=self.model,
             gpu=gpu,
-            budget_bytes=_budget(self.space, gpu),
+            budget_bytes=_budget(self._space_of(gpu)[0], gpu),
             memory=self._predictor_of(gpu),
             evidence=self._evidence(gpu),
             shapes=self.shapes,
@@ -208,7 +199,8 @@ def resolve_request(
     gpus = _cards(request, space, named, card)
     if request.from_file is not None and len(gpus) > 1:
         raise InputError(f"--from-file answers for one card, got {len(gpus)}: name one --gpu")
-    model = load_model_spec(request.model or (space.model if space else DEFAULT_MODEL))
+    of_first = space or own_space(gpus[0].name, request.model)[0]
+    model = load_model_spec(request.model or of_first.model)
     choice = typed_texts(None if space is None else space.data, request.data)
     texts = None if choice is None else read_texts(TextsRequest.of(choice, model))
     if space is not None:
@@ -219,7 +211,7 @@ def resolve_request(
         request=request,
         space=space,
         kind=kind,
-        own_card=None if space is None or named is None else named.name,
+        has_own_spaces=space is None or named is not None,
         model=model,
         gpus=gpus,
         offers=load_prices(request.prices or own_price_file(), typed=request.typed_prices),
@@ -322,11 +314,10 @@ def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
     return spec
 
 
-def _budget(space: SearchSpace | None, gpu: GpuSpec) -> int:
-    """Return what a training may take: the card's budget, or the tighter one of the space."""
-    if space is None or space.budget_gib is None:
-        return gpu.budget_bytes
-    return min(gpu.budget_bytes, int(space.budget_gib * GIB))
+def _budget(space: SearchSpace, gpu: GpuSpec) -> int:
+    """Return what a training may take: the GPU's budget, or the tighter one of the space."""
+    asked = space.budget_gib_on(gpu.name)
+    return gpu.budget_bytes if asked is None else min(gpu.budget_bytes, int(asked * GIB))
 
 
 def read_configurations(
