@@ -153,7 +153,9 @@ class Asked:
     kind: SpaceKind | None = None
     """None where one configuration is asked about, and no space."""
     held: Mapping[str, Any] = field(default_factory=dict)
-    """Knobs that were typed: they are fixed, and the rest of the space is searched."""
+    """Settings that were typed: they are fixed, and the rest of the space is searched."""
+    run_command: str = ""
+    """What to type to measure on the GPU what is searched here."""
 
 
 @dataclass(frozen=True)

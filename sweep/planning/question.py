@@ -6,6 +6,7 @@ options are read, nor of answers.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names, match_product
+from search_spaces.knobs import as_options
 from search_spaces.loading import load_space, preset_name, shipped_presets, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.offering import Offered, refuse_without_texts
@@ -76,6 +78,8 @@ class PlanRequest:
     study: str | None = None
     storage: str | None = None
     as_json: bool = False
+    is_detailed: bool = False
+    """Whether a person is told all of it, and not one screen."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +143,25 @@ class Question:
 
     def asked(self, gpu: GpuSpec) -> Asked:
         """Return what was asked of a card, for the answer to say."""
-        kind = None if self.request.is_exact else self._space_of(gpu)[1]
-        return Asked(kind=kind, held=self.held)
+        if self.request.is_exact:
+            return Asked(held=self.held)
+        return Asked(self._space_of(gpu)[1], self.held, run_command=self._run_command(gpu))
+
+    def _run_command(self, gpu: GpuSpec) -> str:
+        """Return what to type to measure on a GPU what is searched here."""
+        space, kind = self._space_of(gpu)
+        name = (self.request.space if kind == "file" else space.name) or ""
+        target = {"gpu": gpu.name, "model": self.request.model}
+        first = ""
+        if kind == "standard":
+            name = f"{gpu.name}.yaml"
+            first = f"sweep init {_typed(target | {'output': name})} && "
+            target = {}
+        elif gpu.name == space.gpu:
+            del target["gpu"]
+        texts = {"data" if key == "texts" else key: v for key, v in self.request.data.items()}
+        options = _typed({**target, **texts, **self.request.configuration})
+        return f"{first}sweep run {shlex.quote(name)} {options}".rstrip()
 
     def _space_of(self, gpu: GpuSpec) -> tuple[SearchSpace, SpaceKind]:
         """Return the space of a GPU, and where it comes from."""
@@ -288,17 +309,16 @@ def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | N
         if "/" in name or Path(name).suffix or Path(name).exists():
             raise
         known = [*cards, *(preset.name for preset in shipped_presets())]
-        raise InputError(
-            f"'{name}' is no preset, no YAML file and no GPU{did_you_mean(name, known)}"
-        ) from None
+        near = did_you_mean(name, known) or "; `sweep presets` and `sweep gpus` list them"
+        raise InputError(f"'{name}' is no preset, no YAML file and no GPU{near}") from None
 
 
 def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
     """Return the card of that name; ``auto`` is the one in this machine."""
     if name == "cpu":
         raise InputError(
-            "gpu is cpu, and what is predicted is a card's memory and speed: name a card with "
-            "--gpu, or measure with `sweep run`"
+            "gpu is cpu, and only GPUs are predicted: name one with --gpu (`sweep gpus`), or "
+            "measure on the CPU with `sweep run`"
         )
     if name != "auto":
         return find_gpu(name)
@@ -312,6 +332,11 @@ def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
             "(`sweep gpus`)"
         )
     return spec
+
+
+def _typed(options: Mapping[str, Any]) -> str:
+    given = {key: value for key, value in options.items() if value is not None}
+    return shlex.join(as_options(given))
 
 
 def _budget(space: SearchSpace, gpu: GpuSpec) -> int:

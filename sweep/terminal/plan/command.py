@@ -141,12 +141,13 @@ def _answered(question: Question, progress: Progress) -> tuple[str, bool]:
 def _of_each_card(question: Question, progress: Progress) -> tuple[str, bool]:
     """Return the plan of each card and their comparison, and whether anything fits."""
     work, offers = question.request.work, question.offers
+    is_detailed = question.request.is_detailed
     forecasters = {gpu.name: question.forecaster(gpu) for gpu in question.gpus}
     plans = [_card_plan(question, forecasters[gpu.name], progress) for gpu in question.gpus]
     fits = any(plan.fits for plan in plans)
     if len(plans) == 1:
         (only,) = plans
-        document, view = card_document(only), plan_view(only)
+        document, view = card_document(only), plan_view(only, is_detailed=is_detailed)
     else:
 
         def look(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
@@ -154,7 +155,7 @@ def _of_each_card(question: Question, progress: Progress) -> tuple[str, bool]:
 
         comparison = compare_cards(plans, work=work, offers=offers, look=look)
         document = comparison_document(plans, comparison)
-        view = plans_view(plans, comparison)
+        view = plans_view(plans, comparison, is_detailed=is_detailed)
     return (_json(document) if question.request.as_json else _text(view)), fits
 
 
@@ -201,7 +202,9 @@ def _longest(question: Question, progress: Progress) -> tuple[str, bool]:
     fits = any(answer.best is not None for answer in answers)
     documents = [longest_document(answer) for answer in answers]
     document = documents[0] if len(documents) == 1 else {"plans": documents}
-    return (_json(document) if question.request.as_json else _text(longest_views(answers))), fits
+    if question.request.as_json:
+        return _json(document), fits
+    return _text(longest_views(answers, is_detailed=question.request.is_detailed)), fits
 
 
 def _cheapest(question: Question, progress: Progress) -> tuple[str, bool]:
@@ -219,12 +222,10 @@ def _cheapest(question: Question, progress: Progress) -> tuple[str, bool]:
         deadline_seconds=question.request.within_seconds,
         cards=ranked(cards),
     )
-    text = (
-        _json(cheapest_document(answer))
-        if question.request.as_json
-        else _text(cheapest_view(answer))
-    )
-    return text, answer.cheapest is not None
+    fits = answer.cheapest is not None
+    if question.request.as_json:
+        return _json(cheapest_document(answer)), fits
+    return _text(cheapest_view(answer, is_detailed=question.request.is_detailed)), fits
 
 
 def _job_card(question: Question, gpu: GpuSpec, progress: Progress) -> JobCard:
