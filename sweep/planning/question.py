@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, did_you_mean
+from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names, match_product
 from search_spaces.knobs import as_options
 from search_spaces.loading import load_space, preset_name, shipped_presets, with_fixed
@@ -118,8 +119,15 @@ class Question:
         """Return what is asked of a card: a space, or one configuration.
 
         Raises:
-            InputError: what was typed is no configuration, or does not go with the space.
+            InputError: what was typed is no configuration, does not go with the space, or leaves
+                none of it that is valid.
         """
+        asked = self._asked_of(gpu)
+        if not self.request.is_cheapest or isinstance(asked, TrialConfig):
+            refuse_impossible(asked, model=self.model, has_texts=self.texts is not None)
+        return asked
+
+    def _asked_of(self, gpu: GpuSpec) -> SearchSpace | TrialConfig:
         if self.request.is_exact:
             return parse_config(self.held, where="options")
         space, kind = self._space_of(gpu)

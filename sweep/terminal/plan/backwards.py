@@ -27,7 +27,7 @@ from sweep.terminal.plan.verdict import (
     what_words,
 )
 
-LINES_SHOWN = 5
+LINES_SHOWN = 4
 """Micro-batches of all GPUs, or GPUs, that one screen has room for."""
 
 
@@ -102,12 +102,12 @@ def cheapest_view(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
     if shown:
         parts += [_cards_table(shown), Text("")]
     others = [card for card in answer.cards if not card.is_able]
-    rows = [*_cheapest_facts(answer, left_out=len(answer.able) - len(shown))]
+    rows = [*_cheapest_facts(answer)]
     if is_detailed:
         rows += [(card.gpu.name, f"{card.outcome.value}: {_why_not(card)}") for card in others]
         rows += [("price", source_words(card.bill.offer)) for card in answer.able[:1]]
     else:
-        rows += _others(others)
+        rows.append(("others", _others(others, dearer=len(answer.able) - len(shown))))
         if answer.cheapest is not None:
             name, model = answer.cheapest.gpu.name, answer.model.name
             rows.append(("next", f"`sweep plan {name} --model {model}` plans it there"))
@@ -125,30 +125,29 @@ def _cheapest_sentence(answer: Cheapest) -> str:
     return f"Recommended for {answer.model.name}: {which}: {what}: {numbers}"
 
 
-def _cheapest_facts(answer: Cheapest, *, left_out: int) -> Iterator[Fact]:
+def _cheapest_facts(answer: Cheapest) -> Iterator[Fact]:
     cheapest = answer.cheapest
-    if left_out:
-        yield "and", f"{units.plural(left_out, 'more GPU')} at higher prices"
     if cheapest is not None and cheapest.forecast is not None:
         yield "settings", settings_words(knobs(cheapest.forecast.config))
-    work = "" if answer.workload is None else f"{work_words(answer.workload)}, "
+    work = "a training" if answer.workload is None else work_words(answer.workload)
     limit = answer.deadline_seconds
     by = "" if limit is None else f" within {units.duration(limit)}"
-    yield "the job", f"{work}the same on every GPU{by}: {_in_words(answer.held)}"
+    yield "the job", f"{work}{by}; on every GPU {_in_words(answer.held)}"
     tied = ", ".join(card.gpu.name for card in answer.perhaps_cheapest)
     if tied:
-        yield "perhaps as cheap", tied
+        yield "or perhaps", tied
     if answer.smallest is not None and answer.smallest is not cheapest:
         yield "smallest", f"{offer_words(answer.smallest.bill)}, {_bill_words(answer.smallest)}"
 
 
-def _others(cards: Sequence[JobCard]) -> Iterator[Fact]:
-    """Yield which GPUs do not do it, by the reason."""
+def _others(cards: Sequence[JobCard], *, dearer: int) -> str:
+    """Return how many GPUs do it at higher prices, and which do not, by the reason."""
     by_outcome: dict[str, list[str]] = {}
     for card in cards:
         by_outcome.setdefault(card.outcome.value, []).append(card.gpu.name)
-    for outcome, names in by_outcome.items():
-        yield outcome, ", ".join(names)
+    words = [f"{outcome}: {', '.join(names)}" for outcome, names in by_outcome.items()]
+    more = [f"{dearer} more do it at higher prices"] if dearer else []
+    return "; ".join([*more, *words]) or "none"
 
 
 def _bill_words(card: JobCard) -> str:

@@ -48,11 +48,6 @@ TERM_WORDS = {
 TERMS_SHOWN = 3
 
 
-def describe(config: TrialConfig) -> str:
-    """Return a configuration in words: ``8 x 512, rank 16, adapters on q,k,v,o, ...``."""
-    return f"{units.size(config)}, {structure(config)}"
-
-
 def structure(config: TrialConfig) -> str:
     """Return all but micro-batch and length, as far as it is not the standard recipe's."""
     return ", ".join(_structure(config))
