@@ -24,7 +24,6 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.offering import Offered, refuse_without_texts
 from search_spaces.prices import Offer, load_prices
 from search_spaces.space import SearchSpace
-from search_spaces.texts import TextsChoice
 from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
 from sweep.data.study_epochs import StudyEpochs
@@ -231,12 +230,15 @@ def resolve_request(
     of_first = space or own_space(gpus[0].name, request.model)[0]
     model = load_model_spec(request.model or of_first.model)
     choice = typed_texts(None if space is None else space.data, request.data)
-    texts = None if choice is None else read_texts(TextsRequest.of(choice, model))
+    texts = shapes = None
+    if choice is not None:
+        texts = read_texts(TextsRequest.of(choice, model))
+        shapes = ShapesOnTexts(StudyEpochs.of(texts, choice, seed=of_first.seed))
     if space is not None:
         space = space.model_copy(update={"data": choice})
     return Question(
         texts=texts,
-        shapes=None if texts is None or choice is None else _shapes(texts, choice, space),
+        shapes=shapes,
         request=request,
         space=space,
         kind=kind,
@@ -247,11 +249,6 @@ def resolve_request(
         predictor=predictor,
         read_study=read_study,
     )
-
-
-def _shapes(texts: PreparedTexts, choice: TextsChoice, space: SearchSpace | None) -> ShapesOnTexts:
-    seed = 0 if space is None else space.seed
-    return ShapesOnTexts(StudyEpochs.of(texts, choice, seed=seed))
 
 
 def _cards(

@@ -171,8 +171,7 @@ def _of_each_card(question: Question, progress: Progress) -> _Answer:
 
 
 def _card_plan(question: Question, forecaster: Forecaster, progress: Progress) -> CardPlan:
-    work = question.request.work
-    offers = question.offers.get(forecaster.gpu.name, ())
+    work, offers = question.request.work, question.offers.get(forecaster.gpu.name, ())
     about = question.about(forecaster.gpu)
     if isinstance(about, TrialConfig):
         return plan_configuration(

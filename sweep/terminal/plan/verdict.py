@@ -269,7 +269,8 @@ def comparison_screen(
     if offers is not None:
         best = next(plan for plan in able if plan.gpu.name == offers.cheapest.offer.gpu)
     yield Text(f"{_choice(plans, best, chosen, offers)}\n", style="bold")
-    yield _gpus_table(plans, chosen, offers)
+    if able:
+        yield _gpus_table(able, chosen, offers)
     rows = [] if comparison is None else [*comparison_facts(comparison)]
     if chosen:
         rows += settings_facts(chosen)
@@ -284,19 +285,15 @@ def _choice(
     offers: OfferComparison | None,
 ) -> str:
     """Return which GPU to take, in a sentence that stands alone."""
-    name = best.gpu.name
+    model, name = best.model.name, best.gpu.name
     if not chosen:
-        names = listed(plan.gpu.name for plan in plans)
-        return f"Nothing fits for {best.model.name} on {names}"
+        return f"Nothing fits for {model} on the {listed(plan.gpu.name for plan in plans)}"
     bill = None if offers is None else offers.cheapest
     which = f"the {name}" if bill is None else offer_words(bill)
-    if len(chosen) == 1:
-        why = "which alone has room"
-    else:
-        why = f"predicted the {'fastest' if bill is None else 'cheapest'}"
+    why = f"predicted the {'fastest' if bill is None else 'cheapest'}"
+    why = why if len(chosen) > 1 else "which alone has room"
     numbers = numbers_of(chosen[name], best.budget_bytes, bill)
-    what = what_words(chosen[name].config)
-    return f"Recommended for {best.model.name}: {which}, {why}: {what}: {numbers}"
+    return f"Recommended for {model}: {which}, {why}: {what_words(chosen[name].config)}: {numbers}"
 
 
 def _why_not(plan: CardPlan) -> str:
@@ -314,10 +311,7 @@ def _gpus_table(
     numbers = ("tokens/s", "between", "size", "peak", "budget", "1M tokens")
     grid = empty_grid("", *numbers, "", right=numbers)
     for plan in plans:
-        name, forecast = plan.gpu.name, chosen.get(plan.gpu.name)
-        if forecast is None:
-            grid.add_row(name, units.DASH, "", "", "", units.gib(plan.budget_bytes))
-            continue
+        name, forecast = plan.gpu.name, chosen[plan.gpu.name]
         bills = () if offers is None else offers.bills
         bill = next((bill for bill in bills if bill.offer.gpu == name), None)
         grid.add_row(
@@ -354,32 +348,17 @@ def comparison_facts(comparison: CardComparison) -> Iterator[Fact]:
     else:
         yield "cheapest", _cheapest(bills)
     yield "fastest", _fastest(comparison)
-    if bills is not None and bills.soonest.offer.gpu != comparison.fastest:
-        soonest = bills.soonest
-        took = units.duration(3600 * soonest.wall_hours)
-        others = _open(other.offer.gpu for other in bills.perhaps_soonest)
-        yield "soonest", f"{soonest.offer.label}, {took}, {units.usd(soonest.usd)}{others}"
 
 
 def _fastest(comparison: CardComparison) -> str:
-    first = comparison.chosen[comparison.fastest]
-    others = [gpu for gpu in comparison.chosen if gpu != comparison.fastest]
-    second = max(others, key=lambda gpu: comparison.chosen[gpu].tokens_per_second or 0.0)
-    ratio = _ratio(first, comparison.chosen[second])
-    words = f"{comparison.fastest}{ratio and f', {ratio} the {second}'}"
-    return f"{words}{_open(comparison.perhaps_fastest)}"
-
-
-def _ratio(first: Forecast, second: Forecast) -> str:
-    """Return how many times as fast one is as another, with all that their intervals leave open."""
-    speeds = first.tokens_per_second, second.tokens_per_second
-    ends, others = first.tokens_per_second_range, second.tokens_per_second_range
-    if not speeds[0] or not speeds[1]:
-        return ""
-    ratio = f"{speeds[0] / speeds[1]:.2f}x"
-    if ends is None or others is None:
-        return ratio
-    return f"{ratio} ({ends[0] / others[1]:.2f} to {ends[1] / others[0]:.2f}x)"
+    """Return which is the fastest, and how many times as fast as the second, as far as is known."""
+    chosen = sorted(comparison.chosen.items(), key=lambda each: speed_order(each[1]), reverse=True)
+    (first, fast), (second, slow) = chosen[:2]
+    ends, others = fast.tokens_per_second_range, slow.tokens_per_second_range
+    ratio = ""
+    if ends is not None and others is not None:
+        ratio = f", {ends[0] / others[1]:.2f} to {ends[1] / others[0]:.2f}x the {second}"
+    return f"{first}{ratio}{_open(comparison.perhaps_fastest)}"
 
 
 def _cheapest(offers: OfferComparison) -> str:
@@ -396,8 +375,8 @@ def _cheapest(offers: OfferComparison) -> str:
 
 def _open(names: Iterable[str]) -> str:
     """Return what is statistically indistinguishable from the first; nothing where all is known."""
-    listed_ = ", ".join(dict.fromkeys(names))
-    return f"; perhaps as good: {listed_}" if listed_ else ""
+    tied = ", ".join(dict.fromkeys(names))
+    return f"; perhaps as good: {tied}" if tied else ""
 
 
 def one_pass(config: TrialConfig) -> TrialConfig:

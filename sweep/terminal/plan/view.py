@@ -11,8 +11,6 @@ from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
 from search_spaces.linears import parameters
-from search_spaces.models import ModelSpec
-from search_spaces.space import SearchSpace
 from sweep.planning.comparison import CardComparison
 from sweep.planning.forecast import Forecast
 from sweep.planning.plan import CardPlan
@@ -100,19 +98,11 @@ def _grounds(plan: CardPlan) -> Iterator[str]:
         f"{plan.gpu.name} ({plan.gpu.product}): {units.gib(plan.gpu.memory_bytes)} usable, a "
         f"training may take {units.gib(plan.budget_bytes)}"
     )
-    yield _model_line(plan.model)
+    model, count = plan.model, parameters(plan.model)
+    size = "" if count is None else f"{count / 1e6:,.1f} M parameters, "
+    yield f"{model.name}: {size}{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
     if plan.shown is not None:
         yield from _sure_lines(plan, plan.shown)
-
-
-def _model_line(model: ModelSpec) -> str:
-    count = parameters(model)
-    size = "" if count is None else f"{_in_words(count)} parameters, "
-    return f"{model.name}: {size}{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
-
-
-def _in_words(count: int) -> str:
-    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
 
 
 def _table(table: ShapeTable, plan: CardPlan) -> RenderableType:
@@ -149,16 +139,12 @@ def _shown_batches(table: ShapeTable) -> Iterator[int]:
 
 
 def _cell(cell: Forecast, shown: TrialConfig | None) -> Text:
-    is_shown = shown is not None and _shape(cell.config) == _shape(shown)
+    is_shown = shown is not None and units.size(cell.config) == units.size(shown)
     style = FIT_STYLES[cell.fit] + (" reverse" if is_shown else "")
     if cell.fit is Fit.NO:
         return Text("-" if cell.broken is None else FORBIDDEN, style=style)
     known = "fits" if cell.tokens_per_second is None else units.rate(cell.tokens_per_second)
     return Text(f"{known}?" if cell.fit is Fit.UNCERTAIN else known, style=style)
-
-
-def _shape(config: TrialConfig) -> tuple[int, int]:
-    return config.micro_batch_size, config.seq_len
 
 
 def _largest(table: ShapeTable, length: int) -> str:
@@ -203,14 +189,8 @@ def _study_lines(survey: Survey, plan: CardPlan) -> Iterator[str]:
     if seconds is not None:
         yield (
             f"{units.plural(survey.trials, 'trial')} take about {units.duration(seconds[0])} to "
-            f"{units.duration(seconds[1])} on the {plan.gpu.name}{_sooner(survey.space)}"
+            f"{units.duration(seconds[1])} on the {plan.gpu.name}"
         )
-
-
-def _sooner(space: SearchSpace) -> str:
-    """Return that a search may end before its last trial, where it may."""
-    may_end = space.sampler == "guided" and space.stop_below_gain > 0
-    return "; it ends sooner, once no trial is expected to gain enough" if may_end else ""
 
 
 def _sure_lines(plan: CardPlan, forecast: Forecast) -> Iterator[str]:
