@@ -349,15 +349,16 @@ def plan(
     tokens: opt.TokensOption = None,
     dataset_samples: opt.DatasetOption = None,
     epochs: opt.EpochsOption = None,
+    details: opt.DetailsOption = False,
     as_json: opt.JsonOption = False,
     *,
     configuration: dict[str, Any],
 ) -> int:
     """Predict what fits, how fast and at what cost; needs no GPU.
 
-    Options of a configuration are held fixed and the rest of the space is searched. With --exact
-    one configuration is asked about: what is not typed is the standard recipe's. A card that is
-    named first and those of --gpu are all asked about, and compared.
+    Settings that are typed are fixed and the rest of the space is searched. With --exact one
+    configuration is asked about: what is not typed is the standard recipe's. A GPU that is named
+    first and those of --gpu are all asked about, and compared.
     """
     from sweep.planning.plan import AskedWork
     from sweep.planning.question import PlanRequest
@@ -380,6 +381,7 @@ def plan(
         study=study,
         storage=storage,
         as_json=as_json,
+        is_detailed=details,
     )
     return command.plan(request, read_study=_read_study)
 

@@ -329,7 +329,8 @@ def _overridden(
         for key, value in overrides.items()
         if value is not None and value != getattr(declared, key)
     }
-    values = {**declared.model_dump(), **changed}
+    budget = declared.budget_gib_on(overrides.get("gpu") or declared.gpu)
+    values = {**declared.model_dump(), "budget_gib": budget, **changed}
     return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
 
 

@@ -62,7 +62,7 @@ SpaceOrCardArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="SPACE",
-        help="A preset, a YAML file or a card.",
+        help="A preset, a YAML file or a GPU.",
         autocompletion=completion.presets_and_gpus,
     ),
 ]
@@ -352,9 +352,12 @@ GpusOption = Annotated[
     list[str] | None,
     typer.Option(
         "--gpu",
-        help="Card; name several to compare them.",
+        help="GPU; name several to compare them.",
         autocompletion=completion.gpus,
     ),
+]
+DetailsOption = Annotated[
+    bool, typer.Option("--details", help="Print all of the answer, and not one screen.")
 ]
 ExactOption = Annotated[
     bool,
