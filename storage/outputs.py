@@ -60,7 +60,7 @@ def checked_output(
     if _KNOWN_ENDINGS.fullmatch(suffix) and suffix not in endings:
         raise InputError(f"{label}: {what} goes into a file that ends in {listed(endings)}")
     if typed.endswith("/") or is_directory(path, label=label):
-        raise InputError(f"{label} is a directory: name a file in it")
+        raise InputError(f"{label} names a directory: name a file in it")
     require_parent(path)
     if not is_forced and path.is_file() and not (is_marked and _is_replaceable(path, label)):
         whose = "is not sweep's to replace" if is_marked else "is there already"
