@@ -129,6 +129,16 @@ def run(
         "seed": seed,
         "sampler": sampler,
     }
+    from sweep.study.asked import refuse_mistakes
+
+    refuse_mistakes(
+        space,
+        overrides=overrides,
+        models=model or (),
+        held=configuration,
+        study=study,
+        storage=storage_url(storage),
+    )
     return _driver(context, host, host_python, models=model or ())(
         space,
         overrides=overrides,

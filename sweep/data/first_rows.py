@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from search_spaces.errors import InputError
 from search_spaces.texts import TextsKind
 from sweep.data.files import text_files
 from sweep.data.formats import Read, file_rows
 from sweep.data.kinds import Broken, recognised
-from sweep.data.request import BrokenRow
+from sweep.data.request import BrokenRow, Question
+
+if TYPE_CHECKING:
+    from sweep.data.texts import TextsRequest
 
 _ROWS_LOOKED_AT = 100
 """Whose columns tell what kind the rows are."""
@@ -27,23 +31,17 @@ class FirstRows:
     kind: TextsKind
 
 
-def first_rows(
-    rows: Iterator[Read],
-    *,
-    source: str,
-    format: str,
-    text_column: str | None,
-    completions_only: bool,
-) -> FirstRows:
+def first_rows(rows: Iterator[Read], asked: Question | TextsRequest) -> FirstRows:
     """Take as many rows as tell their kind.
 
     Args:
         rows: of the dataset, which go on behind those that are returned.
-        source, format, text_column, completions_only: as they were typed.
+        asked: what is to be read, and how.
 
     Raises:
         InputError: there are none, none of them can be read, or they are of no known kind.
     """
+    source = asked.source
     seen: list[Read] = []
     columns: dict[str, None] = {}
     readable = 0
@@ -61,8 +59,10 @@ def first_rows(
         reason = values.reason if isinstance(values, Broken) else "an empty object"
         broken = BrokenRow(place.file, place.line, reason)
         raise InputError(all_broken(broken, len(seen), source, first=len(seen) == _ROWS_MAX))
-    kind = recognised(tuple(columns), format=format, text_column=text_column, source=source)
-    if kind == "text" and completions_only:
+    kind = recognised(
+        tuple(columns), format=asked.format, text_column=asked.text_column, source=source
+    )
+    if kind == "text" and asked.completions_only:
         raise InputError(
             f"{source}: rows of one text have no completions of their own: leave "
             "--completions-only out, or name another --format"
@@ -70,21 +70,15 @@ def first_rows(
     return FirstRows(seen, tuple(columns), kind)
 
 
-def look_at(source: str, *, format: str, text_column: str | None, completions_only: bool) -> None:
+def look_at(asked: TextsRequest) -> None:
     """Refuse a dataset in one file here whose first rows show that nothing can be trained on it.
 
     Takes milliseconds; whoever prepares it imports for seconds first. Raises as `first_rows`.
     """
-    files = text_files(source)
+    files = text_files(asked.source)
     if len(files) == 1:
         ((label, path),) = files
-        first_rows(
-            ((place, values) for place, values, _ in file_rows(path, label)),
-            source=source,
-            format=format,
-            text_column=text_column,
-            completions_only=completions_only,
-        )
+        first_rows(((place, row) for place, row, _ in file_rows(path, label)), asked)
 
 
 def all_broken(row: BrokenRow, count: int, source: str, *, first: bool = False) -> str:

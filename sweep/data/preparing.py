@@ -134,13 +134,7 @@ class _Preparation:
         """Write all that there is of prepared texts into the directory."""
         self._tell()
         asked, rows = self._question, self._source.rows()
-        first = first_rows(
-            rows,
-            source=asked.source,
-            format=asked.format,
-            text_column=asked.text_column,
-            completions_only=asked.completions_only,
-        )
+        first = first_rows(rows, asked)
         kind, name = first.kind, asked.tokenizer
         tokenizer = load_tokenizer(Path(self._question.tokenizer_directory), name=name)
         render = renderer(

@@ -208,12 +208,7 @@ def _question(request: TextsRequest, tell: Progress) -> Question:
     tokenizer = find_tokenizer(request.tokenizer, request.model)
     content = seen = None
     if not is_on_hub(request.source):
-        look_at(
-            request.source,
-            format=request.format,
-            text_column=request.text_column,
-            completions_only=request.completions_only,
-        )
+        look_at(request)
         files = text_files(request.source)
         try:
             seen = own.seen(files)

@@ -23,8 +23,9 @@ from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, quote
 from search_spaces.models import ModelSpec
 from storage.definition import StudySnapshot
+from storage.names import is_file_name
 from storage.outputs import checked_output
-from storage.reading import count_trials, is_file_name
+from storage.reading import count_trials
 from sweep.export import formats
 from sweep.paths import (
     cache_directory,

@@ -53,7 +53,7 @@ from sweep.planning.question import Predictor, Question, resolve_request
 from sweep.planning.survey import START_SECONDS
 from sweep.predict.cost import SECONDS_PER_HOUR
 from sweep.predict.memory.tracing_children import TracingChildren
-from sweep.study.session import named
+from sweep.study.asked import named
 from sweep.terminal.console import confirmed, folded, note, say, say_json, width_of
 from sweep.terminal.plan.command import tracing
 from sweep.terminal.typed import call, respelled
