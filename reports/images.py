@@ -6,6 +6,8 @@ The picture is the page's figure in its light theme, with the values of the tria
 from __future__ import annotations
 
 import importlib.util
+import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,24 +20,18 @@ from reports.page import figures_of
 from search_spaces.errors import EnvironmentFault, InputError, install_extra, listed
 from storage.definition import StudySnapshot
 from storage.files import write_chosen
+from storage.outputs import WRITTEN_BY
 
 SUFFIXES = (".png", ".svg")
-OTHER_SUFFIXES = (".pdf", ".jpg", ".jpeg", ".webp", ".gif", ".eps")
-"""Pictures too, but none that is drawn here; a page under such a name would open nowhere."""
 FRONT = "front-figure"
 _PIXELS = 1100
+_PNG_HEADER_BYTES = 33
+"""Signature and first chunk."""
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a file that is named is a picture, by the end of its name.
-
-    Raises:
-        InputError: it is one of a kind that is not drawn.
-    """
-    suffix = path.suffix.lower()
-    if suffix in OTHER_SUFFIXES:
-        raise InputError(f"{path}: a picture is a .png or .svg, and a page is an .html")
-    return suffix in SUFFIXES
+    """Whether a file that is named is a picture, by the end of its name."""
+    return path.suffix.lower() in SUFFIXES
 
 
 def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = None) -> None:
@@ -63,9 +59,18 @@ def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = Non
     except (RuntimeError, ValueError, OSError) as error:
         raise EnvironmentFault(f"plotly's image engine failed: {error}") from error
     try:
-        write_chosen(path, data)
+        write_chosen(path, _marked(data))
     except OSError as error:
         raise EnvironmentFault(f"cannot write the picture {path}: {error.strerror}") from error
+
+
+def _marked(data: bytes) -> bytes:
+    """Return a picture that says who wrote it, so that it may be replaced."""
+    if data.startswith(b"<svg"):
+        return f"<!-- {WRITTEN_BY} -->\n".encode() + data
+    text = b"tEXtSoftware\0qlora-sweep"
+    chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
+    return data[:_PNG_HEADER_BYTES] + chunk + data[_PNG_HEADER_BYTES:]
 
 
 def picture_of(snapshot: StudySnapshot, name: str) -> go.Figure:

@@ -24,7 +24,6 @@ from sweep.paths import runs_directory, storage_url
 from sweep.stop_signals import INTERRUPTED
 from sweep.terminal import options as opt
 from sweep.terminal.console import (
-    STDOUT,
     announce_if_slow,
     note,
     prepare_streams,
@@ -131,6 +130,16 @@ def run(
         "seed": seed,
         "sampler": sampler,
     }
+    from sweep.study.asked import refuse_mistakes
+
+    refuse_mistakes(
+        space,
+        overrides=overrides,
+        models=model or (),
+        held=configuration,
+        study=study,
+        storage=storage_url(storage),
+    )
     return _driver(context, host, host_python, models=model or ())(
         space,
         overrides=overrides,
@@ -194,6 +203,7 @@ def submit(
     sbatch_option: opt.SbatchOption = None,
     env: opt.EnvironmentOption = None,
     output: opt.JobFileOption = None,
+    force: opt.ForceOption = False,
 ) -> int:
     """Hand a study to a queue, as a job that goes on with itself before each time limit.
 
@@ -217,7 +227,8 @@ def submit(
             options=tuple(sbatch_option or ()),
         ),
         environment=env,
-        output=output if output == STDOUT else _output(output),
+        output=output,
+        is_forced=force,
     )
 
 
@@ -278,6 +289,7 @@ def launch(
     volume: opt.VolumeOption = None,
     study: opt.StudyNameOption = None,
     output: opt.RentedFileOption = None,
+    force: opt.ForceOption = False,
     yes: opt.YesOption = False,
     as_json: opt.JsonOption = False,
     options: opt.RunWordsArgument = None,
@@ -290,8 +302,6 @@ def launch(
     from sweep.launching.request import LaunchRequest
     from sweep.terminal import launching
 
-    if output == STDOUT:
-        raise InputError("--output: the job needs the package's wheel beside it: name a file")
     return launching.launch(
         LaunchRequest(
             space=space,
@@ -305,7 +315,8 @@ def launch(
             typed_prices=tuple(price or ()),
             volume=volume,
             study=study,
-            output=_output(output),
+            output=output,
+            is_forced=force,
             is_sure=yes,
             as_json=as_json,
             words=tuple(options or ()),
@@ -487,6 +498,7 @@ def report(
     epochs: opt.EpochsOption = None,
     figure: opt.FigureOption = None,
     output: opt.ReportOption = None,
+    force: opt.ForceOption = False,
     storage: opt.StorageOption = None,
 ) -> int:
     """Write a study's report, or compare cards; one HTML file.
@@ -507,7 +519,8 @@ def report(
         job=Job(tokens=tokens, dataset_samples=dataset_samples, epochs=epochs),
         figure=figure,
         storage=storage,
-        output=_output(output),
+        output=output,
+        is_forced=force,
     )
 
 
@@ -521,6 +534,7 @@ def export(
     format: opt.FormatOption = "script",
     trial: opt.TrialOption = None,
     output: opt.ExportOption = None,
+    force: opt.ForceOption = False,
     storage: opt.StorageOption = None,
 ) -> int:
     """Write a study's winner as a recipe that runs.
@@ -530,7 +544,7 @@ def export(
     from sweep.terminal import commands
 
     return commands.export(
-        study, format=format, trial=trial, storage=storage, output=_output(output)
+        study, format=format, trial=trial, storage=storage, output=output, is_forced=force
     )
 
 
@@ -656,22 +670,6 @@ def replay(
     )
 
 
-def _output(typed: str | None) -> Path | None:
-    """Return the file that an output goes to; None for the usual place.
-
-    Raises:
-        InputError: it is a directory.
-    """
-    from search_spaces.documents import is_directory
-
-    if typed is None:
-        return None
-    path = Path(typed)
-    if typed != STDOUT and is_directory(path, label=f"--output: {typed}"):
-        raise InputError(f"--output: {typed} is a directory: name a file in it")
-    return path
-
-
 @app.command(epilog=opt.examples("sweep presets"))
 def presets(as_json: opt.JsonOption = False) -> int:
     """List the shipped search spaces."""
@@ -706,12 +704,15 @@ def schema() -> int:
 
 @app.command(epilog=opt.examples("sweep init --gpu l4 --model tinyllama-1.1b -o mine.yaml"))
 def init(
-    gpu: opt.GpuOption = None, model: opt.ModelOption = None, output: opt.SpaceFileOption = None
+    gpu: opt.GpuOption = None,
+    model: opt.ModelOption = None,
+    output: opt.SpaceFileOption = None,
+    force: opt.ForceOption = False,
 ) -> int:
     """Write a commented search space to start from."""
     from sweep.terminal import spaces
 
-    return spaces.init(gpu=gpu, model=model, output=_output(output))
+    return spaces.init(gpu=gpu, model=model, output=output, is_forced=force)
 
 
 @app.command(

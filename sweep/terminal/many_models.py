@@ -27,7 +27,7 @@ from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
-from storage.opening import check_name
+from storage.names import check_name
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.interruption import Interruption
 from sweep.study.session import Prepared

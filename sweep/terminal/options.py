@@ -499,6 +499,9 @@ ReportOption = Annotated[
         callback=_named("--output"),
     ),
 ]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace a file that sweep did not write.")
+]
 PortOption = Annotated[
     int, typer.Option("--port", min=0, max=65535, help="To listen on; 0 is any that is free.")
 ]
