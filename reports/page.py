@@ -28,7 +28,7 @@ from plotly.io.json import to_json_plotly
 
 from reports.comparison import Comparison
 from reports.decision import decision_of
-from reports.document import document_of, no_document
+from reports.document import document_of, no_document, title_of
 from reports.figures.comparison import words_of
 from reports.figures.effects import knobs_of
 from reports.figures.figure import PageFigure
@@ -120,8 +120,7 @@ def _writing(path: Path) -> Iterator[None]:
 def render(snapshot: StudySnapshot) -> str:
     """Return a study's report as HTML."""
     sections = _sections(snapshot)
-    title = f"{snapshot.name} · QLoRA study"
-    return _page(title, sections, document=document_of(snapshot), snapshot=snapshot)
+    return _page(title_of(snapshot), sections, document=document_of(snapshot), snapshot=snapshot)
 
 
 def figures_of(snapshot: StudySnapshot) -> tuple[PageFigure, ...]:

@@ -1,21 +1,18 @@
-"""Owns the section on how far a study can be trusted: its words, tables and figures.
-
-Pure: a study's snapshot in, a value out. Where the numbers come from is `trust`'s.
-"""
+"""The section on how far a study can be trusted: its words, tables and figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from reports import tables, units
+from reports.document import memory_unit
 from reports.figures.course import course_drawing
 from reports.figures.figure import DataTable, PageFigure
 from reports.figures.style import LIMIT_COLOUR, MARKS
 from reports.outcomes import VERDICT_LABELS
 from reports.trust import Accuracy, Course, Steps, Trust, WinnerMemory, trust_of
-from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
 from storage.records import Measurement, TrialRecord, Verdict
 
@@ -126,14 +123,12 @@ def accuracy_words(known: Accuracy) -> str:
     )
 
 
-_AXES: Mapping[str, tuple[str, str, str]] = {
-    "memory": ("predicted_peak_gib", "peak_allocated_gib", "peak allocated memory (GiB)"),
-    "speed": ("predicted_tokens_per_second", "tokens_per_second", "tokens/s"),
-}
-
-
 def _accuracy_figure(known: Accuracy, snapshot: StudySnapshot) -> PageFigure:
-    predicted, measured, title = _AXES[known.quantity]
+    unit = memory_unit(snapshot)
+    predicted, measured, title = {
+        "memory": ("predicted_peak", "peak_allocated", f"peak allocated memory ({unit.name})"),
+        "speed": ("predicted_tokens_per_second", "tokens_per_second", "tokens/s"),
+    }[known.quantity]
     places = {record.number: row for row, record in enumerate(snapshot.records)}
     rows = [places[number] for number, _ in known.errors]
     mark = MARKS[Verdict.FITS]
@@ -153,14 +148,16 @@ def _accuracy_figure(known: Accuracy, snapshot: StudySnapshot) -> PageFigure:
         f"Predicted against measured {known.quantity}",
         "Each mark is a trial that fitted; on the line, what was predicted before it ran is what "
         "was measured.",
-        {"data": [trace], "layout": _square(known, snapshot.records, title)},
-        _worst_table(known, snapshot.records),
+        {"data": [trace], "layout": _square(known, snapshot.records, title, unit)},
+        _worst_table(known, snapshot.records, unit),
     )
 
 
-def _square(known: Accuracy, records: Sequence[TrialRecord], title: str) -> dict[str, Any]:
+def _square(
+    known: Accuracy, records: Sequence[TrialRecord], title: str, unit: units.MemoryUnit
+) -> dict[str, Any]:
     """Return axes that are alike, with the line on which both are the same."""
-    ends = [end for pair in _pairs(known, records) for end in pair]
+    ends = [end for pair in _pairs(known, records, unit) for end in pair]
     low, high = 0.95 * min(ends), 1.05 * max(ends)
     axis = {"range": [low, high], "tickformat": ",~r"}
     line = {"color": LIMIT_COLOUR, "width": 1, "dash": "dash"}
@@ -174,31 +171,36 @@ def _square(known: Accuracy, records: Sequence[TrialRecord], title: str) -> dict
     }
 
 
-def _pairs(known: Accuracy, records: Sequence[TrialRecord]) -> Iterator[tuple[float, float]]:
+def _pairs(
+    known: Accuracy, records: Sequence[TrialRecord], unit: units.MemoryUnit
+) -> Iterator[tuple[float, float]]:
     """Yield what was predicted and measured, in the figure's units."""
     by_number = {record.number: record for record in records}
     for number, error in known.errors:
-        measured = _measured(by_number[number], known.quantity)
+        measured = _measured(by_number[number], known.quantity, unit)
         yield measured * (1 + error), measured
 
 
-def _measured(record: TrialRecord, quantity: str) -> float:
+def _measured(record: TrialRecord, quantity: str, unit: units.MemoryUnit) -> float:
     measured = record.measurement
     assert measured is not None, "only what was measured has an error"
     if quantity == "memory":
-        return measured.peak_allocated_bytes / GIB
+        return measured.peak_allocated_bytes / unit.bytes
     return measured.tokens_per_second
 
 
-def _worst_table(known: Accuracy, records: Sequence[TrialRecord]) -> DataTable:
+def _worst_table(
+    known: Accuracy, records: Sequence[TrialRecord], unit: units.MemoryUnit
+) -> DataTable:
     """Return the trials that were furthest off; all of them are in the table of trials."""
     by_number = {record.number: record for record in records}
     worst = sorted(known.errors, key=lambda pair: -abs(pair[1]))[:_WORST_SHOWN]
     rows = []
     for number, error in worst:
-        measured = _measured(by_number[number], known.quantity)
+        measured = _measured(by_number[number], known.quantity, unit)
         both = (measured * (1 + error), measured)
-        shown = [units.gib(v * GIB) if known.quantity == "memory" else units.rate(v) for v in both]
+        is_memory = known.quantity == "memory"
+        shown = [f"{v:.2f} {unit.name}" if is_memory else units.rate(v) for v in both]
         rows.append((str(number), *shown, f"{100 * error:+.2g} %"))
     return DataTable(
         ("trial, the furthest off first", "predicted", "measured", "error"), tuple(rows)

@@ -25,7 +25,7 @@
     const air = 0.08 * (most - least) || 0.1 * Math.abs(most) || 1;
     return [least < 0.4 * most ? 0 : Math.max(least - air, 0), most + air];
   };
-  const TICKS = { rate: ",~r", usd: "$~r", count: "~s", gib: "~r", number: "~r" };
+  const TICKS = { rate: ",~r", usd: "$~r", count: "~s", memory: "~r", number: "~r" };
   const axisOf = (column) => {
     const known = study.columns[column];
     // Where nothing was measured the panel has nothing to say.
