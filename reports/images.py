@@ -86,7 +86,7 @@ def picture_of(snapshot: StudySnapshot, name: str) -> go.Figure:
     about = wrap(f"{figure.title} · study {snapshot.name}", _WORDS_LETTERS)
     key = [part for mark in figure.names for part in wrap(mark.whole, _WORDS_LETTERS)]
     top, bottom, height = picture.layout.margin.t, picture.layout.margin.b, picture.layout.height
-    above = _TITLE_PIXELS * len(title) + _LINE_PIXELS * len(about)
+    above = _TITLE_PIXELS * (len(title) + 0.5) + _LINE_PIXELS * len(about)
     below = _LINE_PIXELS * len(key)
     picture.update_layout(
         template=themes()["light"],

@@ -33,6 +33,7 @@ from reports.figures.comparison import words_of
 from reports.figures.effects import knobs_of
 from reports.figures.figure import PageFigure
 from reports.figures.quality import quality_of
+from reports.figures.search import search_of
 from reports.figures.style import themes
 from reports.figures.trust import trust_section
 from reports.front import front_of
@@ -62,6 +63,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("quality", quality_of),
     Section("wall", wall_of),
     Section("knobs", knobs_of),
+    Section("search", search_of),
     Section("next", next_steps_of),
     Section("trials", trials_of),
     Section("trust", trust_section),
@@ -79,6 +81,7 @@ _SCRIPTS = (
     "table.js",
     "decision.js",
     "wall.js",
+    "search.js",
     "folds.js",
     "start.js",
 )

@@ -36,7 +36,7 @@ class MarkName:
     @property
     def whole(self) -> str:
         """The name with what it stands for."""
-        return f"{self.name}: {self.words}"
+        return f"trial {self.name}: {self.words}"
 
 
 @dataclass(frozen=True)

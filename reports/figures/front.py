@@ -102,7 +102,9 @@ def front_names(document: Mapping[str, Any], rows: Sequence[int]) -> tuple[MarkN
     names: list[MarkName] = []
     for place in dict.fromkeys(round(n * step) for n in range(min(len(rows), _NAMED_MOST))):
         trial = trials[rows[place]]
-        name = MarkName(trial[MEMORY], trial[y], str(trial["number"]), labels[place])
+        reached = f"{units.rate(trial[y])} tokens/s, {trial[MEMORY]:.2f} {document['memory_unit']}"
+        words = f"{labels[place]}: {reached}"
+        name = MarkName(trial[MEMORY], trial[y], str(trial["number"]), words)
         gaps = ((abs(name.x - other.x) / wide, abs(name.y - other.y) / tall) for other in names)
         if all(across >= _CLOSE[0] or up >= _CLOSE[1] for across, up in gaps):
             names.append(name)

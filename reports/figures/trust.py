@@ -256,9 +256,9 @@ def _course_figure(snapshot: StudySnapshot) -> PageFigure | None:
         return None
     return PageFigure(
         "timeline",
-        "Course of the search",
-        "Above, the speeds as they were measured, with the fastest so far; below, when each trial "
-        "ran, in the lane of how it ended. Pauses of the study are cut out and marked.",
+        "Timeline",
+        "When each trial ran, in the lane of how it ended. Pauses of the study are cut out and "
+        "marked.",
         course_drawing(snapshot),
     )
 

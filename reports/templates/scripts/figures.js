@@ -30,10 +30,12 @@
   const rings = (data) => data.flatMap((trace) => {
     const at = selection.pinned === null || trace.type === "bar" ? -1 : (rowsOf(trace) ?? []).indexOf(selection.pinned);
     if (at < 0 || trace.meta === "line") return [];
+    const ink = dark.matches && !isPrinting ? "#e3e7ec" : "#1c2128";
+    if (trace.path) return [{ ...trace, rows: [selection.pinned], line: { color: ink, width: 4 }, opacity: 1, showlegend: false, name: "pinned" }];
     const { x, y } = resolveTrace({ rows: [selection.pinned], x: Array.isArray(trace.x) ? [trace.x[at]] : trace.x, y: Array.isArray(trace.y) ? [trace.y[at]] : trace.y });
     return [{
       type: "scatter", mode: "markers", x, y, xaxis: trace.xaxis ?? "x", yaxis: trace.yaxis ?? "y", hoverinfo: "skip", showlegend: false,
-      name: "pinned", marker: { symbol: "circle-open", size: 22, color: dark.matches && !isPrinting ? "#e3e7ec" : "#1c2128", line: { width: 2 } },
+      name: "pinned", marker: { symbol: "circle-open", size: 22, color: ink, line: { width: 2 } },
     }];
   });
   // Plotly's own figures name the rows of their marks as customdata.
@@ -51,9 +53,21 @@
     holder.shown = drawing;
   };
   report.draw = draw;
-  // What is folded away has no width, and is drawn when it is unfolded.
-  const isOpen = (id) => !document.getElementById(id)?.closest("details:not([open])");
-  const drawAll = () => Object.keys(figures).filter(isOpen).forEach(draw);
+  // A figure is drawn when it comes near the window, again where it went stale meanwhile; on paper all are.
+  const near = new Set();
+  const stale = new Set(Object.keys(figures));
+  const refresh = (ids) => ids.forEach((id) => {
+    stale.add(id);
+    if (!near.has(id) && !isPrinting) return;
+    stale.delete(id);
+    draw(id);
+    attend(id);
+  });
+  const drawAll = () => refresh(Object.keys(figures));
+  const watcher = new IntersectionObserver((entries) => entries.forEach(({ target: { id }, isIntersecting }) => {
+    if (!isIntersecting) near.delete(id);
+    else if (near.add(id) && stale.has(id)) refresh([id]);
+  }), { rootMargin: "400px" });
 
   const tip = document.getElementById("tip");
   const explain = (row, x, y) => {
@@ -104,13 +118,14 @@
     holder.addEventListener("blur", forget);
   };
 
-  report.unfold = (id) => {
-    draw(id);
-    attend(id);
-  };
   report.start = () => {
-    Object.keys(figures).filter(isOpen).forEach(report.unfold);
-    selection.listen(() => Object.keys(figures).filter((id) => isOpen(id) && hasTrials(figures[id])).forEach(draw));
+    for (const [id, { layout }] of Object.entries(figures)) {
+      const holder = document.getElementById(id);
+      if (!holder) continue;
+      holder.style.minHeight = `${layout.height}px`;
+      watcher.observe(holder);
+    }
+    selection.listen(() => refresh(Object.keys(figures).filter((id) => hasTrials(figures[id]))));
     dark.addEventListener("change", drawAll);
     narrow.addEventListener("change", drawAll);
     const print = (now) => () => { isPrinting = now; drawAll(); };
