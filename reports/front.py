@@ -21,7 +21,8 @@ _CAPTION = (
     "Every trial. The line joins what nothing else beats in both numbers; what was stopped as too "
     "slow is hollow and counts; whiskers are intervals of measured speeds. Below, in lanes, what "
     "was not measured, at the memory that it needs: an arrow where it needs at least that, a "
-    "question mark where nothing is known."
+    "question mark where nothing is known. A box drawn around marks lists them alone in the table "
+    "of all trials."
 )
 
 

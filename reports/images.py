@@ -100,7 +100,7 @@ def picture_of(snapshot: StudySnapshot, name: str) -> go.Figure:
     over = {**edge, "y": 1, "yanchor": "bottom"}
     picture.add_annotation(
         text=_markup(title),
-        yshift=above + top - _TITLE_PIXELS * len(title),
+        yshift=top + _LINE_PIXELS * len(about) + 4,
         font={"size": 20},
         **over,
     )

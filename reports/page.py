@@ -1,4 +1,4 @@
-"""Owns the report: one HTML file that needs nothing else, no network included.
+"""The report: one HTML file that needs nothing else, no network included.
 
 A section is one value, made from a study by one function, and the template of its name in
 `templates/sections`; `SECTIONS` is their order, and nothing else of the page knows of one. A value
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from plotly.io.json import to_json_plotly
 
 from reports.comparison import Comparison
@@ -70,6 +71,7 @@ SECTIONS: tuple[Section, ...] = (
 )
 """The page, from top to bottom."""
 
+_CODE = re.compile(r"`([^`]*)`")
 _STYLES = ("report.css", "decision.css", "analysis.css")
 _SCRIPTS = (
     "document.js",
@@ -179,8 +181,13 @@ def _page_data(document: Mapping[str, Any], figures: Iterable[PageFigure]) -> st
 
 
 def _finalized(value: Any) -> Any:
-    """Return what a template prints: markup of ours as it is, of all other text what is seen."""
-    return value if isinstance(value, Markup) else shown(str(value))
+    """Return what a template prints: markup of ours as it is, of all other text what is seen.
+
+    What stands between backticks is code.
+    """
+    if isinstance(value, Markup):
+        return value
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(shown(str(value))))))
 
 
 @cache

@@ -164,8 +164,8 @@ def _figures(told: Sequence[Effect], unit: units.MemoryUnit) -> tuple[PageFigure
     The table behind them is the section's own, which is always open.
     """
     shown: tuple[tuple[str, str, Quantity], ...] = (
-        ("knobs-speed", "What each knob does to the speed", "speed"),
-        ("knobs-memory", "What each knob does to peak memory", "memory"),
+        ("knobs-speed", "What each setting does to the speed", "speed"),
+        ("knobs-memory", "What each setting does to peak memory", "memory"),
     )
     return tuple(
         PageFigure(id, title, _CAPTIONS[quantity], _drawing(effects, quantity, unit))

@@ -154,7 +154,11 @@ def _slices(document: Mapping[str, Any], column: str, rows: Sequence[int]) -> di
             "ticktext": [text for _, text in _ticks(axis)],
         }
         ends = [-0.5, len(axis["values"]) - 0.5]
-        layout[f"xaxis{own}"] = {"title": {"text": escape(axis["label"])}, "range": ends, **ticks}
+        layout[f"xaxis{own}"] = {
+            "title": {"text": escape(axis["label"]), "standoff": 6},
+            "range": ends,
+            **ticks,
+        }
         layout[f"yaxis{own}"] = {"tickformat": "~s", **({"matches": "y"} if own else {})}
         data.append(
             {
@@ -174,8 +178,12 @@ def _slices(document: Mapping[str, Any], column: str, rows: Sequence[int]) -> di
                 "hoverinfo": "none",
             }
         )
-    layout["yaxis"]["title"] = {"text": escape(document["columns"][column]["label"])}
+    layout["yaxis"]["title"] = {"text": _in_lines(document["columns"][column]["label"])}
     return {"data": data, "layout": layout}
+
+
+def _in_lines(label: str) -> str:
+    return "<br>".join(map(escape, wrap(label, 13)))
 
 
 def _ticks(axis: Mapping[str, Any]) -> list[tuple[int, str]]:
@@ -234,7 +242,7 @@ def _parallel(document: Mapping[str, Any], column: str, rows: Sequence[int]) -> 
     layout = _layout(420) | {
         "xaxis": {
             "tickvals": list(range(len(heads))),
-            "ticktext": ["<br>".join(map(escape, wrap(head, 13))) for head in heads],
+            "ticktext": list(map(_in_lines, heads)),
             "range": [-0.5, len(heads) - 0.5],
             "zeroline": False,
         },

@@ -86,7 +86,9 @@ def trust_section(snapshot: StudySnapshot) -> TrustSection:
         spent=tuple(_spent_rows(known.course)),
         savings=tuple(_savings(known.course)),
         course=_course_figure(snapshot),
-        memory=() if known.winner is None else tuple(_memory_words(known.winner)),
+        memory=()
+        if known.winner is None
+        else tuple(_memory_words(known.winner, memory_unit(snapshot))),
         parts=() if known.winner is None else _part_rows(known.winner),
         changes=snapshot.warnings,
         facts=tables.environment_rows(snapshot),
@@ -263,19 +265,19 @@ def _course_figure(snapshot: StudySnapshot) -> PageFigure | None:
     )
 
 
-def _memory_words(winner: WinnerMemory) -> Iterator[str]:
+def _memory_words(winner: WinnerMemory, unit: units.MemoryUnit) -> Iterator[str]:
     measured = winner.measured
     seen = [
-        f"{units.gib(measured.peak_allocated_bytes)} allocated",
-        f"{units.gib(measured.peak_reserved_bytes)} reserved by the allocator",
-        f"{units.gib(measured.peak_device_bytes)} in use on the device",
+        f"{units.gib(measured.peak_allocated_bytes, unit)} allocated",
+        f"{units.gib(measured.peak_reserved_bytes, unit)} reserved by the allocator",
+        f"{units.gib(measured.peak_device_bytes, unit)} in use on the device",
     ]
     yield f"Measured peaks of trial {winner.number}: {', '.join(seen)}."
     if winner.parts:
         predicted = sum(size for _, size in winner.parts)
         yield (
-            f"What the peak is made of is predicted, and adds up to {units.gib(predicted)}: a "
-            "running card tells only how much there is of all."
+            f"What the peak is made of is predicted, and adds up to {units.gib(predicted, unit)}: "
+            "a running GPU tells only how much there is of all."
         )
     else:
         yield (

@@ -1,7 +1,7 @@
 "use strict";
 // Draws every figure in the reader's colours and for the width at hand, explains the trials in it, and pins them.
 (() => {
-  const { study, figures, themes, resolveTrace, selection, words, element } = report;
+  const { study, figures, themes, resolveTrace, selection, box, words, element } = report;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const narrow = matchMedia("(max-width: 640px)");
   const PRINT_PIXELS = 680;
@@ -9,14 +9,14 @@
   // What redraws a figure by the reader's choice, by its id: (drawing, plot width) => drawing.
   report.choices = {};
 
-  const config = () => ({
+  const config = (canSelect) => ({
     responsive: true,
     displaylogo: false,
     // plotly.js offers by default to upload the chart; a report never leaves the reader's machine.
     showSendToCloud: false,
     plotlyServerURL: "",
     displayModeBar: narrow.matches || isPrinting ? false : "hover",
-    modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
+    modeBarButtonsToRemove: ["lasso2d", "autoScale2d", ...(canSelect ? [] : ["select2d"])],
   });
   const layoutFor = (layout) => {
     const template = themes[dark.matches && !isPrinting ? "dark" : "light"];
@@ -47,7 +47,7 @@
     if (!holder) return;
     const width = isPrinting ? PRINT_PIXELS : holder.clientWidth;
     const drawing = report.choices[id]?.(figures[id], width) ?? figures[id];
-    Plotly.react(holder, [...drawing.data, ...rings(drawing.data)].map(resolveTrace), layoutFor(drawing.layout), config());
+    Plotly.react(holder, [...drawing.data, ...rings(drawing.data)].map(resolveTrace), layoutFor(drawing.layout), config(drawing.layout.dragmode === "select"));
     // Plotly's buttons appear under a mouse alone: whom Tab led there would see nothing.
     for (const button of holder.querySelectorAll(".modebar-btn")) button.tabIndex = -1;
     holder.shown = drawing;
@@ -114,6 +114,10 @@
     holder.on("plotly_click", ({ points: [point] }) => {
       if (Number.isInteger(point.customdata)) selection.toggle(point.customdata);
     });
+    holder.on("plotly_selected", (event) => {
+      if (event?.range) box.draw(event.points.map(({ customdata }) => customdata).filter(Number.isInteger), holder.layout.selections);
+    });
+    holder.on("plotly_deselect", box.clear);
     holder.addEventListener("keydown", (event) => walk(holder, event));
     holder.addEventListener("blur", forget);
   };
