@@ -24,6 +24,7 @@ from reports.texts import epoch_words
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
+from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, TargetSpeed
 from storage.gain import compare, gain_of
 from storage.objectives import measured_of
@@ -204,7 +205,8 @@ def _questions(
         meaning = f"by {objectives.names(ranking.objectives)}, as the study was asked for"
         yield COMPROMISE if len(ranking.objectives) > 1 else LEAST, meaning, ranking.winner
     yield CLASS, *_of_class(ranking, fastest)
-    yield CHEAPEST, *_cheapest(snapshot, fastest)
+    if snapshot.offer is not None:
+        yield CHEAPEST, *_cheapest(snapshot, fastest, snapshot.offer)
     limit = (1.0 - SPEED_LOSS) * measured_of(fastest[0]).tokens_per_second
     quick = [r for r in fastest if measured_of(r).tokens_per_second >= limit]
     frugal = min(quick, key=lambda r: measured_of(r).peak_allocated_bytes)
@@ -240,13 +242,11 @@ def _largest(ranking: Ranking, fastest: Sequence[TrialRecord]) -> tuple[str, Tri
 
 
 def _cheapest(
-    snapshot: StudySnapshot, fastest: Sequence[TrialRecord]
+    snapshot: StudySnapshot, fastest: Sequence[TrialRecord], offer: Offer
 ) -> tuple[str, TrialRecord | None]:
     """Return the fastest on the target: at one price that is the cheapest."""
     gpu = snapshot.definition.target.gpu
-    if snapshot.offer is None:
-        return f"no price is known for {gpu}; at any, it is the fastest", fastest[0]
-    hour = f"${snapshot.offer.usd_per_hour:,.2f} an hour"
+    hour = f"${offer.usd_per_hour:,.2f} an hour"
     # Of what several cards make each has to be paid for.
     speeds = {
         r.number: s.tokens_per_second / r.config.data_parallel

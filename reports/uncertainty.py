@@ -202,11 +202,11 @@ def within_the_baselines_class(comparison: Comparison) -> str:
     return f"{of_class} is trial {fastest.number}, {reached}"
 
 
-def need(known: Need) -> str:
+def need(known: Need, unit: units.MemoryUnit | None = None) -> str:
     """Return what a trial that did not fit needs: ``at least 23.00 GiB by prediction``."""
     basis = " by prediction" if known.is_predicted else ""
     bound = "at least " if known.is_lower_bound else ""
-    return f"{bound}{units.gib(known.allocated_bytes)}{basis}"
+    return f"{bound}{units.gib(known.allocated_bytes, unit)}{basis}"
 
 
 def excess(known: Need, *, budget_bytes: int) -> str:
@@ -214,7 +214,7 @@ def excess(known: Need, *, budget_bytes: int) -> str:
     over = known.allocated_bytes - budget_bytes
     if over <= 0:
         return "it needs more than the budget, by how much is not known"
+    more = f"{units.gib(over, units.memory_unit(min(over, budget_bytes)))} more than the budget"
     if known.is_lower_bound:
-        basis = " by prediction" if known.is_predicted else ""
-        return f"it needs at least {units.gib(over)} more than the budget{basis}"
-    return f"it is predicted to need {units.gib(over)} more than the budget"
+        return f"it needs at least {more}{' by prediction' if known.is_predicted else ''}"
+    return f"it is predicted to need {more}"
