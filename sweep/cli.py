@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 import typer.core
@@ -20,7 +20,6 @@ import typer.main
 from search_spaces.errors import InputError
 from storage.patience import waits_told_to
 from sweep import stop_signals
-from sweep.paths import runs_directory, storage_url
 from sweep.stop_signals import INTERRUPTED
 from sweep.terminal import options as opt
 from sweep.terminal.console import (
@@ -33,9 +32,6 @@ from sweep.terminal.console import (
 from sweep.terminal.edge import guarded
 from sweep.terminal.knob_options import add_knobs, takes_knobs
 from sweep.terminal.typed import Drive, Invocation
-
-if TYPE_CHECKING:
-    from storage.definition import StudySnapshot
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
@@ -380,14 +376,7 @@ def plan(
         storage=storage,
         as_json=as_json,
     )
-    return command.plan(request, read_study=_read_study)
-
-
-def _read_study(name: str, storage: str | None) -> StudySnapshot:
-    # Of all plans only one with --study needs Optuna, which takes longer to import than to answer.
-    from storage.reading import read_study
-
-    return read_study(name, url=storage_url(storage), home=runs_directory())
+    return command.plan(request)
 
 
 @app.command(

@@ -32,7 +32,6 @@ from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.texts import TextsChoice
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.environment import fingerprint
 from storage.opening import NAME_MAX, check_name, open_study
 from storage.patience import waits_end_when
 from storage.reading import changed_versions, is_file_name
@@ -53,7 +52,7 @@ from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.cards import ChosenCard, teams_of
-from sweep.running.device_info import Card
+from sweep.running.device_info import Card, environment_with
 from sweep.running.lanes import Lane, Lanes
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
@@ -638,21 +637,9 @@ def _opened(
         url=storage,
         definition=prepared.definition,
         sampler=sampler,
-        environment=_environment(prepared),
+        environment=environment_with(prepared.card),
         home=runs_directory(),
         warn=warn,
-    )
-
-
-def _environment(prepared: Prepared) -> dict[str, Any]:
-    card = prepared.card
-    if card is None:
-        return fingerprint(device=prepared.target.device)
-    return fingerprint(
-        device=prepared.target.device,
-        gpu=card.product,
-        driver=card.driver,
-        cuda_driver=card.cuda,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from storage.records import TrialRecord
 from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from storage.urls import parse_url
+from sweep.data.choice import ReadTexts
 from sweep.paths import (
     STORAGE,
     report_path,
@@ -40,7 +41,7 @@ from sweep.running.device_info import read_card
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption, undisturbed
-from sweep.study.session import Prepared, drive, prepare, prepare_again
+from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
 from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS, read_for_report
@@ -71,34 +72,10 @@ _REASONS = {
 }
 
 
-def run(
-    space: str,
-    *,
-    overrides: Mapping[str, Any],
-    held: Mapping[str, Any],
-    study: str | None,
-    storage: str | None,
-    cards: str | None,
-    ray: str | None,
-    carried: str | None,
-    as_json: bool,
-) -> int:
-    """Start or resume a study; write its report; print the winner, or the document of `best`."""
-    url = _driven_url(storage)
-    with places(cards=cards, ray=ray, space=space, overrides=overrides, warn=_warn) as where:
-        prepared = _prepared(
-            space, overrides=overrides, held=held, study=study, url=url, where=where
-        )
-        for line in prepared.notes:
-            note(folded(line, width_of(sys.stderr)))
-        reason = drive(
-            prepared,
-            storage=url,
-            watch=_watch,
-            warn=_warn,
-            carried=None if carried is None else carried_source(carried, of=prepared.name, url=url),
-            new_runner=where.new_runner,
-        )
+def run(space: str, *, storage: str | None, as_json: bool, **typed: Any) -> int:
+    """Start or resume a study as `tune` does; write its report; print the winner, or the document
+    of `best`."""
+    prepared, reason = tune(space, url=_driven_url(storage), **typed)
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
 
 
@@ -157,6 +134,7 @@ def _prepared(
     study: str | None,
     url: str,
     where: Places,
+    read_texts: ReadTexts = read_texts,
 ) -> Prepared:
     return where.given_to(
         prepare(
@@ -234,7 +212,7 @@ def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_jso
         note(_REASONS[reason])
     snapshot = read_for_report(prepared.name, url=url)
     if reason is not StopReason.INTERRUPTED and (left := not_ruled_out(snapshot)) is not None:
-        note(folded(left, width_of(sys.stderr)))
+        _note(left)
     announce_if_slow("Writing the report ...")
     report, fault = _write_report(snapshot, report_path(prepared.name))
     if as_json:
@@ -319,3 +297,58 @@ def _progress(done: int, total: int) -> str:
     if done > total:
         return f"{units.plural(done, 'trial')} {verb} done, {total:,} asked for"
     return f"{done:,} of {units.plural(total, 'trial')} {verb} done"
+
+
+def _note(line: str) -> None:
+    note(folded(line, width_of(sys.stderr)))
+
+
+def tune(
+    space: str,
+    *,
+    overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
+    study: str | None,
+    url: str,
+    cards: str | None,
+    ray: str | None,
+    carried: str | None = None,
+    watch: Watch = _watch,
+    tell: Callable[[str], None] = _note,
+    warn: Callable[[str], None] = _warn,
+    read_texts: ReadTexts = read_texts,
+) -> tuple[Prepared, StopReason]:
+    """Start or resume a study; return what it is about and why it stopped.
+
+    Args:
+        space, overrides, held, study, read_texts: as for `prepare`.
+        url: of the database.
+        cards, ray: where trials run, as for `places`.
+        carried: a study, or the spool of one, whose trials are taken over.
+        watch: shows the study while it runs.
+        tell: is told what the dataset made of the space.
+        warn: is told of what works less well than it could.
+
+    Raises what `prepare` and `drive` raise.
+    """
+    with places(cards=cards, ray=ray, space=space, overrides=overrides, warn=warn) as where:
+        prepared = _prepared(
+            space,
+            overrides=overrides,
+            held=held,
+            study=study,
+            url=url,
+            where=where,
+            read_texts=read_texts,
+        )
+        for line in prepared.notes:
+            tell(line)
+        reason = drive(
+            prepared,
+            storage=url,
+            watch=watch,
+            warn=warn,
+            carried=None if carried is None else carried_source(carried, of=prepared.name, url=url),
+            new_runner=where.new_runner,
+        )
+    return prepared, reason

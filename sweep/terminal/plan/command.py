@@ -20,8 +20,10 @@ from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import redacted
 from search_spaces.space import SearchSpace
+from storage.definition import StudySnapshot
+from sweep.data.choice import ReadTexts
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
-from sweep.paths import cache_directory
+from sweep.paths import cache_directory, runs_directory, storage_url
 from sweep.planning.cache import cached_survey
 from sweep.planning.cheapest import Cheapest, JobCard, on_card, ranked
 from sweep.planning.comparison import compare_cards
@@ -33,7 +35,7 @@ from sweep.planning.documents import (
     forecast_document,
     longest_document,
 )
-from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress
+from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
 from sweep.planning.longest import longest_rows
 from sweep.planning.plan import (
     CardPlan,
@@ -79,10 +81,17 @@ def tracing(children: Tracer) -> Predictor:
     return traced
 
 
+def _read_study(name: str, storage: str | None) -> StudySnapshot:
+    # Of all plans only one with --study needs Optuna, which takes longer to import than to answer.
+    from storage.reading import read_study
+
+    return read_study(name, url=storage_url(storage), home=runs_directory())
+
+
 def plan(
     request: PlanRequest,
     *,
-    read_study: StudyReader,
+    read_study: StudyReader = _read_study,
     predictor: Predictor | None = None,
     card: Callable[[], Card | None] = read_card,
 ) -> int:
@@ -99,19 +108,41 @@ def plan(
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
     """
-    with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
+    with working("predicting") as progress:
+        text, fits = answer(
+            request,
+            read_study=read_study,
+            read_texts=partial(_read_texts, progress=progress),
+            progress=progress,
+            predictor=predictor,
+            card=card,
+        )
+    say_as_is(text)
+    return DONE if fits else NOTHING_FITS
+
+
+def answer(
+    request: PlanRequest,
+    *,
+    read_texts: ReadTexts,
+    read_study: StudyReader = _read_study,
+    progress: Progress = silent,
+    predictor: Predictor | None = None,
+    card: Callable[[], Card | None] = read_card,
+    tell: Callable[[str], None] = note,
+) -> tuple[str, bool]:
+    """Return what `plan` prints, and whether anything fits; see there."""
+    with closing(TracingChildren(outlive=True)) as children:
         question = resolve_request(
             request,
             predictor=predictor or tracing(children),
             card=card,
             read_study=read_study,
-            read_texts=partial(_read_texts, progress=progress),
+            read_texts=read_texts,
         )
         for line in _text_notes(question):
-            note(line)
-        text, fits = _answered(question, progress)
-    say_as_is(text)
-    return DONE if fits else NOTHING_FITS
+            tell(line)
+        return _answered(question, progress)
 
 
 def _read_texts(request: TextsRequest, *, progress: Progress) -> PreparedTexts:
