@@ -57,35 +57,27 @@ class Gpu(_Document):
     """The GPU that measured in its place, capped to its memory; None where it did itself."""
 
 
-class Prediction(_Document):
-    """What is predicted of one configuration; None where nobody can tell."""
-
-    config: TrialConfig
-    fits: bool | None
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    step_seconds: float | None
-    tokens_per_second: float | None
-    tokens_per_second_range: tuple[float | None, float | None] | None
-    """The least and the most that it may be; None where there is no most."""
-    bottleneck: str | None
-
-
 class Plan(_Document):
-    """What `sweep plan --json` prints."""
+    """What `sweep plan --json` prints: a configuration, and what is predicted of it.
+
+    A number is None where nobody can tell.
+    """
 
     gpu: Gpu
     model: str
-    recommended: Prediction | None
+    config: TrialConfig | None = None
     """What to run, or the configuration that was asked about; None where nothing fits."""
+    fits: bool | None = False
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    tokens_per_second_range: tuple[float | None, float | None] | None = None
+    """The least and the most that it may be; None where there is no most."""
+    bottleneck: str | None = None
     notes: tuple[str, ...]
     document: dict[str, Any] = Field(repr=False)
     """All of it, as plain JSON values."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is a configuration that is predicted to fit."""
-        return self.recommended is not None and bool(self.recommended.fits)
 
 
 class Trial(_Document):
@@ -254,8 +246,8 @@ def plan(
     document = json.loads(text)
     # A space that is named for another GPU has a plan of its own beside that of the one named.
     document = document["plans"][-1] if "plans" in document else document
-    shown = document if exact else document["recommended"]
-    return Plan.model_validate({**document, "recommended": shown, "document": document})
+    shown = document.get("recommended") or {}
+    return Plan.model_validate({**shown, **document, "document": document})
 
 
 def tune(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import statistics
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -20,6 +19,7 @@ from transformers import TrainerCallback, TrainingArguments
 from reports import units
 from search_spaces.errors import InputError, quote
 from search_spaces.knobs import KNOBS
+from search_spaces.linears import parameters
 from search_spaces.models import load_model_spec
 from search_spaces.space import Weights
 from search_spaces.trainers import allocator_settings, liger_kernels
@@ -27,6 +27,7 @@ from sweep.data.collating import IGNORED
 from sweep.export.documents import lora_options
 from sweep.export.recipe import Recipe
 from sweep.export.trainer_files import trl_options
+from sweep.finetuning import course
 from sweep.finetuning.beside import Deviation, behind, compared_memory, compared_speed, off
 from sweep.finetuning.trainer import name_quantizer
 from sweep.running.device_info import environment_with, read_card
@@ -35,8 +36,6 @@ from sweep.training.compiling import compile_each
 from sweep.training.device import open_device
 from sweep.training.model import build_base, decoder_layers, loading_arguments
 
-WARMUP_STEPS = 3
-"""Steps of a training that are no part of its rate: they pay for kernels and the allocator."""
 _NOT_LOADED = ("upcast_fp32", "checkpoint_fraction", "compile", "sharding")
 """Settings that `from_pretrained`, `get_peft_model` and `Trainer` lose as TRL does."""
 _LOST_IN_FILES = ("quantized_fraction", "lora_alpha")
@@ -113,7 +112,7 @@ def load_model(recipe: Recipe, name: str, *, seed: int) -> PeftModel:
     config, spec, device = recipe.config, load_model_spec(name), _device()
     if config.is_sharded:
         raise InputError("sharding fsdp: nothing here shards a model that is loaded")
-    if spec.fingerprint != recipe.model.fingerprint:
+    if (spec.model_type, parameters(spec)) != (recipe.model_type, parameters(recipe.model)):
         warnings.warn(f"{quote(name)} is no {recipe.model.name}, which was measured", stacklevel=3)
     is_shipped = spec.source == "shipped"
     if is_shipped:
@@ -213,9 +212,10 @@ class ThroughputCallback(StepClock):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Say what was reached, and what may explain a difference."""
         self._hook.remove()
-        rates = [int(n) / s for n, s in zip(self._tokens, self.seconds(), strict=False)]
-        median = statistics.median(rates[WARMUP_STEPS:] or rates or [0.0])
-        self.tokens_per_second = median * args.world_size or None
+        tokens, seconds = [int(count) for count in self._tokens[:-1]], self.seconds()
+        warm = [step >= course.WARMUP_STEPS for step in range(len(seconds))]
+        rate = course.Steps(tokens=tokens, seconds=seconds, is_warm=warm).median_rate()
+        self.tokens_per_second = args.world_size * rate if rate else None
         if state.is_world_process_zero:
             for line in self._compared():
                 self._say(line)

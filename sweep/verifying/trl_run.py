@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import yaml
 
-from sweep.hugging_face import WARMUP_STEPS, StepClock
+from sweep.hugging_face import StepClock
+
+WARMUP_STEPS = 3
 
 
 def train_with_trl(
