@@ -127,25 +127,11 @@ def run_models(
 
 
 def _prepared(
-    space: str,
-    *,
-    overrides: Mapping[str, Any],
-    held: Mapping[str, Any],
-    study: str | None,
-    url: str,
-    where: Places,
-    read_texts: ReadTexts = read_texts,
+    space: str, *, url: str, where: Places, read_texts: ReadTexts = read_texts, **typed: Any
 ) -> Prepared:
+    stored = partial(_stored, url=url)
     return where.given_to(
-        prepare(
-            space,
-            overrides=overrides,
-            held=held,
-            study=study,
-            card=where.first,
-            read_texts=read_texts,
-            stored=partial(_stored, url=url),
-        )
+        prepare(space, card=where.first, read_texts=read_texts, stored=stored, **typed)
     )
 
 
@@ -306,41 +292,32 @@ def _note(line: str) -> None:
 def tune(
     space: str,
     *,
-    overrides: Mapping[str, Any],
-    held: Mapping[str, Any],
-    study: str | None,
     url: str,
     cards: str | None,
     ray: str | None,
+    overrides: Mapping[str, Any],
     carried: str | None = None,
     watch: Watch = _watch,
     tell: Callable[[str], None] = _note,
     warn: Callable[[str], None] = _warn,
-    read_texts: ReadTexts = read_texts,
+    **typed: Any,
 ) -> tuple[Prepared, StopReason]:
     """Start or resume a study; return what it is about and why it stopped.
 
     Args:
-        space, overrides, held, study, read_texts: as for `prepare`.
+        space, overrides: as for `prepare`.
         url: of the database.
         cards, ray: where trials run, as for `places`.
         carried: a study, or the spool of one, whose trials are taken over.
         watch: shows the study while it runs.
         tell: is told what the dataset made of the space.
         warn: is told of what works less well than it could.
+        typed: what else `prepare` takes: ``held``, ``study`` and ``read_texts``.
 
     Raises what `prepare` and `drive` raise.
     """
     with places(cards=cards, ray=ray, space=space, overrides=overrides, warn=warn) as where:
-        prepared = _prepared(
-            space,
-            overrides=overrides,
-            held=held,
-            study=study,
-            url=url,
-            where=where,
-            read_texts=read_texts,
-        )
+        prepared = _prepared(space, url=url, where=where, overrides=overrides, **typed)
         for line in prepared.notes:
             tell(line)
         reason = drive(

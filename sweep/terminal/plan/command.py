@@ -88,35 +88,11 @@ def _read_study(name: str, storage: str | None) -> StudySnapshot:
     return read_study(name, url=storage_url(storage), home=runs_directory())
 
 
-def plan(
-    request: PlanRequest,
-    *,
-    read_study: StudyReader = _read_study,
-    predictor: Predictor | None = None,
-    card: Callable[[], Card | None] = read_card,
-) -> int:
-    """Answer and print; return 0, or 1 where nothing fits.
-
-    Args:
-        request: what was typed.
-        read_study: reads the study whose trials calibrate.
-        predictor: makes what predicts memory; by default it traces the model's own code, in
-            children that serve all questions of this plan.
-        card: reads the card in this machine, for where none is named.
-
-    Raises:
-        InputError: something that was typed, written or named is not right.
-        EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
-    """
+def plan(request: PlanRequest, **seams: Any) -> int:
+    """Answer and print; return 0, or 1 where nothing fits. Takes and raises what `answer` does."""
     with working("predicting") as progress:
-        text, fits = answer(
-            request,
-            read_study=read_study,
-            read_texts=partial(_read_texts, progress=progress),
-            progress=progress,
-            predictor=predictor,
-            card=card,
-        )
+        read_texts = partial(_read_texts, progress=progress)
+        text, fits = answer(request, read_texts=read_texts, progress=progress, **seams)
     say_as_is(text)
     return DONE if fits else NOTHING_FITS
 
@@ -131,7 +107,22 @@ def answer(
     card: Callable[[], Card | None] = read_card,
     tell: Callable[[str], None] = note,
 ) -> tuple[str, bool]:
-    """Return what `plan` prints, and whether anything fits; see there."""
+    """Return what `plan` prints, and whether anything fits.
+
+    Args:
+        request: what was typed.
+        read_texts: reads and tokenizes a dataset.
+        read_study: reads the study whose trials calibrate.
+        progress: told how far it is.
+        predictor: makes what predicts memory; by default it traces the model's own code, in
+            children that serve all questions of this plan.
+        card: reads the card in this machine, for where none is named.
+        tell: told what the dataset made of the space.
+
+    Raises:
+        InputError: something that was typed, written or named is not right.
+        EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
+    """
     with closing(TracingChildren(outlive=True)) as children:
         question = resolve_request(
             request,
