@@ -17,9 +17,6 @@ from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
 from storage.records import TrialRecord
 
-UNCLEAR = "No clear winner: its speed differs too much from run to run."
-"""Where the machine was too busy to tell, in short."""
-
 
 @dataclass(frozen=True)
 class ConfirmationRow:
@@ -62,26 +59,26 @@ def status_words(ranking: Ranking, *, study: str, is_driven: bool = False) -> st
 def sentences(snapshot: StudySnapshot, ranking: Ranking) -> Iterator[str]:
     """Yield what is to be said of the winner's confirmation, a sentence each."""
     known = status_words(ranking, study=snapshot.name, is_driven=snapshot.holder is not None)
-    if not ranking.is_unclear:
-        yield f"It is {known}{_soak_words(ranking)}."
+    yield f"It is {known}{_soak_words(ranking)}."
     for number, run in ranking.fallen.items():
         yield f"Trial {number} fitted in the search and {fell_in_words(run)}, so it lost."
 
 
-def no_clear_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
-    """Return the answer where the machine was too busy to tell."""
-    assert ranking.winner is not None, "what is unclear is which of several wins"
-    ties, number = len(ranking.tied), ranking.winner.number
-    others = units.plural(ties, "other")
-    what = (
-        f"trial {number} and {others} cannot be told apart, as their speeds differ"
-        if ties
-        else f"the speed of trial {number} differs"
-    )
-    return (
-        f"No clear winner: {what} too much from run to run. The machine is too busy to tell; "
-        f"`{measure_again(snapshot.name)}` measures again."
-    )
+def as_fast(ranking: Ranking) -> str:
+    """Return what is statistically indistinguishable from the winner, as a sentence, with the one
+    that has the most memory to spare; empty for none."""
+    alike = [r for r in ranking.ranked if r.number in ranking.tied]
+    if ranking.winner is None or not alike:
+        return ""
+    word = "fast" if ranking.objectives == ("tokens_per_second",) else "good"
+    frugal = min(alike, key=lambda r: measured_of(r).peak_allocated_bytes)
+    peak = measured_of(frugal).peak_allocated_bytes
+    spare = f"has memory to spare ({units.gib(peak)})"
+    is_frugal = peak < measured_of(ranking.winner).peak_allocated_bytes
+    if len(alike) == 1:
+        return f"Trial {frugal.number} is as {word}{f' and {spare}' if is_frugal else ''}."
+    named = f"; of these trial {frugal.number} {spare}" if is_frugal else ""
+    return f"{len(alike)} others are as {word}{named}."
 
 
 def _soak_words(ranking: Ranking) -> str:
@@ -151,7 +148,7 @@ def _result(record: TrialRecord, ranking: Ranking) -> str:
     if ranking.winner is not None and record.number == ranking.winner.number:
         return "recommended"
     if record.number in ranking.tied:
-        return "tied"
+        return "as fast"
     if record.purpose != "search":
         return uncertainty.at_capacity(record.config).removeprefix("the ")
     return "baseline" if record.is_baseline else "slower"

@@ -28,7 +28,7 @@ from storage.definition import StudySnapshot, TargetSpeed
 from storage.gain import compare, gain_of
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
-from storage.records import Measurement, TrialRecord, Verdict
+from storage.records import TrialRecord, Verdict
 
 SPEED_LOSS = 0.10
 """Share of the best speed that may be given up for memory."""
@@ -36,7 +36,6 @@ ALIKE = 0.02
 """Predicted speeds that are closer than this do not say which of two is the cheaper."""
 JOB_TOKENS = 10_000_000.0
 """What is priced until a reader says otherwise."""
-_TIED_SHOWN = 3
 
 CLASS, CHEAPEST, MEMORY, CAPACITY = (
     "Fastest in your capacity class",
@@ -142,8 +141,8 @@ class Decision:
     """The first screen of a report."""
 
     headline: str
-    unclear: str
-    """That there is no clear winner, and who is tied; empty where there is one."""
+    alike: str
+    """What is as good as the recommendation; empty where nothing is."""
     command: str
     """What to type to be surer; empty where nothing would help."""
     cards: tuple[Card, ...]
@@ -163,11 +162,10 @@ def decision_of(snapshot: StudySnapshot) -> Decision:
     cards, lines = _answers(snapshot, ranking)
     headline = answer(snapshot, ranking)
     advice = () if cards else how_to_go_faster(snapshot)
-    unclear = _unclear(ranking)
-    is_sure = ranking.winner is None or (ranking.is_confirmed and not unclear)
+    is_sure = ranking.winner is None or ranking.is_confirmed
     return Decision(
         headline=headline,
-        unclear=unclear,
+        alike=confirmation.as_fast(ranking),
         command="" if is_sure else confirmation.measure_again(snapshot.name),
         cards=tuple(cards),
         lines=tuple(lines),
@@ -206,18 +204,11 @@ def _questions(
         yield COMPROMISE if len(ranking.objectives) > 1 else LEAST, meaning, ranking.winner
     yield CLASS, *_of_class(ranking, fastest)
     yield CHEAPEST, *_cheapest(snapshot, fastest)
-    # What was measured again and what was not compare as the search measured them, in one process.
-    speeds = {r.number: searched_of(ranking, r).tokens_per_second for r in fastest}
-    limit = (1.0 - SPEED_LOSS) * speeds[fastest[0].number]
-    quick = [r for r in fastest if speeds[r.number] >= limit]
+    limit = (1.0 - SPEED_LOSS) * measured_of(fastest[0]).tokens_per_second
+    quick = [r for r in fastest if measured_of(r).tokens_per_second >= limit]
     frugal = min(quick, key=lambda r: measured_of(r).peak_allocated_bytes)
     yield MEMORY, f"at most {units.percent(SPEED_LOSS)} slower than the fastest", frugal
     yield CAPACITY, *_largest(ranking, fastest)
-
-
-def searched_of(ranking: Ranking, record: TrialRecord) -> Measurement:
-    """Return what the search measured of a trial, also where it was measured again since."""
-    return ranking.searched.get(record.number, measured_of(record))
 
 
 def _fastest_first(ranking: Ranking) -> Sequence[TrialRecord]:
@@ -272,23 +263,6 @@ def _cheapest(
     enough = (1.0 - ALIKE) * max(speeds.values())
     found = next(r for r in fastest if speeds.get(r.number, 0.0) >= enough)
     return f"by the speed predicted for {gpu}, at {hour}", found
-
-
-def _unclear(ranking: Ranking) -> str:
-    """Return who is tied, the frugal first, or that nothing can be told; else nothing."""
-    winner = ranking.winner
-    if winner is None:
-        return ""
-    if not ranking.tied:
-        return confirmation.UNCLEAR if ranking.is_unclear else ""
-    alike = [r for r in ranking.ranked if r.number in {winner.number, *ranking.tied}]
-    frugal = sorted(alike, key=lambda r: measured_of(r).peak_allocated_bytes)
-    shown = [
-        f"trial {r.number} ({units.gib(measured_of(r).peak_allocated_bytes)})"
-        for r in frugal[:_TIED_SHOWN]
-    ]
-    more = [f"{len(frugal) - _TIED_SHOWN} more"] if len(frugal) > _TIED_SHOWN else []
-    return f"No clear winner: {len(alike)} tied. By memory: {', '.join([*shown, *more])}."
 
 
 def _card(
@@ -359,12 +333,12 @@ def _own_gain(ranking: Ranking, record: TrialRecord) -> tuple[str, str]:
         return "1x", "the baseline itself"
     comparison = compare(ranking)
     if comparison is None:
-        return "", "No gain stated: the baseline was not measured."
+        return "", "The baseline was not measured."
     gain, reason = gain_of(ranking, record)
-    if gain is not None:
-        ends = f" ({uncertainty.factor_interval(gain)})" if gain.low < gain.high else ""
-        return uncertainty.factor(gain), f"{over}{ends}"
-    return "", f"No gain stated: {uncertainty.doubt_in_words(reason, over)}."
+    if gain is None:
+        return "", f"{uncertainty.why_no_gain(reason, over).capitalize()}."
+    factor, *ends = uncertainty.gain(gain).partition(" (")
+    return factor, over + "".join(ends)
 
 
 def _job_tokens(snapshot: StudySnapshot) -> float:

@@ -28,10 +28,10 @@ COLUMNS: Mapping[Objective, str] = {
 """What heads a column of each objective's values."""
 
 BEST: Mapping[Objective, str] = {
-    "tokens_per_second": "The fastest configuration that fits",
-    "peak_memory": "The configuration that needs the least memory",
-    "trainable_parameters": "The configuration with the most trainable parameters that fits",
-    "eval_loss": "The configuration with the lowest held-out loss that fits",
+    "tokens_per_second": "The fastest configuration",
+    "peak_memory": "The configuration with the lowest peak memory",
+    "trainable_parameters": "The configuration with the most trainable parameters",
+    "eval_loss": "The configuration with the lowest held-out loss",
 }
 """What the best by each objective is, as the beginning of a sentence."""
 
@@ -42,11 +42,14 @@ def names(objectives: Sequence[Objective]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def best(objectives: Sequence[Objective]) -> str:
+def best(objectives: Sequence[Objective], *, is_confirmed: bool) -> str:
     """Return what the best trial of a study is, as the beginning of a sentence."""
-    if len(objectives) == 1:
-        return BEST[objectives[0]]
-    return f"The best compromise between {names(objectives)} (the knee of their front)"
+    named = (
+        BEST[objectives[0]]
+        if len(objectives) == 1
+        else f"The best compromise between {names(objectives)} (the knee of the Pareto front)"
+    )
+    return f"{named} that fits" if is_confirmed else f"{named} measured so far"
 
 
 def value(objective: Objective, measured: Measurement) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from reports import confirmation, objectives, uncertainty, units
 from reports.texts import epoch_details
-from search_spaces.config import canonical
+from search_spaces.config import TrialConfig, canonical
+from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, Target
 from storage.epochs import epoch_cost
@@ -89,37 +90,20 @@ def emulation_note(target: Target) -> str | None:
 
 def _winner_sentence(snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord) -> str:
     baseline = ranking.definition.space.baseline_config()
-    tie = _tie(ranking, winner)
     differing = (
         "It is the baseline itself."
         if canonical(winner.config) == canonical(baseline)
         else f"Against the baseline: {units.changes(winner.config, baseline=baseline)}."
     )
-    front = f" {len(ranking.front)} are on the front." if len(ranking.front) > 1 else ""
-    sure = " ".join(confirmation.sentences(snapshot, ranking))
-    if ranking.is_unclear:
-        return (
-            f"{confirmation.no_clear_winner(snapshot, ranking)} "
-            f"Until then trial {winner.number} is recommended. {differing}{front} {sure}".strip()
-        )
-    return (
-        f"{objectives.best(ranking.objectives)} is trial {winner.number}. "
-        f"{differing}{tie}{front} {sure}"
+    front = f"{len(ranking.front)} are on the Pareto front." if len(ranking.front) > 1 else ""
+    said = (
+        f"{best_words(ranking)} is trial {winner.number}.",
+        differing,
+        confirmation.as_fast(ranking),
+        front,
+        *confirmation.sentences(snapshot, ranking),
     )
-
-
-def _tie(ranking: Ranking, winner: TrialRecord) -> str:
-    """Return who cannot be told from the winner, and why it is recommended, as a sentence."""
-    tied = [measured_of(r) for r in ranking.ranked if r.number in ranking.tied]
-    if not tied:
-        return ""
-    what = objectives.names(ranking.objectives)
-    peak = measured_of(winner).peak_allocated_bytes
-    is_frugal = all(peak <= other.peak_allocated_bytes for other in tied)
-    again = "" if is_frugal or not ranking.is_measured_again(winner) else " of those measured again"
-    is_chosen = is_frugal or bool(again)
-    memory = f"; it leaves the most memory{again}" if is_chosen else ""
-    return f" {units.plural(len(tied), 'other')} cannot be told from it by {what}{memory}."
+    return " ".join(filter(None, said))
 
 
 def _no_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
@@ -143,21 +127,45 @@ def _no_winner(snapshot: StudySnapshot, ranking: Ranking) -> str:
 
 
 def answer(snapshot: StudySnapshot, ranking: Ranking) -> str:
-    """Return the winner in one line: its speed on the target card, and its gain if it has one."""
+    """Return the recommendation in one sentence: what to run, how fast, in how much memory, and
+    its gain where one is stated."""
     winner = ranking.winner
-    if winner is None or winner.measurement is None:
+    if winner is None:
         return _no_winner(snapshot, ranking)
-    if ranking.is_unclear:
-        return "No clear winner: the machine was too busy to tell the speeds apart."
-    best, number = objectives.best(ranking.objectives), winner.number
-    if ranking.tied:
-        best = f"Recommended, of {len(ranking.tied) + 1} that tie,"
-    speed = uncertainty.speed_on_target(snapshot, winner)
-    comparison = compare(ranking)
+    target, measured = snapshot.definition.target, measured_of(winner)
+    peak, budget = units.gib(measured.peak_allocated_bytes), units.gib(target.budget_bytes)
+    known = (
+        uncertainty.speed_on_target(snapshot, winner),
+        f"{peak} of {budget}",
+        gain_words(ranking),
+    )
+    what = in_words(winner.config, ranking.definition.space.baseline_config())
+    shown = ", ".join(filter(None, known))
+    return f"{best_words(ranking)} is trial {winner.number}, {what}: {shown}."
+
+
+def in_words(config: TrialConfig, baseline: TrialConfig) -> str:
+    """Return the size and the capacity of a configuration, and what else it changes over the
+    baseline."""
+    changed = units.differing(config, baseline)
+    rest = (units.phrase(k, v) for k, v in changed.items() if k not in SIZE_KEYS + CAPACITY_KEYS)
+    return ", ".join([units.size(config), uncertainty.capacity(config), *rest])
+
+
+def best_words(ranking: Ranking) -> str:
+    """Return what the winner is, as the beginning of a sentence."""
+    return objectives.best(ranking.objectives, is_confirmed=ranking.is_confirmed)
+
+
+def gain_words(ranking: Ranking) -> str:
+    """Return the winner's gain with what it is over: ``2.2x the baseline (2.1–2.3x)``; empty where
+    none is stated, and for the baseline itself."""
+    comparison, winner = compare(ranking), ranking.winner
     gain = None if comparison is None else comparison.gain
-    over = uncertainty.reference_of(ranking, winner.config)
-    faster = "" if gain is None or gain.low == gain.high else f", {uncertainty.factor(gain)} {over}"
-    return f"{best} is trial {number}: {speed}{faster}."
+    if winner is None or gain is None or gain.low == gain.high == 1:
+        return ""
+    factor, *ends = uncertainty.gain(gain).partition(" (")
+    return f"{factor} {uncertainty.reference_of(ranking, winner.config)}{''.join(ends)}"
 
 
 def _facts(
@@ -233,7 +241,7 @@ def _speed(snapshot: StudySnapshot, winner: TrialRecord) -> Fact:
 
 
 def _gain(ranking: Ranking) -> Fact:
-    """Return the gain within one capacity class; a dash, and why, where none can be stated."""
+    """Return the gain within one capacity class; a dash, and why, where none is stated."""
     comparison, winner = compare(ranking), ranking.winner
     if comparison is None or winner is None:
         return Fact(units.DASH, "gain over the baseline", "the baseline was not measured")
@@ -241,20 +249,19 @@ def _gain(ranking: Ranking) -> Fact:
     named = uncertainty.reference_of(ranking, winner.config if comparison.over else over.config)
     other = ranking.definition.target.emulated_on
     there = "" if other is None else f" on {other}"
-    reached = f"{uncertainty.speed(measured_of(over))}{there}"
+    reached = f"{uncertainty.speed(measured_of(over))}{there} ({units.shape(over.config)})"
     faster = uncertainty.faster_and_no_answer(ranking, winner)
-    what = f"{named.removeprefix('the ')}: {reached} ({units.shape(over.config)})"
-    what = f"{what}; {faster}" if faster else what
     own = _own_class(comparison, ranking, winner)
+    what = f"{own}{named.removeprefix('the ')}: {reached}{f'; {faster}' if faster else ''}"
     if comparison.gain is None:
-        why = uncertainty.why_no_gain(comparison, winner.config)
-        return Fact(units.DASH, "gain over the baseline", f"{why}; {own}{what}")
+        wanted = uncertainty.reference_of(ranking, winner.config)
+        why = uncertainty.why_no_gain(comparison.reason, wanted)
+        return Fact(units.DASH, "gain over the baseline", f"{why}; {what}")
     sure = confirmation.status_words(ranking, study="")
-    is_itself = comparison.gain.trial.number == over.number
-    ends = "" if is_itself else f"interval {uncertainty.factor_interval(comparison.gain)}; "
-    factor = uncertainty.factor(comparison.gain)
+    factor, _, ends = uncertainty.gain(comparison.gain).partition(" (")
     label = "the baseline's speed" if comparison.is_over_the_baseline else f"the speed of {named}"
-    return Fact(factor, label, f"{sure}; {ends}{own}{what}")
+    interval = f"95 % interval {ends.removesuffix(')')}; " if ends else ""
+    return Fact(factor, label, f"{sure}; {interval}{what}")
 
 
 def _own_class(comparison: Comparison, ranking: Ranking, winner: TrialRecord) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 
 from reports import texts, units
-from search_spaces.config import TrialConfig, canonical
+from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
+from storage.confirmations import Ratio
 from storage.definition import StudySnapshot, Target
-from storage.gain import Comparison, Gain, NoGain
+from storage.gain import Comparison, NoGain
 from storage.objectives import measured_of
 from storage.ranking import Ranking
 from storage.records import NEIGHBOUR, Measurement, Need, TrialRecord
@@ -30,11 +31,8 @@ _FLAGS = {
     "round_extrapolated": "its step is derived from micro-batches of other sizes",
 }
 
-_WHO_IS_NOISY: dict[NoGain, str] = {
-    "noisy_winner": "the winner's measurement is",
-    "noisy_baseline": "the baseline's measurement is",
-    "noisy_both": "the measurements of the winner and of the baseline are",
-}
+WIDE = 1.5
+"""A gain whose interval ends this many times as high as it begins is known by its lower end."""
 
 
 def interval(measured: Measurement) -> str:
@@ -92,29 +90,43 @@ def flags_in_words(measured: Measurement) -> str:
     return ", ".join(word for word in known if word)
 
 
-def factor(gain: Gain) -> str:
+def gain(ratio: Ratio) -> str:
+    """Return a gain with its 95 % interval: ``2.1x (2.06–2.17x)``; ``at least 2.1x`` where the
+    interval is wide."""
+    if ratio.low is None or ratio.high is None or ratio.low == ratio.high:
+        return factor(ratio)
+    decimals = 1 if _is_wide(ratio) else min(_decimals(ratio) + 1, 2)
+    return f"{factor(ratio)} ({ratio.low:.{decimals}f}–{ratio.high:.{decimals}f}x)"
+
+
+def factor(ratio: Ratio) -> str:
     """Return a gain with no more digits than its interval supports, two decimals at the most.
 
     The last digit shown counts at least half the interval's width: 2.12 between 2.06 and 2.17 is
-    ``2.1x``.
+    ``2.1x``. Of a wide interval the lower end is what is sure: ``at least 4.1x``.
     """
-    return f"{gain.ratio:.{_decimals(gain)}f}x"
+    if ratio.low is not None and _is_wide(ratio):
+        # Never more than what is sure.
+        return f"at least {math.floor(ratio.low * 10) / 10:.1f}x"
+    return f"{ratio.value:.{_decimals(ratio)}f}x"
 
 
-def factor_interval(gain: Gain) -> str:
-    """Return the ends of a gain, with a digit more than the gain: ``2.06–2.17x``."""
-    decimals = min(_decimals(gain) + 1, 2)
-    return f"{gain.low:.{decimals}f}–{gain.high:.{decimals}f}x"
+def _is_wide(ratio: Ratio) -> bool:
+    low, high = ratio.low, ratio.high
+    return low is not None and high is not None and low >= 1 and high > WIDE * low
 
 
-def _decimals(gain: Gain) -> int:
-    half_width = (gain.high - gain.low) / 2
+def _decimals(ratio: Ratio) -> int:
+    low, high = ratio.low, ratio.high
+    if low is None or high is None:
+        return 1
+    half_width = (high - low) / 2
     supported = 2 if half_width <= 0.01 else 1 if half_width <= 0.1 else 0
     # A small factor keeps its first digit: 0x would say nothing.
-    leading = max(0, math.ceil(-math.log10(gain.ratio))) if gain.ratio < 1 else 0
+    leading = max(0, math.ceil(-math.log10(ratio.value))) if ratio.value < 1 else 0
     least = max(supported, min(leading, 2))
     # Nor may rounding take a factor out of its own interval: 2x between 2.1 and 2.6.
-    inside = (d for d in range(least, 2) if gain.low <= round(gain.ratio, d) <= gain.high)
+    inside = (d for d in range(least, 2) if low <= round(ratio.value, d) <= high)
     return next(inside, 2)
 
 
@@ -151,72 +163,31 @@ def at_capacity(config: TrialConfig) -> str:
     return f"the baseline at {capacity(config)}"
 
 
-def why_no_gain(comparison: Comparison, winner: TrialConfig) -> str:
-    """Return why no gain of the winner is stated; empty with a gain."""
-    match comparison.reason:
+def why_no_gain(reason: NoGain | None, over: str) -> str:
+    """Return in a clause why no gain over what is named ``over`` is stated; empty with a gain."""
+    match reason:
         case None:
             return ""
         case "no_winner":
             return "nothing of the space was measured to fit"
-        case "another_class":
-            return (
-                f"no gain is stated: the winner ({capacity(winner)}) is in another capacity class "
-                f"than the baseline ({capacity(comparison.baseline.config)}), and "
-                f"{doubt_in_words('another_class', at_capacity(winner))} beside it"
-            )
-        case "not_confirmed" if canonical(comparison.baseline.config) == canonical(winner):
-            return "no gain is stated: the winner is the baseline itself"
-        case "not_confirmed":
-            return "no gain is stated: the winner is not confirmed"
-        case "baseline_not_confirmed":
-            return "no gain is stated: the baseline was not measured again beside the winner"
-        case "noisy_winner" | "noisy_baseline" | "noisy_both" as noisy:
-            return f"no gain is stated: {_WHO_IS_NOISY[noisy]} noisy"
-        case reason:
-            return f"no gain is stated: {doubt_in_words(reason, at_capacity(winner))}"
-
-
-def doubt_in_words(reason: NoGain | None, over: str) -> str:
-    """Return in a clause why a trial's gain over what is named ``over`` is not stated."""
-    match reason:
-        case "another_class":
+        case "not_measured":
             return f"{over} was not measured"
-        case "recipe_did_not_fit":
+        case "did_not_fit":
             return f"{over} did not fit"
-        case "not_confirmed":
-            return "it was not measured again"
-        case "baseline_not_confirmed":
-            return f"{over} was not measured again"
-        case "noisy_baseline":
-            return f"the measurement of {over} is noisy"
-        case "noisy_both":
-            return f"its measurement and that of {over} are noisy"
-        case _:
-            return "its measurement is noisy"
+        case "not_shown":
+            return f"statistically indistinguishable from {over}"
 
 
 def within_the_baselines_class(comparison: Comparison) -> str:
     """Return what the baseline's own class gained, where the winner is in another."""
-    fastest, gain = comparison.fastest_of_class, comparison.class_gain
+    fastest, ratio = comparison.fastest_of_class, comparison.class_gain
     if fastest is None or fastest.measurement is None:
         return "nothing of the space was measured in the baseline's class"
     of_class = "the fastest of the baseline's class"
     if fastest.number == comparison.baseline.number:
         return f"{of_class} that was measured is the baseline itself"
-    named = f"{of_class} is trial {fastest.number}"
-    if gain is None:
-        return (
-            f"{named}, measured at {speed(fastest.measurement)}; {_why_no_class_gain(comparison)}"
-        )
-    return f"{named}, {factor(gain)} the baseline's speed ({factor_interval(gain)})"
-
-
-def _why_no_class_gain(comparison: Comparison) -> str:
-    named = {"it": comparison.fastest_of_class, "the baseline": comparison.baseline}
-    noisy = [who for who, trial in named.items() if trial and measured_of(trial).is_noisy]
-    if not noisy:
-        return "not confirmed"
-    return f"{' and '.join(noisy)} {'are' if len(noisy) > 1 else 'is'} too noisy to compare"
+    reached = f"{gain(ratio)} the baseline" if ratio else speed(fastest.measurement)
+    return f"{of_class} is trial {fastest.number}, {reached}"
 
 
 def need(known: Need) -> str:

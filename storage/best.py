@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from storage.confirmations import Ratio
 from storage.definition import StudySnapshot
 from storage.epochs import epoch_cost
-from storage.gain import Comparison, Gain, compare
+from storage.gain import Comparison, compare
 from storage.objectives import measured_of, objective_value
 from storage.ranking import Ranking, rank_study, verdict_counts
 from storage.records import Measurement, TrialRecord
@@ -17,7 +18,9 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
     """Return the document of ``sweep best --json``; ``best`` is null where nothing fits.
 
     ``objective`` names what is ranked by, of several objectives all of them; then ``best`` is the
-    knee of their ``front``. ``tied`` cannot be told from it in what is ranked by.
+    knee of their ``front``. ``tied`` were measured side by side with it and are statistically
+    indistinguishable. ``gain`` is over the baseline, for another capacity class over the baseline's
+    recipe in that class, with its 95 % interval; where it is null, ``no_gain`` says why.
     """
     records, target = snapshot.records, snapshot.definition.target
     ranking = rank_study(snapshot)
@@ -44,7 +47,7 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
         "cost": None if winner is None else _cost(snapshot, winner),
         **_texts(snapshot, winner),
         "target_tokens_per_second": speed,
-        "gain": _class_wide_gain(ranking),
+        **_gain(ranking),
         "front": [_on_front(record, ranking) for record in ranking.front],
         "knee": winner.number if winner is not None and is_front else None,
         "baseline": _baseline(ranking),
@@ -77,9 +80,6 @@ def _confirmation(ranking: Ranking) -> dict[str, Any] | None:
     return {
         "runs": ranking.runs,
         "seconds": known.seconds(series=known.series),
-        "separated": not ranking.tied and not ranking.is_unclear,
-        "clear": not ranking.is_unclear,
-        "tied": list(ranking.tied),
         "fallen": list(ranking.fallen),
         "searched_tokens_per_second": ranking.searched[winner.number].tokens_per_second,
         "soak": None if ranking.soak is None else _soak(measured_of(ranking.soak)),
@@ -157,7 +157,7 @@ def _baseline(ranking: Ranking) -> dict[str, Any] | None:
     comparison = compare(ranking)
     if comparison is None:
         return None
-    base, is_over_it = comparison.baseline, comparison.is_over_the_baseline
+    base = comparison.baseline
     return {
         "number": base.number,
         "config": base.config.model_dump(mode="json"),
@@ -165,41 +165,30 @@ def _baseline(ranking: Ranking) -> dict[str, Any] | None:
         **_certainty(base),
         "in_space": ranking.is_baseline_in_space,
         "class": base.config.capacity(),
-        **_gain(comparison.gain if is_over_it else None),
-        "no_gain": "another_class" if comparison.gain and not is_over_it else comparison.reason,
         "class_gain": _class_gain(comparison),
     }
 
 
-def _class_wide_gain(ranking: Ranking) -> dict[str, Any] | None:
-    """Return the winner's gain within its capacity class, with what it is over, or why there is
-    none; None where the baseline was not measured."""
-    comparison, winner = compare(ranking), ranking.winner
+def _gain(ranking: Ranking) -> dict[str, Any]:
+    """Return the winner's gain within its capacity class, or why there is none."""
+    comparison = compare(ranking)
     if comparison is None:
-        return None
+        return {"gain": None, "no_gain": "not_measured"}
     gain, over = comparison.gain, comparison.over
-    return {
-        "value": None if gain is None else gain.ratio,
-        "low": None if gain is None else gain.low,
-        "high": None if gain is None else gain.high,
-        "class": None if winner is None else winner.config.capacity(),
-        "over": None if over is None else _reference(over, comparison),
-        "reason": comparison.reason,
-    }
-
-
-def _reference(over: TrialRecord, comparison: Comparison) -> dict[str, Any]:
-    return {
+    if gain is None or over is None:
+        return {"gain": None, "no_gain": comparison.reason}
+    reference = {
         "baseline": comparison.is_over_the_baseline,
         "config": over.config.model_dump(mode="json"),
         "tokens_per_second": measured_of(over).tokens_per_second,
         **_certainty(over),
     }
+    return {"gain": {"over": reference, **_ratio(gain)}, "no_gain": None}
 
 
 def _class_gain(comparison: Comparison) -> dict[str, Any] | None:
     """Return the gain within the baseline's class, where the winner is in another."""
-    fastest = comparison.fastest_of_class
+    fastest, gain = comparison.fastest_of_class, comparison.class_gain
     if fastest is None:
         return None
     return {
@@ -207,11 +196,9 @@ def _class_gain(comparison: Comparison) -> dict[str, Any] | None:
         "class": fastest.config.capacity(),
         "tokens_per_second": measured_of(fastest).tokens_per_second,
         **_certainty(fastest),
-        **_gain(comparison.class_gain),
+        "gain": None if gain is None else _ratio(gain),
     }
 
 
-def _gain(gain: Gain | None) -> dict[str, float | None]:
-    if gain is None:
-        return {"gain": None, "gain_low": None, "gain_high": None}
-    return {"gain": gain.ratio, "gain_low": gain.low, "gain_high": gain.high}
+def _ratio(gain: Ratio) -> dict[str, float | None]:
+    return {"ratio": gain.value, "low": gain.low, "high": gain.high}

@@ -42,6 +42,21 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True)
+class Ratio:
+    """The speed of one configuration over that of another."""
+
+    value: float
+    low: float | None
+    """Ends of its 95 % interval; null where nothing bounds it."""
+    high: float | None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether either may be the faster one: the interval holds 1."""
+        return self.low is not None and self.high is not None and self.low <= 1 <= self.high
+
+
+@dataclass(frozen=True)
 class Confirmations:
     """Every run of a study that measured a winner again."""
 
@@ -116,6 +131,36 @@ class Confirmations:
         soak = self.soak(config, series=self.series)
         return pool(runs, spread=self._spread, soak=None if soak is None else soak.measurement)
 
+    def ratio(self, config: TrialConfig, over: TrialConfig) -> Ratio | None:
+        """Return how much faster ``config`` ran than ``over``, by their runs in turns; None where
+        either ran too seldom.
+
+        The runs of one round are paired, so that what drifts from round to round cancels: a
+        randomized block design (Box, Hunter and Hunter, ch. 4), whose residual spread is that of
+        all configurations which ran as often. The interval is no narrower than the pair's own
+        spread, or than what is left of the runs' own intervals, makes it.
+        """
+        mine, theirs = self.runs(config, series=self.series), self.runs(over, series=self.series)
+        rounds = min(len(mine), len(theirs))
+        if rounds < RUNS_TO_CONFIRM:
+            return None
+        mine, theirs = mine[:rounds], theirs[:rounds]
+        gains = [
+            math.log(a.tokens_per_second / b.tokens_per_second)
+            for a, b in zip(mine, theirs, strict=True)
+        ]
+        blocks = [
+            _logarithms(runs[:rounds])
+            for (series, _), runs in self._runs.items()
+            if series == self.series and len(runs) >= rounds
+        ]
+        degrees = (len(blocks) - 1) * (rounds - 1)
+        variance = max(2 * _residual_variance(blocks), statistics.variance(gains))
+        between = T_975[min(degrees, len(T_975)) - 1] * math.sqrt(variance / rounds)
+        center = statistics.fmean(gains)
+        half = max(between, math.hypot(_within(mine), _within(theirs)))
+        return Ratio(math.exp(center), math.exp(center - half), math.exp(center + half))
+
     @cached_property
     def _spread(self) -> Spread:
         return Spread.of(runs for (series, _), runs in self._runs.items() if series == self.series)
@@ -170,19 +215,14 @@ def pool(
     faster = last.step_seconds / step
     retries = max(m.allocator_retries for m in (*runs, *(() if soak is None else (soak,))))
     energies = [m.joules_per_token for m in runs if m.joules_per_token is not None]
-    used = last.flops_utilization
-    return last.model_copy(
+    return scaled(last, faster).model_copy(
         update={
-            "tokens_per_second": last.tokens_per_second * faster,
-            "samples_per_second": last.samples_per_second * faster,
-            "step_seconds": step,
             "step_seconds_ci95": (math.exp(center - half), math.exp(center + half)),
             "steps_measured": sum(m.steps_measured for m in runs),
             "steps_warmup": sum(m.steps_warmup for m in runs),
             "peak_allocated_bytes": max(m.peak_allocated_bytes for m in runs),
             "peak_reserved_bytes": _most(m.peak_reserved_bytes for m in runs),
             "peak_device_bytes": _most(m.peak_device_bytes for m in runs),
-            "flops_utilization": None if used is None else used * faster,
             "setup_seconds": sum(m.setup_seconds for m in runs),
             "measured_seconds": sum(m.measured_seconds for m in runs),
             "training_seconds": _sum(m.training_seconds for m in runs),
@@ -194,13 +234,43 @@ def pool(
     )
 
 
+def scaled(measured: Measurement, faster: float) -> Measurement:
+    """Return a measurement as if every step had been ``faster`` times as fast."""
+    ends, used = measured.step_seconds_ci95, measured.flops_utilization
+    return measured.model_copy(
+        update={
+            "tokens_per_second": measured.tokens_per_second * faster,
+            "samples_per_second": measured.samples_per_second * faster,
+            "step_seconds": measured.step_seconds / faster,
+            "step_seconds_ci95": ends and (ends[0] / faster, ends[1] / faster),
+            "flops_utilization": used and used * faster,
+        }
+    )
+
+
 def _half_width(runs: Sequence[Measurement], spread: Spread) -> float:
     """Return half the 95 % interval of the runs' middle, in logarithms."""
     own = statistics.stdev(_logarithms(runs))
     t = T_975[min(spread.degrees, len(T_975)) - 1]
     between = t * max(spread.deviation, own) / math.sqrt(len(runs))
-    within = math.sqrt(sum(_own_half_width(run) ** 2 for run in runs)) / len(runs)
-    return max(between, within)
+    return max(between, _within(runs))
+
+
+def _within(runs: Sequence[Measurement]) -> float:
+    """Return what is left of the runs' own intervals in their middle, in logarithms."""
+    return math.sqrt(sum(_own_half_width(run) ** 2 for run in runs)) / len(runs)
+
+
+def _residual_variance(blocks: Sequence[Sequence[float]]) -> float:
+    """Return what neither the configuration (a row) nor the round (a column) explains, a run."""
+    rows, columns = [statistics.fmean(row) for row in blocks], list(zip(*blocks, strict=True))
+    rounds, mean = [statistics.fmean(column) for column in columns], statistics.fmean(rows)
+    squares = sum(
+        (value - row - column + mean) ** 2
+        for values, row in zip(blocks, rows, strict=True)
+        for value, column in zip(values, rounds, strict=True)
+    )
+    return squares / ((len(rows) - 1) * (len(rounds) - 1))
 
 
 def _own_half_width(run: Measurement) -> float:

@@ -13,10 +13,12 @@ nearest to the corner where all are 1 is the knee, and stands for the best. Wher
 the objective that was named first decides.
 
 A configuration that was measured again is ranked by those runs (`confirmations`), and one that did
-not hold in them does not fit. Of those whose speeds cannot be told apart then, the one that never
-made the allocator give memory back, and next the one with the most memory left, is recommended: it
-is the winner. What was not measured again comes after them, unless it was the fastest of the
-search: speeds of two processes do not compare as those of one do.
+not hold in them does not fit. What was not measured again comes after them, unless it was the
+fastest of the search. Its speed is scaled by the fastest that ran in both, as speeds of two
+processes do not compare as those of one do.
+
+The fastest is recommended; of a tie, one that never made the allocator give memory back. Only what
+was measured side by side is a tie: where the interval of the ratio of the two holds 1.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
-from storage.confirmations import Confirmations
+from storage.confirmations import Confirmations, Ratio, scaled
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.objectives import (
     by_number,
@@ -68,13 +70,16 @@ class Ranking:
     definition: StudyDefinition
     records: tuple[TrialRecord, ...]
     """Every trial whose numbers can be ranked, the baseline included, by number; what was measured
-    again with the speed of those runs, what did not hold in them with how it ended."""
+    again with the speed of those runs, what did not hold in them with how it ended, and the rest
+    with its speed times `scale`."""
     confirmations: Confirmations = field(default_factory=Confirmations)
     searched: Mapping[int, Measurement] = field(default_factory=dict)
     """What the search measured of the trials that were measured again, by number."""
     fallen: Mapping[int, TrialRecord] = field(default_factory=dict)
     """Trials that fitted in the search and did not hold, by number, each with the run that says
     so."""
+    scale: float = 1.0
+    """Speed in the confirmation over speed in the search, of the fastest that ran in both."""
 
     @property
     def objectives(self) -> tuple[Objective, ...]:
@@ -89,11 +94,11 @@ class Ranking:
     @cached_property
     def ranked(self) -> tuple[TrialRecord, ...]:
         """The trials of the space that fit, each configuration once, the recommended one first."""
-        if not self._by_merit or not self._is_steady(self._by_merit[0]):
-            return self._by_merit
+        if not self._by_merit:
+            return ()
         best = self._by_merit[0]
-        alike = (best, *(r for r in self._tied_with(best) if self._is_steady(r)))
-        recommended = min(alike, key=_wear)
+        alike = (best, *filter(self._is_tied_with(best), self._by_merit))
+        recommended = min(alike, key=lambda r: measured_of(r).allocator_retries > 0)
         others = (r for r in self._by_merit if r.number != recommended.number)
         return (recommended, *others)
 
@@ -131,7 +136,7 @@ class Ranking:
         is only one, and all are taken as they are.
         """
         searched = [
-            self.searched[r.number].tokens_per_second
+            self.searched[r.number].tokens_per_second * self.scale
             for r in candidates
             if self.is_measured_again(r)
         ]
@@ -160,29 +165,56 @@ class Ranking:
 
     @cached_property
     def tied(self) -> tuple[int, ...]:
-        """Numbers of the other trials that cannot be told from the best in what is ranked by.
+        """Numbers of the other trials that are statistically indistinguishable from the best in
+        what is ranked by: measured side by side with it, where that is speed.
 
-        Speeds cannot be told apart where their 95 % intervals overlap, and those without an
-        interval are not compared. Memory repeats to the byte: only equals are tied.
+        Memory repeats to the byte: only equals are tied.
         """
         if self.winner is None:
             return ()
-        alike = (self._by_merit[0], *self._tied_with(self._by_merit[0]))
-        known = {record.number for record in alike} - {self.winner.number}
-        return tuple(record.number for record in self.ranked if record.number in known)
+        return tuple(r.number for r in self.ranked[1:] if self._is_tied_with(self.winner)(r))
 
-    def _tied_with(self, best: TrialRecord) -> tuple[TrialRecord, ...]:
-        mine = measured_of(best)
+    def _is_tied_with(self, best: TrialRecord) -> Callable[[TrialRecord], bool]:
+        mine, others = measured_of(best), [o for o in self.objectives if o != "tokens_per_second"]
+
+        def is_tied_with(record: TrialRecord) -> bool:
+            if record.number == best.number:
+                return False
+            if len(others) < len(self.objectives):
+                ratio = self.confirmations.ratio(best.config, record.config)
+                if ratio is None or not ratio.is_open:
+                    return False
+            return all(is_tied(o, mine, measured_of(record)) for o in others)
+
+        return is_tied_with
+
+    @cached_property
+    def close(self) -> tuple[TrialRecord, ...]:
+        """The other trials whose intervals overlap the best's: what measuring side by side may
+        tell apart."""
+        if self.winner is None:
+            return ()
+        best = measured_of(self.winner)
         return tuple(
             record
-            for record in self._by_merit
-            if record.number != best.number
-            and all(is_tied(o, mine, measured_of(record)) for o in self.objectives)
+            for record in self.ranked[1:]
+            if all(is_tied(o, best, measured_of(record)) for o in self.objectives)
         )
 
-    def _is_steady(self, record: TrialRecord) -> bool:
-        """Whether a trial was measured again and its runs agree: noise makes no tie."""
-        return self.is_measured_again(record) and not measured_of(record).is_noisy
+    def ratio(self, record: TrialRecord, over: TrialRecord) -> Ratio:
+        """Return how much faster a trial is than another: by runs in turns where both were
+        measured again, else by the interval of each."""
+        if canonical(record.config) == canonical(over.config):
+            return Ratio(1.0, 1.0, 1.0)
+        paired = self.confirmations.ratio(record.config, over.config)
+        if paired is not None:
+            return paired
+        mine, theirs = measured_of(record), measured_of(over)
+        value = mine.tokens_per_second / theirs.tokens_per_second
+        ends, others = mine.speed_interval, theirs.speed_interval
+        if ends is None or others is None:
+            return Ratio(value, None, None)
+        return Ratio(value, ends[0] / others[1], ends[1] / others[0])
 
     def is_measured_again(self, record: TrialRecord) -> bool:
         """Whether a trial's speed is that of several runs which confirm it."""
@@ -190,19 +222,11 @@ class Ranking:
 
     @cached_property
     def is_confirmed(self) -> bool:
-        """Whether the winner is one for sure: measured again, steadily, and soaked where asked."""
+        """Whether the winner was measured again, and soaked where asked."""
         if self.winner is None or not self.is_measured_again(self.winner):
             return False
         budget = self.definition.space.confirm
-        is_soaked = (budget is not None and not budget.soak_seconds) or self.soak is not None
-        return is_soaked and not measured_of(self.winner).is_noisy
-
-    @property
-    def is_unclear(self) -> bool:
-        """Whether the winner was measured again, and the machine was too busy to tell its speed."""
-        winner = self.winner
-        is_again = winner is not None and self.is_measured_again(winner)
-        return is_again and winner is not None and measured_of(winner).is_noisy
+        return (budget is not None and not budget.soak_seconds) or self.soak is not None
 
     @cached_property
     def soak(self) -> TrialRecord | None:
@@ -356,7 +380,9 @@ def rank(
     if "eval_loss" in definition.space.objectives:
         records = _with_qualities(records, known.records)
     effective: list[TrialRecord] = []
-    searched, fallen = {}, {}
+    searched: dict[int, Measurement] = {}
+    fallen: dict[int, TrialRecord] = {}
+    fastest, scale = 0.0, 1.0
     for record in by_number(rankable(records)):
         fell, pooled = known.fallen.get(canonical(record.config)), known.pooled(record.config)
         if record.verdict is not Verdict.FITS or (fell is None and pooled is None):
@@ -365,10 +391,23 @@ def rank(
             fallen[record.number] = fell
             effective.append(record.model_copy(update={"outcome": fell.outcome}))
         elif pooled is not None:
-            searched[record.number] = measured_of(record)
-            again = pooled.model_copy(update={"quality": measured_of(record).quality})
-            effective.append(record.model_copy(update={"outcome": Measured(measurement=again)}))
-    return Ranking(definition, tuple(effective), known, searched, fallen)
+            mine = searched[record.number] = measured_of(record)
+            if mine.tokens_per_second > fastest:
+                fastest = mine.tokens_per_second
+                scale = pooled.tokens_per_second / fastest
+            effective.append(_with(record, pooled.model_copy(update={"quality": mine.quality})))
+    rescaled = tuple(
+        record
+        if record.number in {*searched, *fallen} or record.measurement is None
+        else _with(record, scaled(record.measurement, scale))
+        for record in effective
+    )
+    return Ranking(definition, rescaled, known, searched, fallen, scale)
+
+
+def _with(record: TrialRecord, measured: Measurement) -> TrialRecord:
+    outcome = record.outcome.model_copy(update={"measurement": measured})
+    return record.model_copy(update={"outcome": outcome})
 
 
 def _with_qualities(
@@ -416,9 +455,3 @@ def _class_best(record: TrialRecord) -> ClassBest:
         measured_of(record).tokens_per_second,
         is_partial=record.verdict is Verdict.PRUNED_SLOW,
     )
-
-
-def _wear(record: TrialRecord) -> tuple[bool, int]:
-    """Return what tells of two that are as fast which is to be recommended: the lesser."""
-    measured = measured_of(record)
-    return measured.allocator_retries > 0, measured.peak_allocated_bytes

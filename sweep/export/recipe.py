@@ -23,8 +23,9 @@ from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec, shipped_models
 from search_spaces.space import Objective
 from search_spaces.texts import TextsChoice, TextsSummary
+from storage.confirmations import Ratio
 from storage.definition import StudySnapshot, Target
-from storage.gain import Gain, NoGain, gain_of
+from storage.gain import NoGain, gain_of
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
 from storage.records import Measurement, TrialRecord, Verdict
@@ -78,7 +79,7 @@ class GainOver:
 
     baseline: TrialRecord | None
     """Or its recipe in the trial's capacity class; None where that was not measured."""
-    gain: Gain | None
+    gain: Ratio | None
     reason: NoGain | None
     """Why no gain is stated; None where one is. Without a baseline it says nothing."""
     is_baseline: bool = False
@@ -96,9 +97,8 @@ class GainOver:
             "tokens/s; gain "
         )
         if self.gain is None:
-            return f"{beside}not stated: {(self.reason or 'no interval').replace('_', ' ')}."
-        ends = uncertainty.factor_interval(self.gain)
-        return f"{beside}{uncertainty.factor(self.gain)} (95 % interval {ends})."
+            return f"{beside}not stated: {uncertainty.why_no_gain(self.reason, 'it')}."
+        return f"{beside}{uncertainty.gain(self.gain)}."
 
     def provenance(self, model: ModelSpec) -> dict[str, Any]:
         """Return that in plain JSON values."""
@@ -113,7 +113,7 @@ class GainOver:
             },
             "gain": None
             if gain is None
-            else {"value": gain.ratio, "low": gain.low, "high": gain.high},
+            else {"ratio": gain.value, "low": gain.low, "high": gain.high},
             "no_gain": "no_baseline" if base is None else self.reason,
         }
 
@@ -264,7 +264,7 @@ class Recipe:
     @property
     def _role(self) -> str:
         if self.is_best:
-            return objectives.best(self.objectives)
+            return objectives.best(self.objectives, is_confirmed=self.is_confirmed)
         return "One of the configurations that fit, not the best"
 
     def _device(self) -> str:

@@ -381,6 +381,7 @@ def _environment(settings: ChildSettings) -> dict[str, str]:
     own = {"CUDA_VISIBLE_DEVICES": ",".join(settings.cards)} if settings.cards else {}
     if settings.device == "cpu":
         own = _CPU_ENVIRONMENT
+        kept["OMP_NUM_THREADS"] = "1"
     return kept | inherited | _QUIET | own
 
 

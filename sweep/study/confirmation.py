@@ -50,6 +50,8 @@ CONTENDERS_MAX = 4
 """Of all that cannot be told from the winner, so many are measured again at a time."""
 BEGUN_MAX = 8
 """So many in all: where more take the lead one after the other, the machine cannot tell them."""
+GAIN_WITHIN = 1.1
+"""A gain that is known this closely needs no further runs."""
 SOAKS_MAX = 3
 """Where so many lose in their soaks, another budget or another study is what helps."""
 
@@ -125,8 +127,7 @@ class Plan:
         """
         ranking = self.ranking
         begun = {canonical(r.config) for r in self._of("confirm")}
-        tied = {*ranking.tied}
-        alike = [r for r in ranking.ranked if r is ranking.winner or r.number in tied]
+        alike = [*ranking.ranked[:1], *ranking.close]
         kept = [r for r in ranking.ranked if begun and canonical(r.config) in begun]
         is_full = len(begun) >= BEGUN_MAX
         rivals = {canonical(r.config): _contender(r) for r in (*alike[:CONTENDERS_MAX], *kept)}
@@ -179,17 +180,21 @@ class Plan:
         return sum(max(0, RUNS_TO_CONFIRM - self._runs(contender)) for contender in needed)
 
     def _undecided(self) -> list[Contender]:
-        """Return what more runs may tell apart, or tell at all."""
-        if self._is_spent:
+        """Return what more runs may tell apart, and what a gain that is still wide is between."""
+        ranking, winner = self.ranking, self.ranking.winner
+        if self._is_spent or winner is None:
             return []
-        ranking = self.ranking
-        pooled = {c: ranking.confirmations.pooled(c.config) for c in self.contenders()}
-        won = ranking.winner
-        tied = {*ranking.tied, *(() if won is None else (won.number,))}
-        alike = [c for c, measured in pooled.items() if measured and c.number in tied]
-        unsure = [c for c, measured in pooled.items() if measured and measured.is_noisy]
-        chosen = (*(alike if len(alike) > 1 else ()), *unsure)
-        return [c for c in chosen if self._runs(c) < self.budget.repeats]
+        tied = {winner.number, *ranking.tied} if ranking.tied else set()
+        over = ranking.reference_for(winner.config)
+        gain = None if over is None else ranking.ratio(winner, over)
+        is_wide = gain is None or gain.low is None or gain.value > GAIN_WITHIN * gain.low
+        wanted = {canonical(r.config) for r in (winner, over) if r is not None and is_wide}
+        return [
+            c
+            for c in self.contenders()
+            if (c.number in tied or canonical(c.config) in wanted)
+            and self._runs(c) < self.budget.repeats
+        ]
 
     def lacks_its_recipe(self, run: NextRun) -> bool:
         """Whether what is to be run is a recipe that this series came to its end without."""

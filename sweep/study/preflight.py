@@ -98,10 +98,11 @@ class Expected:
     def refusal(self) -> Outcome | None:
         """The verdict that spares the device a trial; None where only running it tells.
 
-        What is predicted not to fit is refused by the verdict that `sweep plan` gives as well; what
-        is too close to say is left to the device.
+        What is predicted not to fit is refused by the verdict that `sweep plan` gives as well,
+        though a smaller trial ran out of memory too: the prediction says how much it needs. What is
+        too close to say is left to the device.
         """
-        if self._ruled_out is not None or self.memory is None or self._fit is not Fit.NO:
+        if isinstance(self._ruled_out, Invalid) or self.memory is None or self._fit is not Fit.NO:
             return self._ruled_out
         budget, percent = self._preflight.budget_bytes, 100 * self.memory.uncertainty
         return PredictedOutOfMemory(

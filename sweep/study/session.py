@@ -49,6 +49,7 @@ from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.nvml import FaultWatch
 from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
+from sweep.predict.memory.on_cpu import CpuMemory
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.cards import ChosenCard, teams_of
@@ -645,12 +646,11 @@ def _opened(
 
 def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
     target, model, resolved = prepared.target, prepared.model, prepared.resolved
-    is_on_card = target.device == "cuda"
-    # What is predicted is a CUDA allocator's memory; a process on the CPU takes other amounts.
-    memory = TracingPredictor(
-        model,
-        cache_dir=cache_directory() / "memory",
-        compute_capability=resolved.host_capability,
+    is_on_card, cache = target.device == "cuda", cache_directory() / "memory"
+    memory = (
+        TracingPredictor(model, cache_dir=cache, compute_capability=resolved.host_capability)
+        if is_on_card
+        else CpuMemory(model, cache_dir=cache)
     )
     # Speed is that of the card that really runs, where it has a data sheet.
     host = match_product(target.emulated_on or target.gpu) if is_on_card else None
@@ -665,8 +665,9 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
             device=target.device,
             has_texts=prepared.texts is not None,
         ),
-        predictor=memory if is_on_card else None,
+        predictor=memory,
         speed=None if host is None else SpeedForecast(model=model, gpu=host, shapes=shapes),
         shapes=shapes,
+        is_cut_up=is_on_card,
         warn=warn,
     )

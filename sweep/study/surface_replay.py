@@ -27,7 +27,7 @@ from storage import mapping
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.surfaces import Surface, SurfaceRow
 from sweep.predict.memory.arrays import OneByOne, WholeMemory
-from sweep.predict.memory.prediction import MemoryPrediction, stated_uncertainty
+from sweep.predict.memory.prediction import AllocatedPeak, MemoryPrediction, stated_uncertainty
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.sampling.candidates import Candidate
 from sweep.sampling.encoding import Params, identity
@@ -162,23 +162,6 @@ def _preflight(recorded: Recorded) -> Preflight:
     )
 
 
-@dataclass(frozen=True)
-class _AllocatedPeak(MemoryPrediction):
-    """A peak that fits where it is within the budget: so it is decided on a surface."""
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """The allocated peak: no more is known."""
-        return self.peak_allocated_bytes
-
-    @property
-    def _slack(self) -> float:
-        return self.uncertainty
-
-    def _runs_under(self, limit_bytes: int) -> bool:
-        return self.peak_allocated_bytes <= limit_bytes
-
-
 class _RecordedPeaks:
     """Answers with peaks that were predicted before; satisfies `MemoryPredictor`."""
 
@@ -200,7 +183,7 @@ class _RecordedPeaks:
         if peak is None:
             raise InputError("of some rows there is no prediction")
         stated = stated_uncertainty(config)
-        return _AllocatedPeak(
+        return AllocatedPeak(
             peak_allocated_bytes=peak,
             breakdown={},
             moment="backward",

@@ -14,9 +14,9 @@ from reports import uncertainty, units
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import BATCH_KEYS, CAPACITY_KEYS, KNOBS, SIZE_KEYS
 from search_spaces.space import SearchSpace
-from storage.confirmations import Confirmations
+from storage.confirmations import Confirmations, Ratio
 from storage.definition import StudyDefinition
-from storage.gain import Gain, compare
+from storage.gain import compare
 from storage.ledger import Ledger
 from storage.ranking import Ranking, rank
 from storage.records import Phase, TrialRecord
@@ -249,7 +249,7 @@ class Board:
         return self._ranking.winner
 
     @property
-    def gain(self) -> Gain | None:
+    def gain(self) -> Ratio | None:
         """The best's speed over the baseline's in its class, where it can be stated."""
         comparison = compare(self._ranking)
         return None if comparison is None else comparison.gain

@@ -12,19 +12,17 @@ from pathlib import Path
 from reports import objectives, tables, uncertainty, units
 from reports.advice import advice_title, how_to_go_faster
 from reports.confirmation import (
+    as_fast,
     confirmation_rows,
-    no_clear_winner,
     status_words,
 )
 from reports.outcomes import verdict_words
 from reports.quality import loss_words
-from reports.summary import emulation_note, summary_of
+from reports.summary import answer, emulation_note, gain_words, summary_of
 from reports.texts import epoch_words
 from search_spaces import redaction
 from search_spaces.config import TrialConfig
 from search_spaces.errors import quote
-from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
-from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot, StudySummary, UnreadableStudy
 from storage.gain import compare
 from storage.objectives import measured_of
@@ -64,7 +62,7 @@ def last_screen(
         lines += _bullets(list(how_to_go_faster(snapshot))[:_REASONS_SHOWN])
     else:
         facts = _winner_facts(snapshot, ranking, winner)
-        lines = [_answer(snapshot, ranking), *_facts(facts, width)]
+        lines = [f"{_about(snapshot)}: {answer(snapshot, ranking)}", *_facts(facts, width)]
     commands = [f"  {command}{storage_option}" for command in _next(snapshot, ranking)]
     if report is not None:
         commands.append(f"  report: {report}")
@@ -76,24 +74,11 @@ def _about(snapshot: StudySnapshot) -> str:
     return f"{snapshot.name} ({snapshot.definition.model['name']} on {target.gpu})"
 
 
-def _answer(snapshot: StudySnapshot, ranking: Ranking) -> str:
-    """Return the winner in words, or that there is none that is clear."""
-    if ranking.is_unclear:
-        return f"{_about(snapshot)}: {no_clear_winner(snapshot, ranking)}"
-    what = objectives.best(ranking.objectives)
-    return f"{_about(snapshot)}: {what[0].lower()}{what[1:]} is trial {_number(ranking.winner)}"
-
-
-def _number(record: TrialRecord | None) -> str:
-    return units.DASH if record is None else str(record.number)
-
-
 def _winner_facts(
     snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord
 ) -> Iterator[tuple[str, str]]:
     """Yield what a person asks of a winner, in the order in which they do."""
     target, measured = snapshot.definition.target, measured_of(winner)
-    yield "what", _in_words(winner, snapshot.definition.space)
     yield "speed", _speed(snapshot, winner)
     if measured.quality is not None:
         yield "loss", f"{loss_words(measured)} on held-out texts"
@@ -110,13 +95,6 @@ def _winner_facts(
         yield "epoch", epoch
     yield "sure", _sureness(snapshot, ranking)
     yield from _counted(snapshot)
-
-
-def _in_words(winner: TrialRecord, space: SearchSpace) -> str:
-    """Return the size and the capacity of a configuration, and where else it is no baseline."""
-    changed = units.differing(winner.config, space.baseline_config())
-    rest = (units.phrase(k, v) for k, v in changed.items() if k not in SIZE_KEYS + CAPACITY_KEYS)
-    return ", ".join([units.size(winner.config), uncertainty.capacity(winner.config), *rest])
 
 
 def _speed(snapshot: StudySnapshot, winner: TrialRecord) -> str:
@@ -147,12 +125,11 @@ def _gain(ranking: Ranking) -> str:
         return "none stated: the baseline was not measured"
     faster = uncertainty.faster_and_no_answer(ranking, winner)
     beside = f"; {faster}" if faster else ""
-    if comparison.gain is None:
-        why = uncertainty.why_no_gain(comparison, winner.config).partition("; ")[0]
-        return f"{why.replace('no gain is stated', 'none stated')}{beside}"
-    ends = uncertainty.factor_interval(comparison.gain)
     over = uncertainty.reference_of(ranking, winner.config)
-    return f"{uncertainty.factor(comparison.gain)} {over} ({ends}){beside}"
+    gained = gain_words(ranking) or "none"
+    if comparison.gain is None:
+        gained = f"none stated: {uncertainty.why_no_gain(comparison.reason, over)}"
+    return f"{gained}{beside}"
 
 
 def _sureness(snapshot: StudySnapshot, ranking: Ranking) -> str:
@@ -160,9 +137,8 @@ def _sureness(snapshot: StudySnapshot, ranking: Ranking) -> str:
     measured = None if ranking.soak is None else ranking.soak.measurement
     soak = None if measured is None else measured.soak
     stood = f"; a soak of {units.plural(soak.steps, 'step')} stood" if soak else ""
-    ties = len(ranking.tied)
-    tie = f"; {units.plural(ties, 'other')} cannot be told from it" if ties else ""
-    return f"{known}{stood if ranking.is_confirmed else ''}{tie}"
+    alike = as_fast(ranking)
+    return f"{known}{stood if ranking.is_confirmed else ''}{f'. {alike}' if alike else ''}"
 
 
 def _counted(snapshot: StudySnapshot) -> Iterator[tuple[str, str]]:

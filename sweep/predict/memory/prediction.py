@@ -214,6 +214,23 @@ class MemoryPrediction:
         return runs_under(self.step, limit_bytes=limit_bytes)
 
 
+@dataclass(frozen=True)
+class AllocatedPeak(MemoryPrediction):
+    """A peak that fits where it is within the budget: on a CPU, and where no more is known."""
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The allocated peak: nothing is reserved beside it."""
+        return self.peak_allocated_bytes
+
+    @property
+    def _slack(self) -> float:
+        return self.uncertainty
+
+    def _runs_under(self, limit_bytes: int) -> bool:
+        return self.peak_allocated_bytes <= limit_bytes
+
+
 def predicted(step: Step, peaks: Peaks, uncapped: Uncapped | None) -> MemoryPrediction:
     """Return the prediction of a step, given its peak.
 

@@ -93,6 +93,7 @@ class TracingPredictor:
         cache_dir: where structures that were traced once are kept.
         compute_capability: of the card; None where it is not known, which is taken for the largest
             need.
+        workspace_bytes: that libraries take from torch's allocator; None for cuBLAS's.
         tracer: traces structures; by default a child process, started at the first one that is not
             kept.
     """
@@ -103,11 +104,13 @@ class TracingPredictor:
         *,
         cache_dir: Path,
         compute_capability: tuple[int, int] | None = None,
+        workspace_bytes: int | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._model = model
         capability = compute_capability or HOPPER
-        self._workspace_bytes = _workspace_bytes(capability)
+        cublas_bytes = _workspace_bytes(capability)
+        self._workspace_bytes = cublas_bytes if workspace_bytes is None else workspace_bytes
         self._has_flash = capability >= AMPERE
         tracer = tracer or TracingChildren()
         self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer)
