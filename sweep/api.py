@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits, SweepError
@@ -91,10 +91,12 @@ class Trial(_Document):
 class Gain(_Document):
     """How many times as fast the winner is, with the ends of the 95 % interval."""
 
-    over: Any
+    over: dict[str, Any]
+    """What it is over: ``config`` and ``tokens_per_second`` of the baseline."""
     ratio: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
+    """None where nothing bounds it."""
 
 
 class Study(_Document):
@@ -124,11 +126,6 @@ class Study(_Document):
     """URL of the database that was named; None for the default."""
     document: dict[str, Any] = Field(repr=False)
     """All of it, as plain JSON values."""
-
-    @field_validator("gain", mode="before")
-    @classmethod
-    def _unless_not_stated(cls, value: Any) -> Any:
-        return value if value and "ratio" in value else None
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulate:
 
 
 def of_demo(**options: Any) -> Study:
-    return tune("cpu-demo", study="mine", trials=3, sampler="random", confirm=False, **options)
+    asked = {"study": "mine", "trials": 3, "sampler": "random", "confirm": False}
+    return tune("cpu-demo", **(asked | options))
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -66,6 +67,15 @@ def test_a_study_and_its_winner_are_what_the_command_prints(
         assert winner.config.lora_rank == 8
         shown = document["best"]["measurement"]
         assert winner.measurement.tokens_per_second == shown["tokens_per_second"]
+
+
+def test_a_confirmed_study_has_its_gain(simulate: Simulate) -> None:
+    simulate(fits)
+    study = of_demo(confirm=True, trials=8, sampler="grid")
+    assert study.confirmed
+    assert study.gain is not None
+    assert study.gain.model_dump() == study.document["gain"]
+    assert best(study).gain == study.gain
 
 
 def test_progress_is_shown_where_it_is_asked_for(
