@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 import typer.core
@@ -20,7 +20,7 @@ import typer.main
 from search_spaces.errors import InputError
 from storage.patience import waits_told_to
 from sweep import stop_signals
-from sweep.paths import runs_directory, storage_url
+from sweep.paths import storage_url
 from sweep.stop_signals import INTERRUPTED
 from sweep.terminal import options as opt
 from sweep.terminal.console import (
@@ -33,9 +33,6 @@ from sweep.terminal.console import (
 from sweep.terminal.edge import guarded
 from sweep.terminal.knob_options import add_knobs, takes_knobs
 from sweep.terminal.typed import Drive, Invocation
-
-if TYPE_CHECKING:
-    from storage.definition import StudySnapshot
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
@@ -102,6 +99,7 @@ def run(
     max_dollars: opt.MaxDollarsOption = None,
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
+    on: opt.OnOption = None,
     cards: opt.CardsOption = None,
     ray: opt.RayOption = None,
     carried: opt.CarriedOption = None,
@@ -146,6 +144,7 @@ def run(
         held=configuration,
         study=study,
         storage=storage,
+        on=on,
         cards=cards,
         ray=ray,
         carried=carried,
@@ -394,14 +393,7 @@ def plan(
         as_json=as_json,
         is_detailed=details,
     )
-    return command.plan(request, read_study=_read_study)
-
-
-def _read_study(name: str, storage: str | None) -> StudySnapshot:
-    # Of all plans only one with --study needs Optuna, which takes longer to import than to answer.
-    from storage.reading import read_study
-
-    return read_study(name, url=storage_url(storage), home=runs_directory())
+    return command.plan(request)
 
 
 @app.command(

@@ -1,4 +1,4 @@
-"""Owns where the command ``sweep`` starts: at a name that nobody else will take.
+"""Where the command ``sweep`` starts, and what ``import qlora_sweep`` offers.
 
 A wheel carries this file as ``qlora_sweep.py`` beside the packages, an editable install far from
 them. A foreign ``sweep`` may stand before ours on Python's path, so that `sweep.namesakes`, which
@@ -11,8 +11,12 @@ import os
 import signal
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
+from typing import TYPE_CHECKING, Any
 
-_INTERRUPTED = 130
+if TYPE_CHECKING:
+    from sweep.api import *  # noqa: F403
+
+_ENVIRONMENT, _INTERRUPTED = 3, 130
 _ALSO_STOP = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _NAMESAKES = os.path.join("sweep", "namesakes.py")
 
@@ -22,7 +26,9 @@ def main() -> int:
     _hear_signals()
     code = _INTERRUPTED
     try:
-        _refuse_namesakes()
+        if (words := _namesake()) is not None:
+            sys.stderr.write(f"error: {words}\n")
+            raise SystemExit(_ENVIRONMENT)
         from sweep.cli import main as run
 
         code = run()
@@ -45,19 +51,40 @@ def _hear_signals() -> None:
             signal.signal(number, signal.default_int_handler)
 
 
-def _refuse_namesakes() -> None:
+def _namesake() -> str | None:
+    """Return what to say where one of our packages is missing or somebody else's."""
     candidates = (os.path.abspath(os.path.join(entry, _NAMESAKES)) for entry in sys.path)
     path = next(filter(os.path.exists, candidates), None)
     spec = path and spec_from_file_location("qlora_sweep_namesakes", path)
     if not spec or spec.loader is None:
-        sys.stderr.write(
-            f"error: qlora-sweep is incomplete: {_NAMESAKES} is nowhere on Python's path\n"
-            "  -> pip install --force-reinstall --no-deps qlora-sweep\n"
+        return (
+            f"qlora-sweep is incomplete: {_NAMESAKES} is nowhere on Python's path\n"
+            "  -> pip install --force-reinstall --no-deps qlora-sweep"
         )
-        raise SystemExit(3)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.refuse_namesakes()
+    words: str | None = next(module.namesakes(), None)
+    return words
+
+
+def __getattr__(name: str) -> Any:
+    """Return what ``import qlora_sweep`` offers, imported when it is asked for.
+
+    Raises:
+        ImportError: one of our packages is missing or somebody else's; it says what to do.
+    """
+    if name == "__all__" or not name.startswith("_"):
+        if (words := _namesake()) is not None:
+            raise ImportError(words)
+        from sweep import api
+
+        if name in ("__all__", *api.__all__):
+            return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__getattr__("__all__")]
 
 
 if __name__ == "__main__":

@@ -97,6 +97,32 @@ def test_a_package_in_pythonpath_is_named_whichever_name_it_takes(
     assert f"take {foreign} out of PYTHONPATH" in done.stderr
 
 
+def test_the_import_offers_its_names_and_touches_nothing(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "storage.py").write_text("raise SystemExit('never run')")
+    program = (
+        "import signal, sys, qlora_sweep; "
+        "print(sorted({'torch', 'optuna', 'transformers', 'pydantic'} & sys.modules.keys())); "
+        "print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL); "
+        "print({'plan', 'tune', 'best'} <= {*dir(qlora_sweep)}, hasattr(qlora_sweep, 'json')); "
+        "from qlora_sweep import InputError, Plan, best, plan, tune; "
+        "print(sorted({'torch', 'optuna', 'transformers'} & sys.modules.keys()))"
+    )
+    done = run(site, "-P", "-c", program, cwd=tmp_path)
+    assert done.stdout.splitlines() == ["[]", "True", "True False", "[]"], done.stderr
+
+
+def test_the_import_names_a_namesake_in_an_exception(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "storage.py").write_text("raise SystemExit('never run')")
+    program = (
+        "import qlora_sweep\n"
+        "try: from qlora_sweep import plan\n"
+        "except ImportError as error: print(error)"
+    )
+    done = run(site, "-c", program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"'storage' is not ours: Python finds {tmp_path / 'storage.py'} first" in done.stdout
+
+
 def test_an_installation_without_its_packages_is_told(site: Path, tmp_path: Path) -> None:
     alone = tmp_path / "site-packages"
     alone.mkdir()

@@ -209,6 +209,11 @@ def test_a_study_on_the_cpu_goes_from_the_space_to_the_report(installed: Install
     page = (installed.directory / "report.html").read_text(encoding="utf-8")
     assert page.count("<section") > 3
     assert "def main" in installed.sweep("export", "demo", "-o", "-")
+    program = (
+        "import qlora_sweep as q; w = q.best('demo'); "
+        "print(w.config.lora_rank == w.peft_config().r, q.tune.__name__, q.plan.__name__)"
+    )
+    assert installed.run("python", "-c", program).stdout.split() == ["True", "tune", "plan"]
 
 
 def blobs(directory: Path) -> Path:

@@ -39,13 +39,22 @@ def peft(recipe: Recipe) -> str:
     PEFT warns of keys that it does not know. ``auto_mapping`` takes any, is kept when an adapter is
     saved, and is not looked at where a task type is given: what is known of the recipe is in there.
     """
-    config = recipe.config
     values = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
         # Of a shipped architecture nobody knows where the weights are; PEFT notes it when it loads.
         "base_model_name_or_path": recipe.weights,
         "inference_mode": False,
+        **lora_options(recipe),
+        "auto_mapping": {"provenance": recipe.provenance() | {"config": recipe.resolved}},
+    }
+    return json.dumps(values, indent=2) + "\n"
+
+
+def lora_options(recipe: Recipe) -> dict[str, Any]:
+    """Return what PEFT's `LoraConfig` is told of a recipe."""
+    config = recipe.config
+    return {
+        "task_type": "CAUSAL_LM",
         "r": config.lora_rank,
         "lora_alpha": plain_number(config.alpha),
         "lora_dropout": config.lora_dropout,
@@ -53,9 +62,7 @@ def peft(recipe: Recipe) -> str:
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,
-        "auto_mapping": {"provenance": recipe.provenance() | {"config": recipe.resolved}},
     }
-    return json.dumps(values, indent=2) + "\n"
 
 
 def record_line(recipe: Recipe) -> str:

@@ -81,15 +81,22 @@ def trl(recipe: Recipe) -> str:
     options = {
         "model_name_or_path": _model(recipe),
         "use_peft": True,
-        **_spelled(recipe, trainer="trl"),
-        **dataset_options(recipe, "trl"),
-        "loss_type": "nll",
-        **_TRAINING_ARGUMENTS,
+        **trl_options(recipe),
         "output_dir": recipe.output_directory("trl"),
     }
     cards = recipe.config.data_parallel
     command = "trl sft --config FILE" + (f" --num_processes {cards}" if cards > 1 else "")
     return _file(recipe, trainer="trl", command=command, options=options)
+
+
+def trl_options(recipe: Recipe) -> dict[str, Any]:
+    """Return what TRL's configuration classes are told of a recipe, wherever its model is."""
+    return {
+        **_spelled(recipe, trainer="trl"),
+        **dataset_options(recipe, "trl"),
+        "loss_type": "nll",
+        **_TRAINING_ARGUMENTS,
+    }
 
 
 def axolotl(recipe: Recipe) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from storage.environment import fingerprint
 from sweep.nvml import NVML, CardProcess, NvmlCard, first_visible_card, visible_cards
 
 _INTEGRATED, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 18, 75, 76
@@ -36,6 +37,13 @@ class Card:
     """Whether host and card have one memory, which everything on the machine uses."""
     uuid: str | None = None
     """What CUDA knows it by, whatever else is visible."""
+
+
+def environment_with(card: Card | None) -> dict[str, Any]:
+    """Return the fingerprint of this machine as the card's host; None: its CPU trains."""
+    if card is None:
+        return fingerprint(device="cpu")
+    return fingerprint(device="cuda", gpu=card.product, driver=card.driver, cuda_driver=card.cuda)
 
 
 _UNKNOWN = Card(

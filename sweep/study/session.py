@@ -26,7 +26,6 @@ from search_spaces.rules import Violation, violation
 from search_spaces.space import SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.environment import fingerprint
 from storage.opening import open_study
 from storage.patience import waits_end_when
 from storage.reading import changed_versions
@@ -48,7 +47,7 @@ from sweep.predict.memory.on_cpu import CpuMemory
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.cards import ChosenCard, teams_of
-from sweep.running.device_info import Card
+from sweep.running.device_info import Card, environment_with
 from sweep.running.lanes import Lane, Lanes
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
@@ -504,21 +503,9 @@ def _opened(
         url=storage,
         definition=prepared.definition,
         sampler=sampler,
-        environment=_environment(prepared),
+        environment=environment_with(prepared.card),
         home=runs_directory(),
         warn=warn,
-    )
-
-
-def _environment(prepared: Prepared) -> dict[str, Any]:
-    card = prepared.card
-    if card is None:
-        return fingerprint(device=prepared.target.device)
-    return fingerprint(
-        device=prepared.target.device,
-        gpu=card.product,
-        driver=card.driver,
-        cuda_driver=card.cuda,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from storage.records import TrialRecord
 from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from storage.urls import parse_url
+from sweep.data.choice import ReadTexts
 from sweep.paths import (
     STORAGE,
     report_path,
@@ -40,7 +41,7 @@ from sweep.running.device_info import read_card
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption, undisturbed
-from sweep.study.session import Prepared, drive, prepare, prepare_again
+from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
 from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS, read_for_report
@@ -71,34 +72,10 @@ _REASONS = {
 }
 
 
-def run(
-    space: str,
-    *,
-    overrides: Mapping[str, Any],
-    held: Mapping[str, Any],
-    study: str | None,
-    storage: str | None,
-    cards: str | None,
-    ray: str | None,
-    carried: str | None,
-    as_json: bool,
-) -> int:
-    """Start or resume a study; write its report; print the winner, or the document of `best`."""
-    url = _driven_url(storage)
-    with places(cards=cards, ray=ray, space=space, overrides=overrides, warn=_warn) as where:
-        prepared = _prepared(
-            space, overrides=overrides, held=held, study=study, url=url, where=where
-        )
-        for line in prepared.notes:
-            note(folded(line, width_of(sys.stderr)))
-        reason = drive(
-            prepared,
-            storage=url,
-            watch=_watch,
-            warn=_warn,
-            carried=None if carried is None else carried_source(carried, of=prepared.name, url=url),
-            new_runner=where.new_runner,
-        )
+def run(space: str, *, storage: str | None, as_json: bool, **typed: Any) -> int:
+    """Start or resume a study as `tune` does; write its report; print the winner, or the document
+    of `best`."""
+    prepared, reason = tune(space, url=_driven_url(storage), **typed)
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
 
 
@@ -114,6 +91,7 @@ def run_models(
     held: Mapping[str, Any],
     study: str | None,
     storage: str | None,
+    on: str | None,
     cards: str | None,
     ray: str | None,
     carried: str | None,
@@ -126,8 +104,8 @@ def run_models(
 
     if carried is not None:
         raise InputError("--from: trials are taken over by a study of one --model")
-    if ray is not None:
-        raise InputError("--ray: a cluster runs the study of one --model; name one")
+    if ray is not None or on not in (None, "local"):
+        raise InputError("--model: several models are for this machine's GPUs: elsewhere name one")
     url, chosen = _driven_url(storage), OnCards(cards)
     planned = many_models.plan_studies(
         models,
@@ -150,25 +128,11 @@ def run_models(
 
 
 def _prepared(
-    space: str,
-    *,
-    overrides: Mapping[str, Any],
-    held: Mapping[str, Any],
-    study: str | None,
-    url: str,
-    where: Places,
+    space: str, *, url: str, where: Places, read_texts: ReadTexts = read_texts, **typed: Any
 ) -> Prepared:
-    return where.given_to(
-        prepare(
-            space,
-            overrides=overrides,
-            held=held,
-            study=study,
-            card=where.first,
-            read_texts=read_texts,
-            stored=partial(_stored, url=url),
-        )
-    )
+    stored = partial(_stored, url=url)
+    seams: dict[str, Any] = {"card": where.first, "narrowed": where.narrowed, "stored": stored}
+    return where.given_to(prepare(space, read_texts=read_texts, **seams, **typed))
 
 
 def _stored(study: str, *, url: str) -> StudyDefinition | None:
@@ -236,7 +200,7 @@ def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_jso
         snapshot = read_for_report(prepared.name, url=url)
         report, fault = _write_report(snapshot, report_path(prepared.name))
     if reason is not StopReason.INTERRUPTED and (left := not_ruled_out(snapshot)) is not None:
-        note(folded(left, width_of(sys.stderr)))
+        _note(left)
     if as_json:
         say_json(best_document(snapshot))
     else:
@@ -319,3 +283,51 @@ def _progress(done: int, total: int) -> str:
     if done > total:
         return f"{units.plural(done, 'trial')} {verb} done, {total:,} asked for"
     return f"{done:,} of {units.plural(total, 'trial')} {verb} done"
+
+
+def _note(line: str) -> None:
+    note(folded(line, width_of(sys.stderr)))
+
+
+def tune(
+    space: str,
+    *,
+    url: str,
+    on: str | None = None,
+    cards: str | None = None,
+    ray: str | None = None,
+    overrides: Mapping[str, Any],
+    carried: str | None = None,
+    watch: Watch = _watch,
+    tell: Callable[[str], None] = _note,
+    warn: Callable[[str], None] = _warn,
+    **typed: Any,
+) -> tuple[Prepared, StopReason]:
+    """Start or resume a study; return what it is about and why it stopped.
+
+    Args:
+        space, overrides: as for `prepare`.
+        url: of the database.
+        on, cards, ray: where trials run, as for `places`.
+        carried: a study, or the spool of one, whose trials are taken over.
+        watch: shows the study while it runs.
+        tell: is told what the dataset made of the space.
+        warn: is told of what works less well than it could.
+        typed: what else `prepare` takes: ``held``, ``study`` and ``read_texts``.
+
+    Raises what `prepare` and `drive` raise.
+    """
+    asked = {"on": on, "cards": cards, "ray": ray}
+    with places(**asked, space=space, overrides=overrides, warn=warn) as where:
+        prepared = _prepared(space, url=url, where=where, overrides=overrides, **typed)
+        for line in prepared.notes:
+            tell(line)
+        reason = drive(
+            prepared,
+            storage=url,
+            watch=watch,
+            warn=warn,
+            carried=None if carried is None else carried_source(carried, of=prepared.name, url=url),
+            new_runner=where.new_runner,
+        )
+    return prepared, reason

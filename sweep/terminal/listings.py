@@ -6,7 +6,7 @@ Knows nothing of how options are spelled or how errors become exit codes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -29,18 +29,22 @@ from sweep.terminal.summary import best_text, has_fit, status_text, studies_text
 DONE, NOTHING_FITS = 0, 1
 
 
-def read(study: str, *, url: str) -> StudySnapshot:
+def _warn(text: str) -> None:
+    note(f"warning: {text}")
+
+
+def read(study: str, *, url: str, warn: Callable[[str], None] = _warn) -> StudySnapshot:
     """Return a study, with its speeds on the target GPU and that GPU's cheapest offer."""
-    return with_offer(_on_target(read_study(study, url=url, home=runs_directory())))
+    return with_offer(_on_target(read_study(study, url=url, home=runs_directory())), warn=warn)
 
 
-def with_offer(snapshot: StudySnapshot) -> StudySnapshot:
+def with_offer(snapshot: StudySnapshot, *, warn: Callable[[str], None] = _warn) -> StudySnapshot:
     """Return a study with its GPU's cheapest offer, where a price is known."""
     try:
         offers = load_prices(own_price_file()).get(snapshot.definition.target.gpu)
     except InputError as error:
         # What was measured is worth showing without its price.
-        note(f"warning: no cost is shown: {error}")
+        warn(f"no cost is shown: {error}")
         return snapshot
     return replace(snapshot, offer=offers[0]) if offers else snapshot
 
@@ -69,7 +73,7 @@ def best(study: str, *, storage: str | None, as_json: bool) -> int:
 def warn_of_unreadable(snapshot: StudySnapshot) -> None:
     """Say of which trials nothing is known, where a result does not say it itself."""
     for words in unreadable_in_words(snapshot.unreadable):
-        note(f"warning: {words}")
+        _warn(words)
 
 
 def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool) -> int:

@@ -209,6 +209,15 @@ CardsOption = Annotated[
         callback=_named("--cards"),
     ),
 ]
+OnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="local|ray:ADDRESS|recorded:SURFACE",
+        help="Where trials run; those of a recorded surface answer as they did.",
+        callback=_named("--on"),
+    ),
+]
 RayOption = Annotated[
     str | None,
     typer.Option(

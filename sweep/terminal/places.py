@@ -59,7 +59,7 @@ def places(
     """Return where a run of a space is to run.
 
     Args:
-        on: ``local`` or ``recorded:SURFACE``, as typed.
+        on: ``local``, ``ray:ADDRESS`` or ``recorded:SURFACE``, as typed.
         cards: that were typed.
         ray: the address that was typed.
         space: a preset or a YAML file.
@@ -69,13 +69,20 @@ def places(
     Raises:
         InputError: both were typed, or an address that is none.
     """
-    if on is not None and on != "local":
-        if cards is not None or ray is not None:
-            raise InputError(f"--on {on}: no GPU takes part: leave --cards and --ray out")
-        kind, _, surface = on.partition(":")
-        if kind != "recorded" or not surface:
-            raise InputError(f"--on must be local or recorded:SURFACE.jsonl, got {quote(on)}")
-        return OnRecorded(read_surface(surface))
+    kind, _, where = (on or "local").partition(":")
+    if on is not None and ray is not None:
+        raise InputError("--on and --ray are both given: keep one")
+    if kind == "recorded" and where:
+        if cards is not None:
+            raise InputError(f"--on {on}: no GPU takes part: leave --cards out")
+        return OnRecorded(read_surface(where))
+    if kind == "ray" and where:
+        ray = where
+    elif on not in (None, "local"):
+        raise InputError(
+            f"--on must be local, ray:ADDRESS or recorded:SURFACE.jsonl, got {quote(on)}; "
+            "`sweep run --host`, `sweep submit` and `sweep launch` start a study elsewhere"
+        )
     if ray is None:
         return OnCards(cards)
     if cards is not None:

@@ -88,6 +88,7 @@ def _submit(
     held: Mapping[str, Any],
     study: str | None,
     storage: str | None,
+    on: str | None,
     cards: str | None,
     ray: str | None,
     carried: str | None,
@@ -97,7 +98,7 @@ def _submit(
     name, space = named(space_name, overrides=overrides, held=held, study=study)
     _check_texts(space)
     # Whether there are such cards, or such a cluster, the job sees.
-    places(cards=cards, ray=ray, space=space_name, overrides=overrides, warn=note)
+    places(on=on, cards=cards, ray=ray, space=space_name, overrides=overrides, warn=note)
     if cards is not None:
         _check_cards(cards, space)
     if carried is not None:

@@ -7,13 +7,14 @@ Knows nothing of data, steps or measurements.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from search_spaces.config import TrialConfig
@@ -157,10 +158,9 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
 def _checkpointing(base: BaseModel, attachment: Attached) -> Iterator[None]:
     """Recompute the chosen layers only, and count each time that one really does."""
     model = base.model
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute(model, attachment.layers, attachment.checkpointed)
     layer: Any
     for index, layer in enumerate(attachment.layers):
-        layer.gradient_checkpointing = index in attachment.checkpointed
         layer._gradient_checkpointing_func = _counted(
             layer._gradient_checkpointing_func, attachment, index
         )
@@ -169,6 +169,16 @@ def _checkpointing(base: BaseModel, attachment: Attached) -> Iterator[None]:
     finally:
         model.gradient_checkpointing_disable()
         model.disable_input_require_grads()
+
+
+def recompute(
+    model: PreTrainedModel, layers: Sequence[torch.nn.Module], chosen: Collection[int]
+) -> None:
+    """Recompute the activations of the chosen layers in the backward pass, and of no other."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layer: Any
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index in chosen
 
 
 def _counted(

@@ -84,15 +84,10 @@ def compiled(
 
     A layer is one graph or fails: what fell back to eager would not be what was asked for.
     """
-    torch._dynamo.config.recompile_limit = _SHAPES_MAX
-    torch._dynamo.config.accumulated_recompile_limit = _SHAPES_MAX
-    # Where several cards train together it would cut each layer's graph up for what they send.
-    torch._dynamo.config.optimize_ddp = False
     counted = compiler.counted = Compilation()
     callback_handler.register_start_callback(counted.start)
     callback_handler.register_end_callback(counted.end)
-    for layer in layers:
-        layer.compile(backend=compiler, dynamic=False, fullgraph=True)
+    compile_each(layers, backend=compiler)
     try:
         yield counted
     finally:
@@ -100,6 +95,16 @@ def compiled(
             layer._compiled_call_impl = None
         callback_handler.remove_start_callback(counted.start)
         callback_handler.remove_end_callback(counted.end)
+
+
+def compile_each(layers: Sequence[torch.nn.Module], *, backend: Any = "inductor") -> None:
+    """Have each layer compiled when it is first called, for the shapes that it gets."""
+    torch._dynamo.config.recompile_limit = _SHAPES_MAX
+    torch._dynamo.config.accumulated_recompile_limit = _SHAPES_MAX
+    # Where several GPUs train together it would cut each layer's graph up for what they send.
+    torch._dynamo.config.optimize_ddp = False
+    for layer in layers:
+        layer.compile(backend=backend, dynamic=False, fullgraph=True)
 
 
 @contextlib.contextmanager

@@ -184,17 +184,26 @@ def _shapes_alone(config: TrialConfig, *, spec: ModelSpec, device: torch.device)
 def _load_pretrained(
     config: TrialConfig, *, spec: ModelSpec, device: torch.device
 ) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        str(spec.path) if spec.path is not None else spec.name,
+        **loading_arguments(config, spec=spec, device=device),
+        trust_remote_code=False,
+    )
+
+
+def loading_arguments(
+    config: TrialConfig, *, spec: ModelSpec, device: torch.device
+) -> dict[str, Any]:
+    """Return what `from_pretrained` is told to load the base as the configuration has it."""
     kept = None
     if config.is_quantized and config.quantized_count(spec.hidden_layers) < spec.hidden_layers:
         kept = _kept_modules(_plain_skeleton(config, spec=spec), config)
-    return AutoModelForCausalLM.from_pretrained(
-        str(spec.path) if spec.path is not None else spec.name,
-        quantization_config=bnb_config(config, kept=kept),
-        dtype=DTYPES[config.compute_dtype],
-        device_map={"": device},
-        attn_implementation=config.attention,
-        trust_remote_code=False,
-    )
+    return {
+        "quantization_config": bnb_config(config, kept=kept),
+        "dtype": DTYPES[config.compute_dtype],
+        "device_map": {"": device},
+        "attn_implementation": config.attention,
+    }
 
 
 def _build_random(config: TrialConfig, *, spec: ModelSpec, device: torch.device) -> PreTrainedModel:

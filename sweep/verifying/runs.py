@@ -23,7 +23,6 @@ from search_spaces.checkpoints import check_weights
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits, words_of
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.trainers import TORCH_DTYPES, allocator_settings
-from storage.environment import fingerprint
 from storage.files import make_directory
 from sweep.child_environment import child_environment
 from sweep.errands import last_words, run_errand
@@ -31,7 +30,7 @@ from sweep.finetuning.job import run_job
 from sweep.finetuning.wire import Event, Progressed, Promise, TrainingJob
 from sweep.paths import runs_directory
 from sweep.processes import Child
-from sweep.running.device_info import read_card
+from sweep.running.device_info import environment_with, read_card
 from sweep.verifying.record import Record, refuse_several_cards
 from sweep.verifying.verdict import Reached, Verification, judge
 
@@ -81,7 +80,8 @@ def verify(
             reached = _train(record, steps=steps, model=model, tell=tell)
         case "script" | "trl":
             reached = _run_export(record, steps=steps, model=model, tell=tell)
-    return judge(record, reached, environment=_here(record))
+    card = read_card() if record.target.device == "cuda" else None
+    return judge(record, reached, environment=environment_with(card))
 
 
 def _check_device(record: Record) -> None:
@@ -90,14 +90,6 @@ def _check_device(record: Record) -> None:
             f"{record.label} was measured on a card, and there is none here; `sweep doctor` says "
             "more"
         )
-
-
-def _here(record: Record) -> dict[str, Any]:
-    """Return this machine's fingerprint."""
-    card = read_card() if record.target.device == "cuda" else None
-    if card is None:
-        return fingerprint(device=record.target.device)
-    return fingerprint(device="cuda", gpu=card.product, driver=card.driver, cuda_driver=card.cuda)
 
 
 def _train(record: Record, *, steps: int, model: str | None, tell: Tell) -> Reached:

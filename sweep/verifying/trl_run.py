@@ -7,52 +7,16 @@ nothing of what is verified.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import TrainerCallback
+
+from sweep.hugging_face import StepClock
 
 WARMUP_STEPS = 3
-
-
-class StepClock(TrainerCallback):
-    """Marks where each optimizer step ends, without waiting for the card."""
-
-    def __init__(self) -> None:
-        self._marks: list[Any] = []
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Let the peak be the training's own."""
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Mark where the first step begins."""
-        if not self._marks:
-            self._marks.append(self._mark())
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Mark where a step ends."""
-        self._marks.append(self._mark())
-
-    def seconds(self) -> list[float]:
-        """Return the seconds of each step."""
-        pairs = list(zip(self._marks, self._marks[1:], strict=False))
-        if not torch.cuda.is_available():
-            return [after - before for before, after in pairs]
-        torch.cuda.synchronize()
-        return [before.elapsed_time(after) / 1000 for before, after in pairs]
-
-    def _mark(self) -> Any:
-        if not torch.cuda.is_available():
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def train_with_trl(
@@ -116,12 +80,11 @@ def _reached(clock: StepClock, trainer: Any, *, tokens_per_step: int) -> dict[st
     seconds = clock.seconds()
     median = statistics.median(seconds[WARMUP_STEPS:] or seconds)
     kinds = sorted({str(p.dtype) for p in trainer.model.parameters() if p.requires_grad})
-    has_card = torch.cuda.is_available()
     return {
         "steps": len(seconds),
         "step_seconds": median,
         "seconds": seconds,
         "tokens_per_second": tokens_per_step / median,
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated() if has_card else None,
+        "peak_allocated_bytes": clock.peak_allocated_bytes(),
         "adapter_dtypes": [kind.removeprefix("torch.") for kind in kinds],
     }

@@ -13,6 +13,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -29,7 +30,7 @@ from search_spaces.gpus import GpuSpec
 from search_spaces.knobs import KNOBS
 from search_spaces.loading import parse_space
 from search_spaces.prices import load_prices
-from sweep import cli
+from sweep import cli, entry_point
 from sweep.predict.memory.tracing_children import TracingChildren
 from sweep.terminal.knob_options import add_knobs
 from tests.bench import knob_effects
@@ -199,6 +200,24 @@ def test_every_json_example_holds_configurations(block: Block) -> None:
 @pytest.mark.parametrize("block", of("python"))
 def test_every_piece_of_python_parses(block: Block) -> None:
     assert ast.parse(block.text).body
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'demo' has no weights")
+def test_the_python_of_its_page_runs_from_top_to_bottom(
+    home: Path, tracing: TracingChildren, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWEEP_HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "qlora_sweep", entry_point)
+    wanted = [b for b in blocks(DOCS / "python.md") if b.language == "python" and b.is_run]
+    names: dict[str, Any] = {}
+    with asked_of(tracing):
+        for block in wanted:
+            exec(compile(block.text, str(block), "exec"), names)
+    assert names["planned"].fits is True
+    assert names["study"].trials["total"] == 3
+    assert names["trainer"].state.global_step == 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

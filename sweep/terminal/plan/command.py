@@ -20,8 +20,10 @@ from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import redacted
 from search_spaces.space import SearchSpace
+from storage.definition import StudySnapshot
+from sweep.data.choice import ReadTexts
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
-from sweep.paths import cache_directory
+from sweep.paths import cache_directory, runs_directory, storage_url
 from sweep.planning.cache import cached_survey
 from sweep.planning.cheapest import Cheapest, on_card, ranked
 from sweep.planning.comparison import compare_cards
@@ -33,7 +35,7 @@ from sweep.planning.documents import (
     forecast_document,
     longest_document,
 )
-from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress
+from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
 from sweep.planning.longest import longest_rows
 from sweep.planning.plan import (
     CardPlan,
@@ -79,39 +81,60 @@ def tracing(children: Tracer) -> Predictor:
     return traced
 
 
-def plan(
+def _read_study(name: str, storage: str | None) -> StudySnapshot:
+    # Of all plans only one with --study needs Optuna, which takes longer to import than to answer.
+    from storage.reading import read_study
+
+    return read_study(name, url=storage_url(storage), home=runs_directory())
+
+
+def plan(request: PlanRequest, **seams: Any) -> int:
+    """Answer and print; return 0, or 1 where nothing fits. Takes and raises what `answer` does."""
+    with working("predicting") as progress:
+        read_texts = partial(_read_texts, progress=progress)
+        found = answer(request, read_texts=read_texts, progress=progress, **seams)
+    lines = "\n".join(map(_json, found.documents))
+    say_as_is(lines if request.as_json else _text(found.view))
+    return DONE if found.fits else NOTHING_FITS
+
+
+def answer(
     request: PlanRequest,
     *,
-    read_study: StudyReader,
+    read_texts: ReadTexts,
+    read_study: StudyReader = _read_study,
+    progress: Progress = silent,
     predictor: Predictor | None = None,
     card: Callable[[], Card | None] = read_card,
-) -> int:
-    """Answer and print; return 0, or 1 where nothing fits.
+    tell: Callable[[str], None] = note,
+) -> Answer:
+    """Return what `plan` prints, for a program and for a person.
 
     Args:
         request: what was typed.
+        read_texts: reads and tokenizes a dataset.
         read_study: reads the study whose trials calibrate.
+        progress: told how far it is.
         predictor: makes what predicts memory; by default it traces the model's own code, in
             children that serve all questions of this plan.
         card: reads the card in this machine, for where none is named.
+        tell: told what the dataset made of the space.
 
     Raises:
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
     """
-    with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
+    with closing(TracingChildren(outlive=True)) as children:
         question = resolve_request(
             request,
             predictor=predictor or tracing(children),
             card=card,
             read_study=read_study,
-            read_texts=partial(_read_texts, progress=progress),
+            read_texts=read_texts,
         )
         for line in _text_notes(question):
-            note(line)
-        answer = _answered(question, progress)
-    say_as_is("\n".join(map(_json, answer.documents)) if request.as_json else _text(answer.view))
-    return DONE if answer.fits else NOTHING_FITS
+            tell(line)
+        return _answered(question, progress)
 
 
 def _read_texts(request: TextsRequest, *, progress: Progress) -> PreparedTexts:
@@ -127,7 +150,7 @@ def _text_notes(question: Question) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """What is printed, for a program and for a person."""
 
     documents: Sequence[Mapping[str, Any]]
@@ -137,7 +160,7 @@ class _Answer:
     """Whether anything does."""
 
 
-def _answered(question: Question, progress: Progress) -> _Answer:
+def _answered(question: Question, progress: Progress) -> Answer:
     request = question.request
     if request.from_file is not None:
         return _many(question, request.from_file, progress)
@@ -148,7 +171,7 @@ def _answered(question: Question, progress: Progress) -> _Answer:
     return _of_each_card(question, progress)
 
 
-def _of_each_card(question: Question, progress: Progress) -> _Answer:
+def _of_each_card(question: Question, progress: Progress) -> Answer:
     """Return the plan of each GPU and their comparison."""
     work, offers = question.request.work, question.offers
     is_detailed = question.request.is_detailed
@@ -157,7 +180,7 @@ def _of_each_card(question: Question, progress: Progress) -> _Answer:
     fits = any(plan.fits for plan in plans)
     if len(plans) == 1:
         view = plan_view(plans[0], is_detailed=is_detailed)
-        return _Answer([card_document(plans[0])], view, fits)
+        return Answer([card_document(plans[0])], view, fits)
 
     def look(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
         forecaster = forecasters[plan.gpu.name]
@@ -167,7 +190,7 @@ def _of_each_card(question: Question, progress: Progress) -> _Answer:
 
     comparison = compare_cards(plans, work=work, offers=offers, look=look)
     view = plans_view(plans, comparison, is_detailed=is_detailed)
-    return _Answer([comparison_document(plans, comparison)], view, fits)
+    return Answer([comparison_document(plans, comparison)], view, fits)
 
 
 def _card_plan(question: Question, forecaster: Forecaster, progress: Progress) -> CardPlan:
@@ -192,7 +215,7 @@ def _surveyed(space: SearchSpace, forecaster: Forecaster, progress: Progress) ->
     return cached_survey(space, forecaster, directory=directory, progress=progress)
 
 
-def _longest(question: Question, progress: Progress) -> _Answer:
+def _longest(question: Question, progress: Progress) -> Answer:
     """Return the longest sequences on each GPU."""
     answers = [
         longest_rows(
@@ -207,10 +230,10 @@ def _longest(question: Question, progress: Progress) -> _Answer:
     documents = [longest_document(answer) for answer in answers]
     document = documents[0] if len(documents) == 1 else {"plans": documents}
     view = longest_views(answers, is_detailed=question.request.is_detailed)
-    return _Answer([document], view, fits)
+    return Answer([document], view, fits)
 
 
-def _cheapest(question: Question, progress: Progress) -> _Answer:
+def _cheapest(question: Question, progress: Progress) -> Answer:
     """Return what a job costs on each GPU."""
     tell, cards = progress("cards looked at"), []
     for done, gpu in enumerate(question.gpus):
@@ -235,10 +258,10 @@ def _cheapest(question: Question, progress: Progress) -> _Answer:
         cards=ranked(cards),
     )
     view = cheapest_view(answer, is_detailed=question.request.is_detailed)
-    return _Answer([cheapest_document(answer)], view, answer.cheapest is not None)
+    return Answer([cheapest_document(answer)], view, answer.cheapest is not None)
 
 
-def _many(question: Question, name: str, progress: Progress) -> _Answer:
+def _many(question: Question, name: str, progress: Progress) -> Answer:
     """Return the answer for each configuration of a file."""
     (gpu,) = question.gpus
     forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
@@ -266,7 +289,7 @@ def _many(question: Question, name: str, progress: Progress) -> _Answer:
         for f, b in zip(forecasts, bills, strict=True)
     ]
     view = configurations_view(forecasts, [b[0] if b else None for b in bills])
-    return _Answer(documents, view, any(forecast.fits for forecast in forecasts))
+    return Answer(documents, view, any(forecast.fits for forecast in forecasts))
 
 
 def _forecast_line(where: str, config: TrialConfig, forecaster: Forecaster) -> Forecast:

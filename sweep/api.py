@@ -1,0 +1,383 @@
+"""`plan`, `tune` and `best` as functions with typed results: what `import qlora_sweep` offers.
+
+Each returns what the command of its name prints with ``--json``, and raises an error of
+`search_spaces.errors`. What is heavy is imported when a function needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault, InputError, NothingFits, SweepError
+from search_spaces.redaction import redacted
+from storage.records import Measurement
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import TrainingArguments
+    from trl import SFTConfig
+
+    from storage.definition import StudySnapshot
+    from storage.study import OpenStudy
+    from sweep.data.texts import PreparedTexts, TextsRequest
+    from sweep.export.recipe import Recipe
+    from sweep.hugging_face import ThroughputCallback
+    from sweep.study.events import Listener
+    from sweep.study.interruption import Interruption
+
+__all__ = ["Plan", "Study", "Winner", "best", "plan", "tune"]
+__all__ += ["EnvironmentFault", "InputError", "NothingFits", "SweepError"]
+
+Data = str | os.PathLike[str] | Mapping[str, Any] | None
+"""A dataset: a file, a directory or a hub id; or the keys of a space's section ``data``."""
+
+
+class _Document(BaseModel):
+    """A part of a JSON document; what is not named here is in ``document``."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+
+class Gpu(_Document):
+    """The GPU that an answer is for."""
+
+    name: str
+    budget_bytes: int
+    """What a training may take of its memory."""
+    emulated_on: str | None = None
+    """The GPU that measured in its place, capped to its memory; None where it did itself."""
+
+
+class Plan(_Document):
+    """What `sweep plan --json` prints: a configuration, and what is predicted of it.
+
+    A number is None where nobody can tell.
+    """
+
+    gpu: Gpu
+    model: str
+    config: TrialConfig | None = None
+    """What to run, or the configuration that was asked about; None where nothing fits."""
+    fits: bool | None = False
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    tokens_per_second_range: tuple[float | None, float | None] | None = None
+    """The least and the most that it may be; None where there is no most."""
+    bottleneck: str | None = None
+    notes: tuple[str, ...]
+    document: dict[str, Any] = Field(repr=False)
+    """All of it, as plain JSON values."""
+
+
+class Trial(_Document):
+    """A trial that fits."""
+
+    number: int
+    config: TrialConfig
+    measurement: Measurement
+
+
+class Gain(_Document):
+    """How many times as fast the winner is, with the ends of the 95 % interval."""
+
+    over: dict[str, Any]
+    """What it is over: ``config`` and ``tokens_per_second`` of the baseline."""
+    ratio: float
+    low: float | None
+    high: float | None
+    """None where nothing bounds it."""
+
+
+class Study(_Document):
+    """What `sweep run --json` and `sweep best --json` print."""
+
+    name: str = Field(alias="study")
+    gpu: Gpu
+    model: str
+    objective: str
+    ended: dict[str, Any] | None
+    """Why the search ended; None where it has not."""
+    seconds: dict[str, float]
+    """``wall``, and ``device``: in trials, of all GPUs together."""
+    trials: dict[str, int]
+    """How many there are in ``total``, and of each verdict."""
+    best: Trial | None
+    """None where nothing fits."""
+    confirmed: bool
+    gain: Gain | None
+    """Over the baseline; None where none is stated."""
+    target_tokens_per_second: dict[str, Any] | None
+    """The winner's speed on the GPU that the study is for: ``value``, ``low``, ``high``, and its
+    ``basis``."""
+    tied: tuple[int, ...]
+    """Trials that are statistically indistinguishable from the best one."""
+    storage: str | None = None
+    """URL of the database that was named; None for the default."""
+    document: dict[str, Any] = Field(repr=False)
+    """All of it, as plain JSON values."""
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The best configuration of a study, as arguments for transformers, PEFT and TRL.
+
+    A setting that a library cannot express is warned of by the method for that library.
+    """
+
+    study: Study = field(repr=False)
+    number: int
+    config: TrialConfig
+    measurement: Measurement
+    gain: Gain | None
+    recipe: Recipe = field(repr=False)
+    """What exports are made of."""
+
+    def model_kwargs(self) -> dict[str, Any]:
+        """Return keyword arguments of `AutoModelForCausalLM.from_pretrained`."""
+        from sweep.hugging_face import model_kwargs
+
+        return model_kwargs(self.recipe)
+
+    def peft_config(self) -> LoraConfig:
+        """Return the adapters, for `peft.get_peft_model` or ``SFTTrainer(peft_config=...)``."""
+        from sweep.hugging_face import peft_config
+
+        return peft_config(self.recipe)
+
+    def training_arguments(self, **changes: Any) -> TrainingArguments:
+        """Return the arguments of `transformers.Trainer`; ``changes`` replace or add some."""
+        from sweep.hugging_face import training_arguments
+
+        return training_arguments(self.recipe, **changes)
+
+    def trl_args(self, **changes: Any) -> SFTConfig:
+        """Return the arguments of `trl.SFTTrainer`; ``changes`` replace or add some."""
+        from sweep.hugging_face import trl_args
+
+        return trl_args(self.recipe, **changes)
+
+    def load_model(self, model: str, *, seed: int = 0) -> PeftModel:
+        """Return a model with fresh adapters, built by the code of the trials.
+
+        It has what `model_kwargs` cannot say: the fp32 upcast, the adapters' dtype, the share of
+        layers recomputed, layers compiled one by one, Liger's kernels, the allocator's segments.
+
+        Args:
+            model: a directory, a hub id, or a shipped architecture, whose weights are random.
+            seed: of the adapters, and of random weights.
+
+        Raises:
+            InputError: there is no such model, or the configuration is sharded.
+            EnvironmentFault: the hub cannot be reached.
+        """
+        from sweep.hugging_face import load_model
+
+        return load_model(self.recipe, model, seed=seed)
+
+    def callback(self, say: Callable[[str], object] | None = None) -> ThroughputCallback:
+        """Return a `TrainerCallback` that says what was promised and what is reached.
+
+        Args:
+            say: is given each line; by default they go to stderr.
+        """
+        from sweep.hugging_face import ThroughputCallback
+
+        return ThroughputCallback(self.recipe, say)
+
+
+def plan(
+    space: str | os.PathLike[str] | None = None,
+    *,
+    gpu: str | None = None,
+    model: str | None = None,
+    data: Data = None,
+    exact: bool = False,
+    study: str | None = None,
+    storage: str | None = None,
+    **settings: Any,
+) -> Plan:
+    """Predict what fits, how fast and at what cost; needs no GPU.
+
+    Args:
+        space: a preset, a YAML file or a GPU.
+        gpu: of the catalogue; None for the space's own, or the one that is here.
+        model: a shipped architecture, a directory or a hub id.
+        data: the dataset that would be trained on.
+        exact: whether one configuration is asked about: what is not set is the standard recipe's.
+        study: whose trials correct the predictions.
+        storage: URL of that study's database.
+        settings: of a configuration, fixed while the rest of the space is searched.
+
+    Raises:
+        InputError: something that is named is not right.
+        EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
+    """
+    from sweep.planning.plan import AskedWork
+    from sweep.planning.question import PlanRequest
+    from sweep.terminal.plan.command import answer
+
+    request = PlanRequest(
+        space=None if space is None else os.fspath(space),
+        gpus=() if gpu is None else (gpu,),
+        model=model,
+        configuration=settings,
+        is_exact=exact,
+        work=AskedWork(has_texts=data is not None),
+        data=_data(data),
+        study=study,
+        storage=storage,
+    )
+    document = dict(answer(request, read_texts=_read_texts, tell=_warn).documents[0])
+    # A space that is named for another GPU has a plan of its own beside that of the one named.
+    document = document["plans"][-1] if "plans" in document else document
+    shown = document.get("recommended") or {}
+    return Plan.model_validate({**shown, **document, "document": document})
+
+
+def tune(
+    space: str | os.PathLike[str],
+    *,
+    gpu: str | None = None,
+    model: str | None = None,
+    data: Data = None,
+    on: str = "local",
+    devices: int | str | None = None,
+    study: str | None = None,
+    storage: str | None = None,
+    trials: int | None = None,
+    time_budget_seconds: float | None = None,
+    max_dollars: float | None = None,
+    sampler: str | None = None,
+    seed: int | None = None,
+    confirm: bool = True,
+    progress: bool = False,
+    **settings: Any,
+) -> Study:
+    """Start or resume a study, and return it once it has ended.
+
+    Ctrl-C, or another signal to stop, is heard in the main thread alone and only while the study
+    runs; the same call resumes it.
+
+    Args:
+        space: a preset or a YAML file.
+        gpu: whose memory is the budget; None for the space's own.
+        model: a shipped architecture, a directory or a hub id.
+        data: the dataset to train on; None for random examples, or the space's own.
+        on: ``local``, ``ray:ADDRESS`` of a cluster (``ray:auto``), or ``recorded:SURFACE.jsonl``,
+            of which nothing is measured.
+        devices: how many GPUs of this machine, ``all``, or which (``0,1``).
+        study: its name; None derives one from the space.
+        storage: URL of the database.
+        trials: at most, earlier runs included.
+        time_budget_seconds: after which this call stops.
+        max_dollars: that the study may cost, at the price of its GPU.
+        sampler: ``guided``, ``tpe``, ``gp``, ``random`` or ``grid``.
+        seed: of sampling, weights and tokens.
+        confirm: whether the winner is measured again, as the space says.
+        progress: whether the study is shown on stderr as `sweep run` shows it. Nothing is printed
+            otherwise; what works less well than it could is a warning.
+        settings: of a configuration, fixed while the rest of the space is searched.
+
+    Raises:
+        InputError: something that is named is not right.
+        EnvironmentFault: database, device or disk is not to be had.
+        KeyboardInterrupt: somebody asked to stop. All that was measured is stored.
+    """
+    from sweep.paths import storage_url
+    from sweep.study.events import StopReason
+    from sweep.terminal import driving
+
+    about = {"gpu": gpu, "model": model, "data": _data(data), "sampler": sampler, "seed": seed}
+    limits = {"trials": trials, "time_budget_seconds": time_budget_seconds}
+    limits["max_dollars"] = max_dollars
+    quiet: dict[str, Any] = {
+        "watch": _unwatched,
+        "tell": _warn,
+        "warn": _warn,
+        "read_texts": _read_texts,
+    }
+    prepared, reason = driving.tune(
+        os.fspath(space),
+        overrides={**about, **limits, "confirm": None if confirm else False},
+        held=settings,
+        study=study,
+        url=storage_url(storage),
+        cards=None if devices is None else str(devices),
+        on=on,
+        **({} if progress else quiet),
+    )
+    if reason is StopReason.INTERRUPTED:
+        raise KeyboardInterrupt(f"study '{prepared.name}' was stopped; the same call resumes it")
+    return _study(prepared.name, storage)[0]
+
+
+def best(study: str | Study, *, storage: str | None = None) -> Winner:
+    """Return the winner of a study.
+
+    Args:
+        study: its name, or what `tune` returned.
+        storage: URL of its database.
+
+    Raises:
+        NothingFits: nothing that was tried was measured to fit.
+        InputError: there is no such study.
+        EnvironmentFault: the database is not to be had.
+    """
+    from sweep.export.recipe import recipe_of
+
+    name, url = (study, storage) if isinstance(study, str) else (study.name, study.storage)
+    found, snapshot = _study(name, url)
+    recipe = recipe_of(snapshot)
+    return Winner(
+        study=found,
+        number=recipe.number,
+        config=recipe.config,
+        measurement=recipe.measurement,
+        gain=found.gain,
+        recipe=recipe,
+    )
+
+
+def _study(name: str, storage: str | None) -> tuple[Study, StudySnapshot]:
+    from storage.best import best_document
+    from sweep.paths import storage_url
+    from sweep.terminal.listings import read
+
+    snapshot = read(name, url=storage_url(storage), warn=_warn)
+    document = redacted(best_document(snapshot))
+    study = Study.model_validate({**document, "storage": storage, "document": document})
+    return study, snapshot
+
+
+def _data(data: Data) -> Mapping[str, Any]:
+    if data is None or isinstance(data, Mapping):
+        return data or {}
+    return {"texts": os.fspath(data)}
+
+
+@contextmanager
+def _unwatched(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
+    yield lambda event: None
+
+
+def _read_texts(request: TextsRequest) -> PreparedTexts:
+    from sweep.data.texts import prepare_texts
+
+    texts = prepare_texts(request)
+    for words in texts.notes(request.model):
+        _warn(words)
+    return texts
+
+
+def _warn(words: str) -> None:
+    warnings.warn(words, stacklevel=2)

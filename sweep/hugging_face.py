@@ -1,0 +1,237 @@
+"""A recipe as objects of transformers, PEFT and TRL, and a callback that says what it promised."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainingArguments
+
+from reports import units
+from search_spaces.errors import InputError, quote
+from search_spaces.knobs import KNOBS
+from search_spaces.linears import parameters
+from search_spaces.models import load_model_spec
+from search_spaces.space import Weights
+from search_spaces.trainers import allocator_settings, liger_kernels
+from sweep.data.collating import IGNORED
+from sweep.export.documents import lora_options
+from sweep.export.recipe import Recipe
+from sweep.export.trainer_files import trl_options
+from sweep.finetuning import course
+from sweep.finetuning.beside import Deviation, behind, compared_memory, compared_speed, off
+from sweep.finetuning.trainer import name_quantizer
+from sweep.running.device_info import environment_with, read_card
+from sweep.training.adapters import recompute, with_adapters
+from sweep.training.compiling import compile_each
+from sweep.training.device import open_device
+from sweep.training.model import build_base, decoder_layers, loading_arguments
+
+_NOT_LOADED = ("upcast_fp32", "checkpoint_fraction", "compile", "sharding")
+"""Settings that `from_pretrained`, `get_peft_model` and `Trainer` lose as TRL does."""
+_LOST_IN_FILES = ("quantized_fraction", "lora_alpha")
+"""Settings that a file of TRL's cannot say, and these objects can."""
+_patched: list[contextlib.ExitStack] = []
+"""What would undo Liger's patches of modules, which models still need."""
+
+
+def model_kwargs(recipe: Recipe) -> dict[str, Any]:
+    """See `sweep.api.Winner.model_kwargs`."""
+    lost = _lost(recipe, _NOT_LOADED)
+    if (adapters := KNOBS["adapter_dtype"].lost["llama-factory"](recipe)) is not None:
+        lost.append(adapters)
+    if recipe.config.expandable_segments:
+        lost.append(f"expandable_segments: start Python with {allocator_settings(True)} set.")
+    _warn("from_pretrained and get_peft_model, where load_model does", lost)
+    options = loading_arguments(recipe.config, spec=recipe.model, device=_device())
+    return {**options, "use_cache": False}
+
+
+def peft_config(recipe: Recipe) -> LoraConfig:
+    """See `sweep.api.Winner.peft_config`."""
+    return LoraConfig(**lora_options(recipe))
+
+
+def training_arguments(recipe: Recipe, **changes: Any) -> TrainingArguments:
+    """See `sweep.api.Winner.training_arguments`."""
+    liger = liger_kernels(recipe.config.kernels)
+    kernels = {"use_liger_kernel": liger is not None, "liger_kernel_config": liger}
+    return _arguments(TrainingArguments, recipe, {**kernels, **changes})
+
+
+def trl_args(recipe: Recipe, **changes: Any) -> Any:
+    """See `sweep.api.Winner.trl_args`."""
+    from trl import SFTConfig
+
+    asked = (key for key, knob in KNOBS.items() if "trl" in knob.lost)
+    _warn("SFTTrainer", _lost(recipe, [key for key in asked if key not in _LOST_IN_FILES]))
+    return _arguments(SFTConfig, recipe, changes)
+
+
+def _arguments(kind: Any, recipe: Recipe, changes: dict[str, Any]) -> Any:
+    known = {field.name for field in dataclasses.fields(kind) if field.init}
+    # Evaluating needs a dataset for it, which is the caller's to choose.
+    spelled = {k: v for k, v in trl_options(recipe).items() if k in known - {"eval_strategy"}}
+    has_gpu = torch.cuda.is_available()
+    here = {
+        "output_dir": recipe.output_directory("python"),
+        "use_cpu": not has_gpu,
+        "dataloader_pin_memory": has_gpu,
+        "accelerator_config": {"non_blocking": has_gpu},
+    }
+    return kind(**{**spelled, **here, **changes})
+
+
+def _lost(recipe: Recipe, keys: Collection[str]) -> list[str]:
+    said = (KNOBS[key].lost["trl"](recipe) for key in keys)
+    return [sentence for sentence in said if sentence is not None]
+
+
+def _warn(what: str, lost: list[str]) -> None:
+    if lost:
+        warnings.warn("\n- ".join([f"Not done by {what}:", *lost]), stacklevel=4)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
+def load_model(recipe: Recipe, name: str, *, seed: int) -> PeftModel:
+    """See `sweep.api.Winner.load_model`."""
+    config, spec, device = recipe.config, load_model_spec(name), _device()
+    if config.is_sharded:
+        raise InputError("sharding fsdp: nothing here shards a model that is loaded")
+    if (spec.model_type, parameters(spec)) != (recipe.model_type, parameters(recipe.model)):
+        warnings.warn(f"{quote(name)} is no {recipe.model.name}, which was measured", stacklevel=3)
+    is_shipped = spec.source == "shipped"
+    if is_shipped:
+        warnings.warn(f"{quote(name)} has no weights: random ones take their place", stacklevel=3)
+    open_device(device.type).expand_segments(config.expandable_segments)
+    weights: Weights = "random" if is_shipped else "pretrained"
+    base = build_base(config, spec=spec, weights=weights, device=device, seed=seed)
+    _patched.append(base.undo)
+    model, layers = with_adapters(base, config), decoder_layers(base.model)
+    name_quantizer(model)
+    if chosen := config.checkpointed_layers(len(layers)):
+        recompute(base.model, layers, chosen)
+        # Trainer would ask it of every layer.
+        model.gradient_checkpointing_enable = lambda *_, **__: None
+    if config.compile:
+        compile_each(layers)
+    return model.train()
+
+
+class StepClock(TrainerCallback):
+    """Marks where each optimizer step ends, without waiting for the GPU."""
+
+    def __init__(self) -> None:
+        self._device = open_device(_device().type)
+        self._marks: list[Any] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Let the peak be the training's own."""
+        self._marks = []
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Mark where the first step begins."""
+        if not self._marks:
+            self._marks.append(self._device.mark())
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Mark where a step ends."""
+        self._marks.append(self._device.mark())
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each step."""
+        for mark in self._marks[-1:]:
+            mark.wait()
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [after.seconds_since(before) for before, after in pairs]
+
+    def peak_allocated_bytes(self) -> int | None:
+        """Return the most bytes of live tensors; None on a CPU, where nothing counts them."""
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+class ThroughputCallback(StepClock):
+    """Says what was promised when a training begins, and what was reached when it ends.
+
+    Labels are counted on the device, so that no step waits for it.
+
+    Args:
+        recipe: what was measured.
+        say: is given each line; by default they go to stderr.
+    """
+
+    tokens_per_second: float | None = None
+    """That carry loss, at the median step of the last training, of all processes; None where its
+    batches had no labels."""
+
+    def __init__(self, recipe: Recipe, say: Callable[[str], object] | None = None) -> None:
+        super().__init__()
+        self._recipe = recipe
+        self._say = say or partial(tqdm.write, file=sys.stderr)
+        # Of random examples a trial counts every token, of a dataset those that are predicted.
+        self._first = 0 if recipe.texts is None else 1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say what was promised, and count labels from now on."""
+        super().on_train_begin()
+        self._tokens: list[Any] = [0]
+        self._hook = kwargs["model"].register_forward_pre_hook(self._count, with_kwargs=True)
+        recipe, measured = self._recipe, self._recipe.measurement
+        if state.is_world_process_zero:
+            self._say(
+                f"Promised: {units.rate(measured.tokens_per_second)} tokens/s, peak "
+                f"{units.gib(measured.peak_allocated_bytes)} allocated (trial {recipe.number} of "
+                f"study {quote(recipe.study)}, on {recipe.provenance()['card']})."
+            )
+
+    def _count(self, model: Any, _: Any, inputs: dict[str, Any]) -> None:
+        if model.training and (labels := inputs.get("labels")) is not None:
+            self._tokens[-1] = self._tokens[-1] + (labels[..., self._first :] != IGNORED).sum()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Mark where a step ends; labels are the next one's from here."""
+        super().on_step_end()
+        self._tokens.append(0)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Say what was reached, and what may explain a difference."""
+        self._hook.remove()
+        tokens, seconds = [int(count) for count in self._tokens[:-1]], self.seconds()
+        warm = [step >= course.WARMUP_STEPS for step in range(len(seconds))]
+        rate = course.Steps(tokens=tokens, seconds=seconds, is_warm=warm).median_rate()
+        self.tokens_per_second = args.world_size * rate if rate else None
+        if state.is_world_process_zero:
+            for line in self._compared():
+                self._say(line)
+
+    def _compared(self) -> Iterator[str]:
+        recipe, measured = self._recipe, self._recipe.measurement
+        speed = compared_speed(measured.tokens_per_second, self.tokens_per_second)
+        memory = compared_memory(measured.peak_allocated_bytes, self.peak_allocated_bytes())
+        rate, peak = "no tokens/s, as batches have no labels", "no peak, which a CPU does not count"
+        if speed.ratio is not None:
+            rate = f"{units.rate(speed.reached)} tokens/s ({speed.ratio:.3g} of what was promised)"
+        if memory.ratio is not None:
+            peak = f"peak {units.gib(memory.reached)} allocated ({memory.ratio:.3g})"
+        yield f"Reached: {rate}; {peak}."
+        if figures := tuple(off(speed, memory)):
+            here = environment_with(read_card() if torch.cuda.is_available() else None)
+            flags, is_confirmed = measured.flags, recipe.is_confirmed
+            causes = behind(recipe.environment, here, flags=flags, is_confirmed=is_confirmed)
+            yield Deviation(figures, tuple(causes)).words

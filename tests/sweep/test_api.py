@@ -1,0 +1,175 @@
+"""`plan`, `tune` and `best` from Python are what the commands of these names print."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError, NothingFits
+from search_spaces.gpus import GIB
+from storage.records import Measured, Outcome, OutOfMemory
+from sweep import cli
+from sweep.api import Study, best, plan, tune
+from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.processes import STOP_SIGNALS
+from sweep.terminal import driving
+from tests.sweep.shared_tracing import asked_of
+from tests.sweep.simulated_device import a_measurement
+from tests.sweep.simulated_drive import driving_on
+
+Simulate = Callable[[Callable[[TrialConfig], Outcome]], None]
+
+
+def fits(config: TrialConfig) -> Outcome:
+    return Measured(measurement=a_measurement(config, peak_allocated_bytes=1000))
+
+
+def runs_out(config: TrialConfig) -> Outcome:
+    return OutOfMemory(stage="forward", peak_allocated_bytes=1, requested_bytes=GIB)
+
+
+@pytest.fixture
+def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulate:
+    """Have the trials of a study be what a function says; all else that `tune` does is real."""
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    return lambda train: monkeypatch.setattr(driving, "drive", driving_on(train))
+
+
+def of_demo(**options: Any) -> Study:
+    asked = {"study": "mine", "trials": 3, "sampler": "random", "confirm": False}
+    return tune("cpu-demo", **(asked | options))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert cli.main(arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_study_and_its_winner_are_what_the_command_prints(
+    simulate: Simulate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(fits)
+    study = of_demo(lora_rank=8)
+    assert capsys.readouterr() == ("", "")
+    document = printed(capsys, "best", "mine", "--json")
+    assert study.document == document
+    assert (study.name, study.trials["total"], study.confirmed) == ("mine", 3, False)
+    for winner in (best(study), best("mine")):
+        assert winner.number == document["best"]["number"]
+        assert winner.config.model_dump(mode="json") == document["best"]["config"]
+        assert winner.config.lora_rank == 8
+        shown = document["best"]["measurement"]
+        assert winner.measurement.tokens_per_second == shown["tokens_per_second"]
+
+
+def test_a_confirmed_study_has_its_gain(simulate: Simulate) -> None:
+    simulate(fits)
+    study = of_demo(confirm=True, trials=8, sampler="grid")
+    assert study.confirmed
+    assert study.gain is not None
+    assert study.gain.model_dump() == study.document["gain"]
+    assert best(study).gain == study.gain
+
+
+def test_progress_is_shown_where_it_is_asked_for(
+    simulate: Simulate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(fits)
+    of_demo(progress=True)
+    out, err = capsys.readouterr()
+    assert (out, "Starting study mine: 3 trials." in err) == ("", True)
+
+
+def test_a_study_in_which_nothing_fits_has_no_winner(simulate: Simulate) -> None:
+    simulate(runs_out)
+    study = of_demo()
+    assert study.best is None
+    with pytest.raises(NothingFits):
+        best(study)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"lora_rnak": 8}, "lora_rnak"),
+        ({"on": "slurm"}, "on must be local or ray:ADDRESS, got 'slurm'"),
+        ({"gpu": "a11"}, "a11"),
+        ({"data": {"texts": "none.jsonl"}}, "none.jsonl"),
+    ],
+)
+def test_what_is_not_right_is_an_input_error(
+    arguments: dict[str, Any], complaint: str, simulate: Simulate
+) -> None:
+    simulate(fits)
+    with pytest.raises(InputError, match=complaint):
+        of_demo(**arguments)
+
+
+@pytest.fixture
+def handlers() -> Iterator[dict[signal.Signals, Any]]:
+    """Handlers as Python has them, whoever started the suite."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+    yield {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_is_raised_once_all_is_stored_and_the_same_call_resumes(
+    number: signal.Signals, simulate: Simulate, handlers: dict[signal.Signals, Any]
+) -> None:
+    def interrupted(config: TrialConfig) -> Outcome:
+        signal.raise_signal(number)
+        return fits(config)
+
+    simulate(interrupted)
+    with pytest.raises(KeyboardInterrupt, match="study 'mine' was stopped"):
+        of_demo()
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == handlers
+    simulate(fits)
+    assert of_demo().trials["total"] == 3
+
+
+def test_a_study_in_another_thread_leaves_signals_alone(
+    simulate: Simulate, handlers: dict[signal.Signals, Any]
+) -> None:
+    seen: list[Any] = []
+
+    def watched(config: TrialConfig) -> Outcome:
+        seen.append({number: signal.getsignal(number) for number in STOP_SIGNALS})
+        return fits(config)
+
+    simulate(watched)
+    done: list[Study] = []
+    thread = threading.Thread(target=lambda: done.append(of_demo()))
+    thread.start()
+    thread.join()
+    assert done[0].trials["total"] == 3
+    assert seen == [handlers] * 3
+
+
+def test_a_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    children = TracingChildren(outlive=True)
+    try:
+        with asked_of(children):
+            planned = plan("a10", model="demo", exact=True, micro_batch_size=8)
+            other = plan("a10", gpu="l4", model="demo", exact=True)
+            assert capsys.readouterr() == ("", "")
+            typed = ("a10", "--model", "demo", "--exact", "--micro-batch-size", "8", "--json")
+            document = printed(capsys, "plan", *typed)
+    finally:
+        children.close()
+    assert planned.document == document
+    assert planned.config == TrialConfig(micro_batch_size=8)
+    assert planned.fits is True
+    assert planned.peak_allocated_bytes == document["peak_allocated_bytes"]
+    assert (planned.gpu.name, other.gpu.name) == ("a10", "l4")
