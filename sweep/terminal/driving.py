@@ -196,9 +196,7 @@ def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_jso
     url = storage_url(storage)
     if reason in _REASONS:
         note(_REASONS[reason])
-    with working("writing the report"):
-        snapshot = read_for_report(prepared.name, url=url)
-        report, fault = _write_report(snapshot, report_path(prepared.name))
+    snapshot, report, fault = reported(prepared.name, url=url)
     if reason is not StopReason.INTERRUPTED and (left := not_ruled_out(snapshot)) is not None:
         _note(left)
     if as_json:
@@ -221,15 +219,16 @@ def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_jso
     return DONE if has_fit(snapshot) else NOTHING_FITS
 
 
-def _write_report(
-    snapshot: StudySnapshot, path: Path
-) -> tuple[Path | None, EnvironmentFault | None]:
-    """Write the report; a fault is handed back, so that the results are printed all the same."""
-    try:
-        write_report(snapshot, path)
-    except EnvironmentFault as fault:
-        return None, fault
-    return path, None
+def reported(study: str, *, url: str) -> tuple[StudySnapshot, Path | None, EnvironmentFault | None]:
+    """Return a study and where its report was written, or why it was not: the results are printed
+    all the same."""
+    with working("writing the report"):
+        snapshot, path = read_for_report(study, url=url), report_path(study)
+        try:
+            write_report(snapshot, path)
+        except EnvironmentFault as fault:
+            return snapshot, None, fault
+    return snapshot, path, None
 
 
 @contextmanager

@@ -1,0 +1,88 @@
+"""The demonstration: a study on this CPU, then the same commands on a recorded GPU, then one screen.
+
+    python -m sweep.terminal.demo SURFACE REPLAY
+
+SURFACE are recorded trials, and REPLAY is what ``sweep replay SURFACE --json`` printed of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from reports import units
+from reports.outcomes import verdict_words
+from reports.summary import answer
+from search_spaces.documents import parse_object, read_text
+from storage.definition import StudySnapshot
+from storage.ranking import rank_study
+from storage.surfaces import read_surface
+from sweep.paths import report_path, storage_url
+from sweep.stop_signals import INTERRUPTED
+from sweep.study.events import StopReason
+from sweep.terminal import driving
+from sweep.terminal.commands import DONE, NOTHING_FITS
+from sweep.terminal.console import folded, note, say, width_of
+from sweep.terminal.edge import guarded
+from sweep.terminal.summary import has_fit
+
+RECIPE = {"lora_rank": 16, "target_modules": "qv"}
+"""Adapters of the recorded study: its winner's."""
+
+
+def demonstrate(surface: str, replay: str) -> int:
+    """Run both studies and print what came of them; return 130 where somebody stopped it."""
+    note("1 of 2: a tiny model really trains on this CPU (`sweep run cpu-demo --study demo`).")
+    live = _study("cpu-demo", name="demo", on=None, held={})
+    if live is None:
+        return INTERRUPTED
+    shown = "--rank 16 --target-modules qv"
+    note(f"\n2 of 2: a recorded GPU (`sweep run a10 {shown} --on recorded:{surface}`).")
+    recorded = _study("a10", name="demo-a10", on=f"recorded:{surface}", held=RECIPE)
+    if recorded is None:
+        return INTERRUPTED
+    date = read_surface(surface).date
+    lines = ["", *_found(live, "measured now"), *_found(recorded, f"recorded on {date}")]
+    lines += [_searched(replay), *_next(live, recorded)]
+    say("\n".join(folded(line, width_of(sys.stdout), indent=2) for line in lines))
+    return DONE if has_fit(live) else NOTHING_FITS
+
+
+def _study(
+    space: str, *, name: str, on: str | None, held: dict[str, object]
+) -> StudySnapshot | None:
+    """Run a study and write its report; None where somebody asked to stop."""
+    url = storage_url(None)
+    asked = {"confirm": None}
+    _, reason = driving.tune(space, url=url, on=on, overrides=asked, held=held, study=name)
+    return None if reason is StopReason.INTERRUPTED else driving.reported(name, url=url)[0]
+
+
+def _found(snapshot: StudySnapshot, when: str) -> Iterator[str]:
+    """Yield what a study found, and how its trials ended."""
+    model, gpu = snapshot.definition.model["name"], snapshot.definition.target.gpu
+    counted = verdict_words(snapshot.records)
+    yield f"{units.model_name(model)} on {units.gpu_name(gpu)}, {when}: {counted}."
+    yield f"  {answer(snapshot, rank_study(snapshot))}"
+
+
+def _searched(replay: str) -> str:
+    """Return what samplers needed to find the best of the surface."""
+    document = parse_object(read_text(Path(replay), label=replay), where=replay)
+    guided, rand = (document["samplers"][name] for name in ("guided", "random"))
+    return (
+        f"To find it among {document['configurations']} recorded configurations guided search "
+        f"needed {units.plural(int(guided['trials']['median']), 'trial')} and "
+        f"{guided['device_seconds']['median']:.0f} s of GPU time, random search "
+        f"{rand['trials']['median']:.0f} and {rand['device_seconds']['median']:.0f} s (medians)."
+    )
+
+
+def _next(*snapshots: StudySnapshot) -> Iterator[str]:
+    yield f"Reports: {', '.join(str(report_path(snapshot.name)) for snapshot in snapshots)}"
+    yield "Next: `sweep plan a10` (no GPU needed), or `sweep run a10` on a GPU."
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: demonstrate(*sys.argv[1:])))
