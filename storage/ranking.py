@@ -278,7 +278,7 @@ class Ranking:
     def reference_for(self, config: TrialConfig) -> TrialRecord | None:
         """Return what the gain of ``config`` is stated over: the measured baseline, in another
         class what was measured of the recipe there; None where it was not."""
-        if self.baseline is not None and self.is_of_baselines_class(config):
+        if self.is_of_baselines_class(config):
             return self.baseline
         wanted, known = canonical(self.recipe_for(config)), self.confirmations
         if wanted in known.fallen:
