@@ -315,7 +315,7 @@ class Board:
 
     def _running_seconds(self) -> list[float]:
         """Return for how long each trial has run."""
-        return [self.clock() - running.began_seconds for running in self.running.values()]
+        return [self.clock() - trial.began_seconds for trial in tuple(self.running.values())]
 
     def _confirm_seconds(self) -> float | None:
         """Return what the budget leaves, or what is run whatever it takes where that is more, with

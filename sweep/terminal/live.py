@@ -302,7 +302,7 @@ def now_line(board: Board) -> str:
 def now_lines(board: Board) -> list[str]:
     """Return what is being done, a line for each trial that runs."""
     if board.is_stopping:
-        what = ", ".join(f"trial {number}" for number in board.running) or "the study"
+        what = ", ".join(f"trial {number}" for number in tuple(board.running)) or "the study"
         return [f"stopping {what}, {board.doing_seconds:,.0f} s"]
     if board.tracing is not None or not board.running:
         seconds = f"{board.doing_seconds:,.0f} s"
