@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -219,19 +219,18 @@ def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
         fits = f"{counts.fit:,} surely fit, {counts.uncertain:,} may fit, {cannot:,} cannot"
         yield "searched", f"{_space_words(plan, survey)}; {fits}"
     else:
-        each = (f"{plan.gpu.name}: {_space_words(plan, survey)}" for plan, survey in looked)
-        yield "searched", "; ".join(each)
+        yield "searched", "; ".join(dict.fromkeys(_space_words(*each) for each in looked))
     free: dict[str, list[str]] = {}
     for plan, survey in looked:
         for key in survey.space.dimensions:
             if len(survey.space.values_of(key)) != 1:
                 free.setdefault(key, []).append(plan.gpu.name)
     words = (k if len(on) == len(looked) else f"{k} ({', '.join(on)})" for k, on in free.items())
-    yield "free", f"{', '.join(words)}; every other setting is fixed"
+    yield "free", f"{', '.join(words)}; all else is fixed"
     plan, survey = looked[0]
     held = ", ".join(units.phrase(key, survey.space.fixed[key]) for key in plan.asked.held)
     if held:
-        yield "fixed by you", held
+        yield "you fixed", held
 
 
 def _space_words(plan: CardPlan, survey: Survey) -> str:
@@ -243,15 +242,16 @@ def _space_words(plan: CardPlan, survey: Survey) -> str:
     return f"{which}, {whole}"
 
 
-def _next(plan: CardPlan) -> Iterator[Fact]:
+def _next(plan: CardPlan, *, is_timed: bool = True) -> Iterator[Fact]:
     """Yield the commands to go on with."""
     if plan.shown is None:
         model = plan.model.name
         yield "next", f"`sweep plan --cheapest --model {model}` says which GPUs can train it"
     elif plan.survey is not None:
         seconds = plan.survey.study_seconds()
-        took = "" if seconds is None else f" ({' to '.join(map(units.duration, seconds))})"
-        yield "next", f"`{plan.asked.run_command}` measures it on the GPU{took}"
+        ends = seconds if is_timed and seconds is not None else ()
+        took = f" ({' to '.join(map(units.duration, ends))})" if ends else ""
+        yield "next", f"`{plan.asked.run_command}` measures it{took}"
     yield DETAILS
 
 
@@ -275,7 +275,7 @@ def comparison_screen(
     if chosen:
         rows += settings_facts(chosen)
     rows += [(plan.gpu.name, _why_not(plan)) for plan in plans if plan not in able]
-    yield facts([*rows, *_searched(plans), *_next(best)])
+    yield facts([*rows, *_searched(plans), *_next(best, is_timed=False)])
 
 
 def _choice(
@@ -308,7 +308,7 @@ def _why_not(plan: CardPlan) -> str:
 def _gpus_table(
     plans: Sequence[CardPlan], chosen: Mapping[str, Forecast], offers: OfferComparison | None
 ) -> RenderableType:
-    numbers = ("tokens/s", "between", "size", "peak", "budget", "1M tokens")
+    numbers = ("tokens/s", "between", "size", "peak", "1M tokens")
     grid = empty_grid("", *numbers, "", right=numbers)
     for plan in plans:
         name, forecast = plan.gpu.name, chosen[plan.gpu.name]
@@ -320,7 +320,6 @@ def _gpus_table(
             units.rate_interval(forecast.tokens_per_second_range),
             units.size(one_pass(forecast.config)),
             units.gib(forecast.memory.peak_allocated_bytes if forecast.memory else None),
-            units.gib(plan.budget_bytes),
             units.usd(bill.usd_per_million_tokens if bill else None),
             "" if forecast.fit is Fit.YES else "may not fit",
         )
@@ -335,7 +334,7 @@ def settings_facts(chosen: Mapping[str, Forecast]) -> Iterator[Fact]:
     for gpu, own in words.items():
         more = ", ".join(word for word in own if word not in shared)
         if more:
-            yield gpu, f"also {more}"
+            yield "", f"{gpu}: also {more}"
 
 
 def comparison_facts(comparison: CardComparison) -> Iterator[Fact]:
@@ -353,12 +352,13 @@ def comparison_facts(comparison: CardComparison) -> Iterator[Fact]:
 def _fastest(comparison: CardComparison) -> str:
     """Return which is the fastest, and how many times as fast as the second, as far as is known."""
     chosen = sorted(comparison.chosen.items(), key=lambda each: speed_order(each[1]), reverse=True)
-    (first, fast), (second, slow) = chosen[:2]
+    (first, fast), (_, slow) = chosen[:2]
     ends, others = fast.tokens_per_second_range, slow.tokens_per_second_range
     ratio = ""
     if ends is not None and others is not None:
-        ratio = f", {ends[0] / others[1]:.2f} to {ends[1] / others[0]:.2f}x the {second}"
-    return f"{first}{ratio}{_open(comparison.perhaps_fastest)}"
+        times = f"{ends[0] / others[1]:.2f} to {ends[1] / others[0]:.2f} times"
+        ratio = f" ({times} as fast as the next)"
+    return f"{listed([first, *comparison.perhaps_fastest])}{ratio}"
 
 
 def _cheapest(offers: OfferComparison) -> str:
@@ -369,14 +369,8 @@ def _cheapest(offers: OfferComparison) -> str:
         times = next_card.usd_per_sample / first.usd_per_sample
         more = f"; {next_card.offer.label} {times:.2f} times that"
     took = units.duration(3600 * first.wall_hours)
-    words = f"{first.offer.label}, {units.usd(first.usd)} ({usd_range(first)}), {took}{more}"
-    return words + _open(bill.offer.label for bill in offers.perhaps_cheapest)
-
-
-def _open(names: Iterable[str]) -> str:
-    """Return what is statistically indistinguishable from the first; nothing where all is known."""
-    tied = ", ".join(dict.fromkeys(names))
-    return f"; perhaps as good: {tied}" if tied else ""
+    tied = dict.fromkeys([first.offer.gpu, *(b.offer.gpu for b in offers.perhaps_cheapest)])
+    return f"{listed(tied)}: {units.usd(first.usd)} ({usd_range(first)}), {took}{more}"
 
 
 def one_pass(config: TrialConfig) -> TrialConfig:

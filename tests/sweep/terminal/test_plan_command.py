@@ -94,6 +94,9 @@ def a_space_file(home: Path, text: str) -> str:
     return str(path)
 
 
+PRESETS = {preset.name for preset in shipped_presets()}
+HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
+
 SMALL = "gpu: a10\ndimensions:\n  micro_batch_size: [1, 8, 64]\n  lora_rank: [8, 16]\n"
 
 
@@ -196,7 +199,10 @@ def test_how_a_name_is_written_changes_no_answer(
     document = json.loads(capsys.readouterr().out)
     assert (document["space"], document["space_kind"]) == ("a10", "preset")
     answer(space=name, configuration=HELD)
-    assert "preset a10, held at " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "searched" in out
+    assert "preset a10, " in out
+    assert "you fixed    bf16 compute, standard kernels, adapters on q,k,v,o" in out
 
 
 def test_a_card_by_any_of_its_names_is_the_same_space() -> None:
@@ -216,17 +222,112 @@ def test_a_card_by_any_of_its_names_is_the_same_space() -> None:
         assert first.kind == ("preset" if gpu.name in PRESETS else "standard")
 
 
-def test_a_card_without_a_preset_has_a_standard_space(
-    answer: Plan, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("gpu", [*sorted(gpu_catalogue().keys() & PRESETS), "L4"])
+def test_a_gpus_name_is_the_same_question_however_it_is_asked(
+    answer: Plan, capsys: pytest.CaptureFixture[str], gpu: str
+) -> None:
+    for more in ({}, {"is_longest": True}, {"is_cheapest": True}, {"is_exact": True}):
+        asked = {**more, "configuration": {"lora_rank": 16, **HELD}}
+        documents, screens = [], []
+        for named in ({"space": gpu}, {"gpus": (gpu,)}, {"space": gpu, "gpus": (gpu,)}):
+            answer(**named, **asked, as_json=True)
+            documents.append(json.loads(capsys.readouterr().out))
+            answer(**named, **asked)
+            screens.append(capsys.readouterr().out)
+        assert documents[0] == documents[1] == documents[2]
+        assert screens[0] == screens[1] == screens[2]
+
+
+def test_a_gpu_without_a_preset_has_the_space_that_init_writes_for_it(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = {"compile": False, "kernels": "hf"}
     answer(space="L4", configuration=typed)
     out = capsys.readouterr().out
-    assert "the l4's standard space, held at not compiled, standard kernels: 384 " in out
+    assert "the space that `sweep init --gpu l4` writes, 3,456 configurations" in out
+    assert "`sweep init --gpu l4 -o l4.yaml && sweep run l4.yaml --no-compile" in out
+    answer(gpus=("l4",), configuration=typed, as_json=True)
+    own = json.loads(capsys.readouterr().out)
+    assert main(["init", "--gpu", "l4", "-o", str(home / "l4.yaml")]) == 0
+    capsys.readouterr()
+    answer(space=str(home / "l4.yaml"), configuration=typed, as_json=True)
+    written = json.loads(capsys.readouterr().out)
+    assert own == {**written, "space_kind": "standard"}
 
 
-PRESETS = {preset.name for preset in shipped_presets()}
-HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
+def test_one_value_is_no_only_class(answer: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that was fixed, or is the only one in the space, is not what alone fits."""
+    answer(space="a10", configuration={**HELD, "lora_rank": 16})
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the only" not in out
+    assert "you fixed rank 16" not in out
+    assert "rank 16" in out.partition("you fixed")[2]
+    answer(space="a10", configuration={"compute_dtype": "bf16", "kernels": "hf"})
+    assert "free lora_rank, target_modules, micro_batch_size" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_a_gpu_named_over_another_devices_space_has_its_own_budget(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budgets = {}
+    for space, gpu in (("cpu-demo", "a10"), (a_space_file(home, SMALL + "budget_gib: 7\n"), "l4")):
+        assert answer(space=space, gpus=(gpu,), as_json=True) == 0
+        budgets[gpu] = json.loads(capsys.readouterr().out)["gpu"]["budget_bytes"]
+    assert budgets == {gpu: gpu_catalogue()[gpu].budget_bytes for gpu in budgets}
+    answer(space=str(home / "mine.yaml"), gpus=("A10",), as_json=True)
+    assert json.loads(capsys.readouterr().out)["gpu"]["budget_bytes"] == 7 * GIB
+
+
+class Terminal(io.StringIO):
+    """A screen to write on."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        {"space": "a10"},
+        {"gpus": ("l4",), "model": "qwen3-8b"},
+        {"gpus": ("a10", "l4"), "work": AskedWork(samples=100_000)},
+        {"space": "a100-80gb", "gpus": ("a100-80gb-pcie",), "configuration": {"seq_len": 1024}},
+        {"space": "cpu-demo", "gpus": ("a10",)},
+        {"space": "a10", "is_exact": True},
+        {"gpus": ("a10", "t4"), "is_exact": True},
+        {"space": "a10", "is_longest": True},
+        {"gpus": ("a10", "l4"), "is_longest": True},
+        {"is_cheapest": True},
+        {"is_cheapest": True, "within_seconds": 3600.0},
+        {"gpus": ("a10", "l4"), "is_cheapest": True},
+        {"space": "mine.yaml"},
+        {"space": "mine.yaml", "is_longest": True},
+        {"space": "mine.yaml", "gpus": ("a10", "a10g")},
+    ],
+    ids=str,
+)
+def test_an_answer_is_one_screen_that_names_what_comes_next(
+    answer: Plan, home: Path, monkeypatch: pytest.MonkeyPatch, typed: dict[str, Any], columns: int
+) -> None:
+    """Nothing of the file's space fits its own GPU."""
+    monkeypatch.chdir(home)
+    (home / "mine.yaml").write_text(SMALL.replace("a10", "a10g") + "budget_gib: 4\n")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    answer(**typed)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", sys.stdout.getvalue()).rstrip().splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= columns
+    assert any("--details" in line for line in lines)
+    fits = {"Recommended for", "The longest sequences", "micro-batch 4"}
+    assert lines[0].startswith(tuple(fits | {"Nothing fits for", "No sequence of 64 tokens"}))
+    asked = (
+        "asked" if typed.get("is_exact") else "the job" if "is_cheapest" in typed else "searched"
+    )
+    assert any(line.startswith(asked) for line in lines)
 
 
 # Knobs that are typed
