@@ -27,8 +27,6 @@ from sweep.terminal.plan.costs import usd_range, work_words
 from sweep.terminal.plan.forecast import knobs, shared_words
 from sweep.terminal.plan.layout import Fact, empty_grid, facts
 
-CHANGES_SHOWN = 2
-"""Single changes of one use that the first screen names."""
 DETAILS = ("details", "add --details for every size, rank, change, price and source")
 _FIT_WORDS = {Fit.YES: "fits", Fit.UNCERTAIN: "may not fit", Fit.NO: "does not fit"}
 _SPACE_WORDS = {
@@ -142,10 +140,10 @@ def _epoch(plan: CardPlan, shown: Forecast) -> Iterator[Fact]:
 
 def _changes(plan: CardPlan) -> Iterator[Fact]:
     """Yield the single changes that would make it faster, and those that save most memory."""
-    for use, label in ((Use.FASTER, "faster"), (Use.LEANER, "less memory")):
+    for use, label, most in ((Use.FASTER, "faster", 1), (Use.LEANER, "memory", 2)):
         useful = [change for change in few(plan.what_ifs) if change.use is use]
         words = []
-        for change in useful[:CHANGES_SHOWN]:
+        for change in useful[:most]:
             speed = "" if change.speed_change is None else f"{percent(change.speed_change)} speed, "
             doubt = "" if change.forecast.fit is Fit.YES else ", may not fit"
             memory = byte_change(change.memory_change_bytes)
@@ -170,7 +168,7 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
     lengths = {n: rival for (capacity, n), rival in rivals if capacity == survey.capacity}
     if len(lengths) > 1:
         speeds = (f"{n:,}: {units.rate(lengths[n].tokens_per_second)}" for n in sorted(lengths))
-        yield "by length", f"{', '.join(speeds)} tokens/s; choose with --seq-len"
+        yield "by length", f"{', '.join(speeds)} tokens/s (--seq-len)"
     capacities = math.prod(len(survey.space.values_of(key)) for key in CAPACITY_KEYS)
     if capacities > 1:
         yield "capacity", _capacity_words(survey, best, of=capacities)
@@ -179,22 +177,21 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
         change = units.changes(other.config, baseline=best.config)
         words = f"{change}, {units.rate(other.tokens_per_second)} tokens/s"
         if certainty(other) > certainty(best):
-            yield "surer to fit", f"{words}, slower beyond the uncertainty"
+            yield "surer fit", f"{words}, slower beyond the uncertainty"
         else:
             error = units.error(other.memory.uncertainty)
             peak = units.gib(other.memory.peak_allocated_bytes)
-            yield "passed over", f"{words}, not surely faster; it needs {peak} within {error}"
+            yield "riskier", f"{words}, not surely faster; {peak} (within {error})"
 
 
 def _capacity_words(survey: Survey, best: Forecast, *, of: int) -> str:
     """Return why these ranks and modules, and what the slowest and fastest others come to."""
     rivals = survey.fastest_by_class
-    words = f"{uncertainty.capacity(best.config)} is the standard recipe's"
+    why = "the nearest to the standard recipe's of those that fit"
     if len({capacity for capacity, _ in rivals}) == 1:
-        return f"{uncertainty.capacity(best.config)} is the only one of {of} searched that may fit"
-    if survey.capacity != CapacityClass.of(STANDARD, survey.model):
-        standard = uncertainty.capacity(STANDARD)
-        words = f"{uncertainty.capacity(best.config)} is the nearest to {standard} that fits"
+        why = f"the only one of {of} searched that may fit"
+    elif survey.capacity == CapacityClass.of(STANDARD, survey.model):
+        why = "the standard recipe's"
     others = [
         rival
         for (capacity, length), rival in rivals.items()
@@ -203,7 +200,7 @@ def _capacity_words(survey: Survey, best: Forecast, *, of: int) -> str:
     ends = [pick(others, key=speed_order) for pick in (min, max) if others]
     speeds = {uncertainty.capacity(end.config): end.tokens_per_second for end in ends}
     told = (f"{name}: {units.rate(speed)} tokens/s" for name, speed in speeds.items())
-    return "; ".join([words, *told])
+    return "; ".join([why, *told])
 
 
 def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
