@@ -162,7 +162,7 @@ class Question:
         first = ""
         if kind == "standard":
             name = f"{gpu.name}.yaml"
-            first = f"sweep init {_typed(target | {'output': name})} && "
+            first = f"sweep init {_typed(target)} -o {name} && "
             target = {}
         elif gpu.name == space.gpu:
             del target["gpu"]

@@ -113,7 +113,7 @@ def test_a_message_is_folded_to_the_terminal(
     monkeypatch.setattr("sweep.terminal.edge.width_of", lambda stream: 60)
     assert main(["init", "--gpu", "zzzzzzzz"]) == 2
     first, *further = capsys.readouterr().err.splitlines()
-    assert first.startswith("error: unknown GPU 'zzzzzzzz'; known are")
+    assert first.startswith("error: unknown GPU 'zzzzzzzz'; `sweep gpus` lists")
     assert further
     assert all(len(line) <= 60 and line.startswith("  ") for line in further)
 

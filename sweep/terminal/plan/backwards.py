@@ -82,7 +82,7 @@ def _longest_facts(answers: Sequence[Longest]) -> Iterator[Fact]:
     tried = units.plural(first.configurations, "configuration")
     yield "searched", f"lengths in steps of {LENGTH_STEP} tokens, {tried} at each size"
     if first.asked.held:
-        yield "fixed by you", _in_words(first.asked.held)
+        yield "you fixed", _in_words(first.asked.held)
     if any(row.possible > row.seq_len for row in rows):
         yield "perhaps", "is too close to the budget to be sure"
     if any(row.possible == first.limit for row in rows):

@@ -56,7 +56,7 @@ def facts(rows: Iterable[Fact]) -> RenderableType:
     """Return what is said, each line behind the word for what it is about."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
+    grid.add_column(overflow="fold")
     for about, words in rows:
         grid.add_row(about, Text(words))
     return grid

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -27,8 +27,6 @@ from sweep.terminal.plan.costs import usd_range, work_words
 from sweep.terminal.plan.forecast import knobs, shared_words
 from sweep.terminal.plan.layout import Fact, empty_grid, facts
 
-CHANGES_SHOWN = 2
-"""Single changes of one use that the first screen names."""
 DETAILS = ("details", "add --details for every size, rank, change, price and source")
 _FIT_WORDS = {Fit.YES: "fits", Fit.UNCERTAIN: "may not fit", Fit.NO: "does not fit"}
 _SPACE_WORDS = {
@@ -142,10 +140,10 @@ def _epoch(plan: CardPlan, shown: Forecast) -> Iterator[Fact]:
 
 def _changes(plan: CardPlan) -> Iterator[Fact]:
     """Yield the single changes that would make it faster, and those that save most memory."""
-    for use, label in ((Use.FASTER, "faster"), (Use.LEANER, "less memory")):
+    for use, label, most in ((Use.FASTER, "faster", 1), (Use.LEANER, "memory", 2)):
         useful = [change for change in few(plan.what_ifs) if change.use is use]
         words = []
-        for change in useful[:CHANGES_SHOWN]:
+        for change in useful[:most]:
             speed = "" if change.speed_change is None else f"{percent(change.speed_change)} speed, "
             doubt = "" if change.forecast.fit is Fit.YES else ", may not fit"
             memory = byte_change(change.memory_change_bytes)
@@ -170,7 +168,7 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
     lengths = {n: rival for (capacity, n), rival in rivals if capacity == survey.capacity}
     if len(lengths) > 1:
         speeds = (f"{n:,}: {units.rate(lengths[n].tokens_per_second)}" for n in sorted(lengths))
-        yield "by length", f"{', '.join(speeds)} tokens/s; choose with --seq-len"
+        yield "by length", f"{', '.join(speeds)} tokens/s (--seq-len)"
     capacities = math.prod(len(survey.space.values_of(key)) for key in CAPACITY_KEYS)
     if capacities > 1:
         yield "capacity", _capacity_words(survey, best, of=capacities)
@@ -179,22 +177,21 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
         change = units.changes(other.config, baseline=best.config)
         words = f"{change}, {units.rate(other.tokens_per_second)} tokens/s"
         if certainty(other) > certainty(best):
-            yield "surer to fit", f"{words}, slower beyond the uncertainty"
+            yield "surer fit", f"{words}, slower beyond the uncertainty"
         else:
             error = units.error(other.memory.uncertainty)
             peak = units.gib(other.memory.peak_allocated_bytes)
-            yield "passed over", f"{words}, not surely faster; it needs {peak} within {error}"
+            yield "riskier", f"{words}, not surely faster; {peak} (within {error})"
 
 
 def _capacity_words(survey: Survey, best: Forecast, *, of: int) -> str:
     """Return why these ranks and modules, and what the slowest and fastest others come to."""
     rivals = survey.fastest_by_class
-    words = f"{uncertainty.capacity(best.config)} is the standard recipe's"
+    why = "the nearest to the standard recipe's of those that fit"
     if len({capacity for capacity, _ in rivals}) == 1:
-        return f"{uncertainty.capacity(best.config)} is the only one of {of} searched that may fit"
-    if survey.capacity != CapacityClass.of(STANDARD, survey.model):
-        standard = uncertainty.capacity(STANDARD)
-        words = f"{uncertainty.capacity(best.config)} is the nearest to {standard} that fits"
+        why = f"the only one of {of} searched that may fit"
+    elif survey.capacity == CapacityClass.of(STANDARD, survey.model):
+        why = "the standard recipe's"
     others = [
         rival
         for (capacity, length), rival in rivals.items()
@@ -203,7 +200,7 @@ def _capacity_words(survey: Survey, best: Forecast, *, of: int) -> str:
     ends = [pick(others, key=speed_order) for pick in (min, max) if others]
     speeds = {uncertainty.capacity(end.config): end.tokens_per_second for end in ends}
     told = (f"{name}: {units.rate(speed)} tokens/s" for name, speed in speeds.items())
-    return "; ".join([words, *told])
+    return "; ".join([why, *told])
 
 
 def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
@@ -219,19 +216,18 @@ def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
         fits = f"{counts.fit:,} surely fit, {counts.uncertain:,} may fit, {cannot:,} cannot"
         yield "searched", f"{_space_words(plan, survey)}; {fits}"
     else:
-        each = (f"{plan.gpu.name}: {_space_words(plan, survey)}" for plan, survey in looked)
-        yield "searched", "; ".join(each)
+        yield "searched", "; ".join(dict.fromkeys(_space_words(*each) for each in looked))
     free: dict[str, list[str]] = {}
     for plan, survey in looked:
         for key in survey.space.dimensions:
             if len(survey.space.values_of(key)) != 1:
                 free.setdefault(key, []).append(plan.gpu.name)
     words = (k if len(on) == len(looked) else f"{k} ({', '.join(on)})" for k, on in free.items())
-    yield "free", f"{', '.join(words)}; every other setting is fixed"
+    yield "free", f"{', '.join(words)}; all else is fixed"
     plan, survey = looked[0]
     held = ", ".join(units.phrase(key, survey.space.fixed[key]) for key in plan.asked.held)
     if held:
-        yield "fixed by you", held
+        yield "you fixed", held
 
 
 def _space_words(plan: CardPlan, survey: Survey) -> str:
@@ -243,15 +239,16 @@ def _space_words(plan: CardPlan, survey: Survey) -> str:
     return f"{which}, {whole}"
 
 
-def _next(plan: CardPlan) -> Iterator[Fact]:
+def _next(plan: CardPlan, *, is_timed: bool = True) -> Iterator[Fact]:
     """Yield the commands to go on with."""
     if plan.shown is None:
         model = plan.model.name
         yield "next", f"`sweep plan --cheapest --model {model}` says which GPUs can train it"
     elif plan.survey is not None:
         seconds = plan.survey.study_seconds()
-        took = "" if seconds is None else f" ({' to '.join(map(units.duration, seconds))})"
-        yield "next", f"`{plan.asked.run_command}` measures it on the GPU{took}"
+        ends = seconds if is_timed and seconds is not None else ()
+        took = f" ({' to '.join(map(units.duration, ends))})" if ends else ""
+        yield "next", f"`{plan.asked.run_command}` measures it{took}"
     yield DETAILS
 
 
@@ -275,7 +272,7 @@ def comparison_screen(
     if chosen:
         rows += settings_facts(chosen)
     rows += [(plan.gpu.name, _why_not(plan)) for plan in plans if plan not in able]
-    yield facts([*rows, *_searched(plans), *_next(best)])
+    yield facts([*rows, *_searched(plans), *_next(best, is_timed=False)])
 
 
 def _choice(
@@ -308,7 +305,7 @@ def _why_not(plan: CardPlan) -> str:
 def _gpus_table(
     plans: Sequence[CardPlan], chosen: Mapping[str, Forecast], offers: OfferComparison | None
 ) -> RenderableType:
-    numbers = ("tokens/s", "between", "size", "peak", "budget", "1M tokens")
+    numbers = ("tokens/s", "between", "size", "peak", "1M tokens")
     grid = empty_grid("", *numbers, "", right=numbers)
     for plan in plans:
         name, forecast = plan.gpu.name, chosen[plan.gpu.name]
@@ -320,7 +317,6 @@ def _gpus_table(
             units.rate_interval(forecast.tokens_per_second_range),
             units.size(one_pass(forecast.config)),
             units.gib(forecast.memory.peak_allocated_bytes if forecast.memory else None),
-            units.gib(plan.budget_bytes),
             units.usd(bill.usd_per_million_tokens if bill else None),
             "" if forecast.fit is Fit.YES else "may not fit",
         )
@@ -335,7 +331,7 @@ def settings_facts(chosen: Mapping[str, Forecast]) -> Iterator[Fact]:
     for gpu, own in words.items():
         more = ", ".join(word for word in own if word not in shared)
         if more:
-            yield gpu, f"also {more}"
+            yield "", f"{gpu}: also {more}"
 
 
 def comparison_facts(comparison: CardComparison) -> Iterator[Fact]:
@@ -353,12 +349,13 @@ def comparison_facts(comparison: CardComparison) -> Iterator[Fact]:
 def _fastest(comparison: CardComparison) -> str:
     """Return which is the fastest, and how many times as fast as the second, as far as is known."""
     chosen = sorted(comparison.chosen.items(), key=lambda each: speed_order(each[1]), reverse=True)
-    (first, fast), (second, slow) = chosen[:2]
+    (first, fast), (_, slow) = chosen[:2]
     ends, others = fast.tokens_per_second_range, slow.tokens_per_second_range
     ratio = ""
     if ends is not None and others is not None:
-        ratio = f", {ends[0] / others[1]:.2f} to {ends[1] / others[0]:.2f}x the {second}"
-    return f"{first}{ratio}{_open(comparison.perhaps_fastest)}"
+        times = f"{ends[0] / others[1]:.2f} to {ends[1] / others[0]:.2f} times"
+        ratio = f" ({times} as fast as the next)"
+    return f"{listed([first, *comparison.perhaps_fastest])}{ratio}"
 
 
 def _cheapest(offers: OfferComparison) -> str:
@@ -369,14 +366,8 @@ def _cheapest(offers: OfferComparison) -> str:
         times = next_card.usd_per_sample / first.usd_per_sample
         more = f"; {next_card.offer.label} {times:.2f} times that"
     took = units.duration(3600 * first.wall_hours)
-    words = f"{first.offer.label}, {units.usd(first.usd)} ({usd_range(first)}), {took}{more}"
-    return words + _open(bill.offer.label for bill in offers.perhaps_cheapest)
-
-
-def _open(names: Iterable[str]) -> str:
-    """Return what is statistically indistinguishable from the first; nothing where all is known."""
-    tied = ", ".join(dict.fromkeys(names))
-    return f"; perhaps as good: {tied}" if tied else ""
+    tied = dict.fromkeys([first.offer.gpu, *(b.offer.gpu for b in offers.perhaps_cheapest)])
+    return f"{listed(tied)}: {units.usd(first.usd)} ({usd_range(first)}), {took}{more}"
 
 
 def one_pass(config: TrialConfig) -> TrialConfig:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from reports import units
 from search_spaces.config import TrialConfig
+from search_spaces.gpus import UNMEASURED_COPY_SHARE, UNMEASURED_MATRIX_SHARE
 from search_spaces.knobs import targets_in_words
 from search_spaces.linears import parameters
 from sweep.planning.comparison import CardComparison
@@ -99,7 +100,7 @@ def _grounds(plan: CardPlan) -> Iterator[str]:
         f"training may take {units.gib(plan.budget_bytes)}"
     )
     model, count = plan.model, parameters(plan.model)
-    size = "" if count is None else f"{count / 1e6:,.1f} M parameters, "
+    size = "" if count is None else f"{count:,} parameters, "
     yield f"{model.name}: {size}{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
     if plan.shown is not None:
         yield from _sure_lines(plan, plan.shown)
@@ -219,10 +220,13 @@ def _speed_ground(plan: CardPlan, forecast: Forecast) -> str | None:
     if forecast.speed is None:
         return None
     if evidence.calibration is None:
-        is_measured = forecast.config.compute_dtype in plan.gpu.matrix_flops
-        basis = "was measured to sustain" if is_measured else "sustains of its data sheet's peak"
+        products, copies = "measured matrix products", "measured copies"
+        if forecast.config.compute_dtype not in plan.gpu.matrix_flops:
+            products = f"data sheet ({units.percent(UNMEASURED_MATRIX_SHARE)} of its FLOP/s)"
+        if plan.gpu.copy_bytes_per_second is None:
+            copies = f"data sheet ({units.percent(UNMEASURED_COPY_SHARE)} of its bandwidth)"
         return (
-            f"predicted from what the {plan.gpu.name} {basis}, within "
+            f"predicted from the {plan.gpu.name}'s {products} and {copies}, within "
             f"{units.percent(forecast.speed.uncertainty)}; --study NAME calibrates it"
         )
     trials = units.plural(evidence.calibration.trials, "trial")

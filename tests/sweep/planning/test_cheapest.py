@@ -10,14 +10,13 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from search_spaces.gpus import find_gpu
 from search_spaces.loading import with_fixed
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace
 from sweep.planning.cheapest import Cheapest, JobCard, Outcome, job, on_card, ranked
 from sweep.planning.documents import cheapest_document
 from sweep.planning.plan import AskedWork
-from sweep.planning.spaces import standard_space
+from sweep.planning.spaces import own_space
 from sweep.planning.survey import survey
 from sweep.predict.memory.profiles import Untraceable
 from tests.sweep.imagined_memory import ImaginedPredictor
@@ -28,7 +27,7 @@ WORK = AskedWork(samples=10_000)
 
 
 def the_job(gpu: str, **held: Any) -> SearchSpace:
-    space = with_fixed(standard_space(find_gpu(gpu), MISTRAL), job(held))
+    space = with_fixed(own_space(gpu, None)[0], job(held))
     assert isinstance(space, SearchSpace)
     return space
 

@@ -94,6 +94,9 @@ def a_space_file(home: Path, text: str) -> str:
     return str(path)
 
 
+PRESETS = {preset.name for preset in shipped_presets()}
+HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
+
 SMALL = "gpu: a10\ndimensions:\n  micro_batch_size: [1, 8, 64]\n  lora_rank: [8, 16]\n"
 
 
@@ -196,7 +199,9 @@ def test_how_a_name_is_written_changes_no_answer(
     document = json.loads(capsys.readouterr().out)
     assert (document["space"], document["space_kind"]) == ("a10", "preset")
     answer(space=name, configuration=HELD)
-    assert "preset a10, held at " in capsys.readouterr().out
+    words = " ".join(capsys.readouterr().out.split())
+    assert "searched preset a10, " in words
+    assert "you fixed bf16 compute, standard kernels, adapters on q,k,v,o" in words
 
 
 def test_a_card_by_any_of_its_names_is_the_same_space() -> None:
@@ -216,17 +221,112 @@ def test_a_card_by_any_of_its_names_is_the_same_space() -> None:
         assert first.kind == ("preset" if gpu.name in PRESETS else "standard")
 
 
-def test_a_card_without_a_preset_has_a_standard_space(
-    answer: Plan, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("gpu", [*sorted(gpu_catalogue().keys() & PRESETS), "L4"])
+def test_a_gpus_name_is_the_same_question_however_it_is_asked(
+    answer: Plan, capsys: pytest.CaptureFixture[str], gpu: str
+) -> None:
+    for more in ({}, {"is_longest": True}, {"is_cheapest": True}, {"is_exact": True}):
+        asked = {**more, "configuration": {"lora_rank": 16, **HELD}}
+        documents, screens = [], []
+        for named in ({"space": gpu}, {"gpus": (gpu,)}, {"space": gpu, "gpus": (gpu,)}):
+            answer(**named, **asked, as_json=True)
+            documents.append(json.loads(capsys.readouterr().out))
+            answer(**named, **asked)
+            screens.append(capsys.readouterr().out)
+        assert documents[0] == documents[1] == documents[2]
+        assert screens[0] == screens[1] == screens[2]
+
+
+def test_a_gpu_without_a_preset_has_the_space_that_init_writes_for_it(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = {"compile": False, "kernels": "hf"}
     answer(space="L4", configuration=typed)
     out = capsys.readouterr().out
-    assert "the l4's standard space, held at not compiled, standard kernels: 384 " in out
+    assert "the space that `sweep init --gpu l4` writes, 3,456 configurations" in out
+    assert "`sweep init --gpu l4 -o l4.yaml && sweep run l4.yaml --no-compile" in out
+    answer(gpus=("l4",), configuration=typed, as_json=True)
+    own = json.loads(capsys.readouterr().out)
+    assert main(["init", "--gpu", "l4", "-o", str(home / "l4.yaml")]) == 0
+    capsys.readouterr()
+    answer(space=str(home / "l4.yaml"), configuration=typed, as_json=True)
+    written = json.loads(capsys.readouterr().out)
+    assert own == {**written, "space_kind": "standard"}
 
 
-PRESETS = {preset.name for preset in shipped_presets()}
-HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
+def test_one_value_is_no_only_class(answer: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that was fixed, or is the only one in the space, is not what alone fits."""
+    answer(space="a10", configuration={**HELD, "lora_rank": 16})
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the only" not in out
+    assert "you fixed rank 16" not in out
+    assert "rank 16" in out.partition("you fixed")[2]
+    answer(space="a10", configuration={"compute_dtype": "bf16", "kernels": "hf"})
+    assert "free lora_rank, target_modules, micro_batch_size" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_a_gpu_named_over_another_devices_space_has_its_own_budget(
+    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budgets = {}
+    for space, gpu in (("cpu-demo", "a10"), (a_space_file(home, SMALL + "budget_gib: 7\n"), "l4")):
+        assert answer(space=space, gpus=(gpu,), as_json=True) == 0
+        budgets[gpu] = json.loads(capsys.readouterr().out)["gpu"]["budget_bytes"]
+    assert budgets == {gpu: gpu_catalogue()[gpu].budget_bytes for gpu in budgets}
+    answer(space=str(home / "mine.yaml"), gpus=("A10",), as_json=True)
+    assert json.loads(capsys.readouterr().out)["gpu"]["budget_bytes"] == 7 * GIB
+
+
+class Terminal(io.StringIO):
+    """A screen to write on."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        {"space": "a10"},
+        {"gpus": ("l4",), "model": "qwen3-8b"},
+        {"gpus": ("a10", "l4"), "work": AskedWork(samples=100_000)},
+        {"space": "a100-80gb", "gpus": ("a100-80gb-pcie",), "configuration": {"seq_len": 1024}},
+        {"space": "cpu-demo", "gpus": ("a10",)},
+        {"space": "a10", "is_exact": True},
+        {"gpus": ("a10", "t4"), "is_exact": True},
+        {"space": "a10", "is_longest": True},
+        {"gpus": ("a10", "l4"), "is_longest": True},
+        {"is_cheapest": True},
+        {"is_cheapest": True, "within_seconds": 3600.0},
+        {"gpus": ("a10", "l4"), "is_cheapest": True},
+        {"space": "mine.yaml"},
+        {"space": "mine.yaml", "is_longest": True},
+        {"space": "mine.yaml", "gpus": ("a10", "a10g")},
+    ],
+    ids=str,
+)
+def test_an_answer_is_one_screen_that_names_what_comes_next(
+    answer: Plan, home: Path, monkeypatch: pytest.MonkeyPatch, typed: dict[str, Any], columns: int
+) -> None:
+    """Nothing of the file's space fits its own GPU."""
+    monkeypatch.chdir(home)
+    (home / "mine.yaml").write_text(SMALL.replace("a10", "a10g") + "budget_gib: 4\n")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    answer(**typed)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", sys.stdout.getvalue()).rstrip().splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= columns
+    assert any("--details" in line for line in lines)
+    fits = {"Recommended for", "The longest sequences", "micro-batch 4"}
+    assert lines[0].startswith(tuple(fits | {"Nothing fits for", "No sequence of 64 tokens"}))
+    asked = (
+        "asked" if typed.get("is_exact") else "the job" if "is_cheapest" in typed else "searched"
+    )
+    assert any(line.startswith(asked) for line in lines)
 
 
 # Knobs that are typed
@@ -507,22 +607,19 @@ def test_a_space_is_answered_with_counts_and_a_recommendation(
     assert document["study_seconds"][0] < document["study_seconds"][1]
 
 
-def test_people_see_table_breakdown_bottleneck_cost_and_grounds(
+def test_people_see_table_breakdown_bottleneck_cost_and_grounds_in_details(
     answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(space=a_space_file(home, SMALL))
+    space = a_space_file(home, SMALL)
+    answer(space=space)
+    first = capsys.readouterr().out.rstrip()
+    answer(space=space, is_detailed=True)
     out = capsys.readouterr().out
+    assert out.startswith(first)
     for words in (
         "a10 (NVIDIA A10): 21.98 GiB usable",
         "What fits, in tokens/s",
-        "6 configurations",
-        "4 surely fit, 0 are too close to say, 2 cannot fit",
-        "file mine: 6 configurations",
-        " on the a10; it ends sooner, once no trial is expected to gain enough",
-        "Recommended on the a10 for mistral-7b-v0.3: the fastest that surely fits, of rank 16 on ",
-        "8 x 512, rank 16",
-        "peak 9.02 GiB of 21.48 GiB, ",
-        "the published recipe's capacity",
+        "trials take about ",
         "▓ activations 4.00 GiB",
         "bound by ",
         "Fastest of each capacity class",
@@ -530,10 +627,10 @@ def test_people_see_table_breakdown_bottleneck_cost_and_grounds(
         "a10 Modal, item by item",
         "container boot",
         "memory: predicted from the model's own code, within 2 %",
-        "speed: predicted from the card's data sheet",
+        "speed: predicted from the a10's measured matrix products and measured copies, within 50 %",
         "price: Modal, read on ",
     ):
-        assert words in " ".join(out.split())
+        assert words in " ".join(out.removeprefix(first).split())
     largest = next(line for line in out.splitlines() if line.strip().startswith("largest"))
     assert largest.split() == ["largest", "8"]
 
@@ -541,34 +638,42 @@ def test_people_see_table_breakdown_bottleneck_cost_and_grounds(
 def test_a_doubtful_cell_has_a_question_mark_and_one_that_does_not_fit_a_dash(
     answer: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert answer(space="a10", configuration={"micro_batch_size": 33}, is_exact=True) == 1
+    exact: dict[str, Any] = {"configuration": {"micro_batch_size": 33}, "is_exact": True}
+    assert answer(space="a10", **exact, is_detailed=True) == 1
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if line.split()[:1] == ["33"] and "x" not in line)
     assert row.split()[1].endswith("?")
     assert row.split()[2:] == ["-", "-", "-"]
-    assert out.startswith("33 x 512 is too close to the budget to say, on the a10 for mistral")
+    assert out.startswith("micro-batch 33, length 512, rank 16 on q,k,v,o may not fit for mistral")
 
 
 def test_several_cards_are_compared(answer: Plan, capsys: pytest.CaptureFixture[str]) -> None:
-    answer(gpus=("a10", "h100-80gb"), configuration={"micro_batch_size": 8})
+    asked: dict[str, Any] = {"gpus": ("a10", "h100-80gb"), "configuration": {"micro_batch_size": 8}}
+    answer(**asked)
+    first = capsys.readouterr().out.rstrip()
+    assert first.startswith("Recommended for mistral-7b-v0.3: the h100-80gb at ")
+    assert "cheapest   h100-80gb: $" in first
+    assert "fastest    h100-80gb (" in first
+    answer(**asked, is_detailed=True)
     out = capsys.readouterr().out
-    assert "The same work on each card" in out
-    assert "cheapest: " in out
+    assert out.startswith(first)
     assert "break-even" in out
+    order = [out.index(f"Recommended for mistral-7b-v0.3 on the {gpu}") for gpu in asked["gpus"]]
+    assert order == sorted(order)
 
 
 def test_a_card_that_is_named_as_a_space_is_asked_about_beside_the_others(
     answer: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each by its own preset, and the same knobs with other micro-batches where it has none."""
+    """Each with its own preset, and with what `sweep init` writes for it where it has none."""
     held = {**HELD, "lora_rank": 64, "seq_len": 1024, "effective_batch_size": 64}
     answer(space="a10", gpus=("a100-40gb", "l40s"), configuration=held, as_json=True)
     document = json.loads(capsys.readouterr().out)
     plans = {plan["gpu"]["name"]: plan for plan in document["plans"]}
     assert list(plans) == ["a10", "a100-40gb", "l40s"]
-    assert [plan["space_kind"] for plan in plans.values()] == ["preset", "preset", "fitted"]
+    assert [plan["space_kind"] for plan in plans.values()] == ["preset", "preset", "standard"]
     assert all(plan["held"] == held for plan in plans.values())
-    assert plans["l40s"]["table"]["micro_batch_sizes"][-1] == 64
+    assert plans["l40s"]["table"]["micro_batch_sizes"][-1] == 32
     assert plans["a10"]["table"]["micro_batch_sizes"][-1] == 16
     for plan_ in plans.values():
         assert held.items() <= plan_["recommended"]["config"].items()
@@ -583,43 +688,26 @@ def test_a_space_of_a_file_is_asked_about_on_the_cards_that_are_named(
     assert json.loads(capsys.readouterr().out)["gpu"]["name"] == "l4"
 
 
-def test_the_verdict_comes_first_and_stands_alone(
+def test_the_recommendation_comes_first_in_one_sentence(
     answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer(space=a_space_file(home, SMALL))
-    title, *lines = capsys.readouterr().out.splitlines()
-    verdict = " ".join(" ".join(lines[: lines.index("")]).split())
-    assert title.startswith("Recommended on the a10 for mistral-7b-v0.3: the fastest that surely")
-    assert verdict.startswith("8 x 512, rank 16, adapters on q,k,v,o")
+    sentence, _, rest = capsys.readouterr().out.partition("\n\n")
+    sentence, rest = (" ".join(text.split()) for text in (sentence, rest))
+    where = "Recommended for mistral-7b-v0.3 on the a10: "
+    assert sentence.startswith(f"{where}micro-batch 8, length 512, rank 16 on q,k,v,o: ")
+    assert re.search(r": [\d,]+ tokens/s \(predicted, [\d,]+ to [\d,]+\), ", sentence)
+    assert "9.02 GiB (within 2 %) of the 21.48 GiB budget, $" in sentence
+    assert sentence.endswith(" per million tokens")
     for words in (
-        " tokens/s (",
-        "; peak 9.02 GiB of 21.48 GiB, 12.47 GiB to spare",
-        "1,000 steps (8,000 samples, 4.1 M tokens): $",
-        " on a10 Modal; $",
-        " a million tokens",
-        "how sure: speed predicted within 50 %; memory predicted within 2 %",
+        "settings the standard QLoRA recipe cost ",
+        "cost 1,000 steps (8,000 samples, 4.1 M tokens): $",
+        "capacity the standard recipe's; rank 8 on q,k,v,o: ",
+        "searched file mine, 6 configurations; 4 surely fit, 0 may fit, 2 cannot",
+        "free micro_batch_size, lora_rank; all else is fixed",
+        f"next `sweep run {home / 'mine.yaml'}` measures it (",
     ):
-        assert words in verdict
-    assert len(lines[: lines.index("")]) <= 6
-
-
-def test_the_verdict_across_cards_comes_before_any_of_them(
-    answer: Plan, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer(gpus=("a10", "h100-80gb"), configuration={"micro_batch_size": 8})
-    out = capsys.readouterr().out
-    order = [
-        out.index(words)
-        for words in (
-            "The same work on each card",
-            "fastest: h100-80gb, ",
-            "cheapest: ",
-            "Recommended on the a10",
-            "Recommended on the h100-80gb",
-        )
-    ]
-    assert order == sorted(order)
-    assert order[0] == 0
+        assert words in rest
 
 
 def test_cards_that_overlap_are_not_told_apart(
@@ -627,9 +715,10 @@ def test_cards_that_overlap_are_not_told_apart(
 ) -> None:
     """Both are known within half, and predicted a few percent apart."""
     asked: dict[str, Any] = {"gpus": ("a10", "l4"), "configuration": {"micro_batch_size": 8}}
-    answer(**asked, typed_prices=("a10=1", "l4=1.01"))
+    answer(**asked, typed_prices=("a10=1", "l4=1.01"), is_detailed=True)
     out = " ".join(capsys.readouterr().out.split())
-    assert "not told apart inside the speeds' uncertainty: l4 at your price" in out
+    assert "cheapest a10 or l4: $" in out
+    assert "fastest a10 or l4 (0." in out
     assert "no break-even is claimed" in out
     answer(**asked, typed_prices=("a10=1", "l4=1.01"), as_json=True)
     document = json.loads(capsys.readouterr().out)
@@ -643,13 +732,13 @@ def test_what_if_lines_are_the_useful_few_of_the_changes_that_json_lists(
 ) -> None:
     space = a_space_file(home, SMALL)
     for asked in ({"space": space}, {"space": "a10", "is_exact": True}):
-        answer(**asked)
+        answer(**asked, is_detailed=True)
         out = capsys.readouterr().out
         answer(**asked, as_json=True)
         changes = json.loads(capsys.readouterr().out)["what_ifs"]
         begin = out.splitlines().index("What if: one change each, against that configuration")
         shown = out.splitlines()[begin + 1 : out.splitlines().index("", begin)]
-        assert shown[-1].strip() == f"all {len(changes)} changes of a knob: --json"
+        assert shown[-1].strip() == f"all {len(changes)} changes of a setting: --json"
         assert 2 < len(shown) < 11
         assert any("no fp32 upcast" in line and "+" in line for line in shown)
         keys = {"key", "value", "fits", "use", "speed_change", "peak_change_bytes", "config"}
@@ -675,7 +764,7 @@ def test_no_line_is_wider_than_the_terminal(answer: Plan, columns: int) -> None:
         )
         for gpu in question.gpus
     ]
-    assert_is_whole(plans_view(plans, None), columns=columns)
+    assert_is_whole(plans_view(plans, None, is_detailed=True), columns=columns)
 
 
 def assert_is_whole(view: RenderableType, *, columns: int) -> None:
@@ -707,12 +796,12 @@ def test_the_questions_backwards_are_no_wider_than_the_terminal(columns: int) ->
     workload = cards[0].bill.workload
     answer = Cheapest(question.model, workload, question.held, 50 * 3600.0, ranked(cards))
     assert {card.is_able for card in cards} == {True, False}
-    assert_is_whole(cheapest_view(answer), columns=columns)
+    assert_is_whole(cheapest_view(answer, is_detailed=True), columns=columns)
     longest = [
         longest_rows(question.about(gpu), question.forecaster(gpu), asked=question.asked(gpu))
         for gpu in question.gpus[:2]
     ]
-    assert_is_whole(longest_views(longest), columns=columns)
+    assert_is_whole(longest_views(longest, is_detailed=True), columns=columns)
 
 
 def test_a_pipe_gets_plain_lines(
@@ -733,8 +822,8 @@ def test_the_longest_rows_are_asked_for(
     space = a_space_file(home, SMALL)
     assert answer(space=space, is_longest=True) == 0
     out = capsys.readouterr().out
-    assert out.startswith("The longest rows that surely fit the a10 for mistral-7b-v0.3: 1 x ")
-    assert "found to a multiple of 64 tokens" in out
+    assert out.startswith("The longest sequences that surely fit for mistral-7b-v0.3 on the a10: ")
+    assert "lengths in steps of 64 tokens" in out
     answer(space=space, is_longest=True, configuration={"micro_batch_size": 2}, as_json=True)
     document = json.loads(capsys.readouterr().out)
     (row,) = document["rows"]
@@ -750,7 +839,7 @@ def test_where_no_row_fits_the_exit_code_says_so(
 ) -> None:
     space = a_space_file(home, SMALL + "budget_gib: 4\n")
     assert answer(space=space, is_longest=True) == 1
-    assert "No row of 64 tokens surely fits the a10" in capsys.readouterr().out
+    assert "No sequence of 64 tokens surely fits for mistral" in capsys.readouterr().out
 
 
 def test_the_whole_catalogue_is_asked_for_the_cheapest_card(
@@ -763,10 +852,10 @@ def test_the_whole_catalogue_is_asked_for_the_cheapest_card(
     }
     assert answer(**asked) == 0
     out = capsys.readouterr().out
-    assert out.startswith("625 steps (10,000 samples, 5.1 M tokens) of mistral-7b-v0.3 within 2 h")
-    lines = [line.strip() for line in out.splitlines()]
-    for words in ("cheapest: ", "runner-up: ", "smallest: ", "the same on every card: rank 16, "):
-        assert any(line.startswith(words) for line in lines)
+    assert out.startswith("Recommended for mistral-7b-v0.3: the ")
+    words = " ".join(out.split())
+    assert "the job 625 steps (10,000 samples, 5.1 M tokens) within 2 h 0 min; on every" in words
+    assert "no price: v100-32gb" in words
     answer(**asked, as_json=True)
     document = json.loads(capsys.readouterr().out)
     cards = {card["gpu"]: card for card in document["cards"]}
@@ -829,8 +918,8 @@ def test_several_cards_are_compared_by_one_effective_batch(
     }
     answer(**asked)
     out = capsys.readouterr().out
-    assert "The same work on each card: 0.2 M tokens in 10 steps of 48 x 512" in out
-    assert ", accumulated 2 times" in out
+    assert "10 steps (480 samples, 0.2 M tokens), 48 x 512 a step" in out
+    assert "a10: also effective batch 48" in out
     answer(**asked, as_json=True)
     comparison = json.loads(capsys.readouterr().out)["comparison"]
     assert {bill["steps"] for bill in comparison["bills"]} == {10}
@@ -855,6 +944,7 @@ def test_a_study_calibrates_the_plan(
             study.begin(trial, record.config, "2026-11-21T00:00:00+00:00")
             study.tell(trial, record.model_copy(update={"number": trial.number}))
     asked: dict[str, Any] = {"space": "a10", "study": "mine", "storage": url, "is_exact": True}
+    asked["is_detailed"] = True
     answer(**asked, configuration={"micro_batch_size": 2})
     assert f"calibrated by {len(TRIALS)} trials of study mine" in capsys.readouterr().out
     answer(**asked, configuration={"micro_batch_size": 8})
@@ -872,7 +962,7 @@ def test_a_length_that_a_rule_forbids_is_not_said_to_need_too_much_memory(
     else:
         dimensions = "  micro_batch_size: [1, 2, 64]\n  seq_len: [1024, 4096]\n"
         asked = {"space": a_space_file(home, f"gpu: a10\ndimensions:\n{dimensions}"), **typed}
-    answer(**asked)
+    answer(**asked, is_detailed=True)
     lines = capsys.readouterr().out.splitlines()
     begin = next(number for number, line in enumerate(lines) if "micro-batch  " in line)
     end = next(number for number, line in enumerate(lines) if line.startswith("  largest"))
@@ -884,7 +974,7 @@ def test_a_length_that_a_rule_forbids_is_not_said_to_need_too_much_memory(
 def test_a_table_of_what_no_rule_forbids_says_nothing_of_rules(
     answer: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(space="a10", is_exact=True, configuration={})
+    answer(space="a10", is_exact=True, configuration={}, is_detailed=True)
     assert "forbidden" not in capsys.readouterr().out
 
 
@@ -1048,6 +1138,21 @@ def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
     assert sum(document["breakdown"].values()) == document["peak_allocated_bytes"]
 
 
+def test_both_spellings_of_a_gpu_give_one_answer_on_one_screen(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = ("--data", str(ROOT / "docs" / "examples" / "texts.jsonl"))
+    typed = ("--model", "demo", "--kernels", "hf", "--no-compile", "--rank", "8")
+    answers = []
+    for named in (("a10",), ("--gpu", "a10")):
+        for more in (("--json",), (), data):
+            assert main(["plan", *named, *typed, *more]) == 0
+            answers.append(capsys.readouterr().out)
+    assert answers[:3] == answers[3:]
+    assert all(len(answer.splitlines()) <= 25 for answer in answers)
+    assert "--details" in answers[1]
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
@@ -1056,6 +1161,9 @@ def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
         (("a10", "--price", "a10=x"), "--price: a10 must cost dollars an hour"),
         (("a10", "--price", "a11=1"), "--price: unknown GPU 'a11'; did you mean 'a10'"),
         (("--cheapest", "--samples", "0"), "--samples must be greater than 0"),
+        (("--gpu", "a100:x"), "unknown GPU 'a100:x'; did you mean 'a100-40gb', 'a100-80gb' or "),
+        (("--gpu", "zzz"), "unknown GPU 'zzz'; `sweep gpus` lists those that are known"),
+        (("zzz",), "is no preset, no YAML file and no GPU; `sweep presets` and `sweep gpus`"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_its_option(
