@@ -2,7 +2,11 @@
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
+RUNS_SAYS := qlora-sweep with torch, transformers, PEFT, bitsandbytes and Optuna into $(VENV): 1.3 GB, one to three minutes
 READY := $(VENV)/.ready
+READY_EXTRAS := [dev,docs,images,postgresql,dashboard,ray]
+READY_SAYS := what the tests need besides: 0.5 GB, about a minute
 # What is imported is compiled then: all that is installed would take a minute, and most of it is never imported.
 # Many images forbid it, and each process that imports torch would compile it again: ten seconds instead of four.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,18 +26,26 @@ waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/: .*##/:/'
 
-$(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qlora-sweep needs Python 3.11 or newer, this is " + sys.version.split()[0] or 0)'
+# $(1): extras to install; $(2): what that is, and how long it takes. Says when it is done.
+define install
 	@$(call waiting,$(VENV).lock,prepares $(VENV)); \
 	if [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]; then exit 0; fi; \
-	set -ex; \
+	set -e; began=$$(date +%s); echo "Installing $(2) ..." >&2; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-	PIP_CONSTRAINT=constraints.txt $(INSTALL) --editable '.[dev,docs,images,postgresql,dashboard,ray]'; \
-	touch $@
+	PIP_CONSTRAINT=constraints.txt $(INSTALL) --editable '.$(1)'; \
+	echo "Installed in $$(($$(date +%s) - began)) s." >&2; touch $@
+endef
 
-demo: $(READY)   ## a real study on the CPU: summary in the terminal, report in runs/demo/report.html
+$(RUNS): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qlora-sweep needs Python 3.11 or newer, this is " + sys.version.split()[0] or 0)'
+	$(call install,,$(RUNS_SAYS))
+
+$(READY): $(RUNS)
+	$(call install,$(READY_EXTRAS),$(READY_SAYS))
+
+demo: $(RUNS)    ## a study on this CPU, then one of a recorded GPU: a minute or two after the installation
 	@$(call waiting,$(VENV)/.demo.lock,demo is running); \
-	set -x; exec $(BIN)/sweep run cpu-demo --study demo
+	exec $(BIN)/python -P -m sweep.terminal.demo tests/data/surfaces/mistral-7b-v0.3_h200.jsonl
 
 test: $(READY)   ## the test suite without a GPU
 	$(BIN)/python $(PYTEST)

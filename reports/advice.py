@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reports import objectives, uncertainty, units
+from reports import uncertainty, units
 from search_spaces.config import canonical
 from search_spaces.dimensions import Choices
 from search_spaces.knobs import KNOBS, SIZE_KEYS
@@ -28,7 +28,6 @@ from storage.records import (
 )
 
 _NEAREST_SHOWN = 2
-_TIED_SHOWN = 5
 
 
 def advice_title(snapshot: StudySnapshot) -> str:
@@ -47,7 +46,6 @@ def how_to_go_faster(snapshot: StudySnapshot) -> list[str]:
     if winner is None or winner.measurement is None:
         return [*_why_nothing_fits(snapshot, ranking), *_retryable(snapshot)]
     return [
-        *_ties(ranking, winner.measurement),
         *_towards_speed(snapshot, ranking, winner, winner.measurement),
         *_untried(ranking),
         *_suspect(ranking, winner.measurement),
@@ -127,28 +125,6 @@ def _nearest_to_fitting(snapshot: StudySnapshot) -> Iterator[str]:
         f"Nearest to fitting{among}: {_named(nearest, snapshot.definition.space)}; "
         f"{_excess(nearest, snapshot.definition.target.budget_bytes)}."
     )
-
-
-def _ties(ranking: Ranking, best: Measurement) -> Iterator[str]:
-    numbers = ranking.tied
-    if not numbers:
-        return
-    shown = ", ".join(str(number) for number in numbers[:_TIED_SHOWN])
-    more = f" and {len(numbers) - _TIED_SHOWN} more" if len(numbers) > _TIED_SHOWN else ""
-    peak, frugal = min(
-        (measured_of(record).peak_allocated_bytes, record.number)
-        for record in ranking.ranked
-        if record.number in numbers
-    )
-    winner_peak = best.peak_allocated_bytes
-    saving = (
-        f"; trial {frugal} takes {units.gib(peak)} against the winner's {units.gib(winner_peak)}"
-        if peak < winner_peak
-        else ""
-    )
-    trials = "trials" if len(numbers) > 1 else "trial"
-    what = objectives.names(ranking.objectives)
-    yield f"A tie: {trials} {shown}{more} cannot be told from the winner by {what}{saving}."
 
 
 def _edges(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[str]:

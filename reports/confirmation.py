@@ -49,6 +49,8 @@ def status_words(ranking: Ranking, *, study: str, is_driven: bool = False) -> st
         study: its name.
         is_driven: whether it is running, so that it may be about to be confirmed.
     """
+    if ranking.definition.target.recorded is not None:
+        return "recorded once, and not measured again"
     if ranking.is_confirmed:
         return f"confirmed ({units.plural(ranking.runs, 'run')})"
     if is_driven:

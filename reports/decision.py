@@ -24,6 +24,7 @@ from reports.texts import epoch_words
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
+from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, TargetSpeed
 from storage.gain import compare, gain_of
 from storage.objectives import measured_of
@@ -162,7 +163,8 @@ def decision_of(snapshot: StudySnapshot) -> Decision:
     cards, lines = _answers(snapshot, ranking)
     headline = answer(snapshot, ranking)
     advice = () if cards else how_to_go_faster(snapshot)
-    is_sure = ranking.winner is None or ranking.is_confirmed
+    is_recorded = snapshot.definition.target.recorded is not None
+    is_sure = ranking.winner is None or ranking.is_confirmed or is_recorded
     return Decision(
         headline=headline,
         alike=confirmation.as_fast(ranking),
@@ -203,7 +205,8 @@ def _questions(
         meaning = f"by {objectives.names(ranking.objectives)}, as the study was asked for"
         yield COMPROMISE if len(ranking.objectives) > 1 else LEAST, meaning, ranking.winner
     yield CLASS, *_of_class(ranking, fastest)
-    yield CHEAPEST, *_cheapest(snapshot, fastest)
+    if snapshot.offer is not None:
+        yield CHEAPEST, *_cheapest(snapshot, fastest, snapshot.offer)
     limit = (1.0 - SPEED_LOSS) * measured_of(fastest[0]).tokens_per_second
     quick = [r for r in fastest if measured_of(r).tokens_per_second >= limit]
     frugal = min(quick, key=lambda r: measured_of(r).peak_allocated_bytes)
@@ -239,13 +242,11 @@ def _largest(ranking: Ranking, fastest: Sequence[TrialRecord]) -> tuple[str, Tri
 
 
 def _cheapest(
-    snapshot: StudySnapshot, fastest: Sequence[TrialRecord]
+    snapshot: StudySnapshot, fastest: Sequence[TrialRecord], offer: Offer
 ) -> tuple[str, TrialRecord | None]:
     """Return the fastest on the target: at one price that is the cheapest."""
     gpu = snapshot.definition.target.gpu
-    if snapshot.offer is None:
-        return f"no price is known for {gpu}; at any, it is the fastest", fastest[0]
-    hour = f"${snapshot.offer.usd_per_hour:,.2f} an hour"
+    hour = f"${offer.usd_per_hour:,.2f} an hour"
     # Of what several cards make each has to be paid for.
     speeds = {
         r.number: s.tokens_per_second / r.config.data_parallel
@@ -274,7 +275,7 @@ def _card(
     left = target.budget_bytes - measured.peak_allocated_bytes
     gain, gain_detail = _gain(ranking, record)
     is_searched = bool(ranking.searched) and not ranking.is_measured_again(record)
-    where = ", in the search" if is_searched else ""
+    where = ", scaled from the search" if is_searched else ""
     beside = uncertainty.measured_beside(measured, target)
     return Card(
         title=title,
@@ -336,9 +337,10 @@ def _own_gain(ranking: Ranking, record: TrialRecord) -> tuple[str, str]:
         return "", "The baseline was not measured."
     gain, reason = gain_of(ranking, record)
     if gain is None:
-        return "", f"{uncertainty.why_no_gain(reason, over).capitalize()}."
-    factor, *ends = uncertainty.gain(gain).partition(" (")
-    return factor, over + "".join(ends)
+        why = uncertainty.why_no_gain(reason, over)
+        return "", f"{why[0].upper()}{why[1:]}."
+    ends = uncertainty.factor_interval(gain)
+    return uncertainty.factor(gain), f"{over} ({ends})" if ends else over
 
 
 def _job_tokens(snapshot: StudySnapshot) -> float:

@@ -1,13 +1,13 @@
-"""Owns the page's data: every trial of a study once, as JSON that figures and tables refer to.
+"""The page's data: every trial of a study once, as JSON that figures and tables refer to.
 
-Pure: a study's snapshot in, plain values out. A trial's keys are the columns that a figure may name
-(``"@peak_allocated_gib"``); what is not known of it is left out. Numbers have six digits.
+A trial's keys are the columns that a figure may name (``"@peak_allocated"``); what is not known of
+it is left out. Numbers have six digits, and memory is in the study's own unit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 from reports import uncertainty, units
 from reports.outcomes import VERDICT_LABELS, reason
 from search_spaces.config import TrialConfig
-from search_spaces.gpus import GIB, gpu_catalogue
+from search_spaces.gpus import gpu_catalogue
+from search_spaces.knobs import KNOBS
 from search_spaces.redaction import shown
 from storage.definition import StudySnapshot
 from storage.objectives import is_sound
@@ -29,7 +30,7 @@ class Column:
 
     label: str
     more_is_better: bool
-    unit: Literal["rate", "gib", "usd", "count", "number"]
+    unit: Literal["rate", "memory", "usd", "count", "number"]
     """How the page writes it."""
 
 
@@ -40,18 +41,34 @@ def columns_of(snapshot: StudySnapshot) -> dict[str, Column]:
     """
     target = snapshot.definition.target
     other = target.emulated_on
-    on_target = Column(f"tokens/s on {target.gpu}, predicted", True, "rate")
-    measured = Column(f"tokens/s measured on {other or target.gpu}", True, "rate")
+    on_target = Column(f"tokens/s on {units.gpu_name(target.gpu)}, predicted", True, "rate")
+    ran_on = units.gpu_name(other or target.gpu)
+    measured = Column(f"tokens/s measured on {ran_on}", True, "rate")
     speeds = {"target_tokens_per_second": on_target} if other is not None else {}
+    unit = memory_unit(snapshot).name
     return {
         **speeds,
         "tokens_per_second": measured,
-        "peak_allocated_gib": Column("peak allocated memory (GiB)", False, "gib"),
+        "peak_allocated": Column(f"peak allocated memory ({unit})", False, "memory"),
         "usd_per_million_tokens": Column("dollars per million tokens", False, "usd"),
         "trainable_parameters": Column("trainable parameters", True, "count"),
         "final_loss": Column("final loss", False, "number"),
         "eval_loss": Column("held-out loss", False, "number"),
     }
+
+
+def memory_unit(snapshot: StudySnapshot) -> units.MemoryUnit:
+    """Return the unit that a study's sizes are in: its largest peak's, before any its budget's."""
+    measured = (record.measurement for record in snapshot.records)
+    peaks = (one.peak_allocated_bytes for one in measured if one is not None)
+    return units.memory_unit(max(peaks, default=snapshot.definition.target.budget_bytes))
+
+
+def title_of(snapshot: StudySnapshot) -> str:
+    """Return what a study is about: ``Mistral-7B-v0.3 on an A10: 23 trials``."""
+    model = units.model_name(str(snapshot.definition.model["name"]))
+    gpu = units.with_article(units.gpu_name(snapshot.definition.target.gpu))
+    return f"{model} on {gpu}: {units.plural(len(snapshot.trials), 'trial')}"
 
 
 _DOCUMENTS: WeakKeyDictionary[StudySnapshot, dict[str, Any]] = WeakKeyDictionary()
@@ -72,9 +89,10 @@ def _document(snapshot: StudySnapshot) -> dict[str, Any]:
     ranking = rank_study(snapshot)
     names = class_names(snapshot, ranking)
     space, target = snapshot.definition.space, snapshot.definition.target
-    baseline = space.baseline_config()
+    baseline, axes, unit = space.baseline_config(), _axes(snapshot.records), memory_unit(snapshot)
     trials = [
-        _trial(record, snapshot, ranking, names, baseline)
+        _trial(record, snapshot, ranking, names, baseline, unit)
+        | {"at": [axis["values"].index(getattr(record.config, axis["key"])) for axis in axes]}
         for record in effective_records(ranking, snapshot)
     ]
     columns = {
@@ -85,7 +103,8 @@ def _document(snapshot: StudySnapshot) -> dict[str, Any]:
     return {
         "study": snapshot.name,
         "gpu": target.gpu,
-        "budget_gib": _rounded(target.budget_bytes / GIB),
+        "memory_unit": unit.name,
+        "budget": _rounded(target.budget_bytes / unit.bytes),
         "recipe": baseline.model_dump(mode="json"),
         "space": {
             "gpu": target.gpu if target.gpu in {"cpu", *gpu_catalogue()} else space.gpu,
@@ -95,11 +114,32 @@ def _document(snapshot: StudySnapshot) -> dict[str, Any]:
             **({} if space.budget_gib is None else {"budget_gib": space.budget_gib}),
         },
         "columns": columns,
+        "settings": {key: KNOBS[key].label for key in TrialConfig.model_fields},
+        "axes": axes,
         "classes": sorted(set(names.values())),
         "verdicts": {str(verdict): label for verdict, label in VERDICT_LABELS.items()},
         "named": named_trials(ranking),
         "trials": trials,
     }
+
+
+def _axes(records: Sequence[TrialRecord]) -> list[dict[str, Any]]:
+    """Return the settings that vary, each with its values in order; ``at`` has a trial's places."""
+    axes = []
+    for key in TrialConfig.model_fields:
+        values = {getattr(record.config, key) for record in records}
+        if len(values) > 1:
+            ordered = sorted(values, key=lambda value, key=key: sort_place(key, value))  # type: ignore[misc]
+            axes.append({"key": key, "label": KNOBS[key].label, "values": ordered})
+    return axes
+
+
+def sort_place(key: str, value: Any) -> tuple[float, str]:
+    """Return where a setting's value stands among others: numbers rising, words the lean first."""
+    lean = KNOBS[key].lean_first
+    if isinstance(value, bool | int | float):
+        return float(value), ""
+    return float(lean.index(value) if value in lean else len(lean)), str(value)
 
 
 def no_document() -> dict[str, Any]:
@@ -108,16 +148,19 @@ def no_document() -> dict[str, Any]:
         "recipe": {},
         "space": {},
         "columns": {},
+        "settings": {},
+        "axes": [],
+        "memory_unit": "GiB",
         "named": {},
         "verdicts": {},
     }
-    return {"study": "", "gpu": "", "budget_gib": 0.0, "classes": [], "trials": [], **nothing}
+    return {"study": "", "gpu": "", "budget": 0.0, "classes": [], "trials": [], **nothing}
 
 
 def effective_records(ranking: Ranking, snapshot: StudySnapshot) -> tuple[TrialRecord, ...]:
     """Return every trial of the search in the order of the page, as the ranking takes it.
 
-    What was measured again has the speed of those runs.
+    What was measured again has the speed of those runs, the rest is scaled to them.
     """
     known = {record.number: record for record in ranking.records}
     return tuple(known.get(record.number, record) for record in snapshot.records)
@@ -153,6 +196,7 @@ def _trial(
     ranking: Ranking,
     names: Mapping[int, str],
     baseline: TrialConfig,
+    unit: units.MemoryUnit,
 ) -> dict[str, Any]:
     budget_bytes = snapshot.definition.target.budget_bytes
     why = reason(record, budget_bytes=budget_bytes)
@@ -170,16 +214,18 @@ def _trial(
         "started_at": record.started_at,
         "wall_seconds": record.wall_seconds,
         "device_seconds": record.device_seconds,
-        **_need(record, budget_bytes),
-        **_prediction(record),
+        **_need(record, budget_bytes, unit),
+        **_prediction(record, unit),
     }
     measured = record.measurement
     if measured is not None and is_sound(measured):
-        known |= _measured(measured, snapshot) | _target(record, snapshot)
+        known |= _measured(measured, snapshot, unit) | _target(record, snapshot)
     return _plain(known)
 
 
-def _measured(measured: Measurement, snapshot: StudySnapshot) -> dict[str, Any]:
+def _measured(
+    measured: Measurement, snapshot: StudySnapshot, unit: units.MemoryUnit
+) -> dict[str, Any]:
     low, high = measured.speed_interval or (None, None)
     reserved = measured.peak_reserved_bytes
     is_real = snapshot.definition.space.weights == "pretrained"
@@ -188,8 +234,8 @@ def _measured(measured: Measurement, snapshot: StudySnapshot) -> dict[str, Any]:
         "tokens_per_second_low": low,
         "tokens_per_second_high": high,
         "step_seconds": measured.step_seconds,
-        "peak_allocated_gib": measured.peak_allocated_bytes / GIB,
-        "peak_reserved_gib": None if reserved is None else reserved / GIB,
+        "peak_allocated": measured.peak_allocated_bytes / unit.bytes,
+        "peak_reserved": None if reserved is None else reserved / unit.bytes,
         "trainable_parameters": measured.trainable_parameters,
         # Of random weights a loss says nothing about quality.
         "final_loss": measured.final_loss if is_real else None,
@@ -221,23 +267,23 @@ def _target(record: TrialRecord, snapshot: StudySnapshot) -> dict[str, Any]:
     }
 
 
-def _need(record: TrialRecord, budget_bytes: int) -> dict[str, Any]:
+def _need(record: TrialRecord, budget_bytes: int, unit: units.MemoryUnit) -> dict[str, Any]:
     need = need_of(record, budget_bytes=budget_bytes)
     if need is None:
         return {}
     return {
-        "need_gib": need.allocated_bytes / GIB,
+        "need": need.allocated_bytes / unit.bytes,
         "need_is_lower_bound": need.is_lower_bound,
         "need_is_predicted": need.is_predicted,
     }
 
 
-def _prediction(record: TrialRecord) -> dict[str, Any]:
+def _prediction(record: TrialRecord, unit: units.MemoryUnit) -> dict[str, Any]:
     known = record.prediction
     if known is None:
         return {}
     return {
-        "predicted_peak_gib": known.peak_allocated_bytes / GIB,
+        "predicted_peak": known.peak_allocated_bytes / unit.bytes,
         "predicted_tokens_per_second": known.tokens_per_second,
     }
 

@@ -1,8 +1,4 @@
-"""Owns the section that asks what is given up for less memory, money or rank: one figure and what
-may be chosen of it.
-
-Pure: a study's snapshot in, a value for the page out. The figure itself is `figures.front`.
-"""
+"""The section on what is given up for less memory, money or rank: one figure and its choices."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ from typing import Any
 from reports import units
 from reports.document import document_of
 from reports.figures.figure import DataTable, PageFigure
-from reports.figures.front import front_controls, front_drawing
-from search_spaces.gpus import GIB
+from reports.figures.front import front_controls, front_drawing, front_names
 from storage.definition import StudySnapshot
 from storage.objectives import fitting
 from storage.ranking import rank_study
@@ -26,7 +21,8 @@ _CAPTION = (
     "Every trial. The line joins what nothing else beats in both numbers; what was stopped as too "
     "slow is hollow and counts; whiskers are intervals of measured speeds. Below, in lanes, what "
     "was not measured, at the memory that it needs: an arrow where it needs at least that, a "
-    "question mark where nothing is known."
+    "question mark where nothing is known. A box drawn around marks lists them alone in the table "
+    "of all trials."
 )
 
 
@@ -62,6 +58,7 @@ def front_of(snapshot: StudySnapshot) -> FrontSection | None:
         drawing,
         _table(document, view["rows"]),
         controls=controls,
+        names=front_names(document, view["rows"]),
     )
     columns = {key: column["label"] for key, column in document["columns"].items()}
     return FrontSection(
@@ -82,19 +79,22 @@ def _table(document: Mapping[str, Any], rows: Sequence[int]) -> DataTable | None
     heads = ("on the front: trial", "against the baseline", *(c["label"] for c in columns.values()))
     shown = []
     for trial in (document["trials"][row] for row in rows):
-        values = (_words(trial.get(key), column["unit"]) for key, column in columns.items())
+        values = (
+            _words(trial.get(key), column["unit"], document["memory_unit"])
+            for key, column in columns.items()
+        )
         shown.append((str(trial["number"]), trial["changes"], *values))
     return DataTable(heads, tuple(shown))
 
 
-def _words(value: float | None, unit: str) -> str:
+def _words(value: float | None, unit: str, memory_unit: str) -> str:
     if value is None:
         return units.DASH
     match unit:
         case "rate":
             return units.rate(value)
-        case "gib":
-            return units.gib(value * GIB)
+        case "memory":
+            return f"{value:.2f} {memory_unit}"
         case "usd":
             return units.usd(value)
         case "count":

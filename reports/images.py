@@ -1,41 +1,43 @@
-"""Owns a figure as a picture for slides: PNG or SVG by plotly's image engine, where that is.
+"""A figure as a picture for slides: PNG or SVG by plotly's image engine, where that is.
 
-The picture is the page's figure in its light theme, with the values of the trials in it.
+The picture is the page's figure in its light theme, with a title that says what it is of.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import struct
+import zlib
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
+from textwrap import wrap
+from typing import Any
 
 import plotly.graph_objects as go
 
-from reports.document import document_of
+from reports.document import document_of, title_of
 from reports.figures.figure import PageFigure, resolved
 from reports.figures.style import themes
 from reports.page import figures_of
 from search_spaces.errors import EnvironmentFault, InputError, install_extra, listed
 from storage.definition import StudySnapshot
 from storage.files import write_chosen
+from storage.outputs import WRITTEN_BY
 
 SUFFIXES = (".png", ".svg")
-OTHER_SUFFIXES = (".pdf", ".jpg", ".jpeg", ".webp", ".gif", ".eps")
-"""Pictures too, but none that is drawn here; a page under such a name would open nowhere."""
 FRONT = "front-figure"
 _PIXELS = 1100
+_PNG_HEADER_BYTES = 33
+"""Signature and first chunk."""
+_TITLE_LETTERS, _WORDS_LETTERS = 80, 140
+"""What one line of a title, and of what stands below it or below the figure, has room for."""
+_TITLE_PIXELS, _LINE_PIXELS = 28, 18
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a file that is named is a picture, by the end of its name.
-
-    Raises:
-        InputError: it is one of a kind that is not drawn.
-    """
-    suffix = path.suffix.lower()
-    if suffix in OTHER_SUFFIXES:
-        raise InputError(f"{path}: a picture is a .png or .svg, and a page is an .html")
-    return suffix in SUFFIXES
+    """Whether a file that is named is a picture, by the end of its name."""
+    return path.suffix.lower() in SUFFIXES
 
 
 def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = None) -> None:
@@ -63,9 +65,18 @@ def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = Non
     except (RuntimeError, ValueError, OSError) as error:
         raise EnvironmentFault(f"plotly's image engine failed: {error}") from error
     try:
-        write_chosen(path, data)
+        write_chosen(path, _marked(data))
     except OSError as error:
         raise EnvironmentFault(f"cannot write the picture {path}: {error.strerror}") from error
+
+
+def _marked(data: bytes) -> bytes:
+    """Return a picture that says who wrote it, so that it may be replaced."""
+    if data.startswith(b"<svg"):
+        return f"<!-- {WRITTEN_BY} -->\n".encode() + data
+    text = b"tEXtSoftware\0qlora-sweep"
+    chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
+    return data[:_PNG_HEADER_BYTES] + chunk + data[_PNG_HEADER_BYTES:]
 
 
 def picture_of(snapshot: StudySnapshot, name: str) -> go.Figure:
@@ -75,10 +86,42 @@ def picture_of(snapshot: StudySnapshot, name: str) -> go.Figure:
         InputError: there is none of that name.
     """
     figure = _named(figures_of(snapshot), name)
-    whole = resolved(figure.plain, document_of(snapshot)["trials"])
-    picture = go.Figure(whole)
-    picture.update_layout(template=themes()["light"], width=_PIXELS, paper_bgcolor="#ffffff")
+    picture = go.Figure(resolved(figure.plain, document_of(snapshot)["trials"]))
+    title = wrap(title_of(snapshot), _TITLE_LETTERS)
+    about = wrap(f"{figure.title} · study {snapshot.name}", _WORDS_LETTERS)
+    key = [part for mark in figure.names for part in wrap(mark.whole, _WORDS_LETTERS)]
+    top, bottom, height = picture.layout.margin.t, picture.layout.margin.b, picture.layout.height
+    above = _TITLE_PIXELS * (len(title) + 0.5) + _LINE_PIXELS * len(about)
+    below = _LINE_PIXELS * len(key)
+    picture.update_layout(
+        template=themes()["light"],
+        width=_PIXELS,
+        height=height + above + below,
+        margin={"t": top + above, "b": bottom + below},
+        paper_bgcolor="#ffffff",
+    )
+    edge: dict[str, Any] = {"x": 0, "xref": "paper", "yref": "paper", "xanchor": "left"}
+    edge |= {"showarrow": False, "align": "left"}
+    over = {**edge, "y": 1, "yanchor": "bottom"}
+    picture.add_annotation(
+        text=_markup(title),
+        yshift=top + _LINE_PIXELS * len(about) + 4,
+        font={"size": 20},
+        **over,
+    )
+    picture.add_annotation(text=_markup(about), yshift=top, **over)
+    picture.add_annotation(text=_markup(key), y=0, yanchor="top", yshift=-bottom, **edge)
+    for mark in figure.names:
+        beside = {"xanchor": "right", "yanchor": "bottom", "xshift": -8, "yshift": 2}
+        picture.add_annotation(
+            x=mark.x, y=mark.y, text=escape(mark.name), showarrow=False, **beside
+        )
     return picture
+
+
+def _markup(lines: Sequence[str]) -> str:
+    """Return lines as plotly reads them."""
+    return "<br>".join(map(escape, lines))
 
 
 def _named(figures: Sequence[PageFigure], name: str) -> PageFigure:

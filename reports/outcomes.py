@@ -82,7 +82,8 @@ def outcome_line(record: TrialRecord, *, budget_bytes: int) -> str:
 def reason(record: TrialRecord, *, budget_bytes: int) -> str:
     """Return what is known of why a trial was not measured, in one line; empty for one that was."""
     need = need_of(record, budget_bytes=budget_bytes)
-    known = (_cause(record), "" if need is None else f"needs {uncertainty.need(need)}")
+    unit = units.memory_unit(budget_bytes)
+    known = (_cause(record), "" if need is None else f"needs {uncertainty.need(need, unit)}")
     line = " ".join(", ".join(part for part in known if part).split())
     return line if len(line) <= _REASON_CHARACTERS else f"{line[:_REASON_CHARACTERS]}..."
 

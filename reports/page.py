@@ -1,4 +1,4 @@
-"""Owns the report: one HTML file that needs nothing else, no network included.
+"""The report: one HTML file that needs nothing else, no network included.
 
 A section is one value, made from a study by one function, and the template of its name in
 `templates/sections`; `SECTIONS` is their order, and nothing else of the page knows of one. A value
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,16 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from plotly.io.json import to_json_plotly
 
 from reports.comparison import Comparison
 from reports.decision import decision_of
-from reports.document import document_of, no_document
+from reports.document import document_of, no_document, title_of
 from reports.figures.comparison import words_of
 from reports.figures.effects import knobs_of
 from reports.figures.figure import PageFigure
 from reports.figures.quality import quality_of
+from reports.figures.search import search_of
 from reports.figures.style import themes
 from reports.figures.trust import trust_section
 from reports.front import front_of
@@ -62,12 +64,14 @@ SECTIONS: tuple[Section, ...] = (
     Section("quality", quality_of),
     Section("wall", wall_of),
     Section("knobs", knobs_of),
+    Section("search", search_of),
     Section("next", next_steps_of),
     Section("trials", trials_of),
     Section("trust", trust_section),
 )
 """The page, from top to bottom."""
 
+_CODE = re.compile(r"`([^`]*)`")
 _STYLES = ("report.css", "decision.css", "analysis.css")
 _SCRIPTS = (
     "document.js",
@@ -79,6 +83,7 @@ _SCRIPTS = (
     "table.js",
     "decision.js",
     "wall.js",
+    "search.js",
     "folds.js",
     "start.js",
 )
@@ -120,8 +125,7 @@ def _writing(path: Path) -> Iterator[None]:
 def render(snapshot: StudySnapshot) -> str:
     """Return a study's report as HTML."""
     sections = _sections(snapshot)
-    title = f"{snapshot.name} · QLoRA study"
-    return _page(title, sections, document=document_of(snapshot), snapshot=snapshot)
+    return _page(title_of(snapshot), sections, document=document_of(snapshot), snapshot=snapshot)
 
 
 def figures_of(snapshot: StudySnapshot) -> tuple[PageFigure, ...]:
@@ -177,8 +181,13 @@ def _page_data(document: Mapping[str, Any], figures: Iterable[PageFigure]) -> st
 
 
 def _finalized(value: Any) -> Any:
-    """Return what a template prints: markup of ours as it is, of all other text what is seen."""
-    return value if isinstance(value, Markup) else shown(str(value))
+    """Return what a template prints: markup of ours as it is, of all other text what is seen.
+
+    What stands between backticks is code.
+    """
+    if isinstance(value, Markup):
+        return value
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(shown(str(value))))))
 
 
 @cache

@@ -79,7 +79,9 @@ def notes(snapshot: StudySnapshot) -> tuple[str, ...]:
 
 
 def emulation_note(target: Target) -> str | None:
-    """Return what is real and what is not where another card stood in; else None."""
+    """Return what is real and what is not where trials were recorded, or another GPU stood in."""
+    if target.recorded is not None:
+        return f"Recorded on an {target.recorded}: nothing is measured now."
     if target.emulated_on is None:
         return None
     return (
@@ -154,7 +156,8 @@ def in_words(config: TrialConfig, baseline: TrialConfig) -> str:
 
 def best_words(ranking: Ranking) -> str:
     """Return what the winner is, as the beginning of a sentence."""
-    return objectives.best(ranking.objectives, is_confirmed=ranking.is_confirmed)
+    is_settled = ranking.is_confirmed or ranking.definition.target.recorded is not None
+    return objectives.best(ranking.objectives, is_confirmed=is_settled)
 
 
 def gain_words(ranking: Ranking) -> str:
@@ -162,10 +165,9 @@ def gain_words(ranking: Ranking) -> str:
     none is stated, and for the baseline itself."""
     comparison, winner = compare(ranking), ranking.winner
     gain = None if comparison is None else comparison.gain
-    if winner is None or gain is None or gain.low == gain.high == 1:
+    if winner is None or gain is None or gain.value == 1:
         return ""
-    factor, *ends = uncertainty.gain(gain).partition(" (")
-    return f"{factor} {uncertainty.reference_of(ranking, winner.config)}{''.join(ends)}"
+    return uncertainty.gain(gain, uncertainty.reference_of(ranking, winner.config))
 
 
 def _facts(
@@ -257,10 +259,11 @@ def _gain(ranking: Ranking) -> Fact:
         wanted = uncertainty.reference_of(ranking, winner.config)
         why = uncertainty.why_no_gain(comparison.reason, wanted)
         return Fact(units.DASH, "gain over the baseline", f"{why}; {what}")
-    sure = confirmation.status_words(ranking, study="")
-    factor, _, ends = uncertainty.gain(comparison.gain).partition(" (")
+    runs = units.plural(ranking.runs, "run")
+    sure = f"confirmed ({runs})" if ranking.is_confirmed else "not confirmed"
+    factor, ends = uncertainty.factor(comparison.gain), uncertainty.factor_interval(comparison.gain)
     label = "the baseline's speed" if comparison.is_over_the_baseline else f"the speed of {named}"
-    interval = f"95 % interval {ends.removesuffix(')')}; " if ends else ""
+    interval = f"95 % interval {ends}; " if ends else ""
     return Fact(factor, label, f"{sure}; {interval}{what}")
 
 

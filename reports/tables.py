@@ -154,7 +154,7 @@ def _configuration_row(
     space, budget_bytes = snapshot.definition.space, snapshot.definition.target.budget_bytes
     measured = record.measurement
     assert measured is not None, "only measured trials are ranked"
-    where = "" if is_of_one_process else " (in the search)"
+    where = "" if is_of_one_process else " (search, scaled)"
     return ConfigurationRow(
         rank=rank,
         number=record.number,

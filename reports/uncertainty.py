@@ -90,13 +90,10 @@ def flags_in_words(measured: Measurement) -> str:
     return ", ".join(word for word in known if word)
 
 
-def gain(ratio: Ratio) -> str:
-    """Return a gain with its 95 % interval: ``2.1x (2.06–2.17x)``; ``at least 2.1x`` where the
-    interval is wide."""
-    if ratio.low is None or ratio.high is None or ratio.low == ratio.high:
-        return factor(ratio)
-    decimals = 1 if _is_wide(ratio) else min(_decimals(ratio) + 1, 2)
-    return f"{factor(ratio)} ({ratio.low:.{decimals}f}–{ratio.high:.{decimals}f}x)"
+def gain(ratio: Ratio, over: str = "") -> str:
+    """Return a gain with its 95 % interval: ``2.1x the baseline (2.06–2.17x)``."""
+    factor_over, ends = f"{factor(ratio)} {over}".rstrip(), factor_interval(ratio)
+    return f"{factor_over} ({ends})" if ends else factor_over
 
 
 def factor(ratio: Ratio) -> str:
@@ -105,15 +102,30 @@ def factor(ratio: Ratio) -> str:
     The last digit shown counts at least half the interval's width: 2.12 between 2.06 and 2.17 is
     ``2.1x``. Of a wide interval the lower end is what is sure: ``at least 4.1x``.
     """
-    if ratio.low is not None and _is_wide(ratio):
-        # Never more than what is sure.
-        return f"at least {math.floor(ratio.low * 10) / 10:.1f}x"
-    return f"{ratio.value:.{_decimals(ratio)}f}x"
+    if ratio.low is None or not _is_wide(ratio):
+        return f"{ratio.value:.{_decimals(ratio)}f}x"
+    decimals = _decimals_of_ends(ratio)
+    # Never more than what is sure.
+    return f"at least {math.floor(ratio.low * 10**decimals) / 10**decimals:.{decimals}f}x"
+
+
+def factor_interval(ratio: Ratio) -> str:
+    """Return the interval of a gain, ``2.06–2.17x``; empty where there is none."""
+    if ratio.low is None or ratio.high is None or ratio.low == ratio.high:
+        return ""
+    decimals = _decimals_of_ends(ratio)
+    return f"{ratio.low:.{decimals}f}–{ratio.high:.{decimals}f}x"
 
 
 def _is_wide(ratio: Ratio) -> bool:
     low, high = ratio.low, ratio.high
     return low is not None and high is not None and low >= 1 and high > WIDE * low
+
+
+def _decimals_of_ends(ratio: Ratio) -> int:
+    if ratio.low is not None and _is_wide(ratio):
+        return 1 if ratio.low >= 1.1 else 2
+    return min(_decimals(ratio) + 1, 2)
 
 
 def _decimals(ratio: Ratio) -> int:
@@ -190,11 +202,11 @@ def within_the_baselines_class(comparison: Comparison) -> str:
     return f"{of_class} is trial {fastest.number}, {reached}"
 
 
-def need(known: Need) -> str:
+def need(known: Need, unit: units.MemoryUnit | None = None) -> str:
     """Return what a trial that did not fit needs: ``at least 23.00 GiB by prediction``."""
     basis = " by prediction" if known.is_predicted else ""
     bound = "at least " if known.is_lower_bound else ""
-    return f"{bound}{units.gib(known.allocated_bytes)}{basis}"
+    return f"{bound}{units.gib(known.allocated_bytes, unit)}{basis}"
 
 
 def excess(known: Need, *, budget_bytes: int) -> str:
@@ -202,7 +214,7 @@ def excess(known: Need, *, budget_bytes: int) -> str:
     over = known.allocated_bytes - budget_bytes
     if over <= 0:
         return "it needs more than the budget, by how much is not known"
+    more = f"{units.gib(over, units.memory_unit(min(over, budget_bytes)))} more than the budget"
     if known.is_lower_bound:
-        basis = " by prediction" if known.is_predicted else ""
-        return f"it needs at least {units.gib(over)} more than the budget{basis}"
-    return f"it is predicted to need {units.gib(over)} more than the budget"
+        return f"it needs at least {more}{' by prediction' if known.is_predicted else ''}"
+    return f"it is predicted to need {more}"

@@ -1,16 +1,14 @@
-"""Owns how numbers and configurations are put into words, the same in the terminal and on the page.
-
-Knows nothing of studies or of where the words go; what is unknown or not finite reads as a dash.
-"""
+"""Numbers, names and configurations in words; what is unknown or not finite reads as a dash."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import in_percent
-from search_spaces.gpus import GIB
+from search_spaces.gpus import GIB, gpu_catalogue
 from search_spaces.knobs import CAPACITY_KEYS, KNOBS, SIZE_KEYS
 
 DASH = "–"
@@ -22,16 +20,46 @@ def is_known(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def gib(count: float | None) -> str:
-    """Return bytes with two decimals: ``20.10 GiB``, and ``64.00 MiB`` below a tenth of that."""
+class MemoryUnit(NamedTuple):
+    """What bytes are written in."""
+
+    name: str
+    bytes: int
+
+
+def memory_unit(count: float) -> MemoryUnit:
+    """Return GiB, and MiB below a tenth of one: the first digits would be zeros."""
+    return MemoryUnit("MiB", MIB) if 0 < abs(count) < GIB / 10 else MemoryUnit("GiB", GIB)
+
+
+def gib(count: float | None, unit: MemoryUnit | None = None) -> str:
+    """Return bytes with two decimals, in their own unit where none is given: ``20.10 GiB``."""
     if count is None or not is_known(count):
         return DASH
-    return f"{count / MIB:.2f} MiB" if is_small(count) else f"{count / GIB:.2f} GiB"
+    unit = unit or memory_unit(count)
+    return f"{count / unit.bytes:.2f} {unit.name}"
 
 
-def is_small(count: float) -> bool:
-    """Whether so many bytes are told in MiB: in GiB the first digits would be zeros."""
-    return 0 < abs(count) < GIB / 10
+def gpu_name(gpu: str) -> str:
+    """Return what people call a GPU of the catalogue, or a product: ``A10``, ``RTX 4090``."""
+    known = gpu_catalogue().get(gpu)
+    product = gpu if known is None else known.product
+    return "CPU" if gpu == "cpu" else re.sub(r"^(NVIDIA|Tesla) |\bGeForce ", "", product)
+
+
+def model_name(model: str) -> str:
+    """Return what people call a shipped model, a hub id or a directory: ``Mistral-7B-v0.3``."""
+    if model == "demo":
+        return "The demo model"
+    if "/" in model:
+        return model.rstrip("/").rpartition("/")[2]
+    sized = re.sub(r"(?<![a-z])[\d.a]+[bm]\b", lambda size: size[0].upper(), model)
+    return sized[:1].upper() + sized[1:]
+
+
+def with_article(noun: str) -> str:
+    """Return a GPU's name with its article, by the sound of its first letter: ``an H200``."""
+    return f"{'an' if noun[:1].upper() in set('AEFHILMNORSX') else 'a'} {noun}"
 
 
 def rate(tokens_per_second: float | None) -> str:

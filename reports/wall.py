@@ -1,9 +1,8 @@
-"""Owns the wall of a study: which micro-batches and lengths fit, and where memory ends, by panel.
+"""The out-of-memory boundary of a study: which micro-batches and lengths fit, by panel.
 
 A panel has the trials of one checkpoint fraction and one kind of kernels, as far as several were
 tried, and of one value of whatever else divides what fits from what does not. A cell is the best of
-the trials at its size; one where nothing fits has what came nearest. Pure: a study's snapshot in,
-a value out. Knows nothing of colours.
+the trials at its size; one where nothing fits has what came nearest.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from reports import uncertainty, units
+from reports.document import memory_unit, sort_place
 from reports.outcomes import VERDICT_LABELS
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.knobs import KNOBS, SIZE_KEYS
@@ -59,7 +59,7 @@ class Cell:
     text: str = ""
     """The speed, or the mark of why there is none."""
     memory: str = ""
-    """Peak or need in GiB; a need that is a lower bound begins with a sign that says so."""
+    """Peak or need in the study's unit; a lower bound begins with a sign that says so."""
     words: str = "not tried"
     """The same in a sentence."""
     level: float = 0.0
@@ -96,6 +96,8 @@ class Wall:
 
     lengths: tuple[str, ...]
     panels: tuple[Panel, ...]
+    first: int
+    """Index of the panel to show first: the winner's, else that of the most trials."""
     common: tuple[str, ...]
     """What all panels have in common of the knobs that usually part them."""
     best_over: tuple[str, ...]
@@ -104,6 +106,8 @@ class Wall:
     unpredicted: int
     """Trials that did not fit and whose need nothing predicted: they cannot be ranked."""
     budget: str
+    unit: str
+    """Of memory in the cells."""
 
     @property
     def has_expected(self) -> bool:
@@ -128,7 +132,9 @@ def wall_of(snapshot: StudySnapshot) -> Wall | None:
     beside = snapshot.definition.space if is_predicted else None
     batches = _bands(_values(records, "micro_batch_size", beside), most=BATCHES_MAX)
     lengths = _bands(_values(records, "seq_len", beside), most=LENGTHS_MAX)
-    cells = _Cells(snapshot, _fastest(records))
+    cells = _Cells(snapshot, _fastest(records), memory_unit(snapshot))
+    winner = rank_study(snapshot).winner
+    sizes = [(winner in group, len(group)) for _, group in groups]
     panels = (
         Panel(_title(values), len(group), cells.rows(group, batches=batches, lengths=lengths))
         for values, group in groups
@@ -136,13 +142,15 @@ def wall_of(snapshot: StudySnapshot) -> Wall | None:
     return Wall(
         lengths=tuple(map(_band_name, lengths)),
         panels=tuple(panels),
+        first=sizes.index(max(sizes)),
         common=_common(records, knobs),
         best_over=_labels(_varying(records, without=(*SIZE_KEYS, *knobs))),
         nearest=tuple(
             _miss(record, snapshot) for record in nearest_to_fitting(records)[:NEAREST_SHOWN]
         ),
         unpredicted=sum(predicted_need(r) is None for r in records if r.verdict in OUT_OF_MEMORY),
-        budget=units.gib(snapshot.definition.target.budget_bytes),
+        budget=units.gib(snapshot.definition.target.budget_bytes, cells.unit),
+        unit=cells.unit.name,
     )
 
 
@@ -236,14 +244,7 @@ def _by_values(
     groups: dict[Values, list[TrialRecord]] = defaultdict(list)
     for record in records:
         groups[_settings(record, keys)].append(record)
-    return sorted(groups.items(), key=lambda item: [_place(*pair) for pair in item[0]])
-
-
-def _place(key: str, value: Any) -> tuple[float, str]:
-    lean = KNOBS[key].lean_first
-    if isinstance(value, bool | int | float):
-        return float(value), ""
-    return float(lean.index(value) if value in lean else len(lean)), str(value)
+    return sorted(groups.items(), key=lambda item: [sort_place(*pair) for pair in item[0]])
 
 
 def _title(values: Values) -> str:
@@ -287,6 +288,7 @@ class _Cells:
     snapshot: StudySnapshot
     fastest: float
     """Tokens/s of the fastest trial of the wall."""
+    unit: units.MemoryUnit
 
     @property
     def budget_bytes(self) -> int:
@@ -338,9 +340,9 @@ class _Cells:
             known, key=lambda pair: (_CERTAINTY[pair[0].fits], pair[0].peak_allocated_bytes)
         )
         text, words = _EXPECTED[forecast.fits]
-        need = units.gib(forecast.peak_allocated_bytes)
+        need = units.gib(forecast.peak_allocated_bytes, self.unit)
         as_what = f"{need} with the other settings of trial {record.number}"
-        memory = _gib(forecast.peak_allocated_bytes)
+        memory = self._size(forecast.peak_allocated_bytes)
         return Cell("expected", text, memory, f"not tried, {words}: {as_what}")
 
     def _cell(self, records: Sequence[TrialRecord]) -> Cell:
@@ -372,9 +374,10 @@ class _Cells:
         return Cell(
             kind,
             f"{mark}{units.short_rate(measured.tokens_per_second)}{' ◩' if unfit else ''}",
-            _gib(measured.peak_allocated_bytes),
-            f"trial {best.number}: {units.rate(measured.tokens_per_second)} tokens/s{part}, peak "
-            f"{units.gib(measured.peak_allocated_bytes)}, best of {len(records)}{beside}",
+            self._size(measured.peak_allocated_bytes),
+            f"trial {best.number}: {units.rate(measured.tokens_per_second)} tokens/s{part}, "
+            f"peak {units.gib(measured.peak_allocated_bytes, self.unit)}, "
+            f"best of {len(records)}{beside}",
             measured.tokens_per_second / self.fastest,
             best.number,
         )
@@ -388,12 +391,16 @@ class _Cells:
         return Cell(
             "oom" if real else "refused",
             "✕" if real else "△",
-            f"{sign}{_gib(need.allocated_bytes)}",
+            f"{sign}{self._size(need.allocated_bytes)}",
             f"trial {nearest.number}: {VERDICT_LABELS[nearest.verdict]}, needs "
-            f"{uncertainty.need(need)}; {units.plural(tried, 'trial')} here",
+            f"{uncertainty.need(need, self.unit)}; {units.plural(tried, 'trial')} here",
             0.0,
             nearest.number,
         )
+
+    def _size(self, count: int) -> str:
+        """Return bytes for a cell, which has no room for the unit."""
+        return f"{count / self.unit.bytes:.1f}"
 
     def _need(self, record: TrialRecord) -> Need:
         need = need_of(record, budget_bytes=self.budget_bytes)
@@ -405,11 +412,6 @@ def _band_of(value: int, bands: Sequence[Band]) -> Band:
     return next(band for band in bands if band[0] <= value <= band[1])
 
 
-def _gib(count: int) -> str:
-    """Return bytes for a cell: GiB with one decimal, and MiB where that would be nothing."""
-    return units.gib(count) if units.is_small(count) else f"{count / 2**30:.1f}"
-
-
 def _miss(record: TrialRecord, snapshot: StudySnapshot) -> Nearest:
     budget_bytes = snapshot.definition.target.budget_bytes
     need = need_of(record, budget_bytes=budget_bytes)
@@ -419,7 +421,7 @@ def _miss(record: TrialRecord, snapshot: StudySnapshot) -> Nearest:
     return Nearest(
         record.number,
         units.changes(record.config, baseline=baseline),
-        uncertainty.need(need),
+        uncertainty.need(need, memory_unit(snapshot)),
         uncertainty.excess(need, budget_bytes=budget_bytes),
         units.rate(expected),
     )

@@ -20,6 +20,8 @@ QUOTE_MAX = 120
 """Characters of a value that a message quotes."""
 NAMED_MAX = 3
 """Words that a message names as what was perhaps meant."""
+LISTED_MAX = 12
+"""Words that a message lists where none of them is near; more are left to a command that does."""
 
 
 class SweepError(Exception):
@@ -115,18 +117,22 @@ def _spelled(name: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the nearest known words, or the list of known ones.
+    """Return ``"; did you mean 'x'?"`` for the nearest known words, or the list of a few known.
 
     A word cut short means those it begins, whatever their case and the first few of ``known``:
-    'h100' is 'h100-80gb', though 'h200' looks closer.
+    'h100' and 'h100:2' are 'h100-80gb', though 'h200' looks closer.
     """
     names = {name.lower(): name for name in known}
     typed = word.strip().lower()
-    begun = [lower for lower in names if typed and lower.startswith(typed)]
-    nearest = begun[:NAMED_MAX] or difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
+    starts = filter(None, (typed, re.split(r"[:=,/ ]", typed)[0]))
+    begun = dict.fromkeys(name for start in starts for name in names if name.startswith(start))
+    alike = difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
+    nearest = list(begun)[:NAMED_MAX] or alike
     if nearest:
         return f"; did you mean {listed(repr(names[lower]) for lower in nearest)}?"
-    return f"; known are {', '.join(sorted(names.values()))}" if names else ""
+    if not 0 < len(names) <= LISTED_MAX:
+        return ""
+    return f"; known are {', '.join(sorted(names.values()))}"
 
 
 def listed(words: Iterable[str]) -> str:

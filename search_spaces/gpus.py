@@ -190,7 +190,8 @@ def find_gpu(name: str) -> GpuSpec:
     """
     spec = match_product(name)
     if spec is None:
-        raise InputError(f"unknown GPU '{name}'{did_you_mean(name.strip().lower(), gpu_names())}")
+        near = did_you_mean(name, gpu_names()) or "; `sweep gpus` lists those that are known"
+        raise InputError(f"unknown GPU '{name}'{near}")
     return spec
 
 

@@ -49,6 +49,9 @@ _MULTIMODAL = {
     "qwen4_exp": "qwen4_exp_text",
 }
 """Types whose sizes at the top level transformers 5.17 would not even read, and their decoders."""
+_PUBLISHED = dict.fromkeys(("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"), "with a vision tower")
+_PUBLISHED["gpt-oss-20b"] = "in MXFP4"
+"""Shipped decoders whose hub ids hold something else."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class ModelSpec:
     config: dict[str, Any]
     """The parsed ``config.json``."""
     path: Path | None = None
-    """The directory, for ``directory``; the snapshot's directory where a hub model is cached."""
+    """The directory, for ``directory``; the snapshot's directory where a hub model is cached, None
+    for the hub id of a shipped architecture."""
 
     @property
     def model_type(self) -> str:
@@ -143,12 +147,21 @@ def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -
     if name and exists(directory, label=f"model '{name}'"):
         raise InputError(f"model '{name}' is a file: name the directory that holds its config.json")
     if is_hub_id(name):
+        shipped = _hub_ids().get(name.lower())
+        if shipped in _PUBLISHED:
+            raise InputError(
+                f"model '{name}' is published {_PUBLISHED[shipped]}, which is not trained here: "
+                f"its text decoder ships as '{shipped}', an architecture without weights"
+            )
+        if shipped is not None:
+            # The same whether or not the hub is reached; pretrained weights are fetched by the id.
+            return ModelSpec(name, "hub", _shipped()[shipped])
         path = fetch(name)
         return ModelSpec(name, "hub", _read_config(path, label=f"{name}/config.json"), path.parent)
     if "/" in name or name.startswith((".", "~")):
         raise InputError(f"model '{name}': no such directory")
     raise InputError(
-        f"unknown model '{name}'{did_you_mean(name, _shipped())} (a shipped architecture, "
+        f"unknown model '{name}'{did_you_mean(name, _shipped())} (one of `sweep models`, "
         "a directory with a config.json, or a hub id like org/name)"
     )
 
@@ -181,6 +194,13 @@ def _shipped() -> dict[str, dict[str, Any]]:
     with as_file(files("search_spaces") / "architectures") as directory:
         paths = sorted(directory.glob("*.json"))
         return {path.stem: _read_config(path, label=path.name) for path in paths}
+
+
+@cache
+def _hub_ids() -> dict[str, str]:
+    """Return the shipped architectures by their hub ids, in lower case, as the hub takes any."""
+    known = json.loads(files("search_spaces").joinpath("hub_ids.json").read_text("utf-8"))
+    return {hub_id.lower(): name for name, hub_id in known.items()}
 
 
 def _read_config(path: Path, *, label: str) -> dict[str, Any]:

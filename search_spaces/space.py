@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, StrictInt, field_validator, model_va
 from search_spaces.config import CONFIG_KEYS, TrialConfig, canonical, parse_config
 from search_spaces.dimensions import Choices, Dimension, FloatRange, Strict
 from search_spaces.errors import InputError, listed, quote
+from search_spaces.gpus import match_product
 from search_spaces.knobs import BATCH_KEYS, KNOBS, Number
 from search_spaces.texts import TextsChoice
 from search_spaces.validation import ContradictionError, known_key
@@ -82,9 +83,8 @@ class ConfirmBudget(Strict):
     """How far the winner of a search is measured again; none of it is one of the space's trials."""
 
     seconds: Number = Field(default=15.0, gt=0)
-    """Of the device, for measuring again the winner and whatever cannot be told from it. The winner
-    and what its gain is stated over are measured twice whatever that takes: there is no gain
-    without. So is what was begun."""
+    """Of the device, for measuring again the winner and what may be as fast. The winner and what
+    its gain is stated over are measured twice whatever that takes. So is what was begun."""
     repeats: StrictInt = Field(default=4, ge=2)
     """Runs of a configuration after which a tie is a tie."""
     soak_seconds: Number = Field(default=15.0, ge=0)
@@ -207,6 +207,15 @@ class SearchSpace(Strict):
             if key in self.dimensions and not set(values) <= possible:
                 kept = tuple(value for value in values if value in possible)
                 self.dimensions[key] = Choices(choices=kept)
+
+    def budget_gib_on(self, gpu: str) -> float | None:
+        """Return the budget on a device named over the space's own; None for all that a GPU has.
+
+        A GPU has its own budget, unless the space is for that GPU or for whichever is there.
+        """
+        own, named = (match_product(name) or name for name in (self.gpu, gpu))
+        is_meant = own == named or self.gpu == "auto" or gpu == "cpu"
+        return self.budget_gib if is_meant else None
 
     def values_of(self, key: str) -> tuple[Any, ...]:
         """Return every value that ``key`` can take in this space."""

@@ -1,18 +1,18 @@
-"""Owns what measuring a winner again comes to: its runs pooled into one speed, its soak. Pure.
+"""What measuring a winner again comes to: its pooled speed, ratios between runs in turns, its soak.
 
 The speed that made a trial the winner is the luckiest of many, so it does not count any more once
 the configuration was run again: only the runs that confirm it are pooled, and they are those of one
-series, interleaved in one fresh process.
+series, run in turns in one fresh process.
 
 The median steps of several runs differ by more than the interval of each says: clocks, memory
 layout and neighbours stay as they are within a run and change from one to the next (Georges et al.,
 "Statistically rigorous Java performance evaluation", OOPSLA 2007; Kalibera and Jones, "Rigorous
-benchmarking in reasonable time", ISMM 2013). So the interval is Student's, over the runs' medians,
-in logarithms, as what disturbs a step takes a share of it. A configuration has few runs, and two
-say next to nothing of how far runs spread; all of a series were run alike, so their spreads are
-pooled as in a one-way layout (Box, Hunter and Hunter, "Statistics for experimenters", ch. 4). A
-configuration that spread more than that keeps its own spread, and no interval is narrower than what
-is left of the runs' own.
+benchmarking in reasonable time", ISMM 2013). So intervals are Student's, over the runs' medians, in
+logarithms, as what disturbs a step takes a share of it. A configuration has few runs, and two say
+next to nothing of how far runs spread; all of a series were run alike, so their spreads are pooled:
+of one speed as in a one-way layout, of a ratio about the rounds as well (Box, Hunter and Hunter,
+"Statistics for experimenters", ch. 4). What spread more than that keeps its own spread, and no
+interval is narrower than what is left of the runs' own.
 """
 
 from __future__ import annotations
@@ -132,34 +132,41 @@ class Confirmations:
         return pool(runs, spread=self._spread, soak=None if soak is None else soak.measurement)
 
     def ratio(self, config: TrialConfig, over: TrialConfig) -> Ratio | None:
-        """Return how much faster ``config`` ran than ``over``, by their runs in turns; None where
-        either ran too seldom.
+        """Return how much faster ``config`` ran than ``over``, another configuration, by the rounds
+        in which both ran; None where those are fewer than two.
 
-        The runs of one round are paired, so that what drifts from round to round cancels: a
-        randomized block design (Box, Hunter and Hunter, ch. 4), whose residual spread is that of
-        all configurations which ran as often. The interval is no narrower than the pair's own
-        spread, or than what is left of the runs' own intervals, makes it.
+        The runs of a round are paired, so that what drifts from round to round cancels: a
+        randomized block design, whose residual spread is that of all that ran in these rounds.
         """
-        mine, theirs = self.runs(config, series=self.series), self.runs(over, series=self.series)
-        rounds = min(len(mine), len(theirs))
-        if rounds < RUNS_TO_CONFIRM:
+        mine, theirs = (self._rounds.get(canonical(c), {}) for c in (config, over))
+        rounds = sorted(mine.keys() & theirs.keys())
+        if len(rounds) < RUNS_TO_CONFIRM:
             return None
-        mine, theirs = mine[:rounds], theirs[:rounds]
-        gains = [
-            math.log(a.tokens_per_second / b.tokens_per_second)
-            for a, b in zip(mine, theirs, strict=True)
-        ]
         blocks = [
-            _logarithms(runs[:rounds])
-            for (series, _), runs in self._runs.items()
-            if series == self.series and len(runs) >= rounds
+            _logarithms([ran[n] for n in rounds])
+            for ran in self._rounds.values()
+            if ran.keys() >= set(rounds)
         ]
-        degrees = (len(blocks) - 1) * (rounds - 1)
-        variance = max(2 * _residual_variance(blocks), statistics.variance(gains))
-        between = T_975[min(degrees, len(T_975)) - 1] * math.sqrt(variance / rounds)
-        center = statistics.fmean(gains)
-        half = max(between, math.hypot(_within(mine), _within(theirs)))
+        gains = [math.log(mine[n].tokens_per_second / theirs[n].tokens_per_second) for n in rounds]
+        residual = _residual(blocks)
+        deviation = max(math.sqrt(2) * residual.deviation, statistics.stdev(gains))
+        between = residual.t * deviation / math.sqrt(len(rounds))
+        within = [_within([ran[n] for n in rounds]) for ran in (mine, theirs)]
+        center, half = statistics.fmean(gains), max(between, math.hypot(*within))
         return Ratio(math.exp(center), math.exp(center - half), math.exp(center + half))
+
+    @cached_property
+    def _rounds(self) -> Mapping[TrialConfig, Mapping[int, Measurement]]:
+        """What was measured in the series, by canonical configuration and round: a round is over
+        where one of it runs again, so what joined later is paired with what ran beside it."""
+        rounds: dict[TrialConfig, dict[int, Measurement]] = {}
+        number = 0
+        for series, config, measured in self._measured:
+            if series == self.series:
+                ran = rounds.setdefault(config, {})
+                number += number in ran
+                ran[number] = measured
+        return rounds
 
     @cached_property
     def _spread(self) -> Spread:
@@ -169,25 +176,38 @@ class Confirmations:
     def _runs(self) -> Mapping[tuple[int, TrialConfig], Sequence[Measurement]]:
         """What was measured, by series and canonical configuration."""
         known: dict[tuple[int, TrialConfig], list[Measurement]] = {}
-        for record in self.records:
-            if record.purpose == "confirm" and isinstance(record.outcome, Measured):
-                key = record.series, canonical(record.config)
-                known.setdefault(key, []).append(record.outcome.measurement)
+        for series, config, measured in self._measured:
+            known.setdefault((series, config), []).append(measured)
         return known
+
+    @cached_property
+    def _measured(self) -> Sequence[tuple[int, TrialConfig, Measurement]]:
+        """Each run's series, canonical configuration and measurement, in order."""
+        return [
+            (record.series, canonical(record.config), record.outcome.measurement)
+            for record in self.records
+            if record.purpose == "confirm" and isinstance(record.outcome, Measured)
+        ]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How far the runs of one series spread, each about the middle of its configuration."""
+    """How far runs of one series spread."""
 
     deviation: float
     """Standard deviation of the logarithm of a run's median step."""
     degrees: int
-    """Degrees of freedom: runs less configurations."""
+    """Degrees of freedom: runs less the means about which they spread."""
+
+    @property
+    def t(self) -> float:
+        """Student's t, 97.5 %."""
+        return T_975[min(self.degrees, len(T_975)) - 1]
 
     @classmethod
     def of(cls, groups: Iterable[Sequence[Measurement]]) -> Spread:
-        """Return the spread that the runs of several configurations have in common."""
+        """Return the spread that the runs of several configurations have in common, each about the
+        mean of its own."""
         squares, degrees = 0.0, 0
         for runs in groups:
             if len(runs) > 1:
@@ -251,8 +271,7 @@ def scaled(measured: Measurement, faster: float) -> Measurement:
 def _half_width(runs: Sequence[Measurement], spread: Spread) -> float:
     """Return half the 95 % interval of the runs' middle, in logarithms."""
     own = statistics.stdev(_logarithms(runs))
-    t = T_975[min(spread.degrees, len(T_975)) - 1]
-    between = t * max(spread.deviation, own) / math.sqrt(len(runs))
+    between = spread.t * max(spread.deviation, own) / math.sqrt(len(runs))
     return max(between, _within(runs))
 
 
@@ -261,16 +280,21 @@ def _within(runs: Sequence[Measurement]) -> float:
     return math.sqrt(sum(_own_half_width(run) ** 2 for run in runs)) / len(runs)
 
 
-def _residual_variance(blocks: Sequence[Sequence[float]]) -> float:
-    """Return what neither the configuration (a row) nor the round (a column) explains, a run."""
+def _residual(blocks: Sequence[Sequence[float]]) -> Spread:
+    """Return how far runs spread that neither the configuration (a row) nor the round (a column)
+    explains."""
     rows, columns = [statistics.fmean(row) for row in blocks], list(zip(*blocks, strict=True))
     rounds, mean = [statistics.fmean(column) for column in columns], statistics.fmean(rows)
+    degrees = (len(rows) - 1) * (len(rounds) - 1)
+    if degrees == 1:
+        # t is 12.7 with one degree of freedom. Drift that is left in can only widen the interval.
+        rounds, degrees = [mean] * len(rounds), 2
     squares = sum(
         (value - row - column + mean) ** 2
         for values, row in zip(blocks, rows, strict=True)
         for value, column in zip(values, rounds, strict=True)
     )
-    return squares / ((len(rows) - 1) * (len(rounds) - 1))
+    return Spread(math.sqrt(squares / degrees), degrees)
 
 
 def _own_half_width(run: Measurement) -> float:

@@ -34,6 +34,8 @@ class Target(BaseModel):
     """Bytes the trial may reserve on the device, enforced for real."""
     emulated_on: str | None = None
     """Product name of the bigger card that stands in; None where the target itself runs."""
+    recorded: str | None = None
+    """What its trials were recorded on, and when; None where they are measured now."""
 
 
 class StudyDefinition(BaseModel):

@@ -148,7 +148,7 @@ def replace(path: Path, data: bytes, *, is_durable: bool = True) -> None:
 
 
 def write_chosen(path: Path, data: bytes) -> None:
-    """Write a file that the user named, whole or not at all; missing directories are made.
+    """Write a file that the user named, whole or not at all.
 
     A link stays one, and a device or a pipe, ``/dev/null`` say, is written to: putting a file in
     its place, as is done otherwise, would take it from everybody else.
@@ -156,7 +156,6 @@ def write_chosen(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written there; what was there before is untouched.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return

@@ -130,7 +130,7 @@ def distance_to_the_corner(
 
 
 def is_tied(objective: Objective, best: Measurement, other: Measurement) -> bool:
-    """Whether two cannot be told apart by an objective: speeds and losses by 95 % intervals."""
+    """Whether two are tied in an objective: speeds and losses where 95 % intervals overlap."""
     if objective == "eval_loss":
         return _is_loss_tied(best, other)
     if objective != "tokens_per_second":

@@ -18,7 +18,7 @@ from typing import Any
 import optuna
 from optuna.exceptions import ExperimentalWarning
 
-from search_spaces.errors import EnvironmentFault, InputError, quote
+from search_spaces.errors import EnvironmentFault, InputError
 from storage import mapping
 from storage.advisory import AdvisoryLease
 from storage.database import close, faults, open_for_writing, opening, patiently, reader_of
@@ -28,16 +28,15 @@ from storage.files import sweep_temporary
 from storage.identity import StudyFile, look_beside, note_identity, refuse_strangers
 from storage.keys import DEFINITION, FORMAT, FORMAT_WRITTEN, IDENTITY, RUNS
 from storage.lease import Lease, lease_for
+from storage.names import check_name
 from storage.patience import PATIENCE, Patience
-from storage.reading import is_file_name, understood
+from storage.reading import understood
 from storage.sampler_view import SearchStorage
 from storage.spool import NAME as SPOOL
 from storage.spool import Spool
 from storage.stored import refuse_unreadable, stored_identity
 from storage.study import OpenStudy
 from storage.urls import DatabaseUrl, parse_url
-
-NAME_MAX = 100
 
 
 def open_study(
@@ -133,15 +132,6 @@ def _leased(
             patiently(lease.acquire, patience=patience)
     undo.callback(close, storage)
     return lease, storage
-
-
-def check_name(name: str) -> None:
-    """Raise `InputError` where no study can have this name, which is a directory's too."""
-    if len(name) > NAME_MAX or not is_file_name(name):
-        raise InputError(
-            f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
-            f"got {quote(name)}"
-        )
 
 
 def _created(

@@ -24,7 +24,7 @@ was measured side by side is a tie: where the interval of the ratio of the two h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
@@ -79,7 +79,8 @@ class Ranking:
     """Trials that fitted in the search and did not hold, by number, each with the run that says
     so."""
     scale: float = 1.0
-    """Speed in the confirmation over speed in the search, of the fastest that ran in both."""
+    """Speed in the confirmation over speed in the search, of the fastest of the space that ran in
+    both."""
 
     @property
     def objectives(self) -> tuple[Objective, ...]:
@@ -181,8 +182,8 @@ class Ranking:
             if record.number == best.number:
                 return False
             if len(others) < len(self.objectives):
-                ratio = self.confirmations.ratio(best.config, record.config)
-                if ratio is None or not ratio.is_open:
+                both = self.is_measured_again(best) and self.is_measured_again(record)
+                if not (both and self.ratio(best, record).is_open):
                     return False
             return all(is_tied(o, mine, measured_of(record)) for o in others)
 
@@ -202,8 +203,8 @@ class Ranking:
         )
 
     def ratio(self, record: TrialRecord, over: TrialRecord) -> Ratio:
-        """Return how much faster a trial is than another: by runs in turns where both were
-        measured again, else by the interval of each."""
+        """Return how much faster a trial is than another: by the rounds in which both were measured
+        again, else by the interval of each."""
         if canonical(record.config) == canonical(over.config):
             return Ratio(1.0, 1.0, 1.0)
         paired = self.confirmations.ratio(record.config, over.config)
@@ -275,18 +276,24 @@ class Ranking:
         )
 
     def reference_for(self, config: TrialConfig) -> TrialRecord | None:
-        """Return what the gain of ``config`` is stated over: the measured baseline, or in another
-        class what was measured of the recipe beside the winner; None where that was not."""
+        """Return what the gain of ``config`` is stated over: the measured baseline, in another
+        class what was measured of the recipe there; None where it was not."""
         if self.baseline is not None and self.is_of_baselines_class(config):
             return self.baseline
         wanted, known = canonical(self.recipe_for(config)), self.confirmations
-        pooled = known.pooled(wanted)
-        if pooled is None or wanted in known.fallen:
+        if wanted in known.fallen:
             return None
-        tried = (r for r in self.records if r.number in self.searched)
+        pooled = known.pooled(wanted)
+        if wanted in self._fitting or pooled is None:
+            return self._fitting.get(wanted)
         runs = (r for r in known.records if r.series == known.series and r.purpose == "confirm")
-        found = next(r for r in (*tried, *runs) if canonical(r.config) == wanted)
+        found = next(r for r in runs if canonical(r.config) == wanted)
         return found.model_copy(update={"outcome": Measured(measurement=pooled)})
+
+    @cached_property
+    def _fitting(self) -> Mapping[TrialConfig, TrialRecord]:
+        """What fits, in the space or not, by canonical configuration."""
+        return {canonical(record.config): record for record in fitting(self.records)}
 
     @property
     def is_baseline_in_space(self) -> bool:
@@ -382,7 +389,6 @@ def rank(
     effective: list[TrialRecord] = []
     searched: dict[int, Measurement] = {}
     fallen: dict[int, TrialRecord] = {}
-    fastest, scale = 0.0, 1.0
     for record in by_number(rankable(records)):
         fell, pooled = known.fallen.get(canonical(record.config)), known.pooled(record.config)
         if record.verdict is not Verdict.FITS or (fell is None and pooled is None):
@@ -392,17 +398,26 @@ def rank(
             effective.append(record.model_copy(update={"outcome": fell.outcome}))
         elif pooled is not None:
             mine = searched[record.number] = measured_of(record)
-            if mine.tokens_per_second > fastest:
-                fastest = mine.tokens_per_second
-                scale = pooled.tokens_per_second / fastest
             effective.append(_with(record, pooled.model_copy(update={"quality": mine.quality})))
-    rescaled = tuple(
+    return _on_one_scale(Ranking(definition, tuple(effective), known, searched, fallen))
+
+
+def _on_one_scale(ranking: Ranking) -> Ranking:
+    """Return the ranking with every speed of the search times `Ranking.scale`."""
+    again = [r for r in ranking.records if ranking.is_measured_again(r)]
+    if not again:
+        return ranking
+    searched = {r.number: ranking.searched[r.number].tokens_per_second for r in again}
+    # The fastest of the space: what the search saw slower than it stays slower.
+    fastest = max(again, key=lambda r: (ranking.holds(r.config), searched[r.number]))
+    scale = measured_of(fastest).tokens_per_second / searched[fastest.number]
+    records = (
         record
-        if record.number in {*searched, *fallen} or record.measurement is None
+        if record.measurement is None or ranking.is_measured_again(record)
         else _with(record, scaled(record.measurement, scale))
-        for record in effective
+        for record in ranking.records
     )
-    return Ranking(definition, rescaled, known, searched, fallen, scale)
+    return replace(ranking, records=tuple(records), scale=scale)
 
 
 def _with(record: TrialRecord, measured: Measurement) -> TrialRecord:

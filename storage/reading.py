@@ -6,7 +6,6 @@ costs no other anything. Knows nothing of Optuna.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -29,6 +28,7 @@ from storage.identity import look_beside, lost_words, stranger_words
 from storage.kept import unsettled, unsettled_words
 from storage.keys import FORMAT_WRITTEN
 from storage.lease import holders
+from storage.names import is_file_name
 from storage.ranking import rank_study
 from storage.spool import NAME as SPOOL
 from storage.spool import Spool
@@ -43,9 +43,6 @@ from storage.stored import (
 )
 from storage.stored import unreadable_in_words as unreadable_in_words
 from storage.urls import DatabaseUrl, parse_url
-
-_NAME_BYTES_MAX = 200
-"""A file system's names end at 255 bytes, and the lock's begins with the database's."""
 
 
 def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
@@ -140,12 +137,6 @@ def understood(name: str) -> Iterator[None]:
             f"study '{name}' was written by another version of sweep "
             f"({explain(error)}); choose another --study"
         ) from error
-
-
-def is_file_name(name: str) -> bool:
-    """Whether a study's name can be that of a directory: others are some other tool's."""
-    is_plain = re.fullmatch(r"[^\W_][\w.-]*", name) is not None
-    return is_plain and len(name.encode()) <= _NAME_BYTES_MAX
 
 
 def _snapshot(

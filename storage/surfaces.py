@@ -29,10 +29,12 @@ PEAK_REPEATS_WITHIN = 0.01
 LEAST_TOO_LARGE = 1e18
 """No speed, time or amount of memory reaches it."""
 
-_HEADER = ("surface", "model", "model_config", "gpu", "measured_on")
+HEADER = ("surface", "model", "model_config", "gpu", "measured_on")
 _NUMBERS = ("tokens_per_second", "step_seconds", "peak_allocated_bytes", "device_seconds")
 """What a row that fits has to say; what is reserved is not known everywhere."""
 _RESERVED = "peak_reserved_bytes"
+_PREDICTED = "predicted_peak_allocated_bytes"
+"""What was predicted of a row before it ran, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class SurfaceRow:
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     device_seconds: float | None
+    predicted_peak_allocated_bytes: int | None = None
 
     def fits(self, budget_bytes: int) -> bool:
         """Whether it ran, and its allocated peak is within the budget."""
@@ -54,7 +57,10 @@ class SurfaceRow:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {**vars(self), "config": self.config.model_dump(mode="json")}
+        values = {**vars(self), "config": self.config.model_dump(mode="json")}
+        if self.predicted_peak_allocated_bytes is None:
+            del values[_PREDICTED]
+        return values
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,10 @@ class Surface:
     rows: tuple[SurfaceRow, ...]
     repeated: int = 0
     """Rows that said again what an earlier one had said."""
+    date: str = ""
+    """When it was recorded, as its file says; empty where it does not."""
+    budget_bytes: int | None = None
+    """Under which it was recorded, as its file says: what ran out needs more than this."""
 
     def fitting(self, budget_bytes: int) -> tuple[SurfaceRow, ...]:
         """Return the rows that fit a budget, the fastest first."""
@@ -93,7 +103,7 @@ def read_surface(name: str) -> Surface:
     ]
     if not lines:
         raise InputError(f"{name}: the file is empty; its first line says what the surface is of")
-    model, gpu, card = _header(*lines[0])
+    header = _header(*lines[0])
     known: dict[str, tuple[str, SurfaceRow]] = {}
     for where, line in lines[1:]:
         row = _row(parse_object(line, where=where), where=where)
@@ -102,10 +112,11 @@ def read_surface(name: str) -> Surface:
     if not known:
         raise InputError(f"{name}: no trial in it; each line after the first is one")
     rows = tuple(row for _, row in known.values())
-    return Surface(name, model, gpu, card, rows, repeated=len(lines) - 1 - len(rows))
+    return Surface(name, rows=rows, repeated=len(lines) - 1 - len(rows), **header)
 
 
-def _header(where: str, line: str) -> tuple[ModelSpec, str, GpuSpec]:
+def _header(where: str, line: str) -> dict[str, Any]:
+    """Return what the first line says, by the names of `Surface`."""
     values = parse_object(line, where=where)
     if "surface" not in values:
         raise InputError(
@@ -121,7 +132,7 @@ def _header(where: str, line: str) -> tuple[ModelSpec, str, GpuSpec]:
             f"{where}: surface is of version {version}, and this sweep reads {VERSION}: use the "
             "one that wrote it, or a newer one"
         )
-    _check_keys(values, _HEADER, where=where)
+    _check_keys(values, HEADER, where=where)
     for key in ("model", "gpu", "measured_on"):
         if not isinstance(values[key], str) or not values[key]:
             raise InputError(f"{where}: {key} must be a name, got {quote(values[key])}")
@@ -133,7 +144,14 @@ def _header(where: str, line: str) -> tuple[ModelSpec, str, GpuSpec]:
     checked = checked_config(config, label=f"{where}: model_config")
     # Its config stands here, so nothing is looked for anywhere.
     model = ModelSpec(values["model"], "directory", checked)
-    return model, _gpu(values["gpu"], where=where), _card(values["measured_on"], where=where)
+    budget = _number(values.get("budget_bytes"), f"{where}: budget_bytes")
+    return {
+        "model": model,
+        "gpu": _gpu(values["gpu"], where=where),
+        "card": _card(values["measured_on"], where=where),
+        "date": str(values.get("date") or ""),
+        "budget_bytes": None if budget is None else int(budget),
+    }
 
 
 def _gpu(name: str, *, where: str) -> str:
@@ -168,8 +186,9 @@ def _row(values: Mapping[str, Any], *, where: str) -> SurfaceRow:
         unknown = next((key for key in _NUMBERS if values[key] is None), None)
         if unknown is not None:
             raise InputError(f"{where}: {unknown} must be a number where the verdict is fits")
-    numbers = {key: _number(values.get(key), f"{where}: {key}") for key in (*_NUMBERS, _RESERVED)}
-    for key in ("peak_allocated_bytes", _RESERVED):
+    keys = (*_NUMBERS, _RESERVED, _PREDICTED)
+    numbers = {key: _number(values.get(key), f"{where}: {key}") for key in keys}
+    for key in ("peak_allocated_bytes", _RESERVED, _PREDICTED):
         numbers[key] = None if numbers[key] is None else int(numbers[key])
     return SurfaceRow(_config(values["config"], where=where), verdict, **numbers)
 
@@ -272,6 +291,8 @@ def surface_text(snapshot: StudySnapshot) -> str:
         "model_config": definition.model["config"],
         "gpu": target.gpu,
         "measured_on": product,
+        "date": max(r.started_at or "" for r in snapshot.records)[:10],
+        "budget_bytes": target.budget_bytes,
     }
     return "".join(
         json.dumps(line) + "\n" for line in (header, *(r.to_json() for r in rows.values()))
@@ -297,6 +318,7 @@ def _seconds(record: TrialRecord) -> float | None:
 
 
 def _row_of(record: TrialRecord) -> SurfaceRow | None:
+    known = None if record.prediction is None else record.prediction.peak_allocated_bytes
     match record.outcome:
         case Measured(measurement=measured):
             return SurfaceRow(
@@ -307,9 +329,10 @@ def _row_of(record: TrialRecord) -> SurfaceRow | None:
                 measured.peak_allocated_bytes,
                 measured.peak_reserved_bytes,
                 _seconds(record),
+                known,
             )
         case OutOfMemory():
             # What it had allocated when it failed is no peak of its own.
-            return SurfaceRow(record.config, "oom", None, None, None, None, _seconds(record))
+            return SurfaceRow(record.config, "oom", None, None, None, None, _seconds(record), known)
         case _:
             return None

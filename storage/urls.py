@@ -12,7 +12,7 @@ from pathlib import Path
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from search_spaces.documents import home_expanded
+from search_spaces.documents import home_expanded, is_directory
 from search_spaces.errors import InputError
 from search_spaces.redaction import redact, remember
 
@@ -71,6 +71,23 @@ def parse_url(url: str) -> DatabaseUrl:
             "known are sqlite and postgresql"
         )
     return _parse_postgresql(url) if scheme in _POSTGRESQL else _parse_sqlite(url, rest)
+
+
+def require_directory(url: str, *, made: Path) -> None:
+    """Refuse the URL of a file in a directory that does not exist.
+
+    Args:
+        url: as `parse_url` takes it.
+        made: the one directory that is made where it is missing.
+
+    Raises:
+        InputError: it is one, or no URL.
+    """
+    parsed = parse_url(url)
+    if isinstance(parsed, SqliteUrl):
+        directory = parsed.path.parent
+        if directory != made.resolve() and not is_directory(directory, label=str(parsed)):
+            raise InputError(f"storage '{url}': there is no directory {directory}: make it first")
 
 
 def _guarded(url: str) -> str:

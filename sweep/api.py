@@ -6,7 +6,6 @@ Each returns what the command of its name prints with ``--json``, and raises an 
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -234,10 +233,8 @@ def plan(
         data=_data(data),
         study=study,
         storage=storage,
-        as_json=True,
     )
-    text, _ = answer(request, read_texts=_read_texts, tell=_warn)
-    document = json.loads(text)
+    document = dict(answer(request, read_texts=_read_texts, tell=_warn).documents[0])
     # A space that is named for another GPU has a plan of its own beside that of the one named.
     document = document["plans"][-1] if "plans" in document else document
     shown = document.get("recommended") or {}
@@ -273,7 +270,8 @@ def tune(
         gpu: whose memory is the budget; None for the space's own.
         model: a shipped architecture, a directory or a hub id.
         data: the dataset to train on; None for random examples, or the space's own.
-        on: ``local``, or ``ray:ADDRESS`` of a cluster (``ray:auto``).
+        on: ``local``, ``ray:ADDRESS`` of a cluster (``ray:auto``), or ``recorded:SURFACE.jsonl``,
+            of which nothing is measured.
         devices: how many GPUs of this machine, ``all``, or which (``0,1``).
         study: its name; None derives one from the space.
         storage: URL of the database.
@@ -296,12 +294,6 @@ def tune(
     from sweep.study.events import StopReason
     from sweep.terminal import driving
 
-    ray = on.removeprefix("ray:")
-    if on != "local" and (ray == on or not ray):
-        raise InputError(
-            f"on must be local or ray:ADDRESS, got '{on}'; the commands `sweep run --host`, "
-            "`sweep submit` and `sweep launch` start a study on other machines"
-        )
     about = {"gpu": gpu, "model": model, "data": _data(data), "sampler": sampler, "seed": seed}
     limits = {"trials": trials, "max_dollars": max_dollars, "confirm": None if confirm else False}
     quiet: Any = {"watch": _unwatched, "tell": _warn, "warn": _warn, "read_texts": _read_texts}
@@ -312,7 +304,7 @@ def tune(
         study=study,
         url=storage_url(storage),
         cards=None if devices is None else str(devices),
-        ray=None if on == "local" else ray,
+        on=on,
         **({} if progress else quiet),
     )
     if reason is StopReason.INTERRUPTED:

@@ -20,11 +20,12 @@ import typer.main
 from search_spaces.errors import InputError
 from storage.patience import waits_told_to
 from sweep import stop_signals
+from sweep.paths import storage_url
 from sweep.stop_signals import INTERRUPTED
 from sweep.terminal import options as opt
 from sweep.terminal.console import (
-    STDOUT,
     announce_if_slow,
+    note,
     prepare_streams,
     say_version,
     wait_lines,
@@ -98,6 +99,7 @@ def run(
     max_dollars: opt.MaxDollarsOption = None,
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
+    on: opt.OnOption = None,
     cards: opt.CardsOption = None,
     ray: opt.RayOption = None,
     carried: opt.CarriedOption = None,
@@ -126,12 +128,23 @@ def run(
         "seed": seed,
         "sampler": sampler,
     }
+    from sweep.study.asked import refuse_mistakes
+
+    refuse_mistakes(
+        space,
+        overrides=overrides,
+        models=model or (),
+        held=configuration,
+        study=study,
+        storage=storage_url(storage),
+    )
     return _driver(context, host, host_python, models=model or ())(
         space,
         overrides=overrides,
         held=configuration,
         study=study,
         storage=storage,
+        on=on,
         cards=cards,
         ray=ray,
         carried=carried,
@@ -189,6 +202,7 @@ def submit(
     sbatch_option: opt.SbatchOption = None,
     env: opt.EnvironmentOption = None,
     output: opt.JobFileOption = None,
+    force: opt.ForceOption = False,
 ) -> int:
     """Hand a study to a queue, as a job that goes on with itself before each time limit.
 
@@ -212,7 +226,8 @@ def submit(
             options=tuple(sbatch_option or ()),
         ),
         environment=env,
-        output=output if output == STDOUT else _output(output),
+        output=output,
+        is_forced=force,
     )
 
 
@@ -273,6 +288,7 @@ def launch(
     volume: opt.VolumeOption = None,
     study: opt.StudyNameOption = None,
     output: opt.RentedFileOption = None,
+    force: opt.ForceOption = False,
     yes: opt.YesOption = False,
     as_json: opt.JsonOption = False,
     options: opt.RunWordsArgument = None,
@@ -285,8 +301,6 @@ def launch(
     from sweep.launching.request import LaunchRequest
     from sweep.terminal import launching
 
-    if output == STDOUT:
-        raise InputError("--output: the job needs the package's wheel beside it: name a file")
     return launching.launch(
         LaunchRequest(
             space=space,
@@ -300,7 +314,8 @@ def launch(
             typed_prices=tuple(price or ()),
             volume=volume,
             study=study,
-            output=_output(output),
+            output=output,
+            is_forced=force,
             is_sure=yes,
             as_json=as_json,
             words=tuple(options or ()),
@@ -344,15 +359,16 @@ def plan(
     tokens: opt.TokensOption = None,
     dataset_samples: opt.DatasetOption = None,
     epochs: opt.EpochsOption = None,
+    details: opt.DetailsOption = False,
     as_json: opt.JsonOption = False,
     *,
     configuration: dict[str, Any],
 ) -> int:
     """Predict what fits, how fast and at what cost; needs no GPU.
 
-    Options of a configuration are held fixed and the rest of the space is searched. With --exact
-    one configuration is asked about: what is not typed is the standard recipe's. A card that is
-    named first and those of --gpu are all asked about, and compared.
+    Settings that are typed are fixed and the rest of the space is searched. With --exact one
+    configuration is asked about: what is not typed is the standard recipe's. A GPU that is named
+    first and those of --gpu are all asked about, and compared.
     """
     from sweep.planning.plan import AskedWork
     from sweep.planning.question import PlanRequest
@@ -375,6 +391,7 @@ def plan(
         study=study,
         storage=storage,
         as_json=as_json,
+        is_detailed=details,
     )
     return command.plan(request)
 
@@ -473,6 +490,7 @@ def report(
     epochs: opt.EpochsOption = None,
     figure: opt.FigureOption = None,
     output: opt.ReportOption = None,
+    force: opt.ForceOption = False,
     storage: opt.StorageOption = None,
 ) -> int:
     """Write a study's report, or compare cards; one HTML file.
@@ -493,7 +511,8 @@ def report(
         job=Job(tokens=tokens, dataset_samples=dataset_samples, epochs=epochs),
         figure=figure,
         storage=storage,
-        output=_output(output),
+        output=output,
+        is_forced=force,
     )
 
 
@@ -507,6 +526,7 @@ def export(
     format: opt.FormatOption = "script",
     trial: opt.TrialOption = None,
     output: opt.ExportOption = None,
+    force: opt.ForceOption = False,
     storage: opt.StorageOption = None,
 ) -> int:
     """Write a study's winner as a recipe that runs.
@@ -516,7 +536,7 @@ def export(
     from sweep.terminal import commands
 
     return commands.export(
-        study, format=format, trial=trial, storage=storage, output=_output(output)
+        study, format=format, trial=trial, storage=storage, output=output, is_forced=force
     )
 
 
@@ -642,22 +662,6 @@ def replay(
     )
 
 
-def _output(typed: str | None) -> Path | None:
-    """Return the file that an output goes to; None for the usual place.
-
-    Raises:
-        InputError: it is a directory.
-    """
-    from search_spaces.documents import is_directory
-
-    if typed is None:
-        return None
-    path = Path(typed)
-    if typed != STDOUT and is_directory(path, label=f"--output: {typed}"):
-        raise InputError(f"--output: {typed} is a directory: name a file in it")
-    return path
-
-
 @app.command(epilog=opt.examples("sweep presets"))
 def presets(as_json: opt.JsonOption = False) -> int:
     """List the shipped search spaces."""
@@ -692,12 +696,15 @@ def schema() -> int:
 
 @app.command(epilog=opt.examples("sweep init --gpu l4 --model tinyllama-1.1b -o mine.yaml"))
 def init(
-    gpu: opt.GpuOption = None, model: opt.ModelOption = None, output: opt.SpaceFileOption = None
+    gpu: opt.GpuOption = None,
+    model: opt.ModelOption = None,
+    output: opt.SpaceFileOption = None,
+    force: opt.ForceOption = False,
 ) -> int:
     """Write a commented search space to start from."""
     from sweep.terminal import spaces
 
-    return spaces.init(gpu=gpu, model=model, output=_output(output))
+    return spaces.init(gpu=gpu, model=model, output=output, is_forced=force)
 
 
 @app.command(
@@ -730,6 +737,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(arguments)
     except KeyboardInterrupt:
         # Before the edge, or while it says that the command was interrupted.
+        note("Interrupted.")
         return INTERRUPTED
     finally:
         stop_signals.ignore_at_exit()

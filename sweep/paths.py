@@ -31,23 +31,22 @@ def storage_url(typed: str | None) -> str:
     What is typed empty is a name, and a wrong one; a variable that is empty is not set.
 
     Raises:
-        InputError: the variable holds no database's URL.
+        InputError: it is no database's URL, or that of a file in a directory that does not exist.
     """
+    # Imported here: it takes longer than all of the help that this module is loaded for.
+    from storage.urls import require_directory
+
     if typed is not None:
+        require_directory(typed, made=runs_directory())
         return typed
     named = os.environ.get(STORAGE)
-    return _checked(named) if named else default_storage()
-
-
-def _checked(url: str) -> str:
-    # Imported here: it takes longer than all of the help that this module is loaded for.
-    from storage.urls import parse_url
-
+    if not named:
+        return default_storage()
     try:
-        parse_url(url)
+        require_directory(named, made=runs_directory())
     except InputError as error:
         raise InputError(f"{STORAGE}: {error}") from error
-    return url
+    return named
 
 
 def default_storage() -> str:

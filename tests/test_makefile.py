@@ -18,12 +18,11 @@ FAKE_PYTHON = """#!/bin/sh
 # they may keep what they compiled.
 [ "$1" = -m ] || exit 0
 mkdir -p "$3/bin"
-for name in pip sweep; do
+for name in pip python; do
     said="begins $name \\$PYTHONDONTWRITEBYTECODE"
     printf '#!/bin/sh\\necho %s >> log\\nsleep 1\\necho ends %s >> log\\n' "$said" $name \\
         > "$3/bin/$name"
 done
-printf '#!/bin/sh\\n' > "$3/bin/python"
 chmod +x "$3"/bin/*
 """
 
@@ -58,7 +57,7 @@ def test_two_demos_at_once_in_a_fresh_clone_wait_for_each_other(clone: Path) -> 
     log = (clone / "log").read_text().splitlines()
     # The environment is made once, and the second study begins when the first has ended. Bytecode
     # is kept, whatever is said outside: nothing is compiled when it is installed.
-    assert log == ["begins pip", "ends pip", *["begins sweep", "ends sweep"] * 2]
+    assert log == ["begins pip", "ends pip", *["begins python", "ends python"] * 2]
     assert "waiting for it" in "".join(said)
 
 

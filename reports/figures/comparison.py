@@ -79,7 +79,9 @@ class ComparisonWords:
 
 def words_of(comparison: Comparison) -> ComparisonWords:
     """Return the words and figures of a comparison."""
-    names = [card.label for card in comparison.cards]
+    gpus = [units.gpu_name(card.gpu) for card in comparison.cards]
+    labels = [card.label for card in comparison.cards]
+    names = gpus if len(set(gpus)) == len(gpus) else labels
     return ComparisonWords(
         title=f"{', '.join(names[:-1])} or {names[-1]}?",
         work=_job_words(comparison.job),

@@ -1,26 +1,22 @@
-"""Owns the figure of a study's course: when each trial ran, how it ended, the fastest so far.
-
-Pure: a study's snapshot in, a drawing out, whose marks are the page's trials. Long pauses between
-runs are cut out of the axis.
-"""
+"""The timeline of a study: when each trial ran and how it ended, with long pauses cut out."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from reports import units
-from reports.figures.style import FRONT_COLOUR, MARKS, lanes_of, measured_trials, panels
+from reports.figures.style import MARGIN, MARKS, lanes_of, panels
 from reports.outcomes import VERDICT_LABELS
 from storage.definition import StudySnapshot
-from storage.ranking import rank_study
 from storage.records import TrialRecord, Verdict
 
 PAUSE_SECONDS = 120.0
 """A longer silence between two trials is a pause of the study and is cut out."""
 _MINUTE = 60.0
+_EMPTY_PIXELS = 10
 _BARS_ACROSS = 150
 """Bars side by side that can still be told apart; narrower ones lose their pale edge."""
 _PALE = "rgba(255,255,255,0.75)"
@@ -65,83 +61,24 @@ def _in_order(records: Sequence[TrialRecord]) -> list[tuple[TrialRecord, float |
 
 
 def course_drawing(snapshot: StudySnapshot) -> dict[str, Any]:
-    """Draw the measured speeds as they came, the fastest so far, and each trial's lane."""
+    """Draw each trial on the study's clock, in the lane of how it ended."""
     spans = spans_of(snapshot)
     rows = {record.number: row for row, record in enumerate(snapshot.records)}
     lanes = lanes_of(snapshot.records)
     data = [
-        *_fastest_line(spans, {record.number for record in rank_study(snapshot).of_space}),
-        *_speeds(spans, rows),
-        *(
-            _lane(spans, rows, verdict, lane=lane, seen_seconds=spans[-1].end / _BARS_ACROSS)
-            for lane, verdict in enumerate(lanes)
-        ),
+        _lane(spans, rows, verdict, lane=lane, seen_seconds=spans[-1].end / _BARS_ACROSS)
+        for lane, verdict in enumerate(lanes)
     ]
-    layout = panels(lanes=[MARKS[verdict].lane for verdict in lanes])
+    layout = panels(lanes=[MARKS[verdict].lane for verdict in lanes], tall=_EMPTY_PIXELS)
     layout["xaxis"] |= {"title": {"text": "minutes"}, "rangemode": "tozero"}
+    layout["yaxis"]["visible"] = False
+    layout["margin"]["t"] = _EMPTY_PIXELS
+    layout["height"] += _EMPTY_PIXELS - MARGIN["t"]
     return {"data": data, "layout": layout | _pauses(spans)}
-
-
-def fastest_so_far(
-    spans: Sequence[Span], *, of_space: Collection[int]
-) -> list[tuple[float, float]]:
-    """Return (seconds, tokens/s) at every trial that fitted and was faster than all before it.
-
-    Args:
-        spans: the trials in the order they ran.
-        of_space: numbers of those that count; a baseline outside the space does not.
-    """
-    steps: list[tuple[float, float]] = []
-    for span in spans:
-        for _, measured in measured_trials([span.record] if span.record.number in of_space else ()):
-            is_better = not steps or measured.tokens_per_second > steps[-1][1]
-            if span.record.verdict is Verdict.FITS and is_better:
-                steps.append((span.end, measured.tokens_per_second))
-    return steps
-
-
-def _fastest_line(spans: Sequence[Span], of_space: Collection[int]) -> Iterator[dict[str, Any]]:
-    steps = fastest_so_far(spans, of_space=of_space)
-    if not steps:
-        return
-    # The line goes on to the end of the study: the last of them stayed the fastest.
-    steps.append((max(span.end for span in spans), steps[-1][1]))
-    yield {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "fastest so far",
-        "x": [_minutes(seconds) for seconds, _ in steps],
-        "y": [rate for _, rate in steps],
-        "line": {"color": FRONT_COLOUR, "width": 2, "shape": "hv"},
-        "hoverinfo": "skip",
-    }
 
 
 def _minutes(seconds: float) -> float:
     return round(seconds / _MINUTE, 4)
-
-
-def _speeds(spans: Sequence[Span], rows: Mapping[int, int]) -> Iterator[dict[str, Any]]:
-    """Yield the speeds of the search: what was measured again later is not what drove it."""
-    for verdict in (Verdict.FITS, Verdict.PRUNED_SLOW):
-        points = [
-            (span, measured)
-            for span in spans
-            if span.record.verdict is verdict
-            for _, measured in measured_trials([span.record])
-        ]
-        if points:
-            mark = MARKS[verdict]
-            yield {
-                "type": "scatter",
-                "mode": "markers",
-                "name": VERDICT_LABELS[verdict],
-                "rows": [rows[span.record.number] for span, _ in points],
-                "x": [_minutes(span.end) for span, _ in points],
-                "y": [round(measured.tokens_per_second, 1) for _, measured in points],
-                "marker": {"color": mark.colour, "symbol": mark.symbol, "size": 8},
-                "hoverinfo": "none",
-            }
 
 
 def _lane(

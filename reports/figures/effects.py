@@ -1,7 +1,4 @@
-"""Owns the section of knobs: what each is worth, drawn and in words, and what cannot be told.
-
-Pure: a study's snapshot in, a value out. Where the numbers come from is `effects`'.
-"""
+"""The section on settings: what each is worth, drawn and in words, and what cannot be told."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ import plotly.graph_objects as go
 
 from reports import units
 from reports.design import Quantity
+from reports.document import memory_unit
 from reports.effects import Basis, Change, Effect, Effects, effects_of
 from reports.figures.figure import PageFigure
 from reports.figures.style import LIMIT_COLOUR, MARKS
-from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
 from storage.records import Verdict
 
@@ -66,15 +63,16 @@ def knobs_of(snapshot: StudySnapshot) -> KnobSection | None:
     if known is None:
         return None
     told = tuple(effect for effect in known.effects if effect.speed or effect.memory)
+    unit = memory_unit(snapshot)
     return KnobSection(
         lead=_lead(known),
-        rows=tuple(map(_row, told)),
+        rows=tuple(_row(effect, unit) for effect in told),
         untold=tuple(
             UntoldRow(effect.label, effect.untold, effect.would_tell)
             for effect in known.effects
             if effect.speed is None
         ),
-        figures=_figures(told),
+        figures=_figures(told, unit),
     )
 
 
@@ -92,11 +90,11 @@ def _lead(known: Effects) -> str:
     )
 
 
-def _row(effect: Effect) -> EffectRow:
+def _row(effect: Effect, unit: units.MemoryUnit) -> EffectRow:
     return EffectRow(
         change=effect.label,
         speed=units.DASH if effect.speed is None else speed_words(effect.speed),
-        memory=units.DASH if effect.memory is None else memory_words(effect.memory),
+        memory=units.DASH if effect.memory is None else memory_words(effect.memory, unit),
         basis=_basis(effect),
         unfit=_unfit(effect),
     )
@@ -118,21 +116,16 @@ def _percent(ratio: float) -> str:
     return f"{share:+.1f}" if abs(share) < 10 else f"{share:+.0f}"
 
 
-def memory_words(change: Change) -> str:
+def memory_words(change: Change, unit: units.MemoryUnit) -> str:
     """Return a change of memory: ``-4.66 GiB (-6.51 to -2.81)``; one pair's is exact."""
     known = change.estimate
+    value = f"{known.value / unit.bytes:+.2f} {unit.name}"
     if change.basis == "pair":
-        return _signed(known.value)
-    ends = f"{known.low / GIB:+.2f} to {known.high / GIB:+.2f}"
+        return "none" if abs(known.value) < unit.bytes / 1000 else value
+    ends = f"{known.low / unit.bytes:+.2f} to {known.high / unit.bytes:+.2f}"
     if known.low <= 0 <= known.high:
-        return f"no difference told ({ends} GiB)"
-    return f"{known.value / GIB:+.2f} GiB ({ends})"
-
-
-def _signed(count: float) -> str:
-    return (
-        "none" if abs(count) < units.MIB else f"{'+' if count > 0 else '-'}{units.gib(abs(count))}"
-    )
+        return f"no difference told ({ends} {unit.name})"
+    return f"{value} ({ends})"
 
 
 def _basis(effect: Effect) -> str:
@@ -165,17 +158,17 @@ def _unfit(effect: Effect) -> str:
     return ", ".join(parts) or units.DASH
 
 
-def _figures(told: Sequence[Effect]) -> tuple[PageFigure, ...]:
+def _figures(told: Sequence[Effect], unit: units.MemoryUnit) -> tuple[PageFigure, ...]:
     """Return the figure of speed, and that of memory, each where anything is told of it.
 
     The table behind them is the section's own, which is always open.
     """
     shown: tuple[tuple[str, str, Quantity], ...] = (
-        ("knobs-speed", "What each knob does to the speed", "speed"),
-        ("knobs-memory", "What each knob does to peak memory", "memory"),
+        ("knobs-speed", "What each setting does to the speed", "speed"),
+        ("knobs-memory", "What each setting does to peak memory", "memory"),
     )
     return tuple(
-        PageFigure(id, title, _CAPTIONS[quantity], _drawing(effects, quantity))
+        PageFigure(id, title, _CAPTIONS[quantity], _drawing(effects, quantity, unit))
         for id, title, quantity in shown
         if (effects := [e for e in told if _of(e, quantity) is not None])
     )
@@ -193,7 +186,7 @@ def _of(effect: Effect, quantity: Quantity) -> Change | None:
     return effect.speed if quantity == "speed" else effect.memory
 
 
-def _drawing(effects: Sequence[Effect], quantity: Quantity) -> go.Figure:
+def _drawing(effects: Sequence[Effect], quantity: Quantity, memory: units.MemoryUnit) -> go.Figure:
     figure = go.Figure()
     for basis, (symbol, name) in _SYMBOLS.items():
         chosen = [
@@ -202,7 +195,9 @@ def _drawing(effects: Sequence[Effect], quantity: Quantity) -> go.Figure:
             if (change := _of(effect, quantity)) is not None and change.basis == basis
         ]
         if chosen:
-            figure.add_scatter(**_trace(chosen, quantity), name=name, marker=_marker(symbol))
+            figure.add_scatter(
+                **_trace(chosen, quantity, memory), name=name, marker=_marker(symbol)
+            )
     neutral = 1.0 if quantity == "speed" else 0.0
     figure.add_vline(x=neutral, line={"color": LIMIT_COLOUR, "width": 1, "dash": "dash"})
     figure.update_layout(
@@ -211,7 +206,7 @@ def _drawing(effects: Sequence[Effect], quantity: Quantity) -> go.Figure:
         hovermode="closest",
         legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"},
         showlegend=True,
-        xaxis=_axis(effects, quantity),
+        xaxis=_axis(effects, quantity, memory),
         yaxis={
             "tickmode": "array",
             "tickvals": list(range(len(effects))),
@@ -228,11 +223,16 @@ def _marker(symbol: str) -> dict[str, Any]:
     return {"symbol": symbol, "size": 10, "color": MARKS[Verdict.FITS].colour}
 
 
-def _trace(chosen: Sequence[tuple[int, Effect, Change]], quantity: Quantity) -> dict[str, Any]:
-    """Return marks with their whiskers, at ratios or in GiB."""
-    unit = 1.0 if quantity == "speed" else GIB
+def _trace(
+    chosen: Sequence[tuple[int, Effect, Change]], quantity: Quantity, memory: units.MemoryUnit
+) -> dict[str, Any]:
+    """Return marks with their whiskers, at ratios or in the unit of memory."""
+    unit = 1.0 if quantity == "speed" else memory.bytes
     known = [change.estimate for _, _, change in chosen]
-    words = speed_words if quantity == "speed" else memory_words
+
+    def words(change: Change) -> str:
+        return speed_words(change) if quantity == "speed" else memory_words(change, memory)
+
     return {
         "mode": "markers",
         "x": [estimate.value / unit for estimate in known],
@@ -246,17 +246,19 @@ def _trace(chosen: Sequence[tuple[int, Effect, Change]], quantity: Quantity) -> 
             "width": 4,
         },
         "hovertext": [
-            f"{escape(effect.label)}<br>{escape(words(change))}<br>{escape(_told_by(change))}"
+            "<br>".join(map(escape, (effect.label, words(change), _told_by(change))))
             for _, effect, change in chosen
         ],
         "hovertemplate": "%{hovertext}<extra></extra>",
     }
 
 
-def _axis(effects: Sequence[Effect], quantity: Quantity) -> dict[str, Any]:
+def _axis(
+    effects: Sequence[Effect], quantity: Quantity, memory: units.MemoryUnit
+) -> dict[str, Any]:
     """Return the axis of changes, of speed in logarithms: twice and half are as far from one."""
     if quantity == "memory":
-        return {"title": {"text": "change of peak memory (GiB)"}, "zeroline": False}
+        return {"title": {"text": f"change of peak memory ({memory.name})"}, "zeroline": False}
     values = [e.speed.estimate.value for e in effects if e.speed is not None]
     # Of an interval that says next to nothing the ends are cut off.
     reach = max(math.log10(1.5), *(1.6 * abs(math.log10(value)) for value in values))

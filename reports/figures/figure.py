@@ -1,9 +1,10 @@
-"""Owns what a figure of the page is: its words, its drawing, and the table that says the same.
+"""A figure of the page: its words, its drawing, and the table that says the same.
 
 A drawing is plotly's JSON. Where its marks are trials it refers to them instead of repeating them:
 a trace with ``rows`` (indices of the page's trials) may have ``"@column"`` in the place of any
-array, which stands for that column of those trials. The page resolves it in `figures.js`, an image
-by `resolved`. Knows nothing of studies.
+array, which stands for that column of those trials, and ``"@at.2"`` for its third part. With a
+``path`` each of its trials is a line through several columns, each scaled to its ends. The page
+resolves it in `document.js`, an image by `resolved`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,21 @@ class DataTable:
 
 
 @dataclass(frozen=True)
+class MarkName:
+    """A mark with a short name beside it, and what that stands for."""
+
+    x: float
+    y: float
+    name: str
+    words: str
+
+    @property
+    def whole(self) -> str:
+        """The name with what it stands for."""
+        return f"trial {self.name}: {self.words}"
+
+
+@dataclass(frozen=True)
 class PageFigure:
     """A figure with its words, and the table behind it for those who do not see it."""
 
@@ -37,6 +53,8 @@ class PageFigure:
     """None where its marks are the trials, which the page's own table has."""
     controls: Mapping[str, Any] | None = None
     """What a script of the page needs to draw it as the reader chooses."""
+    names: tuple[MarkName, ...] = ()
+    """Marks that a picture explains; the page does so by itself."""
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -64,13 +82,34 @@ def _trace(trace: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> dic
     if "rows" not in trace:
         return dict(trace)
     chosen = [trials[row] for row in trace["rows"]]
-    return {key: _value(part, chosen) for key, part in trace.items() if key != "rows"}
+    rest = {key: part for key, part in trace.items() if key not in ("rows", "path")}
+    plain = {key: _value(part, chosen) for key, part in rest.items()}
+    return plain | (_path(trace["path"], chosen) if "path" in trace else {})
+
+
+def _path(
+    path: Sequence[Mapping[str, Any]], chosen: Sequence[Mapping[str, Any]]
+) -> dict[str, list[float | None]]:
+    """Return a line for each trial, with a gap between them."""
+    columns = [
+        [
+            (value - stop["low"]) / (stop["high"] - stop["low"])
+            for value in _value(stop["of"], chosen)
+        ]
+        for stop in path
+    ]
+    lines = zip(*columns, strict=True)
+    return {
+        "x": [*range(len(path)), None] * len(chosen),
+        "y": [value for line in lines for value in (*line, None)],
+    }
 
 
 def _value(part: Any, chosen: Sequence[Mapping[str, Any]]) -> Any:
     match part:
         case str() if part.startswith("@"):
-            return [trial.get(part[1:]) for trial in chosen]
+            key, _, place = part[1:].partition(".")
+            return [trial[key][int(place)] if place else trial.get(key) for trial in chosen]
         case Mapping():
             return {key: _value(inner, chosen) for key, inner in part.items()}
         case _:

@@ -1,8 +1,7 @@
-"""Owns the figure of what is given up for what: the front of any two numbers of a trial.
+"""The figure of what is given up for what: the Pareto front of any two numbers of a trial.
 
-Pure: the page's document in, a drawing that refers to its trials out. What has no speed is never
-drawn as if it had one: it is in the lane of how it ended, at the memory that it needs. The page
-lets two axes and a capacity class be chosen; each choice is a `View`, made here.
+What has no speed is never drawn as if it had one: it is in the lane of how it ended, at the memory
+that it needs. The page lets two axes and a capacity class be chosen; each choice is a `View`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from reports import units
+from reports.figures.figure import MarkName
 from reports.figures.memory_scale import MEMORY, MemoryScale, Trial, need_of
 from reports.figures.style import (
     FADED_COLOUR,
@@ -35,8 +35,9 @@ SPEEDS = ("target_tokens_per_second", MEASURED_SPEED)
 """What a front is about where it is known, the first of them before the second."""
 LABEL_CHARACTERS = 34
 _MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
-_LABEL_HEIGHT = 0.055
-"""Of the upper panel's height."""
+_NAMED_MOST = 8
+_CLOSE = (0.03, 0.05)
+"""Of a picture's width and height: the names of two marks that are closer would meet."""
 _EMPTY_PIXELS = 10
 """Of the upper panel where nothing was measured."""
 _JITTER = 0.62
@@ -77,7 +78,6 @@ def front_drawing(document: Mapping[str, Any], candidates: Sequence[int]) -> dic
             "standoff": 10,
         }
     layout["shapes"], layout["annotations"] = scale.marks()
-    layout["annotations"] += _labels(trials, view, y=y)
     return {
         "data": [
             *_measured_traces(trials, view, y=y),
@@ -86,6 +86,29 @@ def front_drawing(document: Mapping[str, Any], candidates: Sequence[int]) -> dic
         ],
         "layout": layout,
     }
+
+
+def front_names(document: Mapping[str, Any], rows: Sequence[int]) -> tuple[MarkName, ...]:
+    """Return the marks of a front that a picture explains: its ends, and evenly between them.
+
+    Up and to the left of a mark of the front there is room: nothing is better in both.
+    """
+    trials, y = document["trials"], _speed_of(document)
+    wide = MemoryScale.of(document).budget
+    tall = max((trials[row][y] for row in rows), default=0.0)
+    settings = [document["recipe"] | trials[row]["config"] for row in rows]
+    labels, _ = told_apart(settings, recipe=document["recipe"])
+    step = max(1.0, (len(rows) - 1) / (_NAMED_MOST - 1))
+    names: list[MarkName] = []
+    for place in dict.fromkeys(round(n * step) for n in range(min(len(rows), _NAMED_MOST))):
+        trial = trials[rows[place]]
+        reached = f"{units.rate(trial[y])} tokens/s, {trial[MEMORY]:.2f} {document['memory_unit']}"
+        words = f"{labels[place]}: {reached}"
+        name = MarkName(trial[MEMORY], trial[y], str(trial["number"]), words)
+        gaps = ((abs(name.x - other.x) / wide, abs(name.y - other.y) / tall) for other in names)
+        if all(across >= _CLOSE[0] or up >= _CLOSE[1] for across, up in gaps):
+            names.append(name)
+    return tuple(names)
 
 
 def front_controls(document: Mapping[str, Any], candidates: Sequence[int]) -> dict[str, Any]:
@@ -131,7 +154,9 @@ def _view(document: Mapping[str, Any], candidates: Sequence[int], columns: tuple
     rows = pareto_rows(trials, candidates, columns, signs)
     settings = [document["recipe"] | trials[row]["config"] for row in rows]
     labels, shared = told_apart(settings, recipe=document["recipe"])
-    return View(tuple(rows), tuple(labels), shared)
+    most = LABEL_CHARACTERS
+    short = [text if len(text) <= most else f"{text[: most - 1]}…" for text in labels]
+    return View(tuple(rows), tuple(short), shared)
 
 
 def _is_more_better(document: Mapping[str, Any], column: str) -> bool:
@@ -187,8 +212,7 @@ def _label(setting: Mapping[str, Any], keys: Sequence[str]) -> str:
     capacity = [units.phrase(key, setting[key]).removeprefix("adapters ") for key in first]
     others = [units.phrase(key, setting[key]) for key in rest]
     words = [*size, *([" ".join(capacity)] if capacity else []), *others]
-    text = shown(", ".join(words))
-    return text if len(text) <= LABEL_CHARACTERS else f"{text[: LABEL_CHARACTERS - 1]}…"
+    return shown(", ".join(words))
 
 
 def _measured_traces(trials: Sequence[Trial], view: View, *, y: str) -> Iterator[dict[str, Any]]:
@@ -245,22 +269,6 @@ def _whiskers(trials: Sequence[Trial], view: View) -> dict[str, Any]:
         "thickness": 1.5,
         "width": 4,
     }
-
-
-def _labels(trials: Sequence[Trial], view: View, *, y: str) -> list[dict[str, Any]]:
-    """Return the labels of a picture, from the right; what would stand on another has none.
-
-    The page places its own, for the width and the axes at hand.
-    """
-    most = max((trials[row][y] for row in view.rows), default=0.0)
-    labels: list[dict[str, Any]] = []
-    for row, label in reversed(list(zip(view.rows, view.labels, strict=True))):
-        height = trials[row][y]
-        if labels and labels[-1]["y"] - height < _LABEL_HEIGHT * most:
-            continue
-        at = {"x": trials[row][MEMORY], "y": height, "xanchor": "right", "yanchor": "bottom"}
-        labels.append({**at, "text": escape(label), "showarrow": False, "xshift": -7})
-    return labels
 
 
 def _measured_rows(trials: Sequence[Trial], verdict: Verdict) -> list[int]:

@@ -1,4 +1,4 @@
-"""Owns the memory axis of the front: where a need is drawn, within the budget and beyond. Pure."""
+"""The memory axis of the front: where a need is drawn, within the budget and beyond it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reports import units
 from reports.figures.style import LIMIT_COLOUR
-from search_spaces.gpus import GIB
 
 Trial = Mapping[str, Any]
-MEMORY = "peak_allocated_gib"
+MEMORY = "peak_allocated"
 _BEYOND_SHARE = 0.5
 """Width of what is beyond the budget, of that of what is within."""
 
 
 def need_of(trial: Trial) -> float | None:
-    """Return GiB that a trial without a speed needs, or is predicted to; None where unknown."""
-    need = trial.get("need_gib", trial.get("predicted_peak_gib"))
+    """Return what a trial without a speed needs, or is predicted to; None where unknown."""
+    need = trial.get("need", trial.get("predicted_peak"))
     return None if need is None else float(need)
 
 
@@ -27,58 +25,59 @@ def need_of(trial: Trial) -> float | None:
 class MemoryScale:
     """The memory axis: even up to the budget, by ratio beyond it, so that far needs stay apart."""
 
-    left_gib: float
-    budget_gib: float
-    right_gib: float
+    left: float
+    budget: float
+    right: float
     """The most that anything needs; the budget where nothing needs more."""
+    unit: str
+    """Of all three."""
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> MemoryScale:
         """Return the scale that every trial of a document is on."""
-        budget = float(document["budget_gib"])
+        budget = float(document["budget"])
         trials: Sequence[Trial] = document["trials"]
         places = (t.get(MEMORY, need_of(t)) for t in trials)
         known = [float(place) for place in places if place is not None]
         least, most = min([*known, budget]), max([*known, budget])
         air = 0.06 * (budget - least) or 0.1 * budget
-        return cls(max(least - air, 0.0), budget, most)
+        return cls(max(least - air, 0.0), budget, most, document["memory_unit"])
 
     @property
     def _width(self) -> float:
-        return self.budget_gib - self.left_gib
+        return self.budget - self.left
 
     @property
     def _ratio(self) -> float:
         # A need just beyond the budget is not to look far from it.
-        return max(self.right_gib / self.budget_gib, 1.5)
+        return max(self.right / self.budget, 1.5)
 
-    def position(self, need_gib: float | None) -> float:
+    def position(self, need: float | None) -> float:
         """Return where a need is drawn; at the left edge where it is not known."""
-        if need_gib is None:
-            return self.left_gib + 0.02 * self._width
-        if need_gib <= self.budget_gib:
-            return need_gib
-        share = math.log(need_gib / self.budget_gib) / math.log(self._ratio)
-        return self.budget_gib + share * _BEYOND_SHARE * self._width
+        if need is None:
+            return self.left + 0.02 * self._width
+        if need <= self.budget:
+            return need
+        share = math.log(need / self.budget) / math.log(self._ratio)
+        return self.budget + share * _BEYOND_SHARE * self._width
 
     def axis(self) -> dict[str, Any]:
         """Return range, ticks and title of plotly's axis."""
-        beyond = [(self.position(m * self.budget_gib), f"{m:g}×") for m in self._multiples()]
+        beyond = [(self.position(m * self.budget), f"{m:g}×") for m in self._multiples()]
         within = list(self._within())
-        end = self.position(self._ratio * self.budget_gib) if self._is_exceeded else self.budget_gib
-        unit = "MiB" if units.is_small(self.budget_gib * GIB) else "GiB"
+        end = self.position(self._ratio * self.budget) if self._is_exceeded else self.budget
         past = ", beyond the budget in multiples of it" if beyond else ""
         return {
-            "range": [self.left_gib, end + 0.04 * self._width],
+            "range": [self.left, end + 0.04 * self._width],
             "tickmode": "array",
             "tickvals": [place for place, _ in (*within, *beyond)],
             "ticktext": [text for _, text in (*within, *beyond)],
-            "title": {"text": f"peak allocated memory ({unit}{past})"},
+            "title": {"text": f"peak allocated memory ({self.unit}{past})"},
         }
 
     @property
     def _is_exceeded(self) -> bool:
-        return self.right_gib > self.budget_gib
+        return self.right > self.budget
 
     def _multiples(self) -> list[float]:
         if not self._is_exceeded:
@@ -91,15 +90,13 @@ class MemoryScale:
 
     def _within(self) -> Iterator[tuple[float, str]]:
         """Yield ticks up to the budget, five or so."""
-        scale = GIB / units.MIB if units.is_small(self.budget_gib * GIB) else 1.0
-        step = _round_step(self._width * scale / 5)
-        first, last = math.ceil(self.left_gib * scale / step), int(self.budget_gib * scale / step)
-        for tick in range(first, last + 1):
-            yield tick * step / scale, f"{tick * step:g}"
+        step = _round_step(self._width / 5)
+        for tick in range(math.ceil(self.left / step), int(self.budget / step) + 1):
+            yield tick * step, f"{tick * step:g}"
 
     def marks(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the line of the budget with its name."""
-        at = self.budget_gib
+        at = self.budget
         line = {
             "type": "line",
             "x0": at,
@@ -115,7 +112,7 @@ class MemoryScale:
             "yref": "paper",
             "yanchor": "bottom",
             "xanchor": "center" if self._is_exceeded else "right",
-            "text": f"budget {units.gib(at * GIB)}",
+            "text": f"budget {at:.2f} {self.unit}",
             "showarrow": False,
         }
         return [line], [name]

@@ -1,6 +1,6 @@
-"""Owns what the figures share: each verdict's mark, the panels, and the two themes.
+"""What the figures share: each verdict's mark, the panels, and the two themes.
 
-Knows nothing of what a figure shows. No verdict is told by colour alone: each has a symbol or a
+No verdict is told by colour alone: each has a symbol or a
 lane of its own. Colours are from the palettes of Okabe and Ito and of Paul Tol, which colour-blind
 readers can tell apart, and legible on white and on near-black.
 """
@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from storage.objectives import rankable
-from storage.records import Measurement, TrialRecord, Verdict
+from storage.records import TrialRecord, Verdict
 
 FRONT_COLOUR = "#008F68"
 LIMIT_COLOUR = "#CC5500"
@@ -51,11 +50,6 @@ MARKS: Mapping[Verdict, Mark] = {
     Verdict.CRASHED: Mark("#C2455C", "cross", "crashed"),
     Verdict.LOST: Mark("#7D8691", "circle-x-open", "lost"),
 }
-
-
-def measured_trials(records: Iterable[TrialRecord]) -> tuple[tuple[TrialRecord, Measurement], ...]:
-    """Return the rankable trials that were measured, also in part, each with its measurement."""
-    return tuple((r, r.measurement) for r in rankable(records) if r.measurement is not None)
 
 
 def lanes_of(

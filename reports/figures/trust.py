@@ -1,21 +1,18 @@
-"""Owns the section on how far a study can be trusted: its words, tables and figures.
-
-Pure: a study's snapshot in, a value out. Where the numbers come from is `trust`'s.
-"""
+"""The section on how far a study can be trusted: its words, tables and figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from reports import tables, units
+from reports.document import memory_unit
 from reports.figures.course import course_drawing
 from reports.figures.figure import DataTable, PageFigure
 from reports.figures.style import LIMIT_COLOUR, MARKS
 from reports.outcomes import VERDICT_LABELS
 from reports.trust import Accuracy, Course, Steps, Trust, WinnerMemory, trust_of
-from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
 from storage.records import Measurement, TrialRecord, Verdict
 
@@ -89,7 +86,9 @@ def trust_section(snapshot: StudySnapshot) -> TrustSection:
         spent=tuple(_spent_rows(known.course)),
         savings=tuple(_savings(known.course)),
         course=_course_figure(snapshot),
-        memory=() if known.winner is None else tuple(_memory_words(known.winner)),
+        memory=()
+        if known.winner is None
+        else tuple(_memory_words(known.winner, memory_unit(snapshot))),
         parts=() if known.winner is None else _part_rows(known.winner),
         changes=snapshot.warnings,
         facts=tables.environment_rows(snapshot),
@@ -126,14 +125,12 @@ def accuracy_words(known: Accuracy) -> str:
     )
 
 
-_AXES: Mapping[str, tuple[str, str, str]] = {
-    "memory": ("predicted_peak_gib", "peak_allocated_gib", "peak allocated memory (GiB)"),
-    "speed": ("predicted_tokens_per_second", "tokens_per_second", "tokens/s"),
-}
-
-
 def _accuracy_figure(known: Accuracy, snapshot: StudySnapshot) -> PageFigure:
-    predicted, measured, title = _AXES[known.quantity]
+    unit = memory_unit(snapshot)
+    predicted, measured, title = {
+        "memory": ("predicted_peak", "peak_allocated", f"peak allocated memory ({unit.name})"),
+        "speed": ("predicted_tokens_per_second", "tokens_per_second", "tokens/s"),
+    }[known.quantity]
     places = {record.number: row for row, record in enumerate(snapshot.records)}
     rows = [places[number] for number, _ in known.errors]
     mark = MARKS[Verdict.FITS]
@@ -153,14 +150,16 @@ def _accuracy_figure(known: Accuracy, snapshot: StudySnapshot) -> PageFigure:
         f"Predicted against measured {known.quantity}",
         "Each mark is a trial that fitted; on the line, what was predicted before it ran is what "
         "was measured.",
-        {"data": [trace], "layout": _square(known, snapshot.records, title)},
-        _worst_table(known, snapshot.records),
+        {"data": [trace], "layout": _square(known, snapshot.records, title, unit)},
+        _worst_table(known, snapshot.records, unit),
     )
 
 
-def _square(known: Accuracy, records: Sequence[TrialRecord], title: str) -> dict[str, Any]:
+def _square(
+    known: Accuracy, records: Sequence[TrialRecord], title: str, unit: units.MemoryUnit
+) -> dict[str, Any]:
     """Return axes that are alike, with the line on which both are the same."""
-    ends = [end for pair in _pairs(known, records) for end in pair]
+    ends = [end for pair in _pairs(known, records, unit) for end in pair]
     low, high = 0.95 * min(ends), 1.05 * max(ends)
     axis = {"range": [low, high], "tickformat": ",~r"}
     line = {"color": LIMIT_COLOUR, "width": 1, "dash": "dash"}
@@ -174,31 +173,36 @@ def _square(known: Accuracy, records: Sequence[TrialRecord], title: str) -> dict
     }
 
 
-def _pairs(known: Accuracy, records: Sequence[TrialRecord]) -> Iterator[tuple[float, float]]:
+def _pairs(
+    known: Accuracy, records: Sequence[TrialRecord], unit: units.MemoryUnit
+) -> Iterator[tuple[float, float]]:
     """Yield what was predicted and measured, in the figure's units."""
     by_number = {record.number: record for record in records}
     for number, error in known.errors:
-        measured = _measured(by_number[number], known.quantity)
+        measured = _measured(by_number[number], known.quantity, unit)
         yield measured * (1 + error), measured
 
 
-def _measured(record: TrialRecord, quantity: str) -> float:
+def _measured(record: TrialRecord, quantity: str, unit: units.MemoryUnit) -> float:
     measured = record.measurement
     assert measured is not None, "only what was measured has an error"
     if quantity == "memory":
-        return measured.peak_allocated_bytes / GIB
+        return measured.peak_allocated_bytes / unit.bytes
     return measured.tokens_per_second
 
 
-def _worst_table(known: Accuracy, records: Sequence[TrialRecord]) -> DataTable:
+def _worst_table(
+    known: Accuracy, records: Sequence[TrialRecord], unit: units.MemoryUnit
+) -> DataTable:
     """Return the trials that were furthest off; all of them are in the table of trials."""
     by_number = {record.number: record for record in records}
     worst = sorted(known.errors, key=lambda pair: -abs(pair[1]))[:_WORST_SHOWN]
     rows = []
     for number, error in worst:
-        measured = _measured(by_number[number], known.quantity)
+        measured = _measured(by_number[number], known.quantity, unit)
         both = (measured * (1 + error), measured)
-        shown = [units.gib(v * GIB) if known.quantity == "memory" else units.rate(v) for v in both]
+        is_memory = known.quantity == "memory"
+        shown = [f"{v:.2f} {unit.name}" if is_memory else units.rate(v) for v in both]
         rows.append((str(number), *shown, f"{100 * error:+.2g} %"))
     return DataTable(
         ("trial, the furthest off first", "predicted", "measured", "error"), tuple(rows)
@@ -254,26 +258,26 @@ def _course_figure(snapshot: StudySnapshot) -> PageFigure | None:
         return None
     return PageFigure(
         "timeline",
-        "Course of the search",
-        "Above, the speeds as they were measured, with the fastest so far; below, when each trial "
-        "ran, in the lane of how it ended. Pauses of the study are cut out and marked.",
+        "Timeline",
+        "When each trial ran, in the lane of how it ended. Pauses of the study are cut out and "
+        "marked.",
         course_drawing(snapshot),
     )
 
 
-def _memory_words(winner: WinnerMemory) -> Iterator[str]:
+def _memory_words(winner: WinnerMemory, unit: units.MemoryUnit) -> Iterator[str]:
     measured = winner.measured
     seen = [
-        f"{units.gib(measured.peak_allocated_bytes)} allocated",
-        f"{units.gib(measured.peak_reserved_bytes)} reserved by the allocator",
-        f"{units.gib(measured.peak_device_bytes)} in use on the device",
+        f"{units.gib(measured.peak_allocated_bytes, unit)} allocated",
+        f"{units.gib(measured.peak_reserved_bytes, unit)} reserved by the allocator",
+        f"{units.gib(measured.peak_device_bytes, unit)} in use on the device",
     ]
     yield f"Measured peaks of trial {winner.number}: {', '.join(seen)}."
     if winner.parts:
         predicted = sum(size for _, size in winner.parts)
         yield (
-            f"What the peak is made of is predicted, and adds up to {units.gib(predicted)}: a "
-            "running card tells only how much there is of all."
+            f"What the peak is made of is predicted, and adds up to {units.gib(predicted, unit)}: "
+            "a running GPU tells only how much there is of all."
         )
     else:
         yield (

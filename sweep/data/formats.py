@@ -8,18 +8,32 @@ mean. pyarrow is imported where it is needed alone.
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import csv
+import gzip
 import io
 import json
+import lzma
 import re
-from collections.abc import Iterator
-from typing import IO, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, cast
 
-from search_spaces.errors import InputError, quote, words_of
+from search_spaces.documents import open_file
+from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from sweep.data.files import CSV, JSON, PARQUET, how_read
 from sweep.data.kinds import Broken
+from sweep.data.request import Place
 
 Numbered = tuple[int, dict[str, Any] | Broken]
 """A line from 1, and its row."""
+Read = tuple[Place, dict[str, Any] | Broken]
+_UNPACKERS: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+}
 _ROWS_AT_ONCE = 1024
 """Of Parquet."""
 _CHUNK_BYTES = 2**20
@@ -28,6 +42,42 @@ _LINE_MAX, _CELL_MAX = 2**26, 2**24
 _ESCAPE = 16
 """Characters at the end of a chunk that may be the beginning of something else."""
 _DELIMITERS = (",", ";", "\t", "|")
+
+
+def file_rows(path: Path, label: str) -> Iterator[tuple[Place, dict[str, Any] | Broken, int]]:
+    """Yield each row of a file, and how many bytes of it were read up to there.
+
+    Raises:
+        InputError: it is not what its name says, from its first row on.
+        EnvironmentFault: it cannot be read.
+    """
+    try:
+        with open_file(path, label=label) as file:
+            raw = cast(io.BufferedReader, file)
+            if how_read(path) == PARQUET:
+                size = path.stat().st_size
+                for line, values, share in parquet_rows(raw, label):
+                    yield Place(label, line), values, int(share * size)
+                return
+            unpack = _UNPACKERS.get(path.suffix.lower())
+            text = raw if unpack is None else io.BufferedReader(unpack(raw))
+            for line, values in _text_rows(text, path, label):
+                yield Place(label, line), values, raw.tell()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(f"{label}: no such file") from error
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise InputError(f"{label}: cannot be unpacked: {words_of(error)}") from error
+    except OSError as error:
+        raise EnvironmentFault(f"{label}: cannot be read: {words_of(error)}") from error
+
+
+def _text_rows(file: io.BufferedReader, path: Path, label: str) -> Iterator[Numbered]:
+    how = how_read(path)
+    if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(f"{label}: is UTF-16: save it as UTF-8")
+    if how == CSV:
+        return csv_rows(file, label, delimiter="\t" if ".tsv" in path.name.lower() else ",")
+    return array_rows(file) if how == JSON and is_array(file) else line_rows(file)
 
 
 def line_rows(file: io.BufferedReader) -> Iterator[Numbered]:

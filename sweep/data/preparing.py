@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -30,10 +30,12 @@ from search_spaces.texts import LengthQuantiles, TextsFormat, TextsKind, TextsSu
 from storage import files
 from sweep.data import request as own
 from sweep.data.files import text_files
-from sweep.data.kinds import Broken, Row, parsed, recognised
+from sweep.data.first_rows import all_broken, first_rows
+from sweep.data.formats import Read
+from sweep.data.kinds import Broken, Row, parsed
 from sweep.data.rendering import Rendered, renderer
 from sweep.data.request import BrokenRow, Place, Progress, Question
-from sweep.data.sources import Files, Hub, Read, source_of
+from sweep.data.sources import Files, Hub, source_of
 from sweep.data.tokenizing import Tokenizing, Tokens, load_tokenizer
 
 _CHARACTERS_AT_ONCE = 2_000_000
@@ -42,8 +44,6 @@ _CHARACTERS_MAX = 8_000_000
 """Of a row, for which the library takes a gigabyte and more; no model reads a tenth of them."""
 _ROWS_AT_ONCE = 1000
 _BATCHES_AHEAD = 2
-_ROWS_LOOKED_AT = 100
-"""Whose columns tell what kind the rows are."""
 _WRITING = "tokens.arrow"
 _LOCK = "lock"
 _UNFINISHED = ".unfinished"
@@ -133,30 +133,30 @@ class _Preparation:
     def run(self, fingerprint: str) -> None:
         """Write all that there is of prepared texts into the directory."""
         self._tell()
-        columns, rows = self._columns(self._source.rows())
-        kind = self._recognise(columns)
-        name = self._question.tokenizer
+        asked, rows = self._question, self._source.rows()
+        first = first_rows(rows, asked)
+        kind, name = first.kind, asked.tokenizer
         tokenizer = load_tokenizer(Path(self._question.tokenizer_directory), name=name)
         render = renderer(
             tokenizer,
             name=name,
             is_chat=kind in ("messages", "conversations"),
-            completions_only=self._question.completions_only,
+            completions_only=asked.completions_only,
         )
-        rendered = self._rendered(rows, kind, render)
+        rendered = self._rendered(chain(first.rows, rows), kind, render)
         lengths, loss_lengths, largest = self._write(rendered, Tokenizing(tokenizer))
         summary = TextsSummary(
-            source=self._question.source,
+            source=asked.source,
             kind=kind,
-            format=cast(TextsFormat, self._question.format),
-            text_column=self._question.text_column,
+            format=cast(TextsFormat, asked.format),
+            text_column=asked.text_column,
             # A name may hold bytes that are no UTF-8, and half a character.
-            columns=tuple(name.encode(errors="replace").decode() for name in columns),
+            columns=tuple(name.encode(errors="replace").decode() for name in first.columns),
             fingerprint=fingerprint,
             tokenizer=name,
             tokenizer_size=len(tokenizer),
             largest_token=largest,
-            completions_only=self._question.completions_only,
+            completions_only=asked.completions_only,
             rows=len(lengths),
             broken=self._broken_count,
             tokens=int(lengths.sum(dtype=np.int64)),
@@ -169,50 +169,6 @@ class _Preparation:
 
     def _tell(self) -> None:
         self._on_progress(self._source.unit, self._source.done, self._source.total)
-
-    def _columns(self, rows: Iterator[Read]) -> tuple[tuple[str, ...], Iterator[Read]]:
-        """Return the columns of the first rows, and all rows."""
-        seen: list[Read] = []
-        columns: dict[str, None] = {}
-        readable = 0
-        for place, values in rows:
-            seen.append((place, values))
-            if isinstance(values, dict):
-                readable += 1
-                columns |= dict.fromkeys(map(str, values))
-            if columns and readable >= _ROWS_LOOKED_AT:
-                break
-        if not seen:
-            raise InputError(f"{self._question.source}: no rows in it")
-        if not columns:
-            self._refuse_all(seen)
-        return tuple(columns), chain(seen, rows)
-
-    def _refuse_all(self, seen: list[Read]) -> NoReturn:
-        for place, values in seen:
-            self._note(place, values if isinstance(values, Broken) else Broken("an empty object"))
-        raise InputError(self._all_broken())
-
-    def _all_broken(self) -> str:
-        """Return why there is nothing to train on, with the first reason."""
-        first, count = self._broken[0], self._broken_count
-        which = (
-            f"all {count:,} rows are broken, the first" if count > 1 else "its one row is broken"
-        )
-        where = f"{first.file}: line {first.line}"
-        return f"{self._question.source}: {which}: {where}: {first.reason}"
-
-    def _recognise(self, columns: tuple[str, ...]) -> TextsKind:
-        asked = self._question
-        kind = recognised(
-            columns, format=asked.format, text_column=asked.text_column, source=asked.source
-        )
-        if kind == "text" and asked.completions_only:
-            raise InputError(
-                f"{asked.source}: rows of one text have no completions of their own: leave "
-                "--completions-only out, or name another --format"
-            )
-        return kind
 
     def _rendered(
         self, rows: Iterable[Read], kind: TextsKind, render: Callable[[Row], Rendered | Broken]
@@ -263,7 +219,9 @@ class _Preparation:
                     largest = max(largest, *(int(row.ids.max()) for row in kept))
                 self._tell()
             if not lengths:
-                raise InputError(self._all_broken())
+                raise InputError(
+                    all_broken(self._broken[0], self._broken_count, self._question.source)
+                )
             writer.finalize()
         Dataset.from_file(str(path)).save_to_disk(str(self._directory / own.TOKENS))
         path.unlink()

@@ -7,43 +7,21 @@ datasets is imported where it is needed alone.
 
 from __future__ import annotations
 
-import bz2
-import codecs
 import contextlib
-import gzip
-import io
-import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from search_spaces.documents import home_expanded, open_file
+from search_spaces.documents import home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from search_spaces.hub import SECONDS_MAX
-from sweep.data.files import CSV, JSON, PARQUET, how_read, is_on_hub, text_files
-from sweep.data.formats import (
-    Numbered,
-    array_rows,
-    csv_rows,
-    is_array,
-    line_rows,
-    parquet_rows,
-    values_of,
-)
-from sweep.data.kinds import Broken
+from sweep.data.files import is_on_hub, text_files
+from sweep.data.formats import Read, file_rows, values_of
 from sweep.data.request import Place
 
-_UNPACKERS: dict[str, Callable[[IO[bytes]], Any]] = {
-    ".gz": lambda file: gzip.GzipFile(fileobj=file),
-    ".bz2": bz2.BZ2File,
-    ".xz": lzma.LZMAFile,
-}
 _TRAIN = "train"
 _ROWS_AT_ONCE = 1024
 """Of the hub."""
-
-
-Read = tuple[Place, dict[str, Any] | Broken]
 
 
 class Files:
@@ -77,37 +55,9 @@ class Files:
         """
         self._before = self._within = 0
         for label, path in self._files:
-            try:
-                with open_file(path, label=label) as raw:
-                    yield from self._rows_of(cast(io.BufferedReader, raw), path, label)
-            except (FileNotFoundError, NotADirectoryError) as error:
-                raise InputError(f"{label}: no such file") from error
-            except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-                raise InputError(f"{label}: cannot be unpacked: {words_of(error)}") from error
-            except OSError as error:
-                raise EnvironmentFault(f"{label}: cannot be read: {words_of(error)}") from error
+            for place, values, self._within in file_rows(path, label):
+                yield place, values
             self._before, self._within = self._before + path.stat().st_size, 0
-
-    def _rows_of(self, raw: io.BufferedReader, path: Path, label: str) -> Iterator[Read]:
-        how = how_read(path)
-        if how == PARQUET:
-            for line, values, share in parquet_rows(raw, label):
-                self._within = int(share * path.stat().st_size)
-                yield Place(label, line), values
-            return
-        unpack = _UNPACKERS.get(path.suffix.lower())
-        file = raw if unpack is None else io.BufferedReader(unpack(raw))
-        for line, values in self._rows_in(file, path, label):
-            self._within = raw.tell()
-            yield Place(label, line), values
-
-    def _rows_in(self, file: io.BufferedReader, path: Path, label: str) -> Iterator[Numbered]:
-        how = how_read(path)
-        if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise InputError(f"{label}: is UTF-16: save it as UTF-8")
-        if how == CSV:
-            return csv_rows(file, label, delimiter="\t" if ".tsv" in path.name.lower() else ",")
-        return array_rows(file) if how == JSON and is_array(file) else line_rows(file)
 
 
 def _of_training(

@@ -23,6 +23,7 @@ from search_spaces.texts import TextsChoice, TextsSummary
 from sweep.child_environment import child_environment
 from sweep.data import request as own
 from sweep.data.files import is_on_hub, text_files
+from sweep.data.first_rows import look_at
 from sweep.data.request import BrokenRow, Progress, Question, content_of
 from sweep.data.tokenizers import find_tokenizer
 from sweep.errands import run_errand
@@ -207,6 +208,7 @@ def _question(request: TextsRequest, tell: Progress) -> Question:
     tokenizer = find_tokenizer(request.tokenizer, request.model)
     content = seen = None
     if not is_on_hub(request.source):
+        look_at(request)
         files = text_files(request.source)
         try:
             seen = own.seen(files)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from search_spaces.errors import EnvironmentFault, InputError, listed, quote
+from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
 from storage.files import write_chosen
 from storage.surfaces import surface_text
@@ -29,17 +29,19 @@ class Export:
 @dataclass(frozen=True)
 class _Format:
     text: Callable[[Recipe], str]
+    endings: tuple[str, ...]
     lost: Callable[[Recipe], tuple[str, ...]] = lambda _: ()
 
 
+_JSON, _YAML = (".json",), (".yaml", ".yml")
 _FORMATS: dict[str, _Format] = {
-    "script": _Format(script, script_lost),
-    "json": _Format(json_document),
-    "yaml": _Format(yaml_document),
-    "peft": _Format(peft, lambda _: PEFT_LOST),
-    "axolotl": _Format(axolotl, lambda recipe: lost(recipe, "axolotl")),
-    "llama-factory": _Format(llama_factory, lambda recipe: lost(recipe, "llama-factory")),
-    "trl": _Format(trl, lambda recipe: lost(recipe, "trl")),
+    "script": _Format(script, (".py",), script_lost),
+    "json": _Format(json_document, _JSON),
+    "yaml": _Format(yaml_document, _YAML),
+    "peft": _Format(peft, _JSON, lambda _: PEFT_LOST),
+    "axolotl": _Format(axolotl, _YAML, lambda recipe: lost(recipe, "axolotl")),
+    "llama-factory": _Format(llama_factory, _YAML, lambda recipe: lost(recipe, "llama-factory")),
+    "trl": _Format(trl, _YAML, lambda recipe: lost(recipe, "trl")),
 }
 
 SURFACE = "surface"
@@ -49,6 +51,21 @@ SURFACE = "surface"
 def format_names() -> tuple[str, ...]:
     """Return the names of all formats of a winner, the one that expresses everything first."""
     return tuple(_FORMATS)
+
+
+def endings_of(format: str) -> tuple[str, ...]:
+    """Return the endings of a format's file, the usual one first.
+
+    Raises:
+        InputError: no such format.
+    """
+    if format == SURFACE:
+        return (".jsonl", ".ndjson")
+    if format not in _FORMATS:
+        raise InputError(
+            f"--format: unknown format {quote(format)}{did_you_mean(format, (*_FORMATS, SURFACE))}"
+        )
+    return _FORMATS[format].endings
 
 
 def export(snapshot: StudySnapshot, *, format: str, number: int | None = None) -> str:
@@ -61,26 +78,23 @@ def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None)
 
     Args:
         snapshot: the study.
-        format: one of `format_names`.
+        format: one of `format_names`, or a surface.
         number: of the trial that is wanted instead of the winner.
 
     Raises:
-        InputError: no such format, or no such trial that fits.
+        InputError: no such trial that fits.
         NothingFits: nothing that was tried was measured to fit.
     """
     if format == SURFACE:
         if number is not None:
             raise InputError("--trial: a surface is of all trials; leave it out")
         return Export(surface_text(snapshot))
-    if format not in _FORMATS:
-        known = listed((*_FORMATS, SURFACE))
-        raise InputError(f"unknown format {quote(format)}: it must be {known}")
     recipe, chosen = recipe_of(snapshot, number=number), _FORMATS[format]
     return Export(chosen.text(recipe), chosen.lost(recipe))
 
 
 def save(text: str, path: Path) -> None:
-    """Write an export to ``path``, whole or not at all; missing directories are made.
+    """Write an export to ``path``, whole or not at all.
 
     Raises:
         EnvironmentFault: it cannot be written there; what was there before is untouched.

@@ -27,6 +27,7 @@ from storage.confirmations import Ratio
 from storage.definition import StudySnapshot, Target
 from storage.gain import NoGain, gain_of
 from storage.objectives import measured_of
+from storage.outputs import WRITTEN_BY
 from storage.ranking import Ranking, rank_study
 from storage.records import Measurement, TrialRecord, Verdict
 
@@ -202,6 +203,7 @@ class Recipe:
     def facts(self) -> tuple[str, ...]:
         """Return what was measured, of what and on what, a sentence or two each."""
         return (
+            f"{WRITTEN_BY}.",
             f"{self._role}, of study {quote(self.study)}: "
             f"trial {self.number}{f', {self.certainty}' if self.certainty else ''}.",
             _numbers(self.measurement),

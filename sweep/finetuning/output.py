@@ -17,6 +17,7 @@ from typing import Any
 from reports import units
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from storage import files
+from storage.outputs import require_parent
 from sweep.finetuning import checkpoints
 
 RUN, TRAINING = "run.json", "training.json"
@@ -35,12 +36,13 @@ def is_empty(output: Path) -> bool:
     """Whether nothing is in a directory that anybody would miss, or there is none.
 
     Raises:
-        InputError: it is a file.
+        InputError: it is a file, or in no directory that exists.
         EnvironmentFault: it cannot be looked into.
     """
     try:
         return all(path.name in _LEFT or checkpoints.is_left(path) for path in output.iterdir())
     except FileNotFoundError:
+        require_parent(output)
         return True
     except NotADirectoryError as error:
         raise InputError(f"--output: {output} is a file: name a directory") from error
@@ -136,7 +138,7 @@ def held(output: Path) -> Iterator[None]:
         EnvironmentFault: it cannot be made or written.
     """
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        output.mkdir(exist_ok=True)
         lock = files.open_append(output / _LOCK)
     except FileExistsError as error:
         raise InputError(f"--output: {output} is a file: name a directory") from error

@@ -68,8 +68,9 @@ def foreseen(
         InputError: what is held makes no space.
         EnvironmentFault: the tracing process does not answer.
     """
-    # The space is run as it is: another card has no preset of its own in its place.
-    space = replace(question, own_card=None).about(gpu)
+    # The space is run as it is: another GPU's own does not take its place.
+    question = replace(question, has_own_spaces=False)
+    space = question.about(gpu)
     assert isinstance(space, SearchSpace | TrialConfig)
     if isinstance(space, TrialConfig):
         raise InputError(

@@ -44,7 +44,8 @@ class LaunchRequest:
     typed_prices: tuple[str, ...] = ()
     volume: str | None = None
     study: str | None = None
-    output: Path | None = None
+    output: str | None = None
+    is_forced: bool = False
     is_sure: bool = False
     as_json: bool = False
     words: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ import yaml
 
 from search_spaces.errors import InputError, did_you_mean, listed, quote
 from search_spaces.prices import TYPED_PROVIDER, Offer
+from storage.outputs import WRITTEN_BY
 from sweep.launching.rental import BUCKETS, RESULTS, Machine, Rental, card_name, short_name
 
 CLOUDS: Mapping[str, str] = {"aws": "AWS", "gcp": "GCP", "lambda": "Lambda", "runpod": "Runpod"}
@@ -153,7 +154,7 @@ class SkyPilot:
         """Return the task."""
         start = shlex.join(self.start(rental, Path("THIS_FILE")))
         header = (
-            f"# Study {rental.study} on SkyPilot, written by `sweep launch`. "
+            f"# {WRITTEN_BY}: study {rental.study} on SkyPilot. "
             f"Costs ${rental.cost.usd_max:.2f} at most.\n"
             f"# Start it, and resume it, with: {start}\n"
         )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from storage.outputs import WRITTEN_BY
 
 WARNING_SECONDS = 300
 """Before the limit, at most, in which a running trial ends or is given up. A trial takes seconds;
@@ -158,6 +159,7 @@ def job_script(job: Job, allocation: Allocation) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
+            f"# {WRITTEN_BY}.",
             *(f"#SBATCH {line}" for line in head),
             "",
             f"# Study {job.study}: goes on with itself before each time limit, until it has ended.",

@@ -23,6 +23,7 @@ from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.hub import fetch_weights
 from search_spaces.models import ModelSpec, load_model_spec
 from storage import files
+from storage.outputs import require_parent
 from sweep.child_environment import child_environment
 from sweep.errands import run_errand
 from sweep.merging.adapter import WEIGHTS, Adapter, TensorInfo, read_adapter, read_tensors
@@ -143,13 +144,14 @@ def _new_directory(typed: str) -> Path:
     """Return where the merged model goes.
 
     Raises:
-        InputError: something is there already.
+        InputError: something is there already, or it is in no directory that exists.
     """
     path = home_expanded(typed)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise InputError(f"--output: {typed} is not a directory: name a new one")
     if path.is_dir() and any(path.iterdir()):
         raise InputError(f"--output: {typed} is not empty: name a new directory")
+    require_parent(path)
     return path.absolute()
 
 
@@ -236,7 +238,7 @@ def _held(temporary: Path, output: Path) -> Iterator[None]:
         InputError: another merge does.
         OSError: it cannot be made.
     """
-    temporary.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir(exist_ok=True)
     descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from search_spaces.gpus import GpuSpec
 from search_spaces.linears import CapacityClass
 from search_spaces.prices import Offer
 from storage.records import EpochRecord
@@ -38,18 +39,10 @@ def epoch_document(
     seconds, low, high = (epoch.loss_tokens / rate for rate in (speed, ends[1], ends[0]))
     cards = forecast.config.data_parallel
     hour = None if offer is None else cards * offer.usd_per_hour / SECONDS_PER_HOUR
-    dollars = [None if hour is None else hour * time for time in (seconds, low, high)]
-    return {
-        "epoch": {
-            **epoch.model_dump(mode="json"),
-            "seconds": seconds,
-            "seconds_low": low,
-            "seconds_high": high,
-            "dollars": dollars[0],
-            "dollars_low": dollars[1],
-            "dollars_high": dollars[2],
-        }
-    }
+    times = {"": seconds, "_low": low, "_high": high}
+    dollars = {f"dollars{end}": None if hour is None else hour * t for end, t in times.items()}
+    took = {f"seconds{end}": time for end, time in times.items()}
+    return {"epoch": epoch.model_dump(mode="json") | took | dollars}
 
 
 def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str, Any]:
@@ -64,7 +57,7 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
         "config": forecast.config.model_dump(mode="json"),
         "fits": forecast.fits,
         "fits_certainty": _certainty(forecast),
-        "peak_allocated_bytes": None if memory is None else memory.peak_allocated_bytes,
+        "peak_allocated_bytes": _peak(forecast),
         "peak_reserved_bytes": None if memory is None else memory.peak_reserved_bytes,
         "breakdown": None if memory is None else {part: memory.breakdown[part] for part in PARTS},
         "peak_moment": None if memory is None else memory.moment,
@@ -82,6 +75,10 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     }
 
 
+def _peak(forecast: Forecast) -> int | None:
+    return None if forecast.memory is None else forecast.memory.peak_allocated_bytes
+
+
 def _certainty(forecast: Forecast) -> str:
     return "uncertain" if forecast.fit is Fit.UNCERTAIN else "sure"
 
@@ -94,12 +91,11 @@ def _range(forecast: Forecast) -> list[float | None] | None:
 
 def _basis(forecast: Forecast) -> dict[str, Any]:
     """Return how sure the numbers are: memory's relative error, where speed comes from."""
+    memory = forecast.memory
     return {
-        "memory": None if forecast.memory is None else "predicted",
-        "memory_uncertainty": None if forecast.memory is None else forecast.memory.uncertainty,
-        "reserved_uncertainty": (
-            None if forecast.memory is None else forecast.memory.reserved_uncertainty
-        ),
+        "memory": None if memory is None else "predicted",
+        "memory_uncertainty": None if memory is None else memory.uncertainty,
+        "reserved_uncertainty": None if memory is None else memory.reserved_uncertainty,
         "speed": forecast.speed_basis,
         "speed_uncertainty": forecast.speed_uncertainty,
         "speed_trials": 0 if forecast.speed is None else forecast.speed.trials,
@@ -127,13 +123,11 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
     """
     shown = None if plan.shown is None else forecast_document(plan.shown, bills=plan.bills)
     answer = {"recommended": shown} if plan.survey is not None else (shown or {})
+    offer = plan.bills[0].offer if plan.bills else None
+    epoch = {} if plan.shown is None else epoch_document(plan.epoch, plan.shown, offer)
     return {
         **answer,
-        "gpu": {
-            "name": plan.gpu.name,
-            "memory_bytes": plan.gpu.memory_bytes,
-            "budget_bytes": plan.budget_bytes,
-        },
+        "gpu": _gpu(plan.gpu, plan.budget_bytes),
         "model": plan.model.name,
         "space_kind": plan.asked.kind,
         "held": dict(plan.asked.held),
@@ -141,22 +135,19 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
         **({} if plan.survey is None else _survey(plan.survey)),
         "what_ifs": [_what_if(change) for change in plan.what_ifs],
         "bills": [bill.to_json() for bill in plan.bills],
-        **_texts(plan),
+        **epoch,
         "study": _evidence(plan),
         "notes": list(plan.notes),
     }
 
 
-def _texts(plan: CardPlan) -> dict[str, Any]:
-    if plan.shown is None:
-        return {}
-    return epoch_document(plan.epoch, plan.shown, plan.bills[0].offer if plan.bills else None)
+def _gpu(gpu: GpuSpec, budget_bytes: int) -> dict[str, Any]:
+    return {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "budget_bytes": budget_bytes}
 
 
 def _what_if(change: WhatIf) -> dict[str, Any]:
     """Return one knob turned; changes are against the configuration that is shown."""
     forecast = change.forecast
-    memory = forecast.memory
     return {
         "key": change.key,
         "value": change.value,
@@ -167,7 +158,7 @@ def _what_if(change: WhatIf) -> dict[str, Any]:
         "speed_change": change.speed_change,
         "peak_change_bytes": change.memory_change_bytes,
         "tokens_per_second": forecast.tokens_per_second,
-        "peak_allocated_bytes": None if memory is None else memory.peak_allocated_bytes,
+        "peak_allocated_bytes": _peak(forecast),
     }
 
 
@@ -187,9 +178,7 @@ def _table(table: ShapeTable) -> dict[str, Any]:
                 "seq_len": length,
                 "fits": cell.fits,
                 "fits_certainty": _certainty(cell),
-                "peak_allocated_bytes": None
-                if cell.memory is None
-                else cell.memory.peak_allocated_bytes,
+                "peak_allocated_bytes": _peak(cell),
                 "tokens_per_second": cell.tokens_per_second,
                 "config": cell.config.model_dump(mode="json"),
             }
@@ -236,9 +225,7 @@ def _brief(forecast: Forecast) -> dict[str, Any]:
         "fits_certainty": _certainty(forecast),
         "tokens_per_second": forecast.tokens_per_second,
         "tokens_per_second_range": _range(forecast),
-        "peak_allocated_bytes": (
-            None if forecast.memory is None else forecast.memory.peak_allocated_bytes
-        ),
+        "peak_allocated_bytes": _peak(forecast),
     }
 
 
@@ -319,11 +306,7 @@ def longest_document(longest: Longest) -> dict[str, Any]:
     """Return the longest rows on one card; 0 tokens where not even the shortest row fits."""
     best = longest.best
     return {
-        "gpu": {
-            "name": longest.gpu.name,
-            "memory_bytes": longest.gpu.memory_bytes,
-            "budget_bytes": longest.budget_bytes,
-        },
+        "gpu": _gpu(longest.gpu, longest.budget_bytes),
         "model": longest.model.name,
         "space_kind": longest.asked.kind,
         "held": dict(longest.asked.held),

@@ -105,7 +105,8 @@ def evidence_from(
     calibration = None
     if is_same_card:
         calibration = _calibration(measured.values(), model=model, gpu=gpu, shapes=shapes)
-    notes = () if is_same_card else (_other_card(snapshot.name, target, gpu),)
+    ran_on = target.emulated_on or target.gpu
+    other = f"study '{snapshot.name}' ran on {ran_on}: its speeds do not calibrate the {gpu.name}'s"
     return Evidence(
         study=snapshot.name,
         budget_bytes=target.budget_bytes,
@@ -117,9 +118,13 @@ def evidence_from(
             if isinstance(record.outcome, OutOfMemory)
         ).difference(measured),
         is_same_card=is_same_card,
-        memory_errors=_memory_errors(measured.values()),
+        memory_errors=tuple(
+            r.prediction.peak_allocated_bytes / r.measurement.peak_allocated_bytes - 1.0
+            for r in measured.values()
+            if r.prediction is not None and r.measurement is not None
+        ),
         residuals=Residuals(snapshot.records),
-        notes=notes,
+        notes=() if is_same_card else (other,),
     )
 
 
@@ -150,36 +155,15 @@ def _calibration(
     shapes: ShapesOnTexts | None,
 ) -> Calibration | None:
     observations = [
-        _full_rows(record.config, record.measurement.step_seconds, shapes)
+        (record.config, record.measurement.step_seconds)
         for record in records
         if record.measurement is not None and not record.measurement.is_noisy
     ]
+    if shapes is not None:
+        # What full sequences would take that a step on texts stands for.
+        observations = [(shapes.for_speed(c), shapes.full_seconds(c, s)) for c, s in observations]
     try:
         return calibrate(observations, model=model, gpu=gpu) if observations else None
     except InputError:
         # The architecture has no speed prediction, which the forecast says itself.
         return None
-
-
-def _full_rows(
-    config: TrialConfig, seconds: float, shapes: ShapesOnTexts | None
-) -> tuple[TrialConfig, float]:
-    """Return the full rows that a measured step stands for, and what they take."""
-    if shapes is None:
-        return config, seconds
-    return shapes.for_speed(config), shapes.full_seconds(config, seconds)
-
-
-def _memory_errors(records: Iterable[TrialRecord]) -> tuple[float, ...]:
-    return tuple(
-        record.prediction.peak_allocated_bytes / record.measurement.peak_allocated_bytes - 1.0
-        for record in records
-        if record.prediction is not None and record.measurement is not None
-    )
-
-
-def _other_card(study: str, target: Target, gpu: GpuSpec) -> str:
-    return (
-        f"study '{study}' ran on {target.emulated_on or target.gpu}: its speeds do not calibrate "
-        f"those of {gpu.name}"
-    )

@@ -46,7 +46,7 @@ def silent(_: str) -> OnProgress:
 
 
 Basis = Literal["predicted", "calibrated", "measured"]
-"""Where a number comes from: data sheet and model code, those corrected by trials, or a trial."""
+"""Where a number comes from: a GPU's rates and a model's code, those with trials, or a trial."""
 
 
 @dataclass(frozen=True)
@@ -280,59 +280,28 @@ class Forecaster:
         Raises:
             EnvironmentFault: the tracing process does not answer.
         """
-        broken = self.broken(config)
+        broken, memory = self.broken(config), None
+        why: tuple[str, ...] = ()
         try:
             memory = self.memory(config)
         except Untraceable as error:
-            return self._forbidden(config, broken) if broken else self._unknown(config, error)
+            why = (f"memory is not predicted: {error}",)
         except InputError as error:
-            return self._forbidden(config, broken or Violation(UNBUILDABLE, str(error)))
+            broken = broken or Violation(UNBUILDABLE, str(error))
+        tokens = self.tokens_per_step(config)
         if broken is not None:
-            return self._forbidden(config, broken, memory)
-        fit = self.fit(config)
-        is_likely = memory.is_likely(self.budget_bytes) if fit is Fit.UNCERTAIN else fit is Fit.YES
+            # It does not fit; its memory is given where it can be predicted.
+            return Forecast(config, broken, memory, Fit.NO, False, None, tokens_per_step=tokens)
+        fits = self._shown(config)
+        if memory is not None:
+            fit = self.fit(config)
+            fits = memory.is_likely(self.budget_bytes) if fit is Fit.UNCERTAIN else fit is Fit.YES
+        else:
+            # Without a prediction only a trial tells.
+            fit = Fit.UNCERTAIN if fits is None else Fit.YES if fits else Fit.NO
         speed, notes = self.speed(config)
-        return Forecast(
-            config=config,
-            broken=None,
-            memory=memory,
-            fit=fit,
-            fits=is_likely,
-            speed=speed,
-            trial=self.evidence.trial(config),
-            tokens_per_step=self.tokens_per_step(config),
-            notes=notes,
-        )
-
-    def _forbidden(
-        self, config: TrialConfig, broken: Violation, memory: MemoryPrediction | None = None
-    ) -> Forecast:
-        """What a rule forbids does not fit; its memory is given where it can be predicted."""
-        return Forecast(
-            config,
-            broken,
-            memory,
-            fit=Fit.NO,
-            fits=False,
-            speed=None,
-            tokens_per_step=self.tokens_per_step(config),
-        )
-
-    def _unknown(self, config: TrialConfig, error: Untraceable) -> Forecast:
-        """Without a prediction only a trial tells whether it fits."""
-        known = self._shown(config)
-        speed, notes = self.speed(config)
-        return Forecast(
-            config=config,
-            broken=None,
-            memory=None,
-            fit=Fit.UNCERTAIN if known is None else Fit.YES if known else Fit.NO,
-            fits=known,
-            speed=speed,
-            trial=self.evidence.trial(config),
-            tokens_per_step=self.tokens_per_step(config),
-            notes=(f"memory is not predicted: {error}", *notes),
-        )
+        trial = self.evidence.trial(config)
+        return Forecast(config, None, memory, fit, fits, speed, trial, tokens, (*why, *notes))
 
     def tokens_per_second(self, config: TrialConfig) -> float | None:
         """Return the speed that `forecast` tells of a valid configuration, without its memory."""

@@ -80,7 +80,11 @@ def longest_rows(
         EnvironmentFault: the tracing process does not answer.
     """
     positions = forecaster.model.max_positions or POSITIONS_MAX
-    tried = _of_one_class(_tried(about), forecaster)
+    smallest = {"micro_batch_size": 1, "seq_len": LENGTH_STEP}
+    if isinstance(about, TrialConfig):
+        tried = _of_one_class([reshaped(about, **smallest)], forecaster)
+    else:
+        tried = _of_one_class(structures(about, **smallest), forecaster)
     # At the last position, so that what only long rows need is traced as well.
     last = [reshaped(one, micro_batch_size=1, seq_len=positions) for one in tried]
     forecaster.prepare([*last, *tried], progress=progress)
@@ -105,12 +109,6 @@ def longest_rows(
         configurations=len(tried),
         rows=tuple(rows),
     )
-
-
-def _tried(about: SearchSpace | TrialConfig) -> list[TrialConfig]:
-    if isinstance(about, TrialConfig):
-        return [reshaped(about, micro_batch_size=1, seq_len=LENGTH_STEP)]
-    return structures(about, micro_batch_size=1, seq_len=LENGTH_STEP)
 
 
 def _of_one_class(tried: Sequence[TrialConfig], forecaster: Forecaster) -> list[TrialConfig]:

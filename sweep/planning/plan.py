@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, quote
@@ -20,6 +20,7 @@ from search_spaces.prices import Offer
 from storage.records import EpochRecord
 from sweep.planning.evidence import Evidence
 from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
+from sweep.planning.spaces import SpaceKind
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable, shape_table
 from sweep.planning.whatif import WhatIf, single_changes, what_ifs
@@ -32,10 +33,6 @@ AMOUNT_MAX = 1e15
 """More steps, samples or tokens than this is a slip."""
 CHECKPOINT_BYTES = 2
 """Bytes of a parameter as models are published: bf16."""
-
-SpaceKind = Literal["preset", "file", "standard", "fitted"]
-"""Where a space comes from: shipped under its name, written by the user, made for a card, or
-another card's with micro-batches for this one."""
 
 
 @dataclass(frozen=True)
@@ -88,33 +85,23 @@ class AskedWork:
         if shapes is not None:
             per_sample = shapes.loss_tokens_per_step(config) / per_step
         download = float((parameters(model) or 0) * CHECKPOINT_BYTES)
+        each: dict[str, Any] = {
+            "samples_per_step": per_step,
+            "tokens_per_sample": per_sample,
+            "download_bytes": download,
+        }
         if self.samples is not None:
-            return Workload.of_samples(
-                self.samples,
-                samples_per_step=per_step,
-                tokens_per_sample=per_sample,
-                download_bytes=download,
-            )
+            return Workload.of_samples(self.samples, **each)
         if self.tokens is not None:
-            return Workload.of_tokens(
-                self.tokens,
-                samples_per_step=per_step,
-                tokens_per_sample=per_sample,
-                download_bytes=download,
-            )
+            return Workload.of_tokens(self.tokens, **each)
         if self.dataset_samples is not None:
-            return Workload.of_epochs(
-                1.0 if self.epochs is None else self.epochs,
-                dataset_samples=self.dataset_samples,
-                samples_per_step=per_step,
-                tokens_per_sample=per_sample,
-                download_bytes=download,
-            )
+            epochs = 1.0 if self.epochs is None else self.epochs
+            return Workload.of_epochs(epochs, dataset_samples=self.dataset_samples, **each)
         steps = STEPS if self.steps is None else self.steps
         epoch = None if shapes is None else shapes.epochs.record(config)
         if epoch is not None and self.steps is None:
             steps = math.ceil(epoch.steps * (self.epochs or 1.0))
-        return Workload(steps, per_step, per_sample, download_bytes=download)
+        return Workload(steps, **each)
 
 
 def epoch_of(forecast: Forecast | None, shapes: ShapesOnTexts | None) -> EpochRecord | None:
@@ -156,7 +143,9 @@ class Asked:
     kind: SpaceKind | None = None
     """None where one configuration is asked about, and no space."""
     held: Mapping[str, Any] = field(default_factory=dict)
-    """Knobs that were typed: they are fixed, and the rest of the space is searched."""
+    """Settings that were typed: they are fixed, and the rest of the space is searched."""
+    run_command: str = ""
+    """What to type to measure on the GPU what is searched here."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +157,13 @@ class CardPlan:
     model: ModelSpec
     shown: Forecast | None
     """The configuration that is asked about, or the recommended one; None where nothing fits."""
-    table: ShapeTable | None
-    """Other sizes of that configuration; the fastest of the space at each where one is searched."""
-    survey: Survey | None
-    """Of the space; None where one configuration is asked about."""
     bills: tuple[Bill, ...]
     """Of the shown configuration, the cheapest first."""
     evidence: Evidence
+    table: ShapeTable | None = None
+    """Other sizes of that configuration; the fastest of the space at each where one is searched."""
+    survey: Survey | None = None
+    """Of the space; None where one configuration is asked about."""
     what_ifs: tuple[WhatIf, ...] = ()
     """Single changes of the shown configuration, the most useful first."""
     asked: Asked = Asked()
@@ -207,15 +196,8 @@ def plan_space(
     progress: Progress = silent,
 ) -> CardPlan:
     """Return the plan of a space that was looked over: what it holds, and what is recommended."""
-    return _card_plan(
-        survey.recommended,
-        forecaster,
-        table=survey.table,
-        survey=survey,
-        asked=asked,
-        bills=_bills(survey.recommended, forecaster, work=work, offers=offers),
-        progress=progress,
-    )
+    made = _plan_of(survey.recommended, forecaster, work=work, offers=offers, progress=progress)
+    return replace(made, table=survey.table, survey=survey, asked=asked)
 
 
 def plan_configuration(
@@ -235,52 +217,33 @@ def plan_configuration(
     # Together with what is asked next, as starting to trace takes longer than tracing it.
     changes = () if forecaster.broken(config) else single_changes(config, forecaster)
     forecaster.prepare([config, *changes], progress=progress)
-    asked = forecaster.forecast(config)
-    if asked.memory is None and asked.broken is None:
-        raise InputError(asked.notes[0])
-    if asked.broken is not None and asked.broken.rule == UNBUILDABLE:
-        raise InputError(asked.broken.reason)
-    return _card_plan(
-        asked,
-        forecaster,
-        table=None if asked.memory is None else shape_table(forecaster, config),
-        survey=None,
-        asked=Asked(),
-        bills=_bills(asked, forecaster, work=work, offers=offers),
-        progress=progress,
-    )
+    shown = forecaster.forecast(config)
+    if shown.memory is None and shown.broken is None:
+        raise InputError(shown.notes[0])
+    if shown.broken is not None and shown.broken.rule == UNBUILDABLE:
+        raise InputError(shown.broken.reason)
+    made = _plan_of(shown, forecaster, work=work, offers=offers, progress=progress)
+    return replace(made, table=None if shown.memory is None else shape_table(forecaster, config))
 
 
-def _bills(
-    shown: Forecast | None, forecaster: Forecaster, *, work: AskedWork, offers: Sequence[Offer]
-) -> tuple[Bill, ...]:
-    if shown is None:
-        return ()
-    return bill_offers(
-        shown, work=work, offers=offers, model=forecaster.model, shapes=forecaster.shapes
-    )
-
-
-def _card_plan(
+def _plan_of(
     shown: Forecast | None,
     forecaster: Forecaster,
     *,
-    table: ShapeTable | None,
-    survey: Survey | None,
-    asked: Asked,
-    bills: tuple[Bill, ...],
+    work: AskedWork,
+    offers: Sequence[Offer],
     progress: Progress,
 ) -> CardPlan:
+    model, shapes = forecaster.model, forecaster.shapes
     return CardPlan(
         gpu=forecaster.gpu,
         budget_bytes=forecaster.budget_bytes,
-        model=forecaster.model,
+        model=model,
         shown=shown,
-        table=table,
-        survey=survey,
-        bills=bills,
+        bills=()
+        if shown is None
+        else bill_offers(shown, work=work, offers=offers, model=model, shapes=shapes),
         evidence=forecaster.evidence,
-        shapes=forecaster.shapes,
+        shapes=shapes,
         what_ifs=() if shown is None else what_ifs(shown, forecaster, progress=progress),
-        asked=asked,
     )

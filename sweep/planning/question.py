@@ -6,6 +6,7 @@ options are read, nor of answers.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,13 +16,14 @@ from typing import Any, BinaryIO
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, did_you_mean
+from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names, match_product
+from search_spaces.knobs import as_options
 from search_spaces.loading import load_space, preset_name, shipped_presets, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.offering import Offered, refuse_without_texts
 from search_spaces.prices import Offer, load_prices
-from search_spaces.space import DEFAULT_MODEL, SearchSpace
-from search_spaces.texts import TextsChoice
+from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
 from sweep.data.study_epochs import StudyEpochs
@@ -30,8 +32,8 @@ from sweep.paths import own_price_file
 from sweep.planning.cheapest import job
 from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
 from sweep.planning.forecast import Forecaster
-from sweep.planning.plan import Asked, AskedWork, SpaceKind
-from sweep.planning.spaces import fitted_to, standard_space
+from sweep.planning.plan import Asked, AskedWork
+from sweep.planning.spaces import SpaceKind, own_space
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.device_info import Card
@@ -76,6 +78,8 @@ class PlanRequest:
     study: str | None = None
     storage: str | None = None
     as_json: bool = False
+    is_detailed: bool = False
+    """Whether a person is told all of it, and not one screen."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,8 @@ class Question:
     """None where no space was named."""
     kind: SpaceKind
     """Where the space comes from."""
-    own_card: str | None
-    """The card that the space was named for, where its name is a card's."""
+    has_own_spaces: bool
+    """Whether each GPU is asked about with its own space, as GPUs alone were named."""
     model: ModelSpec
     gpus: tuple[GpuSpec, ...]
     offers: Mapping[str, tuple[Offer, ...]]
@@ -114,8 +118,15 @@ class Question:
         """Return what is asked of a card: a space, or one configuration.
 
         Raises:
-            InputError: what was typed is no configuration, or does not go with the space.
+            InputError: what was typed is no configuration, does not go with the space, or leaves
+                none of it that is valid.
         """
+        asked = self._asked_of(gpu)
+        if not self.request.is_cheapest or isinstance(asked, TrialConfig):
+            refuse_impossible(asked, model=self.model, has_texts=self.texts is not None)
+        return asked
+
+    def _asked_of(self, gpu: GpuSpec) -> SearchSpace | TrialConfig:
         if self.request.is_exact:
             return parse_config(self.held, where="options")
         space, kind = self._space_of(gpu)
@@ -139,30 +150,38 @@ class Question:
 
     def asked(self, gpu: GpuSpec) -> Asked:
         """Return what was asked of a card, for the answer to say."""
-        kind = None if self.request.is_exact else self._space_of(gpu)[1]
-        return Asked(kind=kind, held=self.held)
+        if self.request.is_exact:
+            return Asked(held=self.held)
+        return Asked(self._space_of(gpu)[1], self.held, run_command=self._run_command(gpu))
+
+    def _run_command(self, gpu: GpuSpec) -> str:
+        """Return what to type to measure on a GPU what is searched here."""
+        space, kind = self._space_of(gpu)
+        name = (self.request.space if kind == "file" else space.name) or ""
+        target = {"gpu": gpu.name, "model": self.request.model}
+        first = ""
+        if kind == "standard":
+            name = f"{gpu.name}.yaml"
+            first = f"sweep init {_typed(target | {'output': name})} && "
+            target = {}
+        elif gpu.name == space.gpu:
+            del target["gpu"]
+        texts = {"data" if key == "texts" else key: v for key, v in self.request.data.items()}
+        options = _typed({**target, **texts, **self.request.configuration})
+        return f"{first}sweep run {shlex.quote(name)} {options}".rstrip()
 
     def _space_of(self, gpu: GpuSpec) -> tuple[SearchSpace, SpaceKind]:
-        """Return the space of a card, and where it comes from.
-
-        A space that has a card's name is that card's. Beside it another card has the preset of its
-        own name, or else the same knobs with the micro-batches of a card without a space.
-        """
-        if self.space is None:
-            return standard_space(gpu, self.model), "standard"
-        if self.own_card in (None, gpu.name):
-            return self.space, self.kind
-        own = preset_name(gpu.name)
-        if own is not None:
-            return load_space(own), "preset"
-        return fitted_to(self.space, gpu, self.model), "fitted"
+        """Return the space of a GPU, and where it comes from."""
+        if self.space is None or self.has_own_spaces:
+            return own_space(gpu.name, self.request.model)
+        return self.space, self.kind
 
     def forecaster(self, gpu: GpuSpec) -> Forecaster:
         """Return what answers for one card."""
         return Forecaster(
             model=self.model,
             gpu=gpu,
-            budget_bytes=_budget(self.space, gpu),
+            budget_bytes=_budget(self._space_of(gpu)[0], gpu),
             memory=self._predictor_of(gpu),
             evidence=self._evidence(gpu),
             shapes=self.shapes,
@@ -208,29 +227,28 @@ def resolve_request(
     gpus = _cards(request, space, named, card)
     if request.from_file is not None and len(gpus) > 1:
         raise InputError(f"--from-file answers for one card, got {len(gpus)}: name one --gpu")
-    model = load_model_spec(request.model or (space.model if space else DEFAULT_MODEL))
+    of_first = space or own_space(gpus[0].name, request.model)[0]
+    model = load_model_spec(request.model or of_first.model)
     choice = typed_texts(None if space is None else space.data, request.data)
-    texts = None if choice is None else read_texts(TextsRequest.of(choice, model))
+    texts = shapes = None
+    if choice is not None:
+        texts = read_texts(TextsRequest.of(choice, model))
+        shapes = ShapesOnTexts(StudyEpochs.of(texts, choice, seed=of_first.seed))
     if space is not None:
         space = space.model_copy(update={"data": choice})
     return Question(
         texts=texts,
-        shapes=None if texts is None or choice is None else _shapes(texts, choice, space),
+        shapes=shapes,
         request=request,
         space=space,
         kind=kind,
-        own_card=None if space is None or named is None else named.name,
+        has_own_spaces=space is None or named is not None,
         model=model,
         gpus=gpus,
         offers=load_prices(request.prices or own_price_file(), typed=request.typed_prices),
         predictor=predictor,
         read_study=read_study,
     )
-
-
-def _shapes(texts: PreparedTexts, choice: TextsChoice, space: SearchSpace | None) -> ShapesOnTexts:
-    seed = 0 if space is None else space.seed
-    return ShapesOnTexts(StudyEpochs.of(texts, choice, seed=seed))
 
 
 def _cards(
@@ -296,17 +314,16 @@ def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | N
         if "/" in name or Path(name).suffix or Path(name).exists():
             raise
         known = [*cards, *(preset.name for preset in shipped_presets())]
-        raise InputError(
-            f"'{name}' is no preset, no YAML file and no GPU{did_you_mean(name, known)}"
-        ) from None
+        near = did_you_mean(name, known) or "; `sweep presets` and `sweep gpus` list them"
+        raise InputError(f"'{name}' is no preset, no YAML file and no GPU{near}") from None
 
 
 def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
     """Return the card of that name; ``auto`` is the one in this machine."""
     if name == "cpu":
         raise InputError(
-            "gpu is cpu, and what is predicted is a card's memory and speed: name a card with "
-            "--gpu, or measure with `sweep run`"
+            "gpu is cpu, and only GPUs are predicted: name one with --gpu (`sweep gpus`), or "
+            "measure on the CPU with `sweep run`"
         )
     if name != "auto":
         return find_gpu(name)
@@ -322,11 +339,15 @@ def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
     return spec
 
 
-def _budget(space: SearchSpace | None, gpu: GpuSpec) -> int:
-    """Return what a training may take: the card's budget, or the tighter one of the space."""
-    if space is None or space.budget_gib is None:
-        return gpu.budget_bytes
-    return min(gpu.budget_bytes, int(space.budget_gib * GIB))
+def _typed(options: Mapping[str, Any]) -> str:
+    given = {key: value for key, value in options.items() if value is not None}
+    return shlex.join(as_options(given))
+
+
+def _budget(space: SearchSpace, gpu: GpuSpec) -> int:
+    """Return what a training may take: the GPU's budget, or the tighter one of the space."""
+    asked = space.budget_gib_on(gpu.name)
+    return gpu.budget_bytes if asked is None else min(gpu.budget_bytes, int(asked * GIB))
 
 
 def read_configurations(

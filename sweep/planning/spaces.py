@@ -1,7 +1,6 @@
-"""Owns spaces as planning takes them: a card's standard one, one held at knobs, and its rows.
+"""Spaces as planning takes them: the one that a GPU's name means, and a space's rows.
 
-A row is every micro-batch of otherwise equal configurations. Pure: spaces and values in, spaces and
-configurations out. Knows nothing of what fits.
+A row is every micro-batch of otherwise equal configurations.
 """
 
 from __future__ import annotations
@@ -10,19 +9,19 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 from search_spaces.config import TrialConfig
 from search_spaces.dimensions import Choices, Dimension, FloatRange
-from search_spaces.gpus import GpuSpec
 from search_spaces.knobs import KNOBS
-from search_spaces.models import ModelSpec
-from search_spaces.rules import violation
+from search_spaces.loading import load_space, parse_space, preset_name
 from search_spaces.space import SearchSpace
+from search_spaces.starting import starting_text
 
-LENGTHS = (512, 1024, 2048, 4096)
-"""Sequence lengths where nothing else is asked."""
-GRID_BATCHES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+SpaceKind = Literal["preset", "file", "standard"]
+"""Where a space comes from: shipped under its name, written by the user, or made for a GPU."""
+
 ROWS_MAX = 6_000
 CONFIGURATIONS_MAX = 60_000
 """Spaces with more of either, or with a continuous dimension, are judged by a sample of rows."""
@@ -33,48 +32,19 @@ VALUES_SHOWN = 16
 """Rows or columns that the table takes from one dimension."""
 
 
-def standard_space(gpu: GpuSpec, model: ModelSpec) -> SearchSpace:
-    """Return the space of a card that is named without one: the recipe's knobs at rank 16.
+@cache
+def own_space(gpu: str, model: str | None) -> tuple[SearchSpace, SpaceKind]:
+    """Return the space that a GPU's name means, and where it comes from.
 
-    Rank and target modules stay the standard recipe's, as they buy capacity and not speed.
+    It is the preset of that name, else what `sweep init --gpu` writes for the GPU and the model.
+
+    Raises:
+        InputError: no such model.
+        EnvironmentFault: a hub id, and the hub is not to be had.
     """
-    positions = model.max_positions or LENGTHS[-1]
-    lengths = [length for length in LENGTHS if length <= positions] or [positions]
-    knobs = {
-        "micro_batch_size": GRID_BATCHES,
-        "seq_len": lengths,
-        **{key: knob.tried for key, knob in KNOBS.items() if knob.tried},
-    }
-    return SearchSpace.model_validate(
-        {
-            "name": gpu.name,
-            "gpu": gpu.name,
-            "model": model.name,
-            "dimensions": {key: {"choices": list(values)} for key, values in knobs.items()},
-            "fixed": {"compute_dtype": _best_dtype(gpu, model)},
-        }
-    )
-
-
-def fitted_to(space: SearchSpace, gpu: GpuSpec, model: ModelSpec) -> SearchSpace:
-    """Return a space that is another card's for this one: the same knobs, other micro-batches.
-
-    What fits a small card says nothing of how many fit a large one, and the other way round.
-    """
-    own = standard_space(gpu, model)
-    searched = {"micro_batch_size": own.dimensions["micro_batch_size"]}
-    dimensions = {key: searched.get(key, value) for key, value in space.dimensions.items()}
-    return space.model_copy(
-        update={"name": gpu.name, "gpu": gpu.name, "dimensions": dimensions, "budget_gib": None}
-    )
-
-
-def _best_dtype(gpu: GpuSpec, model: ModelSpec) -> str:
-    """Return bf16, or fp16 on a card that is too old for it."""
-    broken = violation(
-        TrialConfig(), model=model, compute_capability=gpu.compute_capability, device="cuda"
-    )
-    return "fp16" if broken is not None and broken.rule == "bf16-needs-ampere" else "bf16"
+    if preset_name(gpu) is not None:
+        return load_space(gpu), "preset"
+    return parse_space(starting_text(gpu, model), label=gpu), "standard"
 
 
 def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:

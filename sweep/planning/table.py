@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import MICRO_BATCH_MAX
 from sweep.planning.forecast import Forecast, Forecaster
-from sweep.planning.spaces import LENGTHS
 from sweep.predict.memory.predictor import Fit
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Rows where nothing else is asked."""
+LENGTHS = (512, 1024, 2048, 4096)
+"""Rows and columns where nothing else is asked."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def fastest_table(
             for batch in batches
         }
     largest = {length: _largest_held(rows, length) for length in lengths}
-    return ShapeTable(None, tuple(batches), tuple(lengths), cells, largest)
+    return ShapeTable(None, tuple(batches), tuple(lengths), dict(sorted(cells.items())), largest)
 
 
 def _length(row: FitRow) -> int:

@@ -92,7 +92,8 @@ class Runner(Protocol):
 
         A latch: every present and later `run` returns `Lost` that is marked as interrupted, at
         once and without launching anything, whatever else is called in between. A request that
-        comes between two trials, or while one is being started, is not forgotten.
+        comes between two trials, or while one is being started, is not forgotten. A trial that
+        was measured to its end by then has about two seconds to tell its outcome, which is kept.
         """
         ...
 

@@ -47,6 +47,12 @@ from sweep.running.wire import (
 )
 from sweep.running.worker_log import WorkerLog
 
+_GRACE_SECONDS = 2.0
+"""That a trial which was measured to its end gets to tell its result, once somebody asked to stop.
+"""
+_LOOK_SECONDS = 0.5
+"""Between two looks at whether somebody did."""
+
 
 class SupervisedRunner:
     """Runs configurations in a child process that owns the device and keeps the base model
@@ -106,7 +112,8 @@ class SupervisedRunner:
         self._log: WorkerLog | None = None
         self._is_ready = False
         self._phase: Phase = "start"
-        self._is_cancelled = False
+        self._cancelled_at: float | None = None
+        """When somebody asked to stop, by the clock."""
         self._lost: CardLost | None = None
 
     def run(
@@ -125,7 +132,7 @@ class SupervisedRunner:
             CardLost: a worker could not be ended, so that the device is not to be had any more.
             EnvironmentFault: no worker can be started, or none can use the device.
         """
-        if self._is_cancelled:
+        if self._cancelled_at is not None:
             return INTERRUPTED
         if self._lost is not None:
             raise self._lost
@@ -171,17 +178,17 @@ class SupervisedRunner:
         kills = oom_kills()
         while True:
             try:
-                message = worker.next_message(until=patience.until())
+                until = min(patience.until(), self._clock.now + _LOOK_SECONDS)
+                message = worker.next_message(until=until)
             except WorkerSilent:
-                if patience.exceeded() is None:
-                    # The time was this process's own: it was away, and has listened since.
+                if not self._is_time_up(patience):
                     continue
                 raise
             match message:
                 case Alive() as alive:
                     patience.hear(alive)
                     self._phase = alive.phase
-                    if patience.exceeded() is not None:
+                    if self._is_time_up(patience):
                         # Signs of life alone, however many, do not put it off.
                         raise WorkerSilent
                     if observe(_progress(alive)) and not is_stopping:
@@ -199,15 +206,21 @@ class SupervisedRunner:
         """See `runner.Runner.start`: the worker imports its libraries and takes the device."""
         # What keeps it from being started does so at the first `run` too, which says it.
         with contextlib.suppress(EnvironmentFault):
-            if not self._is_cancelled and self._lost is None:
+            if self._cancelled_at is None and self._lost is None:
                 self._started_worker()
 
     def cancel(self) -> None:
         """See `runner.Runner.cancel`."""
         # Before the kill, so that whoever sees the worker end knows why.
-        self._is_cancelled = True
-        if self._worker is not None:
+        if self._cancelled_at is None:
+            self._cancelled_at = self._clock.now
+        if self._worker is not None and self._phase != "detach":
             self._worker.kill()
+
+    def _is_time_up(self, patience: Patience) -> bool:
+        asked = self._cancelled_at
+        is_grace_over = asked is not None and self._clock.now >= asked + _GRACE_SECONDS
+        return is_grace_over or patience.exceeded() is not None
 
     def renew(self) -> None:
         """See `runner.Runner.renew`: a worker that ran nothing yet is as fresh as another."""
@@ -234,7 +247,7 @@ class SupervisedRunner:
         if self._lost is not None:
             raise self._lost
         worker = self._started_worker()
-        if self._is_cancelled:
+        if self._cancelled_at is not None:
             # Perhaps while it was being started, when there was no worker yet to kill.
             worker.kill()
         if self._is_ready:
@@ -294,11 +307,11 @@ class SupervisedRunner:
             CardLost: nothing ends it, and it left nothing.
         """
         end, words = self._discard(patience=patience)
-        if self._is_cancelled:
-            return INTERRUPTED
         left = self._left_behind(command)
         if left is not None and left != before:
             return left
+        if self._cancelled_at is not None:
+            return INTERRUPTED
         if self._lost is not None:
             raise self._lost
         return failure(self._phase, end, words=words)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -19,7 +19,7 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.space import ConfirmBudget, StepBudget
 from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_enough
-from storage.objectives import is_sound
+from storage.objectives import is_sound, measured_of
 from storage.ranking import Ranking, rank
 from storage.records import (
     Attempt,
@@ -42,12 +42,13 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
+from sweep.study.interruption import Interruption
 from sweep.study.machine_faults import lost_with_the_card, run_undisturbed
 from sweep.study.preflight import Preflight
 from sweep.study.quality import Quality, Seeds, is_asked
 
 CONTENDERS_MAX = 4
-"""Of all that cannot be told from the winner, so many are measured again at a time."""
+"""Of all whose intervals overlap the winner's, so many are measured again at a time."""
 BEGUN_MAX = 8
 """So many in all: where more take the lead one after the other, the machine cannot tell them."""
 GAIN_WITHIN = 1.1
@@ -180,21 +181,26 @@ class Plan:
         return sum(max(0, RUNS_TO_CONFIRM - self._runs(contender)) for contender in needed)
 
     def _undecided(self) -> list[Contender]:
-        """Return what more runs may tell apart, and what a gain that is still wide is between."""
+        """Return what more runs may tell apart: ties, and what an unsure gain is between."""
         ranking, winner = self.ranking, self.ranking.winner
         if self._is_spent or winner is None:
             return []
         tied = {winner.number, *ranking.tied} if ranking.tied else set()
-        over = ranking.reference_for(winner.config)
-        gain = None if over is None else ranking.ratio(winner, over)
-        is_wide = gain is None or gain.low is None or gain.value > GAIN_WITHIN * gain.low
-        wanted = {canonical(r.config) for r in (winner, over) if r is not None and is_wide}
+        over = ranking.reference_for(winner.config) or winner
+        unsure = {canonical(r.config) for r in (winner, over) if self._is_unsure(winner, over)}
         return [
             c
             for c in self.contenders()
-            if (c.number in tied or canonical(c.config) in wanted)
+            if (c.number in tied or canonical(c.config) in unsure)
             and self._runs(c) < self.budget.repeats
         ]
+
+    def _is_unsure(self, winner: TrialRecord, over: TrialRecord) -> bool:
+        """Whether the winner's gain, or its own speed where it has none, is not known closely."""
+        if canonical(winner.config) == canonical(over.config):
+            return measured_of(winner).is_noisy
+        gain = self.ranking.ratio(winner, over)
+        return gain.low is None or gain.value > GAIN_WITHIN * gain.low
 
     def lacks_its_recipe(self, run: NextRun) -> bool:
         """Whether what is to be run is a recipe that this series came to its end without."""
@@ -263,9 +269,7 @@ def confirm(
     preflight: Preflight,
     clock: Callable[[], float] = time.monotonic,
     on_event: Listener = lambda _: None,
-    should_stop: Callable[[], bool] = lambda: False,
-    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
-    settling: Callable[[], AbstractContextManager[None]] = nullcontext,
+    interruption: Interruption | None = None,
     is_anew: bool = False,
     place: str = "",
 ) -> bool:
@@ -279,9 +283,7 @@ def confirm(
         preflight: learns what did not hold.
         clock: seconds; only differences count.
         on_event: hears of every run.
-        should_stop: asked before each run.
-        interruptible: entered while a run is chosen and begun, as in `tune`.
-        settling: entered while a run is told, as in `tune`.
+        interruption: whether somebody asked to stop, as in `tune`.
         is_anew: whether all of it is done once more, whatever the space says.
         place: where it runs, where there are several.
 
@@ -293,8 +295,8 @@ def confirm(
         budget = ConfirmBudget()
     if budget is None:
         return True
-    stops = should_stop, interruptible, settling
-    confirming = _Confirming(study, runner, preflight, clock, on_event, *stops, budget, place)
+    stops = interruption or Interruption()
+    confirming = _Confirming(study, runner, preflight, clock, on_event, stops, budget, place)
     return confirming.all(is_anew)
 
 
@@ -340,9 +342,7 @@ class _Confirming:
     preflight: Preflight
     clock: Callable[[], float]
     on_event: Listener
-    should_stop: Callable[[], bool]
-    interruptible: Callable[[], AbstractContextManager[None]]
-    settling: Callable[[], AbstractContextManager[None]]
+    interruption: Interruption
     budget: ConfirmBudget
     place: str
 
@@ -357,12 +357,12 @@ class _Confirming:
         while True:
             try:
                 with closing_what_never_ran(self.study):
-                    with self.interruptible():
+                    with self.interruption.interruptible():
                         begun = self._next(self._plan(series, since), is_first=is_first)
                     if begun is None:
                         return True
                     outcome = self._outcome_of(begun)
-                with self.settling():
+                with self.interruption.settling():
                     self._tell(begun, outcome)
             except KeyboardInterrupt:
                 return False
@@ -377,14 +377,11 @@ class _Confirming:
         run = plan.next_run()
         if run is None:
             return None
-        if self.should_stop():
+        if self.interruption.is_requested():
             raise KeyboardInterrupt
         if is_first:
             self._begin(plan)
-        begun = self._ask(run)
-        if self.should_stop():
-            raise KeyboardInterrupt
-        return begun
+        return self._ask(run)
 
     def _plan(self, series: int, since: int) -> Plan:
         study = self.study
@@ -489,7 +486,7 @@ class _Confirming:
                 ),
                 budget_bytes=self.study.definition.target.budget_bytes,
             ),
-            should_stop=self.should_stop,
+            should_stop=self.interruption.is_requested,
         )
 
 

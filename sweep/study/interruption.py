@@ -1,8 +1,7 @@
-"""Owns what asking a study to stop means: once, stop after the running trial; twice, stop now; more
-often, wait for nothing any more.
+"""A request to stop a study: the first ends what runs, a further one waits for nothing any more.
 
 Whichever of the signals asks. What is stored is never at stake: it is cut short only what a resume
-does again, or finds in the spool. Knows nothing of studies or runners: what to stop is handed in.
+does again, or finds in the spool.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from types import FrameType
 
 from sweep.processes import STOP_SIGNALS
 
-HEARD_MAX = 2
-"""Requests that are worth passing on to another driver: after the running trial, and now."""
-_CUT_AT = 3
+_CUT_AT = 2
 """Requests from which on anything is cut short, a wait for a runner that was cancelled too."""
 SETTLING_SECONDS = 1.0
 """In which a result reaches the disk. What takes longer waits for a database."""
@@ -30,8 +27,8 @@ class Interruption:
     """Counts requests to stop.
 
     Args:
-        cancel: ends the running trial at once and launches no other; called from a signal handler
-            at the second request, and at each further one.
+        cancel: ends what runs at once and launches nothing more; called from a signal handler at
+            each request.
         requests: those that were made before.
         clock: seconds; only differences count.
     """
@@ -49,45 +46,33 @@ class Interruption:
         self._cut_at = _CUT_AT
         self._cut_after = clock()
 
-    @property
-    def requests(self) -> int:
-        """How often anybody asked to stop."""
-        return self._requests
-
     def is_requested(self) -> bool:
         """Return whether anybody asked to stop."""
         return self._requests > 0
 
     def request(self) -> None:
-        """Ask to stop: after the running trial, and at once when asked again.
+        """Ask to stop now.
 
         Raises:
-            KeyboardInterrupt: asked so often that what is under way is not waited for.
+            KeyboardInterrupt: what is under way can be cut short, or was asked to end before.
         """
         self._requests += 1
-        if self._requests >= 2:
-            self._cancel()
+        self._cancel()
         if self._requests >= self._cut_at and self._clock() >= self._cut_after:
             raise KeyboardInterrupt
 
     @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Let the first request cut short what is inside the ``with``: nothing has begun yet."""
+    def interruptible(self) -> Iterator[None]:
+        """Let the first request cut short what is inside the ``with``: no result is lost there."""
         with self._cutting(at=1):
             yield
 
     @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Let the second request cut short what is inside the ``with``: no result is lost there."""
-        with self._cutting(at=2):
-            yield
-
-    @contextmanager
     def settling(self) -> Iterator[None]:
-        """Let the second request cut short what is inside the ``with`` once it takes longer than a
-        result takes to the disk; the database hears of it when the study goes on.
+        """Let a result reach the disk inside the ``with`` before a second request cuts it short;
+        the database hears of it when the study resumes.
         """
-        with self._cutting(at=2, after=SETTLING_SECONDS):
+        with self._cutting(at=_CUT_AT, after=SETTLING_SECONDS):
             yield
 
     @contextmanager
@@ -108,7 +93,7 @@ class Interruption:
 
 @contextmanager
 def undisturbed(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Ignore signals inside the ``with``: who asked twice is being told what came of it.
+    """Ignore signals inside the ``with``: whoever asked is being told what came of it.
 
     Not for ever: where that hangs, one more cuts it short.
     """

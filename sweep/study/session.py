@@ -5,14 +5,10 @@ Knows nothing of options' spelling and prints nothing; who listens is handed in.
 
 from __future__ import annotations
 
-import re
-import shlex
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from optuna.samplers import BaseSampler
@@ -20,37 +16,35 @@ from optuna.samplers import BaseSampler
 from search_spaces.checkpoints import check_weights
 from search_spaces.config import TrialConfig
 from search_spaces.documents import Document
-from search_spaces.errors import InputError, quote
+from search_spaces.errors import InputError
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import match_product
-from search_spaces.knobs import KNOBS, as_options
-from search_spaces.loading import load_space, preset_name, with_fixed
+from search_spaces.loading import preset_name
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.offering import Offered, refuse_without_texts
-from search_spaces.rules import violation
-from search_spaces.space import ConfirmBudget, SearchSpace
-from search_spaces.texts import TextsChoice
+from search_spaces.rules import Violation, violation
+from search_spaces.space import SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.opening import NAME_MAX, check_name, open_study
+from storage.opening import open_study
 from storage.patience import waits_end_when
-from storage.reading import changed_versions, is_file_name
+from storage.reading import changed_versions
 from storage.study import OpenStudy
+from storage.surfaces import Surface
 from sweep import stop_signals
 from sweep.data.choice import (
     ReadTexts,
     is_same_choice,
     space_with_texts,
     texts_of_study,
-    typed_texts,
 )
 from sweep.data.study_epochs import StudyEpochs, refuse_too_few
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.nvml import FaultWatch
-from sweep.paths import RESERVED, cache_directory, runs_directory, worker_log_path
+from sweep.paths import cache_directory, runs_directory, worker_log_path
 from sweep.predict.memory.kinds import one_of_each_kind
 from sweep.predict.memory.on_cpu import CpuMemory
-from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.cards import ChosenCard, teams_of
 from sweep.running.device_info import Card, environment_with
@@ -60,11 +54,20 @@ from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import TextsSettings
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
+from sweep.study.asked import (
+    as_held,
+    default_study_name,
+    held_in,
+    overridden,
+    refuse_reserved,
+    with_confirm,
+)
 from sweep.study.carrying import carry_over, refuse_incomparable
 from sweep.study.events import GainForeseen, LanesOpened, Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.quality import eval_seq_len, is_asked
+from sweep.study.recorded import RecordedPeaks, only_recorded, recorded_peaks
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
@@ -84,9 +87,7 @@ class Work(Protocol):
         preflight: Preflight,
         stopping: Stopping,
         on_event: Listener,
-        should_stop: Callable[[], bool],
-        interruptible: Callable[[], AbstractContextManager[None]],
-        settling: Callable[[], AbstractContextManager[None]],
+        interruption: Interruption,
     ) -> StopReason:
         """Work on an open study and say why that stopped."""
         ...
@@ -110,6 +111,8 @@ class Prepared:
     """What passes over those texts are to its configurations."""
     notes: tuple[str, ...] = ()
     """What the texts made of the space, for a person."""
+    surface: Surface | None = None
+    """What answers instead of a GPU, where trials were recorded."""
 
     @property
     def space(self) -> SearchSpace:
@@ -139,6 +142,7 @@ def prepare(
     card: Callable[[], Card | None],
     read_texts: ReadTexts = prepare_texts,
     stored: Callable[[str], StudyDefinition | None] = lambda _: None,
+    narrowed: Callable[[SearchSpace], SearchSpace] = lambda space: space,
 ) -> Prepared:
     """Resolve what a run is about, before anything is opened or started.
 
@@ -153,14 +157,16 @@ def prepare(
         read_texts: reads and tokenizes texts, or finds what did so before.
         stored: reads the definition of the study of that name; None where there is none. A study
             of texts goes on with them where nobody names any.
+        narrowed: returns what of a space can be run where it is to run.
 
     Raises:
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: the card, or the network for a hub id, is not to be had.
     """
     known = None if study is None else stored(study)
-    space, changed = _overridden(space_name, overrides, known)
-    refuse_without_texts(space if not held else _as_held(space, held))
+    space, changed = overridden(space_name, overrides, known)
+    space = narrowed(space)
+    refuse_without_texts(space if not held else as_held(space, held))
     model = load_model_spec(space.model)
     here = card() if space.gpu != "cpu" else None
     # Texts may take a minute to read: what can be refused without them is refused before.
@@ -174,43 +180,11 @@ def prepare(
     if texts is not None:
         is_preset = preset_name(space_name) is not None
         offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held or ())
-    space, changed = _held(offered.space, held or {}, changed, typed=space_name)
+    space, changed = held_in(offered.space, held or {}, changed, typed=space_name)
     space, sampled = _sampled(space)
     name = default_study_name(space, changed) if study is None else study
-    _refuse_reserved(name)
+    refuse_reserved(name)
     return _checked(name, space, model, here, texts, (*offered.notes, *sampled))
-
-
-def named(
-    space_name: str,
-    *,
-    overrides: Mapping[str, Any],
-    held: Mapping[str, Any],
-    study: str | None,
-) -> tuple[str, SearchSpace]:
-    """Return a name for the study of what was typed, and its space, for whoever runs it elsewhere.
-
-    Neither card nor texts are looked at. Named so, the same words always go on with one study.
-
-    Args:
-        space_name, overrides, held, study: as for `prepare`.
-
-    Raises:
-        InputError: something that was typed or named is not right.
-    """
-    space, changed = _overridden(space_name, overrides, None)
-    space, changed = _held(space, held, changed, typed=space_name)
-    name = default_study_name(space, changed) if study is None else study
-    check_name(name)
-    _refuse_reserved(name)
-    return name, space
-
-
-def _refuse_reserved(name: str) -> None:
-    if name in RESERVED:
-        raise InputError(
-            f"study name '{name}' is that of a file of sweep's; choose another with --study"
-        )
 
 
 def prepare_again(
@@ -234,17 +208,12 @@ def prepare_again(
         InputError: a value that the section does not take, or another card than the study's.
         EnvironmentFault: the card is not to be had.
     """
-    values = {**stored.space.model_dump(), "confirm": _with_confirm(stored.space, confirm)}
+    values = {**stored.space.model_dump(), "confirm": with_confirm(stored.space, confirm)}
     space = validate(SearchSpace, values, Document(f"study '{name}'"))
     model = ModelSpec.from_json(stored.model)
     here = card() if space.gpu != "cpu" else None
     texts = texts_of_study(stored, model=model, read=read_texts)
     return _checked(name, space, model, here, texts)
-
-
-def _with_confirm(space: SearchSpace, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section of how the winner is measured again, switched on, with what was typed."""
-    return {**(space.confirm or ConfirmBudget()).model_dump(), **typed}
 
 
 def _checked(
@@ -302,31 +271,6 @@ def _refuse_unanswerable(space: SearchSpace, epochs: StudyEpochs) -> None:
         )
 
 
-def _overridden(
-    name: str, overrides: Mapping[str, Any], stored: StudyDefinition | None
-) -> tuple[SearchSpace, Mapping[str, Any]]:
-    """Return the space that was named, as it was overridden, and what that changed.
-
-    Raises:
-        InputError: a value that the space does not take.
-    """
-    declared = load_space(name)
-    typed, confirm = overrides.get("data") or {}, overrides.get("confirm")
-    known = declared.data
-    if known is None and stored is not None:
-        known = stored.space.data
-    overrides = {**overrides, "data": typed_texts(known, typed)}
-    if isinstance(confirm, Mapping):
-        overrides = {**overrides, "confirm": _with_confirm(declared, confirm)}
-    changed = {
-        key: value
-        for key, value in overrides.items()
-        if value is not None and value != getattr(declared, key)
-    }
-    values = {**declared.model_dump(), **changed}
-    return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
-
-
 def _sampled(space: SearchSpace) -> tuple[SearchSpace, tuple[str, ...]]:
     """Return a space with a sampler that learns from losses, and what that changed.
 
@@ -351,76 +295,6 @@ def _texts(
     if stored is not None and is_same_choice(stored.space.data, space.data):
         return texts_of_study(stored, model=model, read=read)
     return read(TextsRequest.of(space.data, model))
-
-
-def _as_held(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace:
-    """Return a space with what was typed, where that leaves one."""
-    rest = with_fixed(space, held)
-    return rest if isinstance(rest, SearchSpace) else space
-
-
-def _held(
-    space: SearchSpace, held: Mapping[str, Any], changed: Mapping[str, Any], *, typed: str
-) -> tuple[SearchSpace, Mapping[str, Any]]:
-    """Return the space, as it was typed, with the knobs fixed that were, and all that was changed.
-
-    Raises:
-        InputError: a value that a configuration does not take, or nothing left free.
-    """
-    if not held:
-        return space, changed
-    rest = with_fixed(space, held)
-    if isinstance(rest, TrialConfig):
-        raise InputError(
-            f"space '{space.name}': with {', '.join(held)} held nothing is left to search: "
-            f"{_instead_of_a_search(space, rest, named=typed)}"
-        )
-    fixed = {key: rest.fixed[key] for key in held if rest.fixed[key] != space.fixed.get(key)}
-    return rest, {**changed, **fixed}
-
-
-def _instead_of_a_search(space: SearchSpace, config: TrialConfig, *, named: str) -> str:
-    """Return what can be done about one configuration: no study is of one."""
-    if space.gpu == "cpu":
-        return "leave one of them out"
-    typed: dict[str, Any] = {"model": space.model}
-    if space.gpu != "auto":
-        typed["gpu"] = space.gpu
-    if space.data is not None:
-        choice = space.data.model_dump(exclude={"eval_fraction", "quality_tokens"})
-        known = {"format": "auto", "completions_only": False}
-        typed["data"] = choice.pop("texts")
-        typed |= {key: value for key, value in choice.items() if value != known.get(key)}
-    typed |= config.changes_from(TrialConfig())
-    # Its budget is the space's own.
-    command = shlex.join(["sweep", "plan", named, "--exact", *as_options(typed)])
-    return f"leave one of them out, or ask about this one configuration with {command}"
-
-
-def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
-    """Return the space's name, with the card, the model, texts and knobs that were changed.
-
-    Raises:
-        InputError: a letter of it cannot stand in a study's name, and without it two studies could
-            be taken for one.
-    """
-    parts = [space.name, *(str(changed[key]) for key in ("gpu", "model") if key in changed)]
-    data = changed.get("data")
-    if isinstance(data, TextsChoice):
-        parts.append(Path(data.texts).stem)
-    parts += [f"{key}-{_plain(changed[key])}" for key in KNOBS if key in changed]
-    whole = unicodedata.normalize("NFC", "-".join(parts))
-    name = re.sub(r"[^\w.-]+", "-", whole).strip("-._")[:NAME_MAX]
-    lost = [c for c in re.findall(r"[^\w.-]", whole) if unicodedata.category(c)[0] in "LMN"]
-    if lost or not is_file_name(name):
-        raise InputError(
-            f"space {quote(space.name)}: no study can be named after it: choose a name with --study"
-        )
-    return name
-
-
-def _plain(value: Any) -> str:
-    return "-".join(value) if isinstance(value, list | tuple) else str(value).lower()
 
 
 def supervised_runner(prepared: Prepared) -> Runner | Lanes:
@@ -506,13 +380,14 @@ def drive(
     interruption = Interruption(cancel=lanes.cancel, requests=stop_signals.asked())
     # Signals are requests until all is closed: one more while that lasts costs nothing.
     with interruption.handling_signals(), waits_end_when(interruption.is_requested):
-        with interruption.opening():
+        with interruption.interruptible():
             study = _opened(prepared, storage, sampler, carried, warn)
             if carried is not None:
                 _take_over(study, carried, is_valid=preflight.is_valid, warn=warn)
         try:
             study.cards = max(len(lanes.all), len(prepared.cards))
-            with study, lanes, watch(study, interruption) as listener:
+            # Shown until the runner has ended, too.
+            with study, watch(study, interruption) as listener, lanes:
                 if len(lanes.all) > 1:
                     listener(LanesOpened(tuple(lane.name for lane in lanes.all)))
                 if work is tune and _has_trials_left(study):
@@ -530,9 +405,7 @@ def drive(
                         fastest_of=partial(_fastest_of, sampler, study),
                     ),
                     on_event=listener,
-                    should_stop=interruption.is_requested,
-                    interruptible=interruption.interruptible,
-                    settling=interruption.settling,
+                    interruption=interruption,
                 )
         except KeyboardInterrupt:
             # Whatever it was at, storage can go on from there.
@@ -553,19 +426,11 @@ def _look_ahead(
     interruption: Interruption,
     listener: Listener,
 ) -> None:
-    """Trace what the space's memory is predicted from, and foresee the whole space.
-
-    Raises:
-        KeyboardInterrupt: somebody asked to stop; nothing has begun that could be lost.
-    """
-
-    def tell(done: int, of: int) -> None:
-        listener(SpaceTraced(done, of))
-        if interruption.is_requested():
-            raise KeyboardInterrupt
-
+    """Trace what the space's memory is predicted from, and foresee the whole space."""
     with interruption.interruptible():
-        preflight.prepare(one_of_each_kind(space), on_progress=tell)
+        preflight.prepare(
+            one_of_each_kind(space), on_progress=lambda *done: listener(SpaceTraced(*done))
+        )
         if isinstance(sampler, GuidedSampler):
             sampler.prepare()
 
@@ -647,24 +512,28 @@ def _opened(
 def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
     target, model, resolved = prepared.target, prepared.model, prepared.resolved
     is_on_card, cache = target.device == "cuda", cache_directory() / "memory"
-    memory = (
+    memory: MemoryPredictor = (
         TracingPredictor(model, cache_dir=cache, compute_capability=resolved.host_capability)
         if is_on_card
         else CpuMemory(model, cache_dir=cache)
     )
+    rule: Callable[[TrialConfig], Violation | None] = partial(
+        violation,
+        model=model,
+        compute_capability=resolved.compute_capability,
+        device=target.device,
+        has_texts=prepared.texts is not None,
+    )
+    if prepared.surface is not None:
+        memory = RecordedPeaks(recorded_peaks(prepared.surface))
+        rule = only_recorded(prepared.surface)
     # Speed is that of the card that really runs, where it has a data sheet.
     host = match_product(target.emulated_on or target.gpu) if is_on_card else None
     shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
     return Preflight(
         model=model,
         budget_bytes=target.budget_bytes,
-        violation=partial(
-            violation,
-            model=model,
-            compute_capability=resolved.compute_capability,
-            device=target.device,
-            has_texts=prepared.texts is not None,
-        ),
+        violation=rule,
         predictor=memory,
         speed=None if host is None else SpeedForecast(model=model, gpu=host, shapes=shapes),
         shapes=shapes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -21,19 +21,16 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig
-from search_spaces.errors import InputError
 from search_spaces.space import StepBudget
 from storage import mapping
-from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
+from storage.records import TrialRecord
 from storage.surfaces import Surface, SurfaceRow
-from sweep.predict.memory.arrays import OneByOne, WholeMemory
-from sweep.predict.memory.prediction import AllocatedPeak, MemoryPrediction, stated_uncertainty
-from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.sampling.candidates import Candidate
 from sweep.sampling.encoding import Params, identity
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import optunas_own, quiet_optuna
 from sweep.study.preflight import Preflight, SpeedForecast, SpeedModel
+from sweep.study.recorded import RecordedPeaks, record_of
 
 SamplerName = Literal["guided", "tpe", "gp", "random"]
 SAMPLERS: tuple[SamplerName, ...] = ("guided", "tpe", "gp", "random")
@@ -128,7 +125,7 @@ def trials_of(recorded: Recorded, sampler: SamplerName, *, seed: int) -> Iterato
         trial = study.ask(dict(rows.distributions))
         seconds = time.perf_counter() - started
         row = rows.row_of(trial.params)
-        record = _record(trial.number, row, budget_bytes=recorded.budget_bytes)
+        record = record_of(trial.number, row, recorded.surface, budget_bytes=recorded.budget_bytes)
         record = record.model_copy(update={"prediction": preflight.expect(row.config).record})
         _tell(study, trial, record, budget_bytes=recorded.budget_bytes)
         preflight.learn(record)
@@ -156,41 +153,10 @@ def _preflight(recorded: Recorded) -> Preflight:
         budget_bytes=recorded.budget_bytes,
         # Every row was run, so no rule forbids it.
         violation=lambda _: None,
-        predictor=_RecordedPeaks(recorded.peaks),
+        predictor=RecordedPeaks(recorded.peaks),
         speed=recorded.speed(recorded.surface),
         is_cut_up=False,
     )
-
-
-class _RecordedPeaks:
-    """Answers with peaks that were predicted before; satisfies `MemoryPredictor`."""
-
-    def __init__(self, peaks: Mapping[str, int]) -> None:
-        self._peaks = peaks
-
-    def prepare(
-        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
-    ) -> None:
-        """Do nothing: all was predicted before."""
-
-    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
-        """See `MemoryPredictor.predict_all`."""
-        return OneByOne(self.predict, configs)
-
-    def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """See `MemoryPredictor.predict`."""
-        peak = self._peaks.get(identity(config))
-        if peak is None:
-            raise InputError("of some rows there is no prediction")
-        stated = stated_uncertainty(config)
-        return AllocatedPeak(
-            peak_allocated_bytes=peak,
-            breakdown={},
-            moment="backward",
-            uncertainty=stated.allocated,
-            reserved_uncertainty=stated.reserved,
-            step=cast(Any, None),
-        )
 
 
 @dataclass(frozen=True)
@@ -334,34 +300,6 @@ class _RowSampler(RandomSampler):
 
     def _is_refused(self, at: int) -> bool:
         return self._preflight.expect(self._rows.candidates[at].config).is_refused
-
-
-def _record(number: int, row: SurfaceRow, *, budget_bytes: int) -> TrialRecord:
-    outcome: Outcome = OutOfMemory(stage="forward")
-    if row.fits(budget_bytes):
-        seconds = row.step_seconds or 0.0
-        outcome = Measured(
-            measurement=Measurement(
-                tokens_per_second=row.tokens_per_second or 0.0,
-                samples_per_second=(row.tokens_per_second or 0.0) / row.config.seq_len,
-                step_seconds=seconds,
-                step_seconds_ci95=None,
-                steps_measured=1,
-                steps_warmup=1,
-                peak_allocated_bytes=row.peak_allocated_bytes or 0,
-                peak_reserved_bytes=row.peak_reserved_bytes,
-                trainable_parameters=0,
-                final_loss=0.0,
-                setup_seconds=0.0,
-                measured_seconds=seconds,
-            )
-        )
-    return TrialRecord(
-        number=number,
-        config=row.config,
-        outcome=outcome,
-        device_seconds=row.device_seconds or 0.0,
-    )
 
 
 def _tell(

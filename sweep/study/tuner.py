@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -39,6 +39,7 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
+from sweep.study.interruption import Interruption
 from sweep.study.machine_faults import (
     ConsecutiveFailures,
     lost_with_the_card,
@@ -59,9 +60,7 @@ def tune(
     stopping: Stopping | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_event: Listener = lambda _: None,
-    should_stop: Callable[[], bool] = lambda: False,
-    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
-    settling: Callable[[], AbstractContextManager[None]] = nullcontext,
+    interruption: Interruption | None = None,
 ) -> StopReason:
     """Run a study until its trials, time or money are spent, nothing is left, or somebody asks.
 
@@ -76,23 +75,21 @@ def tune(
         stopping: says when the search ends; by default its trials and its time do.
         clock: seconds; only differences count.
         on_event: hears of everything that happens.
-        should_stop: asked before each trial.
-        interruptible: entered while a trial is chosen and checked, which may take long and be cut
-            short by a `KeyboardInterrupt`: no result is lost, and what was begun is closed.
-        settling: entered while a result is told, which may be cut short where the database takes
-            long: it is in the spool by then.
+        interruption: whether somebody asked to stop. What runs then is ended by whoever asks; what
+            is being chosen or checked is cut short, and what was begun is closed.
 
     Raises:
         EnvironmentFault: the device or the database is not to be had, trial after trial fails in
             the same way, or no trial that ran came to anything else. What was measured is stored.
     """
     stopping = stopping or Stopping(study.definition.space)
-    stops = should_stop, interruptible, settling
-    driver = _Driver(study, Lanes.of(runner), preflight, stopping, clock, on_event, *stops)
-    with interruptible():
+    interruption = interruption or Interruption()
+    driver = _Driver(study, Lanes.of(runner), preflight, stopping, clock, on_event, interruption)
+    with interruption.interruptible():
         driver.recover()
     reason = driver.search()
-    driver.end(reason)
+    with interruption.interruptible():
+        driver.end(reason)
     if reason is not StopReason.INTERRUPTED and not driver.confirm():
         reason = StopReason.INTERRUPTED
     on_event(StudyFinished(reason))
@@ -110,18 +107,16 @@ def confirm_anew(
     stopping: Stopping | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_event: Listener = lambda _: None,
-    should_stop: Callable[[], bool] = lambda: False,
-    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
-    settling: Callable[[], AbstractContextManager[None]] = nullcontext,
+    interruption: Interruption | None = None,
 ) -> StopReason:
     """Measure a study's winner again, whatever was measured of it before, and search no further.
 
     What was begun of that and not finished goes on. Arguments and errors are those of `tune`.
     """
     stopping = stopping or Stopping(study.definition.space)
-    stops = should_stop, interruptible, settling
-    driver = _Driver(study, Lanes.of(runner), preflight, stopping, clock, on_event, *stops)
-    with interruptible():
+    interruption = interruption or Interruption()
+    driver = _Driver(study, Lanes.of(runner), preflight, stopping, clock, on_event, interruption)
+    with interruption.interruptible():
         driver.recover()
     reason = StopReason.CONFIRMED if driver.confirm(is_anew=True) else StopReason.INTERRUPTED
     on_event(StudyFinished(reason))
@@ -164,9 +159,7 @@ class _Driver:
     stopping: Stopping
     clock: Callable[[], float]
     on_event: Listener
-    should_stop: Callable[[], bool]
-    interruptible: Callable[[], AbstractContextManager[None]]
-    settling: Callable[[], AbstractContextManager[None]]
+    interruption: Interruption
     _since: int = 0
     """Number of this run's first trial."""
     _running: dict[Lane, _OpenTrial] = field(default_factory=dict)
@@ -221,7 +214,7 @@ class _Driver:
         for lane in self.lanes.idle:
             while lane not in self._running:
                 with closing_what_never_ran(self.study, besides=self._numbers):
-                    with self.interruptible():
+                    with self.interruption.interruptible():
                         begun = self.begin_next(lane)
                     if begun is None:
                         break
@@ -230,7 +223,7 @@ class _Driver:
                     if begun.refused is None:
                         self.launch(begun, lane)
                 if begun.refused is not None:
-                    with self.settling():
+                    with self.interruption.settling():
                         self.tell(begun, begun.refused)
         return None
 
@@ -239,9 +232,6 @@ class _Driver:
 
         Returns:
             None where there may be one once another has ended.
-
-        Raises:
-            KeyboardInterrupt: somebody asked to stop meanwhile: nothing runs yet to be waited for.
         """
         reason = self.reason_to_stop()
         if reason is not None:
@@ -250,13 +240,11 @@ class _Driver:
             return None
         trial = self.ask(lane)
         self.check(trial)
-        if trial.refused is None and self.should_stop():
-            raise KeyboardInterrupt
         return trial
 
     def reason_to_stop(self) -> StopReason | None:
         """Return why no further trial should start; None where one should."""
-        if self.should_stop():
+        if self.interruption.is_requested():
             return StopReason.INTERRUPTED
         spent = self._spent()
         reason = self.stopping.out_of_time(spent)
@@ -374,7 +362,7 @@ class _Driver:
         def job() -> Outcome:
             started = self.clock()
             try:
-                return run_undisturbed(measured, should_stop=self.should_stop)
+                return run_undisturbed(measured, should_stop=self.interruption.is_requested)
             finally:
                 trial.device_seconds = (trial.device_seconds or 0.0) + self.clock() - started
 
@@ -389,7 +377,7 @@ class _Driver:
         elif self._is_asked_again(trial, ended.result):
             self.launch(trial, ended.lane)
         else:
-            with self.settling():
+            with self.interruption.settling():
                 self.tell(trial, ended.result)
             self._count_failure(ended.lane, trial.config, ended.result)
 
@@ -512,9 +500,7 @@ class _Driver:
                     preflight=self.preflight,
                     clock=self.clock,
                     on_event=self.on_event,
-                    should_stop=self.should_stop,
-                    interruptible=self.interruptible,
-                    settling=self.settling,
+                    interruption=self.interruption,
                     is_anew=is_anew,
                 )
             except EnvironmentFault as fault:

@@ -6,6 +6,8 @@ terminals.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -45,11 +47,13 @@ class Remaining:
     """What is known of the time that is left."""
 
     search_seconds: float | None
-    """Of the search, at the pace of its newest trials or of its time budget; None for unknown."""
+    """Of the search, at the pace of its newest trials or of its time budget; None where a trial
+    runs for longer than any of those did, or none ended yet."""
     may_end_sooner: bool
     """Whether that is the most it can be: the search ends where nothing more is to be gained."""
     confirm_seconds: float | None
-    """Of what follows the search, or of what is left of that; None where nothing does."""
+    """Of what follows the search, or of what is left of that; None where nothing does, or where
+    it takes longer than was expected."""
 
 
 def search_words(config: TrialConfig, *, space: SearchSpace) -> str:
@@ -94,8 +98,10 @@ class Running:
     """A trial that runs."""
 
     started: TrialStarted
+    began_seconds: float
+    """By the board's clock."""
     since_seconds: float
-    """When what it does now began, by the board's clock."""
+    """When what it does now began."""
     progress: Progress | None = None
 
 
@@ -154,7 +160,7 @@ class Board:
             case GainForeseen():
                 self.foreseen = event
             case TrialStarted():
-                self.running[event.number] = Running(event, self.clock())
+                self.running[event.number] = Running(event, self.clock(), self.clock())
             case TrialProgress():
                 self._go_on(event)
             case TrialFinished(record=record):
@@ -184,7 +190,12 @@ class Board:
 
     def began_before(self, number: int, seconds: float) -> None:
         """Note that a trial began so long ago, before anybody looked."""
-        self.running[number].since_seconds = self.clock() - max(0.0, seconds)
+        began = self.clock() - max(0.0, seconds)
+        self.running[number].began_seconds = self.running[number].since_seconds = began
+
+    def stop(self) -> None:
+        """Note that somebody asked to stop, and when."""
+        self.is_stopping, self._doing_seconds = True, self.clock()
 
     def keep_running(self, numbers: Container[int]) -> None:
         """Forget what does not run any more, and never came to an end."""
@@ -231,6 +242,8 @@ class Board:
     @property
     def doing(self) -> str:
         """What is being done now, without how far it is: how long that takes is `doing_seconds`."""
+        if self.is_stopping:
+            return "stopping"
         if self.tracing is not None:
             return "tracing"
         return "running" if self.running else "choosing"
@@ -239,8 +252,7 @@ class Board:
     def doing_seconds(self) -> float:
         """Seconds since what is being done now began: by the trial that began first, if any."""
         first = next(iter(self.running.values()), None)
-        is_running = first is not None and self.tracing is None
-        since = first.since_seconds if first and is_running else self._doing_seconds
+        since = first.since_seconds if first and self.doing == "running" else self._doing_seconds
         return self.clock() - since
 
     @property
@@ -293,14 +305,21 @@ class Board:
         own = (r.wall_seconds for r in reversed(self.records) if r.carried is None)
         newest = list(islice(own, _PACE_OF))
         if not newest:
-            return left
-        trials_left = max(0, self.definition.space.trials - self.trials_done)
-        at_pace = trials_left * sum(newest) / len(newest) / self.lanes
-        return at_pace if left is None else min(left, at_pace)
+            return left or None
+        rests = [_rest_seconds(newest, ran) for ran in self._running_seconds()]
+        to_begin = max(0, self.definition.space.trials - self.trials_done - len(rests))
+        at_pace = (sum(rests) + to_begin * statistics.fmean(newest)) / self.lanes
+        # What runs when the time budget is spent is waited for.
+        seconds = max(at_pace if left is None else min(left, at_pace), *rests, 0.0)
+        return seconds if math.isfinite(seconds) else None
+
+    def _running_seconds(self) -> list[float]:
+        """Return for how long each trial has run."""
+        return [self.clock() - running.began_seconds for running in self.running.values()]
 
     def _confirm_seconds(self) -> float | None:
         """Return what the budget leaves, or what is run whatever it takes where that is more, with
-        the start of the fresh worker as far as known.
+        the start of the fresh worker as far as known; None where that is overrun.
         """
         budget = self.definition.space.confirm
         if budget is None:
@@ -313,9 +332,9 @@ class Board:
         )
         is_soaked = any(r.purpose == "soak" for r in known.records)
         starting = 0.0 if known.records else self._building_seconds
-        doing = self.doing_seconds if self.confirming is not None else 0.0
-        left = repeats + starting + (0.0 if is_soaked else budget.soak_seconds)
-        return max(0.0, left - doing)
+        ran = 0.0 if self.confirming is None else max(self._running_seconds(), default=0.0)
+        left = repeats + starting + (0.0 if is_soaked else budget.soak_seconds) - ran
+        return left if left > 0 else None
 
     def describe(self, config: TrialConfig) -> str:
         """Return what was searched of a configuration."""
@@ -327,3 +346,9 @@ def _run_seconds(records: Iterable[TrialRecord]) -> float:
     measured = [r.measurement for r in records if r.measurement and r.purpose != "soak"]
     taken = [m.setup_seconds + m.measured_seconds for m in measured]
     return sum(taken) / len(taken) if taken else 0.0
+
+
+def _rest_seconds(known: Iterable[float], ran: float) -> float:
+    """Return what is left of a trial, by those that took longer; infinite where none did."""
+    longer = [seconds for seconds in known if seconds > ran]
+    return statistics.fmean(longer) - ran if longer else math.inf

@@ -23,7 +23,9 @@ from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, quote
 from search_spaces.models import ModelSpec
 from storage.definition import StudySnapshot
-from storage.reading import count_trials, is_file_name
+from storage.names import is_file_name
+from storage.outputs import checked_output
+from storage.reading import count_trials
 from sweep.export import formats
 from sweep.paths import (
     cache_directory,
@@ -33,6 +35,7 @@ from sweep.paths import (
     storage_url,
 )
 from sweep.planning.kept_memory import with_memory_forecasts
+from sweep.study.recorded import recorded_study
 from sweep.terminal.console import (
     STDOUT,
     confirmed,
@@ -43,7 +46,7 @@ from sweep.terminal.console import (
     width_of,
 )
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.listings import read, warn_of_unreadable
+from sweep.terminal.listings import read, warn_of_unreadable, with_offer
 from sweep.terminal.working import working
 
 DONE, NOTHING_FITS, ENVIRONMENT = 0, 1, 3
@@ -52,8 +55,11 @@ _NOTES_WIDTH = 80
 
 
 def read_for_report(study: str, *, url: str) -> StudySnapshot:
-    """Return a study with its prices, its speeds, and what is known of memory without tracing."""
-    return with_memory_forecasts(read(study, url=url), cache_dir=cache_directory() / "memory")
+    """Return a study, or a surface, with its prices, its speeds, and what is known of memory
+    without tracing."""
+    is_surface = study.endswith(".jsonl")
+    snapshot = with_offer(recorded_study(study)) if is_surface else read(study, url=url)
+    return with_memory_forecasts(snapshot, cache_dir=cache_directory() / "memory")
 
 
 def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
@@ -90,26 +96,31 @@ def report(
     job: Job,
     figure: str | None,
     storage: str | None,
-    output: Path | None,
+    output: str | None,
+    is_forced: bool,
 ) -> int:
     """Print the report of a study, or of several cards, or write it and print where it is."""
+    endings = (".html", ".htm", *images.SUFFIXES)
+    path = checked_output(output, what="a report", endings=endings, is_forced=is_forced)
     if not studies and len(plans) < 2:
         raise InputError("name a study for its report, or several studies or plans to compare")
-    is_picture = output is not None and images.is_picture(output)
-    if output is None and studies and not is_file_name(studies[0]):
-        raise InputError(f"study {quote(studies[0])}: no file has such a name: add -o FILE")
+    is_picture = path is not None and images.is_picture(path)
+    name = "".join(studies[:1])
+    name = Path(name).stem if name.endswith(".jsonl") else name
+    if output is None and studies and not is_file_name(name):
+        raise InputError(f"study {quote(name)}: no file has such a name: add -o FILE")
     snapshots = [read_for_report(study, url=storage_url(storage)) for study in studies]
     if figure is not None and not is_picture:
         raise InputError("--figure needs -o with a name that ends in .png or .svg")
     if len(studies) == 1 and not plans:
-        if output is not None and is_picture:
-            return _draw(snapshots[0], output, figure=figure)
+        if path is not None and is_picture:
+            return _draw(snapshots[0], path, figure=figure)
         page = render(job.priced(snapshots[0]))
-        return _put(page, output, unless=report_path(studies[0]))
+        return _put(page, output, unless=report_path(name))
     if is_picture:
         raise InputError("a picture is of one study: several have a page alone")
     page = render_comparison(compared(snapshots, plans, job=job))
-    return _put(page, output, unless=comparison_path(studies))
+    return _put(page, output, unless=comparison_path([name, *studies[1:]]))
 
 
 def _draw(snapshot: StudySnapshot, path: Path, *, figure: str | None) -> int:
@@ -119,15 +130,15 @@ def _draw(snapshot: StudySnapshot, path: Path, *, figure: str | None) -> int:
     return DONE
 
 
-def _put(page: str, output: Path | None, *, unless: Path) -> int:
+def _put(page: str, output: str | None, *, unless: Path) -> int:
     """Print a page, or write it and print where it is: where nothing was typed, ``unless``."""
     if output is None:
         write_page(page, unless)
-    elif str(output) == STDOUT:
+    elif output == STDOUT:
         say_as_is(page)
         return DONE
     else:
-        write_chosen_page(page, output)
+        write_chosen_page(page, Path(output))
     say(str(output or unless))
     return DONE
 
@@ -155,20 +166,28 @@ def compared(snapshots: Sequence[StudySnapshot], plans: Sequence[str], *, job: J
 
 
 def export(
-    study: str, *, format: str, trial: int | None, storage: str | None, output: Path | None
+    study: str,
+    *,
+    format: str,
+    trial: int | None,
+    storage: str | None,
+    output: str | None,
+    is_forced: bool,
 ) -> int:
     """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
+    endings = formats.endings_of(format)
+    path = checked_output(output, what=f"format {format}", endings=endings, is_forced=is_forced)
     snapshot = read(study, url=storage_url(storage))
     warn_of_unreadable(snapshot)
     export = formats.exported(snapshot, format=format, number=trial)
     text = export.text
     for sentence in export.lost:
         note(folded(f"{format}: {sentence}", width_of(sys.stderr) or _NOTES_WIDTH, indent=2))
-    if output is None or str(output) == STDOUT:
+    if path is None:
         say_as_is(text.removesuffix("\n"))
     else:
-        formats.save(text, output)
-        say(str(output))
+        formats.save(text, path)
+        say(str(path))
     return DONE
 
 

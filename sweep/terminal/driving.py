@@ -46,7 +46,6 @@ from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS, read_for_report
 from sweep.terminal.console import (
-    announce_if_slow,
     folded,
     note,
     say,
@@ -62,6 +61,7 @@ from sweep.terminal.summary import (
     why_invalid,
 )
 from sweep.terminal.texts import prepared as read_texts
+from sweep.terminal.working import working
 
 _REASONS = {
     StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
@@ -91,6 +91,7 @@ def run_models(
     held: Mapping[str, Any],
     study: str | None,
     storage: str | None,
+    on: str | None,
     cards: str | None,
     ray: str | None,
     carried: str | None,
@@ -103,8 +104,8 @@ def run_models(
 
     if carried is not None:
         raise InputError("--from: trials are taken over by a study of one --model")
-    if ray is not None:
-        raise InputError("--ray: a cluster runs the study of one --model; name one")
+    if ray is not None or on not in (None, "local"):
+        raise InputError("--model: several models are for this machine's GPUs: elsewhere name one")
     url, chosen = _driven_url(storage), OnCards(cards)
     planned = many_models.plan_studies(
         models,
@@ -130,9 +131,8 @@ def _prepared(
     space: str, *, url: str, where: Places, read_texts: ReadTexts = read_texts, **typed: Any
 ) -> Prepared:
     stored = partial(_stored, url=url)
-    return where.given_to(
-        prepare(space, card=where.first, read_texts=read_texts, stored=stored, **typed)
-    )
+    seams: dict[str, Any] = {"card": where.first, "narrowed": where.narrowed, "stored": stored}
+    return where.given_to(prepare(space, read_texts=read_texts, **seams, **typed))
 
 
 def _stored(study: str, *, url: str) -> StudyDefinition | None:
@@ -196,11 +196,11 @@ def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_jso
     url = storage_url(storage)
     if reason in _REASONS:
         note(_REASONS[reason])
-    snapshot = read_for_report(prepared.name, url=url)
+    with working("writing the report"):
+        snapshot = read_for_report(prepared.name, url=url)
+        report, fault = _write_report(snapshot, report_path(prepared.name))
     if reason is not StopReason.INTERRUPTED and (left := not_ruled_out(snapshot)) is not None:
         _note(left)
-    announce_if_slow("Writing the report ...")
-    report, fault = _write_report(snapshot, report_path(prepared.name))
     if as_json:
         say_json(best_document(snapshot))
     else:
@@ -293,8 +293,9 @@ def tune(
     space: str,
     *,
     url: str,
-    cards: str | None,
-    ray: str | None,
+    on: str | None = None,
+    cards: str | None = None,
+    ray: str | None = None,
     overrides: Mapping[str, Any],
     carried: str | None = None,
     watch: Watch = _watch,
@@ -307,7 +308,7 @@ def tune(
     Args:
         space, overrides: as for `prepare`.
         url: of the database.
-        cards, ray: where trials run, as for `places`.
+        on, cards, ray: where trials run, as for `places`.
         carried: a study, or the spool of one, whose trials are taken over.
         watch: shows the study while it runs.
         tell: is told what the dataset made of the space.
@@ -316,7 +317,8 @@ def tune(
 
     Raises what `prepare` and `drive` raise.
     """
-    with places(cards=cards, ray=ray, space=space, overrides=overrides, warn=warn) as where:
+    asked = {"on": on, "cards": cards, "ray": ray}
+    with places(**asked, space=space, overrides=overrides, warn=warn) as where:
         prepared = _prepared(space, url=url, where=where, overrides=overrides, **typed)
         for line in prepared.notes:
             tell(line)

@@ -68,6 +68,8 @@ def _unless_asked(command: Callable[[], int | None]) -> int | None:
     made one of what was to interrupt it.
     """
     try:
+        # Whatever is done in a directory that was removed fails somewhere, in other words.
+        os.getcwd()
         return command()
     except Exception as error:
         if stop_signals.asked():
@@ -93,6 +95,8 @@ def _plainly(error: typer.TyperException) -> str:
 def _cure(error: OSError) -> str:
     """Return what to do where the system refuses something that is nobody's mistake."""
     match error.errno:
+        case errno.ENOENT if error.filename is None:
+            return ": the working directory was removed: change into one that exists"
         case errno.EMFILE | errno.ENFILE:
             return f": {MORE_DESCRIPTORS}"
         case errno.ENOSPC | errno.EDQUOT:

@@ -22,6 +22,7 @@ from search_spaces.prices import PRICE_OPTION, TYPED_PROVIDER
 from search_spaces.space import SearchSpace
 from storage.files import make_directory, write_chosen
 from storage.files import replace as put
+from storage.outputs import checked_output
 from sweep.data.texts import prepare_texts
 from sweep.launching.costing import Course, foreseen
 from sweep.launching.inputs import carried, located
@@ -52,7 +53,7 @@ from sweep.planning.question import Predictor, Question, resolve_request
 from sweep.planning.survey import START_SECONDS
 from sweep.predict.cost import SECONDS_PER_HOUR
 from sweep.predict.memory.tracing_children import TracingChildren
-from sweep.study.session import named
+from sweep.study.asked import named
 from sweep.terminal.console import confirmed, folded, note, say, say_json, width_of
 from sweep.terminal.plan.command import tracing
 from sweep.terminal.typed import call, respelled
@@ -116,6 +117,15 @@ def _launch(
     run = RunOptions(overrides, held, others)
     refuse_options(run)
     provider = provider_named(request.on)
+    output = checked_output(
+        request.output,
+        what=f"a job for {provider.title}",
+        endings=(Path(provider.file_name).suffix,),
+        is_forced=request.is_forced,
+    )
+    is_file = output is not None and (output.is_file() or not output.exists())
+    if request.output is not None and not is_file:
+        raise InputError("--output: the job needs the package's wheel beside it: name a file")
     machine = asked_machine(request, load_space(space_name))
     provider.check(machine)
     study, typed = _named(request, run, machine)
@@ -127,7 +137,7 @@ def _launch(
     question, cost = _question_and_cost(
         request, run, machine, provider, typed=typed, predictor=predictor
     )
-    file = request.output or job_directory(runs_directory() / study) / provider.file_name
+    file = output or job_directory(runs_directory() / study) / provider.file_name
     parcel = _parcel(request, question, directory=file.parent, pack=pack)
     arguments = _arguments(request, machine, question, command=command, study=study)
     rental = Rental(
@@ -264,18 +274,13 @@ def _parcel(
     space, files = _located(request, question)
     is_random = question.space is None or question.space.weights == "random"
     inputs = carried(space, files, are_weights_random=is_random)
-    make = make_directory if request.output is None else _make_chosen
     try:
-        make(directory)
+        if request.output is None:
+            make_directory(directory)
     except OSError as error:
         raise EnvironmentFault(f"cannot write to {directory}: {error.strerror or error}") from error
     with working("building the package"):
         return Parcel(python_version(), requirements(), pack(directory), inputs)
-
-
-def _make_chosen(directory: Path) -> None:
-    """Make a directory that the user named, whose rights are left to the umask."""
-    directory.mkdir(parents=True, exist_ok=True)
 
 
 def _write(file: Path, text: str, *, is_chosen: bool) -> None:

@@ -34,8 +34,12 @@ def _warn(text: str) -> None:
 
 
 def read(study: str, *, url: str, warn: Callable[[str], None] = _warn) -> StudySnapshot:
-    """Return a study, with its speeds on the target card and that card's cheapest offer."""
-    snapshot = _on_target(read_study(study, url=url, home=runs_directory()))
+    """Return a study, with its speeds on the target GPU and that GPU's cheapest offer."""
+    return with_offer(_on_target(read_study(study, url=url, home=runs_directory())), warn=warn)
+
+
+def with_offer(snapshot: StudySnapshot, *, warn: Callable[[str], None] = _warn) -> StudySnapshot:
+    """Return a study with its GPU's cheapest offer, where a price is known."""
     try:
         offers = load_prices(own_price_file()).get(snapshot.definition.target.gpu)
     except InputError as error:

@@ -40,7 +40,12 @@ from sweep.terminal.drawing import Shown
 from sweep.terminal.working import Rhythm, progress_words
 
 _BAR_WIDTH = 30
-STOPPING = "stopping after this trial; Ctrl-C again stops now, and the study can go on either way"
+_LOOK_SECONDS = 0.2
+"""Between two looks at whether somebody asked to stop."""
+STOPPING = (
+    "stopping now: what was measured is kept, and the same command resumes the study; Ctrl-C "
+    "again waits for nothing"
+)
 
 _PHASES: dict[Phase, str] = {
     "start": "starting the worker",
@@ -77,18 +82,24 @@ def watching(
             yield listener
         return
     lines = PlainLines(board, is_stopping=is_stopping)
-    with _every_second(lines.tick):
+    with _every_second(lines.tick, is_stopping=is_stopping):
         yield lines.listen
 
 
 @contextmanager
-def _every_second(action: Callable[[], None]) -> Iterator[None]:
-    """Do something each second beside what is in the ``with``, which may be busy for minutes."""
+def _every_second(action: Callable[[], None], *, is_stopping: Callable[[], bool]) -> Iterator[None]:
+    """Do something each second, and at once where somebody asks to stop, beside what is in the
+    ``with``, which may be busy for minutes.
+    """
     over = threading.Event()
 
     def go_on() -> None:
-        while not over.wait(1.0):
-            action()
+        was_stopping, turns = False, 0
+        while not over.wait(_LOOK_SECONDS):
+            turns += 1
+            if turns % round(1 / _LOOK_SECONDS) == 0 or is_stopping() != was_stopping:
+                was_stopping = is_stopping()
+                action()
 
     thread = threading.Thread(target=go_on, daemon=True)
     thread.start()
@@ -112,9 +123,6 @@ class PlainLines:
         board = self._board
         line = _line_of(board, event)
         board.take(event)
-        if self._is_stopping() and not board.is_stopping:
-            board.is_stopping = True
-            note(folded(STOPPING, width_of(sys.stderr)))
         if isinstance(event, TrialFinished):
             line = trial_line(board, event)
         if line:
@@ -122,8 +130,12 @@ class PlainLines:
             self._say(line)
 
     def tick(self) -> None:
-        """Say what is being done where nothing was said for long."""
-        if self._rhythm.is_due:
+        """Say that the study stops, and what is being done where nothing was said for long."""
+        if self._is_stopping() and not self._board.is_stopping:
+            self._board.stop()
+            self._rhythm.begin()
+            self._say(STOPPING)
+        elif self._rhythm.is_due:
             self._rhythm.go_on()
             self._say(f"... {now_line(self._board)}")
 
@@ -210,7 +222,8 @@ def _panel(
     board: Board, *, is_stopping: Callable[[], bool], console: Console
 ) -> Iterator[Listener]:
     def render() -> RenderableType:
-        board.is_stopping = is_stopping()
+        if is_stopping() and not board.is_stopping:
+            board.stop()
         return Shown(panel(board, width=console.width))
 
     def keep(line: str) -> None:
@@ -218,7 +231,7 @@ def _panel(
 
     # Drawn when something happened and once a second: more is flicker and traffic over ssh.
     live = Live(get_renderable=render, console=console, auto_refresh=False, transient=True)
-    with live, _every_second(live.refresh):
+    with live, _every_second(live.refresh, is_stopping=is_stopping):
 
         def listen(event: Event) -> None:
             board.take(event)
@@ -275,7 +288,7 @@ def _best(board: Board) -> str:
         return "nothing fits yet"
     budget_bytes = board.definition.target.budget_bytes
     gain = ""
-    if board.gain is not None:
+    if board.gain is not None and board.gain.value != 1:
         gain = f", {uncertainty.factor(board.gain)} {board.reference}"
     ended = outcome_line(best, budget_bytes=budget_bytes)
     return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"
@@ -288,6 +301,9 @@ def now_line(board: Board) -> str:
 
 def now_lines(board: Board) -> list[str]:
     """Return what is being done, a line for each trial that runs."""
+    if board.is_stopping:
+        what = ", ".join(f"trial {number}" for number in board.running) or "the study"
+        return [f"stopping {what}, {board.doing_seconds:,.0f} s"]
     if board.tracing is not None or not board.running:
         seconds = f"{board.doing_seconds:,.0f} s"
         if board.tracing is None:
@@ -324,31 +340,27 @@ def _phase(board: Board, running: Running) -> str:
 def time_line(board: Board) -> str:
     """Return how long it took so far, and what is known of the time that is left."""
     left, done = board.remaining, f"{units.duration(board.elapsed_seconds)} so far"
+    confirm, again = left.confirm_seconds, "to measure the winner again"
+    if board.is_stopping:
+        return done
     if board.confirming is not None:
-        return done if left.confirm_seconds is None else f"{done}, {_about(left.confirm_seconds)}"
-    then = (
-        ""
-        if left.confirm_seconds is None
-        else f", then some {roughly(left.confirm_seconds)} to measure the winner again"
-    )
+        return done if confirm is None else f"{done}, about {roughly(confirm)} left"
     if left.search_seconds is None:
-        return f"{done}{then}"
+        return done if confirm is None else f"{done}, then some {roughly(confirm)} {again}"
+    whole = roughly(left.search_seconds + (confirm or 0.0))
+    of_it = "" if confirm is None else f", {roughly(confirm)} of it {again}"
     if not left.may_end_sooner:
-        return f"{done}, {_about(left.search_seconds)}{then}"
-    return f"{done}, at most some {roughly(left.search_seconds)} more{_sooner(board)}{then}"
-
-
-def _about(seconds: float) -> str:
-    return f"about {roughly(seconds)} left"
+        return f"{done}, about {whole} left{of_it}"
+    return f"{done}, at most some {whole} more{of_it}{_sooner(board)}"
 
 
 def _sooner(board: Board) -> str:
     """Return when a search ends that ends when it knows, and how near it is to that."""
     least = board.definition.space.stop_below_gain
     if board.foreseen is None or board.foreseen.gain == float("inf"):
-        return f": it ends once less than {units.error(least)} is expected to be gained"
+        return f": the search ends once less than {units.error(least)} is expected to be gained"
     gain = units.share(board.foreseen.gain)
-    return f": {gain} expected of the next trial, it ends below {units.error(least)}"
+    return f": {gain} expected of the next trial, the search ends below {units.error(least)}"
 
 
 def roughly(seconds: float) -> str:

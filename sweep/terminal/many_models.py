@@ -27,9 +27,9 @@ from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
-from storage.opening import check_name
+from storage.names import check_name
 from sweep.stop_signals import INTERRUPTED
-from sweep.study.interruption import HEARD_MAX, Interruption
+from sweep.study.interruption import Interruption
 from sweep.study.session import Prepared
 from sweep.study.targets import least_weight_bytes
 from sweep.terminal.board import search_words
@@ -45,7 +45,7 @@ _BOUND = (
 """Has the kernel ask a driver to stop when this process is gone, however that ended."""
 _TURN_SECONDS = 0.2
 _END_SECONDS = 30.0
-"""That drivers get to stop in, which were asked twice."""
+"""That drivers get to stop in which nobody waits for any more."""
 OWN = ("model", "cards", "study", "as_json")
 """Parameters of a run that each study has its own value of."""
 _WORST_FIRST = (INTERRUPTED, EnvironmentFault.exit_code, InputError.exit_code, NOTHING_FITS)
@@ -140,7 +140,7 @@ def run(
     interruption = Interruption()
     ended = []
     with interruption.handling_signals(), closing(fleet):
-        for end in fleet.ends(lambda: interruption.requests):
+        for end in fleet.ends(interruption.is_requested):
             ended.append(end)
             if as_json and end.document is not None:
                 say_json(end.document)
@@ -158,8 +158,8 @@ class _Driver:
     """A driver that runs."""
 
     process: subprocess.Popen[bytes]
-    asked: int = 0
-    """How often it was asked to stop."""
+    is_asked: bool = False
+    """Whether it was asked to stop."""
 
 
 class _Fleet:
@@ -174,17 +174,17 @@ class _Fleet:
         self._running: dict[str, _Driver] = {}
         self._said: queue.SimpleQueue[Ended] = queue.SimpleQueue()
 
-    def ends(self, requests: Callable[[], int]) -> Iterator[Ended]:
+    def ends(self, is_stopping: Callable[[], bool]) -> Iterator[Ended]:
         """Yield each study as it ends, and begin those that wait; none once somebody asks."""
         while True:
-            while self._waiting and self._idle and not requests():
+            while self._waiting and self._idle and not is_stopping():
                 planned = self._waiting.popleft()
                 self._begin(planned, self._idle.pop(0))
             if not self._running:
                 return
-            end = self._next(requests)
+            end = self._next(is_stopping)
             del self._running[end.planned.study]
-            if self._is_to_be_tried_elsewhere(end) and not requests():
+            if self._is_to_be_tried_elsewhere(end) and not is_stopping():
                 note(f"{end.planned.study}: tried again on another card")
                 self._waiting.appendleft(replace(end.planned, failed_on=end.place))
                 continue
@@ -192,10 +192,11 @@ class _Fleet:
             self._judge(end)
             yield end
 
-    def _next(self, requests: Callable[[], int]) -> Ended:
+    def _next(self, is_stopping: Callable[[], bool]) -> Ended:
         """Wait for an end; pass on meanwhile that somebody asked to stop."""
         while True:
-            self._ask(min(HEARD_MAX, requests()))
+            if is_stopping():
+                self._ask()
             with suppress(queue.Empty):
                 return self._said.get(timeout=_TURN_SECONDS)
 
@@ -214,11 +215,11 @@ class _Fleet:
         else:
             note(f"card {place.rstrip(',')} is left out: what failed on it did not on another")
 
-    def _ask(self, times: int) -> None:
-        """Ask each driver to stop as often as was asked, once a turn: signals do not add up."""
+    def _ask(self) -> None:
+        """Ask each driver to stop, once."""
         for driver in self._running.values():
-            if driver.asked < times:
-                driver.asked += 1
+            if not driver.is_asked:
+                driver.is_asked = True
                 with suppress(ProcessLookupError):
                     driver.process.send_signal(signal.SIGINT)
 
@@ -226,7 +227,7 @@ class _Fleet:
         """End every driver that still runs, as nobody follows it any more; its study resumes."""
         deadline = time.monotonic() + _END_SECONDS
         while self._running and time.monotonic() < deadline:
-            self._ask(HEARD_MAX)
+            self._ask()
             with suppress(queue.Empty):
                 end = self._said.get(timeout=_TURN_SECONDS)
                 self._running.pop(end.planned.study, None)

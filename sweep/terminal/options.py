@@ -62,7 +62,7 @@ SpaceOrCardArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="SPACE",
-        help="A preset, a YAML file or a card.",
+        help="A preset, a YAML file or a GPU.",
         autocompletion=completion.presets_and_gpus,
     ),
 ]
@@ -209,6 +209,15 @@ CardsOption = Annotated[
         callback=_named("--cards"),
     ),
 ]
+OnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="local|ray:ADDRESS|recorded:SURFACE",
+        help="Where trials run; those of a recorded surface answer as they did.",
+        callback=_named("--on"),
+    ),
+]
 RayOption = Annotated[
     str | None,
     typer.Option(
@@ -352,9 +361,12 @@ GpusOption = Annotated[
     list[str] | None,
     typer.Option(
         "--gpu",
-        help="Card; name several to compare them.",
+        help="GPU; name several to compare them.",
         autocompletion=completion.gpus,
     ),
+]
+DetailsOption = Annotated[
+    bool, typer.Option("--details", help="Print all of the answer, and not one screen.")
 ]
 ExactOption = Annotated[
     bool,
@@ -495,6 +507,9 @@ ReportOption = Annotated[
         help="runs/STUDY/report.html, or comparison.html; - is stdout.",
         callback=_named("--output"),
     ),
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace a file that sweep did not write.")
 ]
 PortOption = Annotated[
     int, typer.Option("--port", min=0, max=65535, help="To listen on; 0 is any that is free.")

@@ -1,8 +1,5 @@
-"""Owns where a run's trials run, as it was typed: on cards of this machine (`--cards`), or on the
-machines of a Ray cluster (`--ray`).
-
-Knows nothing of what is run.
-"""
+"""Where a run's trials run, as it was typed: on GPUs of this machine (`--cards`), on those of a Ray
+cluster (`--ray`), or nowhere, where they were recorded (`--on recorded:SURFACE`)."""
 
 from __future__ import annotations
 
@@ -11,13 +8,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, quote
+from search_spaces.space import SearchSpace
+from storage.surfaces import Surface, read_surface
 from sweep.running.cards import ChosenCard, cards_for, choose_cards
 from sweep.running.device_info import Card, read_card, read_cards
 from sweep.running.lanes import Lanes
 from sweep.running.on_ray.cluster import Cluster
 from sweep.running.on_ray.connecting import checked_address, joined
 from sweep.running.runner import Runner
+from sweep.study import recorded
 from sweep.study.on_ray import card_on_ray, lanes_on_ray
 from sweep.study.session import Prepared, supervised_runner
 from sweep.terminal.console import announce_if_slow
@@ -29,6 +29,10 @@ class Places(Protocol):
     def first(self) -> Card | None:
         """Return the card that decides what a study is for: all that run its trials are like it."""
         ...
+
+    def narrowed(self, space: SearchSpace) -> SearchSpace:
+        """Return what of a space can be run here."""
+        return space
 
     def given_to(self, prepared: Prepared) -> Prepared:
         """Return a study with the cards that it runs on."""
@@ -45,6 +49,7 @@ class Places(Protocol):
 
 def places(
     *,
+    on: str | None = None,
     cards: str | None,
     ray: str | None,
     space: str,
@@ -54,6 +59,7 @@ def places(
     """Return where a run of a space is to run.
 
     Args:
+        on: ``local``, ``ray:ADDRESS`` or ``recorded:SURFACE``, as typed.
         cards: that were typed.
         ray: the address that was typed.
         space: a preset or a YAML file.
@@ -63,6 +69,20 @@ def places(
     Raises:
         InputError: both were typed, or an address that is none.
     """
+    kind, _, where = (on or "local").partition(":")
+    if on is not None and ray is not None:
+        raise InputError("--on and --ray are both given: keep one")
+    if kind == "recorded" and where:
+        if cards is not None:
+            raise InputError(f"--on {on}: no GPU takes part: leave --cards out")
+        return OnRecorded(read_surface(where))
+    if kind == "ray" and where:
+        ray = where
+    elif on not in (None, "local"):
+        raise InputError(
+            f"--on must be local, ray:ADDRESS or recorded:SURFACE.jsonl, got {quote(on)}; "
+            "`sweep run --host`, `sweep submit` and `sweep launch` start a study elsewhere"
+        )
     if ray is None:
         return OnCards(cards)
     if cards is not None:
@@ -72,7 +92,7 @@ def places(
 
 
 @dataclass
-class OnCards:
+class OnCards(Places):
     """The cards that were typed, read from this machine when a space asks for one."""
 
     typed: str | None
@@ -117,7 +137,7 @@ class OnCards:
         """Nothing is held."""
 
 
-class OnRay:
+class OnRay(Places):
     """A Ray cluster, joined when a space asks for a card, or for what runs its trials."""
 
     def __init__(
@@ -167,3 +187,45 @@ class OnRay:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+@dataclass
+class OnRecorded(Places):
+    """Nowhere: trials were recorded, and answer as they did."""
+
+    surface: Surface
+
+    def first(self) -> Card:
+        """See `Places.first`."""
+        return recorded.card_of(self.surface)
+
+    def narrowed(self, space: SearchSpace) -> SearchSpace:
+        """See `Places.narrowed`."""
+        return recorded.space_of(self.surface, space)
+
+    def given_to(self, prepared: Prepared) -> Prepared:
+        """See `Places.given_to`.
+
+        Raises:
+            InputError: the surface is of a model of that name and another architecture.
+        """
+        if prepared.model.fingerprint != self.surface.model.fingerprint:
+            raise InputError(f"{self.surface.name}: its {prepared.model.name} is another model")
+        definition = prepared.definition
+        target = recorded.target_of(self.surface, definition.target)
+        return replace(
+            prepared,
+            definition=definition.model_copy(update={"target": target}),
+            resolved=replace(prepared.resolved, target=target),
+            surface=self.surface,
+        )
+
+    def new_runner(self, prepared: Prepared) -> Runner:
+        """See `Places.new_runner`."""
+        return recorded.runner_of(self.surface, budget_bytes=prepared.target.budget_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held."""

@@ -29,8 +29,8 @@ from sweep.launching.remote_study import HOME, Ended, RemoteStudy
 from sweep.launching.ssh import Address, Connection, ConnectionLostError
 from sweep.paths import runs_directory, storage_url
 from sweep.stop_signals import INTERRUPTED
-from sweep.study.interruption import HEARD_MAX, Interruption
-from sweep.study.session import named
+from sweep.study.asked import named
+from sweep.study.interruption import Interruption
 from sweep.terminal.commands import ENVIRONMENT
 from sweep.terminal.console import folded, note, say_as_is, width_of
 from sweep.terminal.typed import respelled
@@ -107,7 +107,7 @@ def _driven(
             _note(f"Study {name} runs on {address} already; this is how it goes on.")
         try:
             ended = there.follow(
-                hear=note, requests=lambda: min(HEARD_MAX, interruption.requests), say=_note
+                hear=note, requests=lambda: int(interruption.is_requested()), say=_note
             )
         except ConnectionLostError as lost:
             _note(

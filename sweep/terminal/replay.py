@@ -23,6 +23,7 @@ from sweep.planning.forecast import TRACED, Progress, silent
 from sweep.pools import process_pool, unheard_by_new_processes
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.sampling.encoding import identity
+from sweep.study.recorded import recorded_peaks
 from sweep.study.surface_replay import SAMPLERS, Recorded, SamplerName, Search, search
 from sweep.terminal.console import note, say, say_json, table
 from sweep.terminal.working import working
@@ -107,7 +108,11 @@ def _check_fits(surface: Surface, budget_bytes: int) -> None:
 
 
 def predicted_peaks(surface: Surface, *, progress: Progress = silent) -> dict[str, int]:
-    """Return the predicted peak of each row by its identity, without those that have none."""
+    """Return the predicted peak of each row by its identity, without those that have none: as the
+    surface says it, and worked out now where it does not."""
+    stated = recorded_peaks(surface)
+    if len(stated) == len(surface.rows):
+        return stated
     predictor = TracingPredictor(
         surface.model,
         cache_dir=cache_directory() / "memory",

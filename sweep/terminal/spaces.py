@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
-from search_spaces.documents import exists
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import match_product
 from search_spaces.schema import schema_text
 from search_spaces.starting import starting_text
+from storage.files import write_chosen
+from storage.outputs import checked_output
 from sweep.running.device_info import read_card
-from sweep.terminal.console import STDOUT, note, say, say_as_is
+from sweep.terminal.console import note, say, say_as_is
 
 DONE = 0
 
@@ -22,27 +22,29 @@ def schema() -> int:
     return DONE
 
 
-def init(*, gpu: str | None, model: str | None, output: Path | None) -> int:
+def init(*, gpu: str | None, model: str | None, output: str | None, is_forced: bool) -> int:
     """Print a space to start from, or write it and print what to type next."""
-    card = gpu or _card_here()
+    path = checked_output(
+        output,
+        what="a search space",
+        endings=(".yaml", ".yml"),
+        is_forced=is_forced,
+        # It is meant to be changed: one that sweep wrote is a person's own too.
+        is_marked=False,
+    )
+    card = _card_here() if gpu in (None, "auto") else gpu
     text = starting_text(card, model)
-    if output is None or str(output) == STDOUT:
+    if path is None:
         say_as_is(text.removesuffix("\n"))
         return DONE
-    if exists(output, label=str(output)):
-        raise InputError(f"--output: {output} is there already: name another file")
     try:
-        # Never over something that has come to be there since.
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise InputError(f"--output: {output} is there already: name another file") from error
+        write_chosen(path, text.encode())
     except OSError as error:
-        raise EnvironmentFault(f"cannot write {output}: {error.strerror}") from error
-    typed = shlex.quote(str(output))
+        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+    typed = shlex.quote(str(path))
     # What is predicted is a card's memory and speed; a CPU is measured.
     planned = "" if card == "cpu" else f"sweep plan {typed}, or "
-    say(f"Wrote {output}; next: {planned}sweep run {typed}")
+    say(f"Wrote {path}; next: {planned}sweep run {typed}")
     return DONE
 
 

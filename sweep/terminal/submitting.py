@@ -20,6 +20,7 @@ from search_spaces.models import load_model_spec
 from search_spaces.redaction import redact
 from search_spaces.space import SearchSpace
 from storage.files import make_directory, write_chosen
+from storage.outputs import checked_output
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.files import is_on_hub, text_files
 from sweep.data.tokenizers import find_tokenizer
@@ -27,7 +28,7 @@ from sweep.launching.slurm import Allocation, Job, find_sbatch, job_script
 from sweep.launching.slurm import submit as hand_in
 from sweep.paths import STORAGE, runs_directory, storage_url
 from sweep.running.cards import check_spelling
-from sweep.study.session import named
+from sweep.study.asked import named
 from sweep.terminal.commands import DONE
 from sweep.terminal.console import STDOUT, note, say, say_as_is
 from sweep.terminal.driving import carried_source
@@ -44,7 +45,8 @@ def submit(
     command: Any,
     allocation: Allocation,
     environment: str | None,
-    output: Path | str | None,
+    output: str | None,
+    is_forced: bool,
 ) -> int:
     """Submit a study, or only write its job's script.
 
@@ -54,11 +56,15 @@ def submit(
         allocation: what was typed of what the job asks for.
         environment: directory of the one to run in; None for this one.
         output: file of the script, or `STDOUT`, where nothing is to be submitted.
+        is_forced: whether that may replace a file that sweep did not write.
 
     Raises:
         InputError: of job, run or queue, what was typed is not right. Nothing was submitted.
         EnvironmentFault: there is no queue here, or a file cannot be written.
     """
+    checked_output(
+        output, what="a job's script", endings=(".sh", ".sbatch", ".slurm"), is_forced=is_forced
+    )
     hand_over = partial(
         _submit,
         words=words,
@@ -77,11 +83,12 @@ def _submit(
     command: Any,
     allocation: Allocation,
     environment: str | None,
-    output: Path | str | None,
+    output: str | None,
     overrides: Mapping[str, Any],
     held: Mapping[str, Any],
     study: str | None,
     storage: str | None,
+    on: str | None,
     cards: str | None,
     ray: str | None,
     carried: str | None,
@@ -91,7 +98,7 @@ def _submit(
     name, space = named(space_name, overrides=overrides, held=held, study=study)
     _check_texts(space)
     # Whether there are such cards, or such a cluster, the job sees.
-    places(cards=cards, ray=ray, space=space_name, overrides=overrides, warn=note)
+    places(on=on, cards=cards, ray=ray, space=space_name, overrides=overrides, warn=note)
     if cards is not None:
         _check_cards(cards, space)
     if carried is not None:
@@ -177,7 +184,7 @@ def _storage(typed: str | None) -> list[str]:
     return []
 
 
-def _write(script: str, output: Path | str, *, files: Path) -> int:
+def _write(script: str, output: str, *, files: Path) -> int:
     if output == STDOUT:
         say_as_is(script)
         return DONE

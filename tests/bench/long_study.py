@@ -49,7 +49,7 @@ from sweep.study.events import Event, TrialFinished
 from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.tuner import tune
 from tests.bench.stamp import stamp
-from tests.sweep.simulated_device import BUDGET, Exact, peak_bytes, train
+from tests.sweep.simulated_device import BUDGET, Exact, StopsWhen, peak_bytes, train
 
 NAME = "long"
 ENVIRONMENT = {
@@ -289,7 +289,7 @@ def drive(
             runner=ReplayRunner(otherwise=train),
             preflight=preflight,
             on_event=listen,
-            should_stop=lambda: len(ends) > more,
+            interruption=StopsWhen(lambda: len(ends) > more),
         )
     if profile is not None:
         profile.disable()

@@ -16,6 +16,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ def record(
         raise SystemExit("no card of the catalogue is here")
     target = Target(gpu=card.product, device="cuda", budget_bytes=cap, emulated_on=card.product)
     header = {"surface": 1, "model": model.name, "model_config": model.config}
-    header |= {"gpu": gpu.name, "measured_on": card.product}
+    header |= {"gpu": gpu.name, "measured_on": card.product, "budget_bytes": cap}
+    header |= {"date": date.today().isoformat()}
     log = out.with_suffix(".log")
     with (
         SupervisedRunner(model, target=target, log_path=log) as runner,

@@ -64,6 +64,7 @@ from tests.storage.builders import (
     open_it,
     run_one,
 )
+from tests.sweep.simulated_device import StopsWhen
 
 NewDatabase = Callable[[], str]
 
@@ -712,7 +713,7 @@ def statements_of_a_trial(
             runner=ReplayRunner(otherwise=lambda _: fits(1e6)),
             preflight=preflight,
             on_event=listen,
-            should_stop=lambda: len(ended) == 4,
+            interruption=StopsWhen(lambda: len(ended) == 4),
         )
     # The first teaches the sampler all there is, and the baseline is asked for by name.
     before, after = ended[-2:]

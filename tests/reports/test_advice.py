@@ -84,24 +84,6 @@ def test_a_need_below_the_budget_is_never_said_of_what_ran_out() -> None:
     assert "it needs more than the budget, by how much is not known" in said
 
 
-def test_a_tie_is_named_with_the_memory_that_it_would_save() -> None:
-    said = _said(
-        fits(0, 8_000.0),
-        fits(1, 16_000.0, FAST, peak_allocated_bytes=20 * GIB),
-        fits(2, 15_950.0, LARGE, peak_allocated_bytes=15 * GIB),
-    )
-    assert "trial 2 cannot be told from the winner" in said
-    assert "15.00 GiB against the winner's 20.00 GiB" in said
-
-
-def test_a_tie_that_takes_more_memory_saves_nothing() -> None:
-    said = _said(
-        fits(1, 16_000.0, FAST, peak_allocated_bytes=15 * GIB),
-        fits(2, 15_950.0, LARGE, peak_allocated_bytes=20 * GIB),
-    )
-    assert "trial 2 cannot be told from the winner by speed." in said
-
-
 def test_a_winner_with_the_largest_micro_batch_of_the_space_asks_for_a_wider_one() -> None:
     widest = TrialConfig(micro_batch_size=32)
     said = _said(fits(0, 8_000.0), fits(1, 16_000.0, widest))
@@ -142,7 +124,6 @@ def test_where_speed_was_not_asked_for_nothing_is_said_of_it() -> None:
     )
     said = _said(*trials, definition=frugal)
     assert "expected at" not in said
-    assert "trial 0 cannot be told from the winner by peak memory." in said
     assert advice_title(snapshot(trials, definition=frugal)) == "To find better"
 
 

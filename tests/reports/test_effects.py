@@ -15,6 +15,7 @@ import pytest
 from reports.effects import Change, Effect, effects_of
 from reports.figures.effects import knobs_of, memory_words, speed_words
 from reports.regression import Estimate, LinearFit, mean_estimate
+from reports.units import memory_unit
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
@@ -325,8 +326,9 @@ def test_an_interval_across_one_is_no_difference_and_a_single_pair_of_peaks_is_e
     unclear = Change(Estimate(1.01, 0.98, 1.04), "pairs", 4)
     assert speed_words(unclear) == "no difference told (-2.0 to +4.0 %)"
     assert speed_words(Change(Estimate(1.6, 1.5, 1.7), "fit", 20)) == "+60 % (+50 to +70 %)"
+    unit = memory_unit(GIB)
     exact = Estimate(-2.0 * GIB, -2.0 * GIB, -2.0 * GIB)
-    assert memory_words(Change(exact, "pair", 1)) == "-2.00 GiB"
-    assert memory_words(Change(Estimate(0.0, 0.0, 0.0), "pair", 1)) == "none"
+    assert memory_words(Change(exact, "pair", 1), unit) == "-2.00 GiB"
+    assert memory_words(Change(Estimate(0.0, 0.0, 0.0), "pair", 1), unit) == "none"
     around = Estimate(0.5 * GIB, -1.0 * GIB, 2.0 * GIB)
-    assert memory_words(Change(around, "fit", 9)) == "no difference told (-1.00 to +2.00 GiB)"
+    assert memory_words(Change(around, "fit", 9), unit) == "no difference told (-1.00 to +2.00 GiB)"

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from reports.figures.course import course_drawing, fastest_so_far, spans_of
+from reports.figures.course import course_drawing, spans_of
 from reports.figures.figure import PageFigure
 from reports.figures.style import MARKS
 from reports.outcomes import VERDICT_LABELS
 from reports.page import SECTIONS
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from storage import ranking
 from storage.definition import StudySnapshot
 from storage.records import (
     PredictedOutOfMemory,
@@ -35,11 +34,6 @@ HAVE_SPEED = {Verdict.FITS, Verdict.PRUNED_SLOW}
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
 
 
-def _trace(study: StudySnapshot, name: str) -> Any:
-    (found,) = [trace for trace in course_drawing(study)["data"] if trace["name"] == name]
-    return found
-
-
 def _bars(study: StudySnapshot) -> list[Any]:
     return [trace for trace in course_drawing(study)["data"] if trace["type"] == "bar"]
 
@@ -48,12 +42,6 @@ def test_no_two_verdicts_look_alike() -> None:
     assert set(MARKS) == set(Verdict)
     assert len({mark.symbol for mark in MARKS.values()}) == len(Verdict)
     assert len({mark.lane for mark in MARKS.values()}) == len(Verdict)
-
-
-def test_a_baseline_outside_the_space_is_in_no_figure_of_the_space() -> None:
-    outside = fits(0, 90_000.0, TrialConfig(lora_rank=64), peak_allocated_bytes=GIB)
-    study = snapshot([outside, fits(1, 16_000.0, FAST)])
-    assert _trace(study, "fastest so far")["y"] == [16_000.0, 16_000.0]
 
 
 def test_trials_lie_on_the_study_s_clock_one_after_another() -> None:
@@ -92,18 +80,6 @@ def test_a_start_time_that_is_no_time_or_a_clock_that_ran_back_does_not_break_th
     spans = spans_of(snapshot(records))
     assert [span.record.number for span in spans] == [0, 1, 2]
     assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
-
-
-def test_the_fastest_so_far_only_rises_and_ends_at_the_winner() -> None:
-    study = plausible_study()
-    everything = range(len(study.records))
-    rates = [rate for _, rate in fastest_so_far(spans_of(study), of_space=everything)]
-    winner = ranking.rank_study(study).winner
-    assert rates == sorted(rates)
-    assert winner is not None
-    assert winner.measurement is not None
-    assert rates[-1] == winner.measurement.tokens_per_second
-    assert _trace(study, "fastest so far")["y"] == [*rates, rates[-1]]
 
 
 def test_every_trial_has_a_bar_in_the_lane_of_its_verdict() -> None:

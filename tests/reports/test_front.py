@@ -83,7 +83,7 @@ def test_the_front_is_what_nothing_measured_beats_in_both(seed: int) -> None:
     study = plausible_study(seed)
     (front,) = _traces(study, "line")
     measured = [
-        (t["peak_allocated_gib"], t["tokens_per_second"])
+        (t["peak_allocated"], t["tokens_per_second"])
         for t in document_of(study)["trials"]
         if "tokens_per_second" in t
     ]
@@ -163,7 +163,7 @@ def test_every_mark_lies_within_the_memory_axis(seed: int) -> None:
 
 
 def test_the_memory_axis_is_even_up_to_the_budget_and_little_is_told_in_mib() -> None:
-    scale = MemoryScale(left_gib=4.0, budget_gib=21.5, right_gib=172.0)
+    scale = MemoryScale(left=4.0, budget=21.5, right=172.0, unit="GiB")
     assert [scale.position(gib) for gib in (4.0, 20.0, 21.5)] == [4.0, 20.0, 21.5]
     assert scale.axis()["ticktext"] == ["5", "10", "15", "20", "2×", "4×", "8×"]
     small = snapshot(
@@ -207,7 +207,7 @@ def test_the_target_s_speed_is_drawn_where_another_card_stood_in() -> None:
     speed = TargetSpeed(2_400.0, 2_000.0, 2_900.0, "predicted")
     study = replace(snapshot([fits(0, 8_000.0)]), target_speeds={0: speed})
     drawing = _drawing(study)
-    assert drawing["layout"]["yaxis"]["title"]["text"] == "tokens/s on a10, predicted"
+    assert drawing["layout"]["yaxis"]["title"]["text"] == "tokens/s on A10, predicted"
     (front,) = _traces(study, "front")
     assert front["y"] == [2_400.0]
 

@@ -18,7 +18,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
-from storage.records import Lost, OutOfMemory, TrialRecord
+from storage.records import Lost, OutOfMemory, PredictedOutOfMemory, TrialRecord
 from tests.reports.synthetic import (
     HOSTILE,
     definition,
@@ -120,6 +120,42 @@ def test_the_policy_of_the_page_allows_its_own_scripts_alone_and_no_connection()
     assert "script-src 'unsafe" not in policy
 
 
+def test_a_study_of_mebibytes_has_no_size_in_gibibytes_on_its_page() -> None:
+    sizes = ((0, 4, 16), (1, 8, 20), (2, 16, 29), (3, 24, 40))
+    trials = [
+        fits(
+            n,
+            900.0 + n,
+            TrialConfig(micro_batch_size=batch),
+            peak_allocated_bytes=peak * 2**20,
+            peak_reserved_bytes=120 * 2**20,
+            peak_device_bytes=None,
+        )
+        for n, batch, peak in sizes
+    ]
+    larger = TrialConfig(micro_batch_size=32)
+    trials.append(record(4, PredictedOutOfMemory(predicted_bytes=150 * 2**20), larger))
+    study = snapshot(trials, definition=definition(gpu="cpu", device="cpu", budget_bytes=2**26))
+    page = Page(render(study))
+    assert "GiB" not in page.visible
+    assert "GiB" not in page.scripts[0]
+    assert "needs 150.00 MiB" in page.scripts[0]
+
+
+def test_what_stands_between_backticks_is_code_and_the_backticks_are_gone() -> None:
+    study = snapshot([fits(0, 8_000.0)], warnings=("run `sweep confirm a10 <x>` again",))
+    page = render(study)
+    assert "run <code>sweep confirm a10 &lt;x&gt;</code> again" in page
+    assert "`" not in Page(page).visible
+
+
+def test_the_title_says_model_and_gpu_and_the_study_s_name_stands_beside_it() -> None:
+    page = render(snapshot([fits(0, 8_000.0)], name="a10-lora_rank-16"))
+    assert "<title>Mistral-7B-v0.3 on an A10: 1 trial</title>" in page
+    assert "<h1>Mistral-7B-v0.3 on an A10: 1 trial</h1>" in page
+    assert "study a10-lora_rank-16" in Page(page).visible
+
+
 def test_the_answer_comes_first() -> None:
     trials = (
         fits(0, 8_000.0),
@@ -139,7 +175,7 @@ def test_the_answer_comes_first() -> None:
         "measured on NVIDIA H200: 16,800",
         "2.1x",
         "confirmed (2 runs)",
-        "2.07–2.13x",
+        "2.08–2.12x",
         "20.00 GiB of 21.50 GiB, 1.50 GiB left",
         "the fit is real; where it says measured, the speed is that of NVIDIA H200",
     ):
@@ -155,7 +191,7 @@ def test_several_objectives_have_their_trade_off_on_the_page() -> None:
         fits(1, 16_800.0, TrialConfig(micro_batch_size=10), peak_allocated_bytes=20 * GIB),
     ]
     text = Page(render(snapshot(trials, definition=about))).visible
-    assert "the knee of their front" in text
+    assert "the knee of the Pareto front" in text
     trade_off = text[text.index("The trade-off") : text.index("All trials")]
     assert "16,800 20.00 GiB" in trade_off
     assert "8,000 8.00 GiB" in trade_off

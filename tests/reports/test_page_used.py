@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from reports.page import write_report
-from search_spaces.config import parse_config
+from search_spaces.config import TrialConfig, parse_config
 from search_spaces.loading import load_space
 from storage.definition import StudySnapshot, TargetSpeed
 from storage.records import Carried, Crashed
 from tests.reports.synthetic import (
+    DIMENSIONS,
     hostile_study,
     one_of_each,
     plausible_study,
@@ -104,13 +105,122 @@ def test_sorting_by_any_column_goes_both_ways_and_leaves_the_unknown_last(reader
     assert (
         reader.page.locator("th:has([data-sort=number])").get_attribute("aria-sort") == "descending"
     )
-    for key in ("tokens_per_second", "peak_allocated_gib", "changes", "verdict"):
-        reader.page.click(f"[data-sort={key}]")
-    reader.page.click("[data-sort=peak_allocated_gib]")
+    reader.page.click("[data-sort=peak_allocated]")
+    reader.page.click("[data-sort=peak_allocated]")
+    reader.page.click("[data-sort=peak_allocated]")
     cells = reader.page.locator("td[data-label^='peak allocated']").all_inner_texts()
     known = [float(text.split()[0]) for text in cells if text != "–"]
     assert known == sorted(known, reverse=True)
     assert cells == [*cells[: len(known)], *["–"] * (len(cells) - len(known))]
+
+
+def test_every_setting_is_a_column_that_sorts_and_those_that_vary_are_there_at_first(
+    reader: Reader,
+) -> None:
+    keys = "[...document.querySelectorAll('[data-sort]')].map((head) => head.dataset.sort)"
+    shown = set(reader.page.evaluate(keys)) & set(TrialConfig.model_fields)
+    assert shown == set(DIMENSIONS)
+    reader.page.click(".chooser summary")
+    for choice in reader.page.locator(".chooser input").all():
+        choice.check()
+    columns = reader.page.evaluate(keys)
+    assert set(TrialConfig.model_fields) | {"changes"} <= set(columns)
+    configs = {r.number: r.config.model_dump(mode="json") for r in _study().records}
+    for key in TrialConfig.model_fields:
+        reader.page.click(f"[data-sort={key}]")
+        arrow = reader.page.inner_text(f"[data-sort={key}]")[-1]
+        values = [configs[number][key] for number in reader.numbers()]
+        known = [value for value in values if value is not None]
+        ordered = sorted(known) if key in DIMENSIONS else known
+        assert known == (ordered[::-1] if arrow == "↓" else ordered), key
+    reader.page.locator(".chooser label", has_text="micro-batch").locator("input").uncheck()
+    assert "micro_batch_size" not in reader.page.evaluate(keys)
+
+
+def _drag(reader: Reader, *, start: tuple[float, float], end: tuple[float, float]) -> None:
+    """Draw a box in the upper panel of the front, from one corner to another in its shares."""
+    panel = reader.page.locator("#front-figure .nsewdrag").first
+    panel.scroll_into_view_if_needed()
+    box = panel.bounding_box()
+    corners = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in (start, end)]
+    reader.page.mouse.move(*corners[0])
+    reader.page.mouse.down()
+    reader.page.mouse.move(*corners[1], steps=8)
+    reader.page.mouse.up()
+
+
+def test_a_box_in_the_front_lists_its_trials_alone_and_says_how_to_see_all(reader: Reader) -> None:
+    everything = reader.page.inner_text("#trials-count")
+    _drag(reader, start=(0.02, 0.02), end=(0.45, 0.6))
+    notes = reader.page.locator(".boxed:visible")
+    notes.first.wait_for()
+    assert notes.count() == 2
+    inside = reader.numbers()
+    assert notes.first.inner_text().startswith(f"{len(inside)} trials are in the box")
+    assert 0 < len(inside) < len(_study().target_speeds)
+    assert {trial["number"] for trial in json.loads(reader.download("json"))} == set(inside)
+    # A pinned trial is ringed, and the box stays.
+    reader.page.locator("#trials-table tbody tr").first.click()
+    assert reader.numbers() == inside
+    reader.page.keyboard.press("Escape")
+    reader.page.locator("#trials .boxed button").click()
+    assert reader.page.inner_text("#trials-count") == everything
+    assert reader.page.locator(".boxed:visible").count() == 0
+    assert reader.page.locator("#front-figure .selectionlayer path").count() == 0
+
+
+def test_other_axes_take_the_box_away(reader: Reader) -> None:
+    everything = reader.page.inner_text("#trials-count")
+    _drag(reader, start=(0.02, 0.02), end=(0.45, 0.6))
+    reader.page.locator(".boxed:visible").first.wait_for()
+    reader.page.select_option("#front-controls [name=x]", "trainable_parameters")
+    assert reader.page.inner_text("#trials-count") == everything
+
+
+def test_one_panel_of_the_boundary_is_shown_and_another_can_be_chosen(reader: Reader) -> None:
+    titles = reader.page.locator("#wall-choice option").all_inner_texts()
+    shown = reader.page.locator("table.wall:visible caption")
+    assert len(titles) > 2
+    for title in titles:
+        reader.page.select_option("#wall-choice select", label=title)
+        assert shown.count() == 1
+        assert shown.inner_text().split("(")[0].strip() == title.rpartition(" (")[0]
+
+
+@pytest.mark.parametrize(
+    "study",
+    [plausible_study(), plausible_study(trials=5), snapshot(one_of_each()), hostile_study()],
+    ids=["plausible", "five", "each", "hostile"],
+)
+def test_every_figure_is_drawn_when_a_reader_comes_to_it(
+    browser: Any, study: StudySnapshot, tmp_path: Path
+) -> None:
+    opened = Reader(browser, study, tmp_path)
+    figures = opened.page.locator(".figure")
+    folded = opened.page.locator("#timeline")
+    assert folded.locator(".main-svg").count() == 0
+    opened.page.click("#trust summary")
+    for figure in figures.all():
+        figure.scroll_into_view_if_needed()
+        figure.locator(".main-svg").first.wait_for()
+    titles = "[...document.querySelectorAll('[data-title]')].map((button) => button.dataset.title)"
+    buttons = set(opened.page.evaluate(titles))
+    opened.context.close()
+    assert "Reset axes" in buttons
+    assert not any("hare" in button for button in buttons)
+    assert opened.complaints == []
+
+
+def test_a_line_of_the_parallel_coordinates_pins_its_trial(reader: Reader) -> None:
+    reader.page.locator("#parallel").scroll_into_view_if_needed()
+    reader.page.locator("#parallel .main-svg").first.wait_for()
+    reader.page.locator("#parallel").focus()
+    reader.page.keyboard.press("ArrowRight")
+    reader.page.keyboard.press("Enter")
+    assert reader.page.locator("#pinned").is_visible()
+    lines = reader.page.locator("#parallel .js-line")
+    widths = lines.evaluate_all("lines => lines.map((line) => parseFloat(line.style.strokeWidth))")
+    assert max(widths) == 4
 
 
 def test_trials_are_found_by_text_verdict_and_setting(reader: Reader) -> None:
@@ -183,9 +293,7 @@ def test_tab_passes_the_tables_in_one_step_each(reader: Reader) -> None:
     reader.page.locator("#trials-table tbody tr").first.focus()
     reader.page.keyboard.press("ArrowDown")
     assert reader.page.evaluate(stops) == 1
-    panels = "document.querySelectorAll('table.wall:has([data-trial])').length"
-    cells = "document.querySelectorAll('.wall td[tabindex=\"0\"]').length"
-    assert reader.page.evaluate(cells) == reader.page.evaluate(panels) > 1
+    assert reader.page.locator(".wall td[tabindex='0']:visible").count() == 1
 
 
 def test_tab_never_stops_where_nothing_is_to_be_seen(reader: Reader) -> None:
@@ -207,7 +315,7 @@ def test_tab_never_stops_where_nothing_is_to_be_seen(reader: Reader) -> None:
 
 
 def test_an_arrow_goes_on_within_a_panel_of_the_wall(reader: Reader) -> None:
-    first = reader.page.locator(".wall td[tabindex='0']").first
+    first = reader.page.locator(".wall td[tabindex='0']:visible")
     trial = first.get_attribute("data-trial")
     first.focus()
     reader.page.keyboard.press("ArrowRight")

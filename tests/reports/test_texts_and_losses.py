@@ -240,11 +240,11 @@ def test_a_study_that_asked_for_no_loss_has_no_such_section() -> None:
     assert not {"loss-speed", "loss-rank"} & {figure.id for figure in figures_of(known)}
 
 
-def test_losses_whose_intervals_overlap_are_a_tie_and_others_are_not() -> None:
+def test_losses_whose_intervals_overlap_are_close_and_others_are_not() -> None:
     near = about_loss(learned(0, 16, 2.0, 0.1), learned(1, 64, 1.95, 0.1))
-    assert rank_study(near).tied
+    assert rank_study(near).close
     far = about_loss(learned(0, 16, 2.0, 0.01), learned(1, 64, 1.9, 0.01))
-    assert not rank(far.records, far.definition).tied
+    assert not rank(far.records, far.definition).close
 
 
 def test_a_baseline_that_is_faster_and_no_answer_is_said_so_where_the_gain_is() -> None:

@@ -164,7 +164,7 @@ def test_figures_refer_to_trials_by_their_row_and_repeat_none_of_their_numbers()
     memory, speed = trust_section(study).accuracy_figures
     (trace,) = memory.plain["data"]
     assert trace["rows"] == [1]
-    assert (trace["x"], trace["y"]) == ("@predicted_peak_gib", "@peak_allocated_gib")
+    assert (trace["x"], trace["y"]) == ("@predicted_peak", "@peak_allocated")
     assert speed.table is not None
     assert speed.table.rows == (("1", "9,000", "10,000", "-10 %"),)
 

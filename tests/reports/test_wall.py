@@ -12,6 +12,7 @@ from reports.wall import BATCHES_MAX, PANELS_MAX, Cell, Wall, wall_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.definition import MemoryForecast, StudySnapshot
+from storage.ranking import rank_study
 from storage.records import (
     Crashed,
     DominatedOutOfMemory,
@@ -201,6 +202,18 @@ def test_a_cell_that_was_not_tried_fits_where_the_leanest_structure_of_its_panel
     cell = rows["10"][_wall(study).lengths.index("512")]
     assert (cell.text, cell.memory) == ("○", "15.0")
     assert "trial 1" in cell.words
+
+
+def test_the_winner_s_panel_is_shown_first_and_without_one_that_of_the_most_trials() -> None:
+    study = plausible_study()
+    wall, winner = _wall(study), rank_study(study).winner
+    assert winner is not None
+    shown = [cell.trial for _, cells in wall.panels[wall.first].rows for cell in cells]
+    assert winner.number in shown
+    lean = TrialConfig(micro_batch_size=8, kernels="liger")
+    unfit = [record(n, OutOfMemory(stage="load"), lean) for n in range(2)]
+    alone = _wall(snapshot([*unfit, record(2, OutOfMemory(stage="load"))]))
+    assert alone.panels[alone.first].title == "Liger kernels"
 
 
 @pytest.mark.parametrize("trials", [1, 9, 300])

@@ -71,7 +71,7 @@ def a_record(
 
 
 def confirmed(*records: TrialRecord, soak: bool = True) -> tuple[TrialRecord, ...]:
-    """Return two runs that measured each fitting trial again, just as before, and its soak."""
+    """Return two runs in turns of each fitting trial, just as fast as before, and its soak."""
     runs = [
         record.model_copy(
             update={
@@ -81,9 +81,9 @@ def confirmed(*records: TrialRecord, soak: bool = True) -> tuple[TrialRecord, ..
                 "is_baseline": False,
             }
         )
+        for purpose in ("confirm", "confirm", *(("soak",) if soak else ()))
         for record in records
         if record.verdict == "fits"
-        for purpose in ("confirm", "confirm", *(("soak",) if soak else ()))
     ]
     return tuple(
         run.model_copy(update={"number": 1000 + number}) for number, run in enumerate(runs)

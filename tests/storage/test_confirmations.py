@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from scipy.special import stdtrit
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from storage.confirmations import T_975, Confirmations, Spread, pool
+from storage.confirmations import T_975, Confirmations, Ratio, Spread, pool, scaled
 from storage.gain import compare
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank
@@ -21,6 +22,7 @@ from storage.records import (
     Measurement,
     Outcome,
     OutOfMemory,
+    PrunedSlow,
     SoakReport,
     TrialRecord,
 )
@@ -49,8 +51,10 @@ class Runs:
         self.records: list[TrialRecord] = []
 
     def add(self, of: TrialRecord, outcome: Outcome, *, purpose: str = "confirm", **changes: Any):  # type: ignore[no-untyped-def]
+        ran = sum(r.config == of.config for r in self.records)
         values = {
-            "number": 100 + len(self.records),
+            # In turns: the first runs of all come before the second ones.
+            "number": 1000 * (1 + ran) + len(self.records),
             "config": of.config,
             "outcome": outcome,
             "purpose": purpose,
@@ -178,46 +182,116 @@ def test_confirmed_is_measured_again_and_soaked() -> None:
     assert soaked.soak is not None
 
 
-def test_a_gain_is_stated_once_both_were_confirmed() -> None:
-    def reason(runs: Runs) -> str | None:
-        found = compare(ranked(BASE, FAST, runs=runs))
-        assert found is not None
-        assert (found.gain is None) == (found.reason is not None)
-        return found.reason
-
-    runs = Runs()
-    assert reason(runs) == "not_confirmed"
-    assert reason(runs.runs(BASE, 100.0, 101.0)) == "not_confirmed"
-    assert reason(runs.runs(FAST, 209.0, 210.0)) == "not_confirmed"
-    assert reason(runs.soak(FAST)) is None
-    only_winner = Runs().runs(FAST, 209.0, 210.0).soak(FAST)
-    assert reason(only_winner) == "baseline_not_confirmed"
+NOISE = 0.02
+CONFIGS = [TrialConfig(micro_batch_size=n) for n in range(1, 6)]
+"""The first is twice as fast as the second."""
 
 
-def test_on_a_machine_too_busy_to_tell_there_is_no_gain_and_no_winner() -> None:
-    runs = Runs().runs(FAST, 210.0, 20.0, 300.0).runs(BASE, 100.0, 90.0, 8.0).soak(FAST)
+def in_turns(
+    rng: np.random.Generator, *, configs: int, rounds: int, drift: float
+) -> Iterator[TrialRecord]:
+    """Runs of several configurations, whose speed drifts from round to round."""
+    (run,) = Runs().runs(BASE, 1.0).records
+    measured = measured_of(run)
+    for n in range(rounds):
+        drifted = rng.normal(0, drift)
+        for config in CONFIGS[:configs]:
+            faster = math.exp(drifted + rng.normal(0, NOISE)) * (1 + (config is CONFIGS[0]))
+            outcome = Measured.model_construct(measurement=scaled(measured, faster))
+            yield run.model_copy(update={"number": n, "config": config, "outcome": outcome})
+
+
+def drawn_ratios(*, draws: int, **runs: Any) -> list[tuple[Ratio, float]]:
+    """Ratios of the first over the second, each with the width of what their own intervals give."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(draws):
+        known = Confirmations(tuple(in_turns(rng, **runs)))
+        ratio = known.ratio(CONFIGS[0], CONFIGS[1])
+        ends = [_ends(pooled) for c in CONFIGS[:2] if (pooled := known.pooled(c)) is not None]
+        assert ratio is not None
+        found.append((ratio, math.hypot(*(math.log(high / low) for low, high in ends))))
+    return found
+
+
+def width(ratio: Ratio) -> float:
+    assert ratio.low is not None
+    assert ratio.high is not None
+    return math.log(ratio.high / ratio.low)
+
+
+@pytest.mark.parametrize(
+    ("configs", "rounds", "drift"),
+    [
+        *((2, 2, 0.0), (2, 2, 3 * NOISE), (2, 3, 3 * NOISE), (2, 4, NOISE)),
+        *((3, 2, NOISE), (3, 3, 0.0), (4, 2, 3 * NOISE), (5, 2, 0.0), (5, 4, 3 * NOISE)),
+    ],
+)
+def test_the_interval_of_a_ratio_covers_the_truth_95_times_in_100(
+    configs: int, rounds: int, drift: float
+) -> None:
+    found = drawn_ratios(draws=300, configs=configs, rounds=rounds, drift=drift)
+    covered = sum(ratio.low <= 2.0 <= ratio.high for ratio, _ in found)  # type: ignore[operator]
+    assert covered / len(found) >= 0.93
+
+
+@pytest.mark.parametrize(("configs", "rounds"), [(2, 3), (3, 2), (5, 4)])
+def test_rounds_that_drift_leave_a_ratio_narrower_than_the_intervals_of_both(
+    configs: int, rounds: int
+) -> None:
+    found = drawn_ratios(draws=100, configs=configs, rounds=rounds, drift=3 * NOISE)
+    assert np.median([width(ratio) for ratio, _ in found]) < 0.8 * np.median([w for _, w in found])
+
+
+def test_two_rounds_on_a_quiet_card_tell_a_gain_closely() -> None:
+    found = [r for r, _ in drawn_ratios(draws=100, configs=2, rounds=2, drift=0.0)]
+    assert np.quantile([width(ratio) for ratio in found], 0.9) < 16 * NOISE
+
+
+def test_what_joins_later_is_paired_with_what_ran_beside_it() -> None:
+    """The card is half as fast from the third round on."""
+    runs = Runs().runs(FAST, 200.0, 202.0, 101.0, 100.0).runs(BASE, 100.0, 100.0)
+    third, fourth = (r.number for r in runs.records[2:4])
+    for number, speed in ((third, 80.0), (fourth, 81.0)):
+        runs.add(SLOW, fits(speed), number=number + 500)
+    known = Confirmations(tuple(sorted(runs.records, key=lambda r: r.number)))
+    beside, before = known.ratio(FAST.config, SLOW.config), known.ratio(BASE.config, SLOW.config)
+    assert beside is not None
+    assert beside.value == pytest.approx(100.5 / 80.5, rel=1e-3)
+    assert before is None
+    # They never ran in one round: all that drifted is in the interval of their speeds.
+    ranking = ranked(BASE, SLOW, FAST, runs=runs)
+    apart = ranking.ratio(ranking.records[0], ranking.records[1])
+    assert apart.is_open
+
+
+def test_noise_takes_no_gain_away_that_is_sure() -> None:
+    runs = Runs().runs(FAST, 210.0, 130.0, 300.0).runs(BASE, 20.0, 11.0, 26.0).soak(FAST)
     ranking = ranked(BASE, FAST, runs=runs)
-    assert ranking.is_unclear
-    assert not ranking.is_confirmed
+    assert measured_of(ranking.ranked[0]).is_noisy
+    assert ranking.is_confirmed
     found = compare(ranking)
     assert found is not None
-    assert (found.gain, found.reason) == (None, "noisy_both")
+    assert found.gain is not None
+    assert found.gain.low is not None
+    assert 5.0 < found.gain.low < 10.0 < found.gain.value
 
 
-def test_of_what_cannot_be_told_apart_the_one_with_the_most_memory_left_is_recommended() -> None:
-    runs = Runs().runs(FAST, 205.0, 206.0, peak=19 * GIB).runs(SLOW, 204.0, 205.5, peak=11 * GIB)
+def test_what_may_be_as_fast_as_the_baseline_has_no_gain() -> None:
+    runs = Runs().runs(FAST, 210.0, 20.0, 300.0).runs(BASE, 100.0, 90.0, 8.0).soak(FAST)
+    ranking = ranked(BASE, FAST, runs=runs)
+    assert ranking.is_confirmed
+    assert ranking.tied == (BASE.number,)
+    found = compare(ranking)
+    assert found is not None
+    assert (found.gain, found.reason) == (None, "not_shown")
+
+
+def test_the_fastest_is_recommended_and_what_is_as_fast_is_a_tie() -> None:
+    runs = Runs().runs(FAST, 205.0, 206.0, peak=19 * GIB).runs(SLOW, 204.0, 206.5, peak=11 * GIB)
     ranking = ranked(BASE, SLOW, FAST, runs=runs)
-    assert ranking.winner is not None
-    assert ranking.winner.number == SLOW.number
-    assert ranking.tied == (FAST.number,)
-
-
-def test_what_only_noise_keeps_from_being_told_apart_is_no_tie_to_choose_from_by_memory() -> None:
-    runs = Runs().runs(FAST, 150.0, 260.0, peak=19 * GIB).runs(SLOW, 130.0, 200.0, peak=5 * GIB)
-    ranking = ranked(BASE, SLOW, FAST, runs=runs)
-    assert ranking.is_unclear
     assert ranking.winner is not None
     assert ranking.winner.number == FAST.number
+    assert ranking.tied == (SLOW.number,)
 
 
 def test_a_faster_one_that_can_be_told_apart_is_recommended_whatever_it_needs() -> None:
@@ -229,13 +303,13 @@ def test_a_faster_one_that_can_be_told_apart_is_recommended_whatever_it_needs() 
 
 
 def test_an_allocator_that_gave_memory_back_in_the_soak_counts_against_a_tie() -> None:
-    runs = Runs().runs(FAST, 205.0, 206.0, peak=19 * GIB).runs(SLOW, 204.0, 205.5, peak=11 * GIB)
-    ranking = ranked(BASE, SLOW, FAST, runs=runs.soak(SLOW, allocator_retries=3))
-    assert ranking.winner is not None
-    assert ranking.winner.number == FAST.number
-    slow = next(r for r in ranking.records if r.number == SLOW.number)
-    assert measured_of(slow).allocator_retries == 3
-    assert "allocator_retries" in measured_of(slow).flags
+    runs = Runs().runs(FAST, 205.0, 206.0).runs(SLOW, 204.0, 206.5)
+    ranking = ranked(BASE, SLOW, FAST, runs=runs.soak(FAST, allocator_retries=3))
+    assert [record.number for record in ranking.ranked] == [SLOW.number, FAST.number, BASE.number]
+    assert ranking.tied == (FAST.number,)
+    fast = measured_of(ranking.ranked[1])
+    assert fast.allocator_retries == 3
+    assert "allocator_retries" in fast.flags
 
 
 def test_what_runs_out_in_its_soak_does_not_fit_and_loses_to_the_next() -> None:
@@ -257,13 +331,27 @@ def test_a_crash_of_the_machine_takes_nothing_away() -> None:
     assert not ranking.is_confirmed
 
 
-def test_a_machine_that_drifted_since_the_search_does_not_put_others_before_the_confirmed() -> None:
-    third = trial(3, 195.0, spread=0.01)
-    runs = Runs().runs(FAST, 180.0, 181.0).runs(SLOW, 170.0, 171.0)
-    ranking = ranked(BASE, SLOW, FAST, third, runs=runs)
+def test_on_a_machine_that_got_slower_all_speeds_are_of_the_confirmation() -> None:
+    third, slow = trial(3, 205.0, spread=0.01), trial(4, 413.0)
+    stopped = slow.model_copy(update={"outcome": PrunedSlow(measurement=measured_of(slow))})
+    runs = Runs().runs(FAST, 104.0, 106.0).runs(SLOW, 99.0, 100.0)
+    ranking = ranked(BASE, SLOW, FAST, third, stopped, runs=runs)
     assert [record.number for record in ranking.ranked] == [2, 1, 3, 0]
-    # It was never told apart from the winner in one process.
-    assert third.number in ranking.tied
+    speeds = {r.number: measured_of(r).tokens_per_second for r in ranking.records}
+    expected = {0: 50.0, 1: 99.5, 2: 105.0, 3: 102.5, 4: 206.5}
+    assert speeds == pytest.approx(expected, rel=1e-3)
+    # It was never measured beside the winner.
+    assert ranking.tied == ()
+    assert third.number in [record.number for record in ranking.close]
+
+
+def test_the_scale_is_that_of_the_fastest_of_the_space_and_not_of_a_faster_baseline() -> None:
+    outside = trial(0, 300.0).model_copy(update={"config": TrialConfig(micro_batch_size=64)})
+    other = trial(1, 190.0)
+    runs = Runs().runs(FAST, 105.0, 105.0).runs(outside, 300.0, 300.0)
+    ranking = ranked(outside, other, FAST, runs=runs)
+    assert ranking.scale == 0.5
+    assert [record.number for record in ranking.ranked] == [2, 1]
 
 
 def test_what_a_further_search_finds_faster_wins_until_it_is_measured_again() -> None:

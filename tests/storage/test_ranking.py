@@ -23,7 +23,7 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from tests.storage.builders import a_definition, a_measurement, a_record, fits
+from tests.storage.builders import a_definition, a_measurement, a_record, confirmed, fits
 
 OOM = OutOfMemory(stage="backward")
 CLASSES = {
@@ -177,27 +177,30 @@ def test_an_objective_in_which_all_are_equal_leaves_the_knee_to_the_others() -> 
     assert numbers(ranking.ranked) == [1, 0]
 
 
-def test_trials_whose_intervals_overlap_the_winners_are_tied_with_it() -> None:
-    ranking = ranked(
+def test_what_overlaps_the_winner_is_close_and_a_tie_once_measured_beside_it() -> None:
+    records = [
         a_record(0, fits(1000.0, spread=0.02), batch=1),
-        a_record(1, fits(985.0, spread=0.001), batch=2),
-        a_record(2, fits(970.0, spread=0.001), batch=3),
+        a_record(1, fits(985.0, spread=0.02), batch=2),
+        a_record(2, fits(900.0, spread=0.02), batch=3),
         a_record(3, fits(960.0, spread=0.05), batch=4),
         a_record(4, pruned(999.0), batch=5),
-    )
-    assert ranking.tied == (1, 3)
+    ]
+    ranking = ranked(*records)
+    assert (numbers(ranking.close), ranking.tied) == ([1, 3], ())
+    again = confirmed(*records[:3])
+    assert rank(records, ranking.definition, again).tied == (1,)
 
 
-def test_a_speed_without_an_interval_is_tied_with_nothing() -> None:
+def test_a_speed_without_an_interval_is_close_to_nothing() -> None:
     few = {"steps_measured": 2}
     ranking = ranked(
         a_record(0, fits(1000.0, spread=0.02), batch=1),
         a_record(1, fits(999.0, spread=0.5, **few), batch=2),
     )
-    assert ranking.tied == ()
+    assert ranking.close == ()
     sure_second = a_record(1, fits(999.0, spread=0.5), batch=2)
     unsure_first = a_record(0, fits(1000.0, spread=0.02, **few), batch=1)
-    assert ranked(unsure_first, sure_second).tied == ()
+    assert ranked(unsure_first, sure_second).close == ()
 
 
 @pytest.mark.parametrize(
@@ -212,12 +215,16 @@ def test_a_speed_without_an_interval_is_tied_with_nothing() -> None:
 def test_ties_are_in_what_is_ranked_by(
     objectives: list[Objective], expected: tuple[int, ...]
 ) -> None:
-    ranking = ranked(
+    records = [
         a_record(0, fits(1000.0, peak=4 * GIB, spread=0.02), batch=1),
         a_record(1, fits(999.0, peak=4 * GIB + 1, spread=0.02), batch=2),
         a_record(2, fits(990.0, peak=4 * GIB, spread=0.02), batch=3),
-        objectives=objectives,
-    )
+    ]
+    searched = ranked(*records, objectives=objectives)
+    assert tuple(numbers(searched.close)) == expected
+    has_speed = "tokens_per_second" in objectives
+    assert searched.tied == (() if has_speed else expected)
+    ranking = rank(records, searched.definition, confirmed(*records))
     assert ranking.winner is not None
     assert ranking.winner.number == 0
     assert ranking.tied == expected
@@ -356,9 +363,11 @@ def test_the_baseline_has_a_recipe_in_every_class_and_is_its_own() -> None:
     own = classed(1, fits(200.0), lora_rank=16, micro_batch_size=8)
     space = {"dimensions": CLASSES}
     assert ranked(base, own, **space).recipe == TrialConfig()
-    other = classed(2, fits(300.0), lora_rank=64, target_modules="qv")
+    other = classed(2, fits(300.0), lora_rank=64, target_modules="qv", micro_batch_size=8)
     ranking = ranked(base, own, other, **space)
     assert ranking.recipe == TrialConfig(lora_rank=64, target_modules="qv")
     assert ranking.reference_for(own.config) == base
     assert ranking.reference_for(other.config) is None
+    own_recipe = classed(3, fits(150.0), lora_rank=64, target_modules="qv")
+    assert ranked(base, other, own_recipe, **space).reference_for(other.config) == own_recipe
     assert ranked(**space).recipe is None

@@ -23,6 +23,7 @@ from sweep.predict.memory.arrays import OneByOne
 from sweep.predict.memory.prediction import MemoryPrediction
 from sweep.sampling.belief import Array
 from sweep.sampling.expecting import Expectation, Foreseen, NothingExpected
+from sweep.study.interruption import Interruption
 from tests.sweep.imagined_memory import imagined
 
 BUDGET = int(21.5 * GIB)
@@ -60,6 +61,17 @@ SPACE: dict[str, Any] = {
     "fixed": {"lora_rank": 16, "target_modules": "attention"},
     "baseline": {"micro_batch_size": 8},
 }
+
+
+class StopsWhen(Interruption):
+    """Somebody asks to stop as soon as something holds, and ends nothing that runs."""
+
+    def __init__(self, is_asked: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_asked = is_asked
+
+    def is_requested(self) -> bool:
+        return self._is_asked()
 
 
 def a_space(**changes: Any) -> SearchSpace:

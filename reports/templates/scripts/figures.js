@@ -1,7 +1,7 @@
 "use strict";
 // Draws every figure in the reader's colours and for the width at hand, explains the trials in it, and pins them.
 (() => {
-  const { study, figures, themes, resolveTrace, selection, words, element } = report;
+  const { study, figures, themes, resolveTrace, selection, box, words, element } = report;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const narrow = matchMedia("(max-width: 640px)");
   const PRINT_PIXELS = 680;
@@ -9,14 +9,14 @@
   // What redraws a figure by the reader's choice, by its id: (drawing, plot width) => drawing.
   report.choices = {};
 
-  const config = () => ({
+  const config = (canSelect) => ({
     responsive: true,
     displaylogo: false,
     // plotly.js offers by default to upload the chart; a report never leaves the reader's machine.
     showSendToCloud: false,
     plotlyServerURL: "",
     displayModeBar: narrow.matches || isPrinting ? false : "hover",
-    modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
+    modeBarButtonsToRemove: ["lasso2d", "autoScale2d", ...(canSelect ? [] : ["select2d"])],
   });
   const layoutFor = (layout) => {
     const template = themes[dark.matches && !isPrinting ? "dark" : "light"];
@@ -30,10 +30,12 @@
   const rings = (data) => data.flatMap((trace) => {
     const at = selection.pinned === null || trace.type === "bar" ? -1 : (rowsOf(trace) ?? []).indexOf(selection.pinned);
     if (at < 0 || trace.meta === "line") return [];
+    const ink = dark.matches && !isPrinting ? "#e3e7ec" : "#1c2128";
+    if (trace.path) return [{ ...trace, rows: [selection.pinned], line: { color: ink, width: 4 }, opacity: 1, showlegend: false, name: "pinned" }];
     const { x, y } = resolveTrace({ rows: [selection.pinned], x: Array.isArray(trace.x) ? [trace.x[at]] : trace.x, y: Array.isArray(trace.y) ? [trace.y[at]] : trace.y });
     return [{
       type: "scatter", mode: "markers", x, y, xaxis: trace.xaxis ?? "x", yaxis: trace.yaxis ?? "y", hoverinfo: "skip", showlegend: false,
-      name: "pinned", marker: { symbol: "circle-open", size: 22, color: dark.matches && !isPrinting ? "#e3e7ec" : "#1c2128", line: { width: 2 } },
+      name: "pinned", marker: { symbol: "circle-open", size: 22, color: ink, line: { width: 2 } },
     }];
   });
   // Plotly's own figures name the rows of their marks as customdata.
@@ -45,15 +47,27 @@
     if (!holder) return;
     const width = isPrinting ? PRINT_PIXELS : holder.clientWidth;
     const drawing = report.choices[id]?.(figures[id], width) ?? figures[id];
-    Plotly.react(holder, [...drawing.data, ...rings(drawing.data)].map(resolveTrace), layoutFor(drawing.layout), config());
+    Plotly.react(holder, [...drawing.data, ...rings(drawing.data)].map(resolveTrace), layoutFor(drawing.layout), config(drawing.layout.dragmode === "select"));
     // Plotly's buttons appear under a mouse alone: whom Tab led there would see nothing.
     for (const button of holder.querySelectorAll(".modebar-btn")) button.tabIndex = -1;
     holder.shown = drawing;
   };
   report.draw = draw;
-  // What is folded away has no width, and is drawn when it is unfolded.
-  const isOpen = (id) => !document.getElementById(id)?.closest("details:not([open])");
-  const drawAll = () => Object.keys(figures).filter(isOpen).forEach(draw);
+  // A figure is drawn when it comes near the window, again where it went stale meanwhile; on paper all are.
+  const near = new Set();
+  const stale = new Set(Object.keys(figures));
+  const refresh = (ids) => ids.forEach((id) => {
+    stale.add(id);
+    if (!near.has(id) && !isPrinting) return;
+    stale.delete(id);
+    draw(id);
+    attend(id);
+  });
+  const drawAll = () => refresh(Object.keys(figures));
+  const watcher = new IntersectionObserver((entries) => entries.forEach(({ target: { id }, isIntersecting }) => {
+    if (!isIntersecting) near.delete(id);
+    else if (near.add(id) && stale.has(id)) refresh([id]);
+  }), { rootMargin: "400px" });
 
   const tip = document.getElementById("tip");
   const explain = (row, x, y) => {
@@ -100,17 +114,22 @@
     holder.on("plotly_click", ({ points: [point] }) => {
       if (Number.isInteger(point.customdata)) selection.toggle(point.customdata);
     });
+    holder.on("plotly_selected", (event) => {
+      if (event?.range) box.draw(event.points.map(({ customdata }) => customdata).filter(Number.isInteger), holder.layout.selections);
+    });
+    holder.on("plotly_deselect", box.clear);
     holder.addEventListener("keydown", (event) => walk(holder, event));
     holder.addEventListener("blur", forget);
   };
 
-  report.unfold = (id) => {
-    draw(id);
-    attend(id);
-  };
   report.start = () => {
-    Object.keys(figures).filter(isOpen).forEach(report.unfold);
-    selection.listen(() => Object.keys(figures).filter((id) => isOpen(id) && hasTrials(figures[id])).forEach(draw));
+    for (const [id, { layout }] of Object.entries(figures)) {
+      const holder = document.getElementById(id);
+      if (!holder) continue;
+      holder.style.minHeight = `${layout.height}px`;
+      watcher.observe(holder);
+    }
+    selection.listen(() => refresh(Object.keys(figures).filter((id) => hasTrials(figures[id]))));
     dark.addEventListener("change", drawAll);
     narrow.addEventListener("change", drawAll);
     const print = (now) => () => { isPrinting = now; drawAll(); };

@@ -1,9 +1,7 @@
 "use strict";
-// Draws the figures of a folded part once it is unfolded: before, they have no width. On paper nothing is folded.
+// Unfolds what is folded on paper.
 (() => {
   const folds = [...document.querySelectorAll("details.fold")];
-  const drawIn = (fold) => fold.querySelectorAll(".figure").forEach((holder) => report.unfold(holder.id));
-  for (const fold of folds) fold.addEventListener("toggle", () => fold.open && drawIn(fold));
   let closed = [];
   addEventListener("beforeprint", () => {
     closed = folds.filter((fold) => !fold.open);

@@ -25,7 +25,7 @@
     const air = 0.08 * (most - least) || 0.1 * Math.abs(most) || 1;
     return [least < 0.4 * most ? 0 : Math.max(least - air, 0), most + air];
   };
-  const TICKS = { rate: ",~r", usd: "$~r", count: "~s", gib: "~r", number: "~r" };
+  const TICKS = { rate: ",~r", usd: "$~r", count: "~s", memory: "~r", number: "~r" };
   const axisOf = (column) => {
     const known = study.columns[column];
     // Where nothing was measured the panel has nothing to say.
@@ -88,6 +88,8 @@
       xaxis: { ...layout.xaxis, ...(onMemory ? controls.memory_axis : { ...axisOf(chosen.x), tickmode: "auto", anchor: "y" }) },
       yaxis: { ...layout.yaxis, ...axisOf(chosen.y) },
       shapes: onMemory ? controls.shapes : [],
+      dragmode: "select",
+      selections: report.box.outlines,
     };
     if (layout.yaxis2 && onMemory) shown.yaxis2 = { ...layout.yaxis2, ticktext: lanes };
     // Who was not measured has a place by memory alone.
@@ -123,9 +125,11 @@
     return { data: tracesOf(drawing.data, view), layout: layoutOf(drawing.layout, view, width) };
   };
   if (form.querySelector("select")) form.hidden = false;
+  report.box.listen(() => report.box.rows ?? report.draw(ID));
   form.addEventListener("change", ({ target }) => {
     const before = chosen[target.name];
     chosen[target.name] = target.value;
+    report.box.clear();
     // The same number on both axes says nothing: the other axis takes what this one had.
     const other = target.name === "x" ? "y" : "x";
     if (target.name !== "class" && chosen.x === chosen.y) {

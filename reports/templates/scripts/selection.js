@@ -1,5 +1,24 @@
 "use strict";
-// Owns which trial is pinned: figures, the panel and the table show it and listen here. Who pins by keyboard is
+// Which trials are in the box that was drawn in a figure; null where there is none.
+report.box = (() => {
+  const listeners = [];
+  const state = { rows: null, outlines: [] };
+  const draw = (rows, outlines) => {
+    Object.assign(state, { rows: rows && new Set(rows), outlines });
+    for (const listener of listeners) listener();
+  };
+  const clear = () => state.rows && draw(null, []);
+  const listen = (listener) => listeners.push(listener);
+  for (const place of document.querySelectorAll(".boxed")) {
+    place.querySelector("button").addEventListener("click", clear);
+    listen(() => {
+      place.hidden = state.rows === null;
+      place.querySelector("span").textContent = `${state.rows?.size.toLocaleString("en-US")} ${state.rows?.size === 1 ? "trial is" : "trials are"} in the box that you drew, and all others are left out of the table.`;
+    });
+  }
+  return { get rows() { return state.rows; }, get outlines() { return state.outlines; }, draw, clear, listen };
+})();
+// Which trial is pinned: figures, the panel and the table show it and listen here. Who pins by keyboard is
 // led into the panel, and back to where that was when it is closed.
 report.selection = (() => {
   const listeners = [];
@@ -19,7 +38,8 @@ report.selection = (() => {
   const { study, words, selection, configOf } = report;
   const element = (tag, text, className) => {
     const made = document.createElement(tag);
-    made.textContent = text ?? "";
+    // What stands between backticks is code.
+    made.append(...String(text ?? "").split("`").map((part, n) => (n % 2 ? Object.assign(document.createElement("code"), { textContent: part }) : part)));
     if (className) made.className = className;
     return made;
   };

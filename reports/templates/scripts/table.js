@@ -1,23 +1,30 @@
 "use strict";
-// Owns the table of all trials: sorted, filtered, pinned by click or Enter, and downloaded as it stands.
+// The table of all trials: its columns are chosen, its rows sorted, filtered, pinned and downloaded as they stand.
 (() => {
   const holder = document.getElementById("trials-table");
   if (!holder) return;
-  const { study, words, selection, element, rowOf, configOf } = report;
+  const { study, words, selection, box, element, rowOf, configOf } = report;
   const { isKnown, number } = words;
   const PAGE = 50;
   const form = document.getElementById("trials-controls");
   const more = document.getElementById("trials-more");
 
   const measured = Object.entries(study.columns).map(([key, { label, unit }]) => ({ key, label, isNumber: true, words: (trial) => number(trial[key], unit) }));
+  const varying = new Set(study.axes.map(({ key }) => key));
+  const settingOf = (trial, key) => (key in trial.config ? trial.config[key] : study.recipe[key]);
+  const settings = Object.entries(study.settings).map(([key, label]) => ({
+    key, label, isHidden: !varying.has(key), isNumber: typeof study.recipe[key] === "number",
+    of: (trial) => settingOf(trial, key), words: (trial) => String(settingOf(trial, key) ?? words.dash),
+  }));
   const columns = [
     { key: "number", label: "trial", isNumber: true, words: (trial) => String(trial.number) },
-    { key: "changes", label: "against the baseline", words: (trial) => trial.changes },
-    ...measured,
-    { key: "need_gib", label: "needs", isNumber: true, words: (trial) => words.needOf(trial) || words.dash },
-    ...(study.classes.length > 1 ? [{ key: "class", label: "class", words: (trial) => trial.class }] : []),
     { key: "verdict", label: "ended", words: (trial) => study.verdicts[trial.verdict] },
-  ].filter(({ key }) => study.trials.some((trial) => isKnown(trial[key])));
+    ...measured,
+    { key: "need", label: "needs", isNumber: true, words: (trial) => words.needOf(trial) || words.dash },
+    { key: "changes", label: "against the baseline", isHidden: true, words: (trial) => trial.changes },
+    ...settings,
+  ].map((column) => ({ of: (trial) => trial[column.key], ...column })).filter(({ of, isHidden }) => isHidden || study.trials.some((trial) => isKnown(of(trial))));
+  const visible = () => columns.filter(({ isHidden }) => !isHidden);
   const first = measured.find(({ key }) => key.endsWith("tokens_per_second"));
   const state = { key: first?.key ?? "number", falls: Boolean(first), text: "", verdict: "", class: "", shown: PAGE };
 
@@ -25,11 +32,12 @@
     `trial ${trial.number}`, trial.changes, trial.class, study.verdicts[trial.verdict], trial.reason, trial.error, trial.doubts, ...(trial.flags ?? []),
     ...words.badgesOf(trial), ...Object.entries(configOf(trial)).map(([key, value]) => `${key}: ${value}`),
   ].filter(Boolean).join("\n").toLowerCase());
-  const isWanted = (trial, row) => (!state.verdict || trial.verdict === state.verdict) && (!state.class || trial.class === state.class)
+  const isWanted = (trial, row) => (box.rows?.has(row) ?? true) && (!state.verdict || trial.verdict === state.verdict) && (!state.class || trial.class === state.class)
     && state.text.toLowerCase().split(/[\s,]+/).every((word) => haystacks[row].includes(word));
   // What is not known comes last, whichever way the rest goes.
   const compare = (a, b) => {
-    const [x, y] = [a[state.key], b[state.key]];
+    const { of } = columns.find(({ key }) => key === state.key);
+    const [x, y] = [of(a), of(b)];
     if (!isKnown(x) || !isKnown(y)) return isKnown(y) - isKnown(x) || a.number - b.number;
     const order = typeof x === "number" ? x - y : String(x).localeCompare(String(y));
     return (state.falls ? -order : order) || a.number - b.number;
@@ -39,7 +47,7 @@
   const cellOf = (trial, column) => {
     const cell = element("td", column.words(trial), column.isNumber ? "number" : "");
     cell.dataset.label = column.label;
-    if (column.key === "changes") cell.append(...words.badgesOf(trial).map((name) => element("span", name, "badge")));
+    if (column.key === "verdict") cell.append(...words.badgesOf(trial).map((name) => element("span", name, "badge")));
     if (column.key === "verdict" && (trial.error || trial.reason)) cell.append(reasonOf(trial));
     return cell;
   };
@@ -54,7 +62,7 @@
     line.tabIndex = -1;
     line.dataset.row = rowOf.get(trial.number);
     line.setAttribute("aria-selected", String(Number(line.dataset.row) === selection.pinned));
-    line.append(...columns.map((column) => cellOf(trial, column)));
+    line.append(...visible().map((column) => cellOf(trial, column)));
     return line;
   };
   const headOf = (column) => {
@@ -91,7 +99,7 @@
     more.textContent = `Show ${Math.min(200, trials.length - state.shown)} more`;
   };
   const show = () => {
-    head.replaceChildren(...columns.map(headOf));
+    head.replaceChildren(...visible().map(headOf));
     sorting.value = state.key;
     turning.textContent = state.falls ? "↓" : "↑";
     turning.setAttribute("aria-label", state.falls ? "falling; turn" : "rising; turn");
@@ -124,7 +132,19 @@
     sortBy(sorting.value);
   });
   turning.addEventListener("click", () => sortBy(state.key));
-  form.append(sorter);
+  const chooser = element("details", "", "chooser");
+  chooser.append(element("summary", "Columns"), ...columns.map((column) => {
+    const tick = Object.assign(element("input"), { type: "checkbox", checked: !column.isHidden });
+    tick.addEventListener("input", (event) => {
+      event.stopPropagation();
+      column.isHidden = !tick.checked;
+      show();
+    });
+    const choice = element("label");
+    choice.append(tick, column.label);
+    return choice;
+  }));
+  form.append(sorter, chooser);
   body.addEventListener("click", ({ target }) => {
     const line = target.closest("tr");
     if (!line || target.closest("details")) return;
@@ -153,6 +173,10 @@
     showRows();
   });
   selection.listen(mark);
+  box.listen(() => {
+    state.shown = PAGE;
+    showRows();
+  });
 
   // A spreadsheet would run a text that begins like a formula.
   const quoted = (value) => {
@@ -160,12 +184,14 @@
     const safe = typeof value === "string" && /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
     return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
   };
-  const flat = ({ config, ...trial }) => ({ ...trial, ...configOf({ config }) });
+  const MEMORY = new Set(["need", "peak_allocated", "peak_reserved", "predicted_peak"]);
+  const named = ({ at, config, ...trial }) => Object.fromEntries(Object.entries(trial).map(([key, value]) => [MEMORY.has(key) ? `${key}_${study.memory_unit.toLowerCase()}` : key, value]));
+  const flat = (trial) => ({ ...named(trial), ...configOf(trial) });
   const csv = (trials) => {
     const keys = [...new Set(trials.flatMap((trial) => Object.keys(flat(trial))))];
     return [keys, ...trials.map((trial) => keys.map((key) => flat(trial)[key]))].map((line) => line.map(quoted).join(",")).join("\r\n") + "\r\n";
   };
-  const json = (trials) => `${JSON.stringify(trials.map((trial) => ({ ...trial, config: configOf(trial) })), null, 1)}\n`;
+  const json = (trials) => `${JSON.stringify(trials.map((trial) => ({ ...named(trial), config: configOf(trial) })), null, 1)}\n`;
   // A space that holds the trials: what they differ in is searched, the rest is fixed. YAML reads JSON's values.
   const yaml = (trials) => {
     const configs = trials.map(configOf);

@@ -1,8 +1,16 @@
 "use strict";
-// Lets the cells of the wall pin the trial that they speak of, by click or Enter. Tab reaches each panel once; the
-// arrows go on from there.
+// Shows one panel of the out-of-memory boundary at a time. Its cells pin the trial that they speak of, by click or
+// Enter; Tab reaches a panel once, and the arrows go on from there.
 (() => {
   const { selection, rowOf } = report;
+  const panels = [...document.querySelectorAll(".walls > *")];
+  const form = document.getElementById("wall-choice");
+  const choose = () => panels.forEach((panel, n) => { panel.hidden = n !== Number(form.querySelector("select").value); });
+  if (panels.length > 1) {
+    form.hidden = false;
+    form.addEventListener("input", choose);
+    choose();
+  }
   const cells = [...document.querySelectorAll(".wall td[data-trial]")].filter((cell) => rowOf.has(Number(cell.dataset.trial)));
   for (const cell of cells) {
     const row = rowOf.get(Number(cell.dataset.trial));

@@ -7,7 +7,7 @@ report.words = (() => {
   const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
   const units = {
     rate: (value) => (Math.abs(value) >= 100 ? grouped.format(value) : value.toFixed(1)),
-    gib: (value) => (value > 0 && value < 0.1 ? `${(value * 1024).toFixed(2)} MiB` : `${value.toFixed(2)} GiB`),
+    memory: (value) => `${value.toFixed(2)} ${study.memory_unit}`,
     usd: (value) => `$${Number(value.toPrecision(3))}`,
     count: (value) => grouped.format(value),
     number: (value) => String(Number(value.toPrecision(4))),
@@ -21,8 +21,8 @@ report.words = (() => {
     return `${number(value, "rate")} tokens/s${details ? ` (${details})` : ""}`;
   };
   const needOf = (trial) => {
-    if (!isKnown(trial.need_gib)) return "";
-    return `${trial.need_is_lower_bound ? "at least " : ""}${number(trial.need_gib, "gib")}${trial.need_is_predicted ? " by prediction" : ""}`;
+    if (!isKnown(trial.need)) return "";
+    return `${trial.need_is_lower_bound ? "at least " : ""}${number(trial.need, "memory")}${trial.need_is_predicted ? " by prediction" : ""}`;
   };
   const titleOf = (trial) => `Trial ${trial.number}: ${study.verdicts[trial.verdict]}`;
   const badgesOf = (trial) => [...namesOf.get(trial.number), ...(trial.carried_from ? [`carried over from ${trial.carried_from}`] : [])];
@@ -35,7 +35,7 @@ report.words = (() => {
       isPredicted && [`on ${study.gpu}`, speed(trial.target_tokens_per_second, trial.target_low, trial.target_high, "predicted")],
       isKnown(trial.tokens_per_second) && ["measured",
         speed(trial.tokens_per_second, trial.tokens_per_second_low, trial.tokens_per_second_high, [again, trial.doubts].filter(Boolean).join(", "))],
-      isKnown(trial.peak_allocated_gib) && ["peak memory", `${number(trial.peak_allocated_gib, "gib")} of ${number(study.budget_gib, "gib")}`],
+      isKnown(trial.peak_allocated) && ["peak memory", `${number(trial.peak_allocated, "memory")} of ${number(study.budget, "memory")}`],
       needOf(trial) && ["needs", needOf(trial)],
       isKnown(trial.usd_per_million_tokens) && ["a million tokens", number(trial.usd_per_million_tokens, "usd")],
       ["against the baseline", trial.changes],
@@ -47,9 +47,9 @@ report.words = (() => {
     ...factsOf(trial).filter(([name]) => name !== "why" || !trial.error),
     isKnown(trial.trainable_parameters) && ["trainable parameters", number(trial.trainable_parameters, "count")],
     isKnown(trial.final_loss) && ["final loss", number(trial.final_loss, "number")],
-    isKnown(trial.peak_reserved_gib) && ["reserved", number(trial.peak_reserved_gib, "gib")],
+    isKnown(trial.peak_reserved) && ["reserved", number(trial.peak_reserved, "memory")],
     isKnown(trial.step_seconds) && ["a step", number(trial.step_seconds, "seconds")],
-    isKnown(trial.predicted_peak_gib) && ["predicted peak", number(trial.predicted_peak_gib, "gib")],
+    isKnown(trial.predicted_peak) && ["predicted peak", number(trial.predicted_peak, "memory")],
     isKnown(trial.joules_per_token) && ["energy of a token", `${Number((1000 * trial.joules_per_token).toPrecision(3))} mJ`],
     trial.flags && ["flags", trial.flags.join(", ")],
     trial.error && ["why", trial.error],

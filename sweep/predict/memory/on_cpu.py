@@ -13,9 +13,9 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 
 UNCERTAINTY = 0.2
-"""Relative, of the allocated peak. Of 44 configurations of the demo model predictions were 2 % below
-to 1 % above, and up to 18 % above where fp32 activations are kept: the CPU's attention keeps less
-of those (`tests/data/cpu_peaks.jsonl`)."""
+"""Relative, of the allocated peak. Of 46 configurations of the demo model predictions were 2 % too
+low to 1 % too high, and up to 18 % too high where fp32 activations are kept: the CPU's attention
+keeps less of those (`tests/data/cpu_peaks.jsonl`)."""
 
 
 class CpuMemory:

@@ -215,7 +215,7 @@ class RayRunner:
                             is_stopping = True
                             actor.stop.remote()
                     case Ended(outcome=outcome):
-                        return INTERRUPTED if self._is_cancelled else outcome
+                        return outcome
                     case Faulted(fault=fault):
                         raise type(fault)(f"node {self._address}: {fault}")
                     case Broken(trace=trace):

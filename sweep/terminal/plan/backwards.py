@@ -1,4 +1,4 @@
-"""Owns how the backward questions are answered: the longest rows, and the cards for a job."""
+"""How the questions backwards are answered: the longest sequences, and the GPUs for a job."""
 
 from __future__ import annotations
 
@@ -6,54 +6,60 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from reports import units
 from search_spaces.gpus import GIB
 from search_spaces.prices import PRICE_OPTION
 from sweep.planning.cheapest import Cheapest, JobCard, Outcome
-from sweep.planning.longest import LENGTH_STEP, Longest, LongestRow
-from sweep.terminal.plan.costs import short_usd_range, usd_range, work_words
-from sweep.terminal.plan.forecast import knobs, shared_line, shared_words, structure
-from sweep.terminal.plan.layout import empty_grid, lines, section
-from sweep.terminal.plan.verdict import one_pass, speed_words
+from sweep.planning.longest import LENGTH_STEP, Longest
+from sweep.planning.spaces import BATCHES_MAX, evenly_spaced
+from sweep.terminal.plan.costs import short_usd_range, source_words, usd_range, work_words
+from sweep.terminal.plan.forecast import knobs, shared_line, shared_words
+from sweep.terminal.plan.layout import Fact, empty_grid, facts
+from sweep.terminal.plan.verdict import (
+    DETAILS,
+    numbers_of,
+    offer_words,
+    one_pass,
+    settings_facts,
+    settings_words,
+    what_words,
+)
+
+LINES_SHOWN = 4
+"""Micro-batches of all GPUs, or GPUs, that one screen has room for."""
 
 
-def longest_views(answers: Sequence[Longest]) -> RenderableType:
-    """Return the longest rows on each card."""
-    views = [part for answer in answers for part in (Text(""), Group(*_longest(answer)))]
-    return Group(*views[1:])
+def longest_views(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
+    """Return the longest sequences on each GPU."""
+    most = BATCHES_MAX if is_detailed else max(3, LINES_SHOWN // len(answers))
+    parts: list[RenderableType] = []
+    for answer in answers:
+        parts += [Text(f"{_longest_sentence(answer)}\n", style="bold")]
+        if answer.rows:
+            parts += [_longest_table(answer, most=most, is_detailed=is_detailed), Text("")]
+    return Group(*parts, facts([*_longest_facts(answers), *([] if is_detailed else [DETAILS])]))
 
 
-def _longest(answer: Longest) -> Iterator[RenderableType]:
-    where = f"the {answer.gpu.name} for {answer.model.name}"
+def _longest_sentence(answer: Longest) -> str:
+    where = f"{answer.model.name} on the {answer.gpu.name}"
     best = answer.best
     if best is None or best.forecast is None:
-        yield Text(f"No row of {LENGTH_STEP} tokens surely fits {where}", style="bold")
-    else:
-        size = f"{best.micro_batch_size} x {best.seq_len:,}"
-        yield Text(f"The longest rows that surely fit {where}: {size}", style="bold")
-        yield Padding(lines(_longest_lines(best, answer)), (0, 0, 0, 2))
-    if answer.rows:
-        yield from section("By micro-batch", _longest_table(answer), lines(_longest_notes(answer)))
+        return f"No sequence of {LENGTH_STEP} tokens surely fits for {where}"
+    numbers = numbers_of(best.forecast, answer.budget_bytes, None)
+    what = f"{best.seq_len:,} tokens at micro-batch {best.micro_batch_size}"
+    return f"The longest sequences that surely fit for {where}: {what}: {numbers}"
 
 
-def _longest_lines(best: LongestRow, answer: Longest) -> Iterator[str]:
-    forecast = best.forecast
-    assert forecast is not None, "what surely fits has a forecast"
-    yield structure(one_pass(forecast.config))
-    peak = None if forecast.memory is None else forecast.memory.peak_allocated_bytes
-    speed = f"{speed_words(forecast)}; " if forecast.tokens_per_second is not None else ""
-    yield f"{speed}peak {units.gib(peak)} of {units.gib(answer.budget_bytes)}"
-
-
-def _longest_table(answer: Longest) -> RenderableType:
+def _longest_table(answer: Longest, *, most: int, is_detailed: bool) -> RenderableType:
+    """Return the longest sequence by micro-batch, of at most so many of them."""
     forecasts = [row.forecast for row in answer.rows if row.forecast is not None]
     shared = shared_words([knobs(one_pass(forecast.config)) for forecast in forecasts])
     numbers = ("micro-batch", "longest", "perhaps", "tokens/s", "peak")
     grid = empty_grid(*numbers, "", right=numbers)
-    for row in answer.rows:
+    shown = evenly_spaced([row.micro_batch_size for row in answer.rows], most=most)
+    for row in (row for row in answer.rows if row.micro_batch_size in shown):
         forecast = row.forecast
         memory = None if forecast is None else forecast.memory
         words = [] if forecast is None else knobs(one_pass(forecast.config))
@@ -63,85 +69,99 @@ def _longest_table(answer: Longest) -> RenderableType:
             f"{row.possible:,}" if row.possible > row.seq_len else "",
             units.rate(None if forecast is None else forecast.tokens_per_second),
             units.gib(None if memory is None else memory.peak_allocated_bytes),
-            ", ".join(word for word in words if word not in shared),
+            ", ".join(word for word in words if is_detailed and word not in shared),
         )
-    return Group(grid, *shared_line(shared))
+    return Group(grid, *(shared_line(shared) if is_detailed else ()))
 
 
-def _longest_notes(answer: Longest) -> Iterator[str]:
-    tried = units.plural(answer.configurations, "configuration")
-    yield (
-        f"found to a multiple of {LENGTH_STEP} tokens, of {tried} at each size{_held(answer)}; "
-        "'perhaps' is too close to the budget to be sure"
-    )
-    if any(row.possible == answer.limit for row in answer.rows):
-        yield f"{answer.limit:,} is as far as the model has positions for"
-
-
-def _held(answer: Longest) -> str:
-    held = _in_words(answer.asked.held)
-    return f", held at {held}" if held else ""
+def _longest_facts(answers: Sequence[Longest]) -> Iterator[Fact]:
+    found = {a.gpu.name: a.best.forecast for a in answers if a.best and a.best.forecast}
+    if found:
+        yield from settings_facts(found)
+    first, rows = answers[0], [row for answer in answers for row in answer.rows]
+    tried = units.plural(first.configurations, "configuration")
+    yield "searched", f"lengths in steps of {LENGTH_STEP} tokens, {tried} at each size"
+    if first.asked.held:
+        yield "fixed by you", _in_words(first.asked.held)
+    if any(row.possible > row.seq_len for row in rows):
+        yield "perhaps", "is too close to the budget to be sure"
+    if any(row.possible == first.limit for row in rows):
+        yield "limit", f"the model has positions for {first.limit:,} tokens"
+    if first.best is not None:
+        yield "next", f"--seq-len {first.best.seq_len} in place of --longest plans such a training"
 
 
 def _in_words(held: Mapping[str, Any]) -> str:
     return ", ".join(units.phrase(key, value) for key, value in held.items())
 
 
-def cheapest_view(answer: Cheapest) -> RenderableType:
-    """Return which cards do a job, the answer first."""
-    parts: list[RenderableType] = [Text(_cheapest_title(answer), style="bold")]
-    parts.append(Padding(lines(_cheapest_lines(answer)), (0, 0, 0, 2)))
-    if answer.able:
-        parts += section("Cards that do it, the cheapest first", _cards_table(answer))
+def cheapest_view(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
+    """Return which GPUs do a job, the cheapest first."""
+    shown = answer.able if is_detailed else answer.able[:LINES_SHOWN]
+    parts: list[RenderableType] = [Text(f"{_cheapest_sentence(answer)}\n", style="bold")]
+    if shown:
+        parts += [_cards_table(shown), Text("")]
     others = [card for card in answer.cards if not card.is_able]
-    if others:
-        parts += section("The others", lines(map(_why_not, others)))
-    parts += section("The job", lines(_job_lines(answer)))
-    return Group(*parts)
+    rows = [*_cheapest_facts(answer)]
+    if is_detailed:
+        rows += [(card.gpu.name, f"{card.outcome.value}: {_why_not(card)}") for card in others]
+        rows += [("price", source_words(card.bill.offer)) for card in answer.able[:1]]
+    else:
+        rows.append(("others", _others(others, dearer=len(answer.able) - len(shown))))
+        if answer.cheapest is not None:
+            name, model = answer.cheapest.gpu.name, answer.model.name
+            rows.append(("next", f"`sweep plan {name} --model {model}` plans it there"))
+        rows.append(DETAILS)
+    return Group(*parts, facts(rows))
 
 
-def _cheapest_title(answer: Cheapest) -> str:
-    work = "the job" if answer.workload is None else work_words(answer.workload)
-    by = ""
-    if answer.deadline_seconds is not None:
-        by = f" within {units.duration(answer.deadline_seconds)}"
-    return f"{work} of {answer.model.name}{by}"
+def _cheapest_sentence(answer: Cheapest) -> str:
+    cheapest = answer.cheapest
+    if cheapest is None or cheapest.forecast is None:
+        return f"No GPU of a known price is predicted to do it for {answer.model.name}"
+    numbers = numbers_of(cheapest.forecast, cheapest.gpu.budget_bytes, cheapest.bill)
+    which = f"{offer_words(cheapest.bill)}, predicted the cheapest"
+    what = what_words(cheapest.forecast.config)
+    return f"Recommended for {answer.model.name}: {which}: {what}: {numbers}"
 
 
-def _cheapest_lines(answer: Cheapest) -> Iterator[str]:
-    cheapest, smallest = answer.cheapest, answer.smallest
-    if cheapest is None or smallest is None:
-        yield "no card of a known price does it, by what is predicted"
-        return
-    yield f"cheapest: {_card_words(cheapest)}"
-    if len(answer.able) > 1:
-        second = answer.able[1]
-        share = second.bill.usd / cheapest.bill.usd - 1.0
-        yield f"runner-up: {_card_words(second)}, {units.percent(share)} more"
+def _cheapest_facts(answer: Cheapest) -> Iterator[Fact]:
+    cheapest = answer.cheapest
+    if cheapest is not None and cheapest.forecast is not None:
+        yield "settings", settings_words(knobs(cheapest.forecast.config))
+    work = "a training" if answer.workload is None else work_words(answer.workload)
+    limit = answer.deadline_seconds
+    by = "" if limit is None else f" within {units.duration(limit)}"
+    yield "the job", f"{work}{by}; on every GPU {_in_words(answer.held)}"
     tied = ", ".join(card.gpu.name for card in answer.perhaps_cheapest)
     if tied:
-        yield f"not told apart from the cheapest inside the speeds' uncertainty: {tied}"
-    yield (
-        f"smallest: {_card_words(smallest)}"
-        if smallest is not cheapest
-        else (f"smallest: the {smallest.gpu.name} as well")
-    )
+        yield "or perhaps", tied
+    if answer.smallest is not None and answer.smallest is not cheapest:
+        yield "smallest", f"{offer_words(answer.smallest.bill)}, {_bill_words(answer.smallest)}"
 
 
-def _card_words(card: JobCard) -> str:
+def _others(cards: Sequence[JobCard], *, dearer: int) -> str:
+    """Return how many GPUs do it at higher prices, and which do not, by the reason."""
+    by_outcome: dict[str, list[str]] = {}
+    for card in cards:
+        by_outcome.setdefault(card.outcome.value, []).append(card.gpu.name)
+    words = [f"{outcome}: {', '.join(names)}" for outcome, names in by_outcome.items()]
+    more = [f"{dearer} more do it at higher prices"] if dearer else []
+    return "; ".join([*more, *words]) or "none"
+
+
+def _bill_words(card: JobCard) -> str:
     bill = card.bill
     late = " (perhaps late)" if card.outcome is Outcome.PERHAPS_LATE else ""
-    return (
-        f"{bill.offer.label}, {units.usd(bill.usd)} ({usd_range(bill)}) in "
-        f"{units.duration(3600 * bill.wall_hours)}{late}"
-    )
+    took = units.duration(3600 * bill.wall_hours)
+    return f"{units.usd(bill.usd)} ({usd_range(bill)}) in {took}{late}"
 
 
-def _cards_table(answer: Cheapest) -> RenderableType:
+def _cards_table(cards: Sequence[JobCard]) -> RenderableType:
     numbers = ("memory", "tokens/s", "hours", "in all", "between")
-    grid = empty_grid("card", "at", *numbers, right=("card", *numbers))
+    grid = empty_grid("GPU", "at", *numbers, right=("GPU", *numbers))
     grid.columns[0].justify = "left"
-    for card in answer.able:
+    for card in cards:
         forecast, bill = card.forecast, card.bill
         is_late = card.outcome is Outcome.PERHAPS_LATE
         grid.add_row(
@@ -153,7 +173,7 @@ def _cards_table(answer: Cheapest) -> RenderableType:
             units.usd(bill.usd),
             short_usd_range(bill),
         )
-    late = any(card.outcome is Outcome.PERHAPS_LATE for card in answer.able)
+    late = any(card.outcome is Outcome.PERHAPS_LATE for card in cards)
     return Group(grid, *([Text("'?' may be late", style="dim")] if late else []))
 
 
@@ -172,11 +192,3 @@ def _why_not(card: JobCard) -> str:
         case _:
             why = card.reason
     return f"{card.gpu.name}: {card.outcome.value}: {why}"
-
-
-def _job_lines(answer: Cheapest) -> Iterator[str]:
-    yield f"the same on every card: {_in_words(answer.held)}"
-    yield "what is not typed of rank, target modules and length is the standard recipe's"
-    for card in answer.able[:1]:
-        offer = card.bill.offer
-        yield f"price: {offer.provider}, read on {offer.date}, {offer.source}"

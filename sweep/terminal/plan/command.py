@@ -1,17 +1,17 @@
-"""Owns what `sweep plan` does once its options are read: resolve the question, answer it, print.
-
-Needs no GPU and no network. Knows nothing of how options are spelled.
-"""
+"""`sweep plan` once its options are read: resolve the question, answer it, print."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from rich.console import RenderableType
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -25,7 +25,7 @@ from sweep.data.choice import ReadTexts
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import cache_directory, runs_directory, storage_url
 from sweep.planning.cache import cached_survey
-from sweep.planning.cheapest import Cheapest, JobCard, on_card, ranked
+from sweep.planning.cheapest import Cheapest, on_card, ranked
 from sweep.planning.comparison import compare_cards
 from sweep.planning.documents import (
     card_document,
@@ -92,9 +92,10 @@ def plan(request: PlanRequest, **seams: Any) -> int:
     """Answer and print; return 0, or 1 where nothing fits. Takes and raises what `answer` does."""
     with working("predicting") as progress:
         read_texts = partial(_read_texts, progress=progress)
-        text, fits = answer(request, read_texts=read_texts, progress=progress, **seams)
-    say_as_is(text)
-    return DONE if fits else NOTHING_FITS
+        found = answer(request, read_texts=read_texts, progress=progress, **seams)
+    lines = "\n".join(map(_json, found.documents))
+    say_as_is(lines if request.as_json else _text(found.view))
+    return DONE if found.fits else NOTHING_FITS
 
 
 def answer(
@@ -106,8 +107,8 @@ def answer(
     predictor: Predictor | None = None,
     card: Callable[[], Card | None] = read_card,
     tell: Callable[[str], None] = note,
-) -> tuple[str, bool]:
-    """Return what `plan` prints, and whether anything fits.
+) -> Answer:
+    """Return what `plan` prints, for a program and for a person.
 
     Args:
         request: what was typed.
@@ -148,8 +149,18 @@ def _text_notes(question: Question) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _answered(question: Question, progress: Progress) -> tuple[str, bool]:
-    """Return what is printed, and whether anything fits."""
+@dataclass(frozen=True)
+class Answer:
+    """What is printed, for a program and for a person."""
+
+    documents: Sequence[Mapping[str, Any]]
+    """A line of JSON each."""
+    view: RenderableType
+    fits: bool
+    """Whether anything does."""
+
+
+def _answered(question: Question, progress: Progress) -> Answer:
     request = question.request
     if request.from_file is not None:
         return _many(question, request.from_file, progress)
@@ -160,31 +171,31 @@ def _answered(question: Question, progress: Progress) -> tuple[str, bool]:
     return _of_each_card(question, progress)
 
 
-def _of_each_card(question: Question, progress: Progress) -> tuple[str, bool]:
-    """Return the plan of each card and their comparison, and whether anything fits."""
+def _of_each_card(question: Question, progress: Progress) -> Answer:
+    """Return the plan of each GPU and their comparison."""
     work, offers = question.request.work, question.offers
+    is_detailed = question.request.is_detailed
     forecasters = {gpu.name: question.forecaster(gpu) for gpu in question.gpus}
     plans = [_card_plan(question, forecasters[gpu.name], progress) for gpu in question.gpus]
     fits = any(plan.fits for plan in plans)
     if len(plans) == 1:
-        (only,) = plans
-        document, view = card_document(only), plan_view(only)
-    else:
+        view = plan_view(plans[0], is_detailed=is_detailed)
+        return Answer([card_document(plans[0])], view, fits)
 
-        def look(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
-            return _preferred(about, forecasters[plan.gpu.name], progress)
+    def look(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
+        forecaster = forecasters[plan.gpu.name]
+        if isinstance(about, TrialConfig):
+            return forecaster.forecast(about)
+        return _surveyed(about, forecaster, progress).recommended
 
-        comparison = compare_cards(plans, work=work, offers=offers, look=look)
-        document = comparison_document(plans, comparison)
-        view = plans_view(plans, comparison)
-    return (_json(document) if question.request.as_json else _text(view)), fits
+    comparison = compare_cards(plans, work=work, offers=offers, look=look)
+    view = plans_view(plans, comparison, is_detailed=is_detailed)
+    return Answer([comparison_document(plans, comparison)], view, fits)
 
 
 def _card_plan(question: Question, forecaster: Forecaster, progress: Progress) -> CardPlan:
-    work = question.request.work
-    offers = question.offers.get(forecaster.gpu.name, ())
+    work, offers = question.request.work, question.offers.get(forecaster.gpu.name, ())
     about = question.about(forecaster.gpu)
-    refuse_impossible(about, model=question.model, has_texts=question.texts is not None)
     if isinstance(about, TrialConfig):
         return plan_configuration(
             about, forecaster=forecaster, work=work, offers=offers, progress=progress
@@ -199,39 +210,44 @@ def _card_plan(question: Question, forecaster: Forecaster, progress: Progress) -
     )
 
 
-def _preferred(
-    about: SearchSpace | TrialConfig, forecaster: Forecaster, progress: Progress
-) -> Forecast | None:
-    if isinstance(about, TrialConfig):
-        return forecaster.forecast(about)
-    return _surveyed(about, forecaster, progress).recommended
-
-
 def _surveyed(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Survey:
     directory = cache_directory() / "surveys"
     return cached_survey(space, forecaster, directory=directory, progress=progress)
 
 
-def _longest(question: Question, progress: Progress) -> tuple[str, bool]:
-    """Return the longest rows on each card, and whether any row fits."""
-    answers = []
-    for gpu in question.gpus:
-        about = question.about(gpu)
-        refuse_impossible(about, model=question.model, has_texts=question.texts is not None)
-        forecaster, asked = question.forecaster(gpu), question.asked(gpu)
-        answers.append(longest_rows(about, forecaster, asked=asked, progress=progress))
+def _longest(question: Question, progress: Progress) -> Answer:
+    """Return the longest sequences on each GPU."""
+    answers = [
+        longest_rows(
+            question.about(gpu),
+            question.forecaster(gpu),
+            asked=question.asked(gpu),
+            progress=progress,
+        )
+        for gpu in question.gpus
+    ]
     fits = any(answer.best is not None for answer in answers)
     documents = [longest_document(answer) for answer in answers]
     document = documents[0] if len(documents) == 1 else {"plans": documents}
-    return (_json(document) if question.request.as_json else _text(longest_views(answers))), fits
+    view = longest_views(answers, is_detailed=question.request.is_detailed)
+    return Answer([document], view, fits)
 
 
-def _cheapest(question: Question, progress: Progress) -> tuple[str, bool]:
-    """Return what a job costs on each card, and whether any does it by the deadline."""
+def _cheapest(question: Question, progress: Progress) -> Answer:
+    """Return what a job costs on each GPU."""
     tell, cards = progress("cards looked at"), []
     for done, gpu in enumerate(question.gpus):
         tell(done, len(question.gpus))
-        cards.append(_job_card(question, gpu, progress))
+        cards.append(
+            on_card(
+                question.about(gpu),
+                question.forecaster(gpu),
+                work=question.request.work,
+                offers=question.offers.get(gpu.name, ()),
+                deadline_seconds=question.request.within_seconds,
+                progress=progress,
+            )
+        )
     tell(len(cards), len(cards))
     bills = [bill for card in cards for bill in card.bills]
     answer = Cheapest(
@@ -241,35 +257,20 @@ def _cheapest(question: Question, progress: Progress) -> tuple[str, bool]:
         deadline_seconds=question.request.within_seconds,
         cards=ranked(cards),
     )
-    text = (
-        _json(cheapest_document(answer))
-        if question.request.as_json
-        else _text(cheapest_view(answer))
-    )
-    return text, answer.cheapest is not None
+    view = cheapest_view(answer, is_detailed=question.request.is_detailed)
+    return Answer([cheapest_document(answer)], view, answer.cheapest is not None)
 
 
-def _job_card(question: Question, gpu: GpuSpec, progress: Progress) -> JobCard:
-    about = question.about(gpu)
-    if isinstance(about, TrialConfig):
-        refuse_impossible(about, model=question.model, has_texts=question.texts is not None)
-    return on_card(
-        about,
-        question.forecaster(gpu),
-        work=question.request.work,
-        offers=question.offers.get(gpu.name, ()),
-        deadline_seconds=question.request.within_seconds,
-        progress=progress,
-    )
-
-
-def _many(question: Question, name: str, progress: Progress) -> tuple[str, bool]:
-    """Return the answer for each configuration of a file, and whether any of them fits."""
+def _many(question: Question, name: str, progress: Progress) -> Answer:
+    """Return the answer for each configuration of a file."""
     (gpu,) = question.gpus
     forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
     lines = read_configurations(name)
     for where, config in lines:
-        _refuse_impossible(where, config, forecaster)
+        try:
+            refuse_impossible(config, model=question.model)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
     forecaster.foresee([config for _, config in lines], progress=progress, one_by_one=True)
     forecasts = [_forecast_line(where, config, forecaster) for where, config in lines]
     bills = [
@@ -282,23 +283,13 @@ def _many(question: Question, name: str, progress: Progress) -> tuple[str, bool]
         )
         for forecast in forecasts
     ]
-    fits = any(forecast.fits for forecast in forecasts)
-    if question.request.as_json:
-        documents = zip(forecasts, bills, strict=True)
-        lines_out = (
-            forecast_document(f, bills=b)
-            | epoch_document(epoch_of(f, question.shapes), f, b[0].offer if b else None)
-            for f, b in documents
-        )
-        return "\n".join(map(_json, lines_out)), fits
-    return _text(configurations_view(forecasts, [b[0] if b else None for b in bills])), fits
-
-
-def _refuse_impossible(where: str, config: TrialConfig, forecaster: Forecaster) -> None:
-    try:
-        refuse_impossible(config, model=forecaster.model)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+    documents = [
+        forecast_document(f, bills=b)
+        | epoch_document(epoch_of(f, question.shapes), f, b[0].offer if b else None)
+        for f, b in zip(forecasts, bills, strict=True)
+    ]
+    view = configurations_view(forecasts, [b[0] if b else None for b in bills])
+    return Answer(documents, view, any(forecast.fits for forecast in forecasts))
 
 
 def _forecast_line(where: str, config: TrialConfig, forecaster: Forecaster) -> Forecast:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 
 from reports import units
+from search_spaces.prices import Offer
 from sweep.predict.cost import Bill, BillItem, Workload
 from sweep.predict.offers import BreakEven, OfferComparison, is_surely_less
 from sweep.terminal.plan.layout import empty_grid
@@ -42,6 +43,11 @@ def bill_lines(bill: Bill) -> Iterator[str]:
     if bill.usd_per_epoch is not None:
         size = bill.workload.dataset_samples
         yield f"an epoch of {size:,} samples: {units.usd(bill.usd_per_epoch)}"
+
+
+def source_words(offer: Offer) -> str:
+    """Return where a price was read, and when."""
+    return f"{offer.provider}, read on {offer.date}, {offer.source}"
 
 
 def work_words(work: Workload) -> str:

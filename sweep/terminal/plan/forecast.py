@@ -46,11 +46,11 @@ TERM_WORDS = {
     "overhead": "fixed work of the host",
 }
 TERMS_SHOWN = 3
-
-
-def describe(config: TrialConfig) -> str:
-    """Return a configuration in words: ``8 x 512, rank 16, adapters on q,k,v,o, ...``."""
-    return f"{units.size(config)}, {structure(config)}"
+ADVICE = {
+    "launch": "a larger micro-batch or compiled layers, as the GPU waits for the host",
+    "bandwidth": "fused kernels, compiled layers or no fp32 upcast, which move fewer bytes",
+    "compute": "a GPU with more FLOP/s; what is not matrix products is little",
+}
 
 
 def structure(config: TrialConfig) -> str:
@@ -152,19 +152,10 @@ def _bottleneck_lines(speed: SpeedPrediction, config: TrialConfig, gpu: str) -> 
     yield f"bound by {speed.bottleneck}; of a step: {shares}"
     used = units.percent(speed.flops_utilization)
     yield f"{used} of the {gpu}'s {config.compute_dtype} peak is put to use"
-    yield f"to go faster: {_advice(speed, config)}"
-
-
-def _advice(speed: SpeedPrediction, config: TrialConfig) -> str:
-    match speed.bottleneck:
-        case "launch":
-            return "a larger micro-batch or compiled layers, as the card waits for the host"
-        case "bandwidth":
-            return "fused kernels, compiled layers or no fp32 upcast, which move fewer bytes"
-        case "compute" if config.checkpoint_fraction > 0:
-            return "recompute fewer layers, as far as the memory allows"
-        case _:
-            return "a card with more FLOP/s; what is not matrix products is little"
+    advice = ADVICE[speed.bottleneck]
+    if speed.bottleneck == "compute" and config.checkpoint_fraction > 0:
+        advice = "less gradient checkpointing, as far as the memory allows"
+    yield f"to go faster: {advice}"
 
 
 def configurations_view(

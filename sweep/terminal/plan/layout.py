@@ -1,4 +1,4 @@
-"""Owns how parts of a plan are laid out: sections, tables, and text for a terminal or a pipe."""
+"""How parts of a plan are laid out: sections, facts, tables, text for a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rich.text import Text
 
 from sweep.terminal.drawing import Shown
 
+Fact = tuple[str, str]
+"""What something is about, in a word or two, and what is said of it."""
 PLAIN_WIDTH = 100
 """Columns where the width is nobody's: a pipe or a file."""
 
@@ -48,3 +50,13 @@ def empty_grid(*headers: str, right: Sequence[str] = ()) -> Table:
         # Where it is narrow, words give way: half a number is none.
         table.add_column(header, justify="right" if is_number else "left", no_wrap=is_number)
     return table
+
+
+def facts(rows: Iterable[Fact]) -> RenderableType:
+    """Return what is said, each line behind the word for what it is about."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for about, words in rows:
+        grid.add_row(about, Text(words))
+    return grid

@@ -1,104 +1,66 @@
-"""Owns how a plan looks to a person: the answer first, then what it rests on.
-
-Knows nothing of how it was worked out or where it goes.
-"""
+"""How a plan looks to a person: one screen, and with --details what it rests on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
-from reports import uncertainty, units
+from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
-from search_spaces.linears import CapacityClass, parameters
-from search_spaces.models import ModelSpec
-from search_spaces.space import SearchSpace
+from search_spaces.linears import parameters
 from sweep.planning.comparison import CardComparison
 from sweep.planning.forecast import Forecast
 from sweep.planning.plan import CardPlan
-from sweep.planning.recommendation import STANDARD, certainty
 from sweep.planning.survey import Survey
 from sweep.planning.table import ShapeTable
 from sweep.planning.whatif import WhatIf, few
 from sweep.predict.memory.predictor import Fit
-from sweep.terminal.plan.costs import bill_lines, comparison_lines, offers_view, work_words
+from sweep.terminal.plan.costs import (
+    bill_lines,
+    comparison_lines,
+    offers_view,
+    source_words,
+    work_words,
+)
 from sweep.terminal.plan.forecast import (
     FIT_STYLES,
     FORBIDDEN,
     answer_view,
-    describe,
     knobs,
     shared_line,
     shared_words,
     structure,
 )
 from sweep.terminal.plan.layout import empty_grid, lines, section
-from sweep.terminal.plan.verdict import (
-    comparison_verdict,
-    one_pass,
-    speed_words,
-    verdict_lines,
-    verdict_title,
-    what_if_row,
-)
+from sweep.terminal.plan.verdict import byte_change, comparison_screen, percent, screen
 
 LEGEND = "'?' is too close to the budget to be sure, '-' does not fit"
 SPACE_LEGEND = "the fastest of the {whole} that fits, of any rank and target modules; " + LEGEND
 
 
-def plan_view(plan: CardPlan) -> RenderableType:
-    """Return the plan of one card."""
-    return Group(*_sections(plan))
+def plan_view(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
+    """Return the plan of one GPU."""
+    return Group(*screen(plan), *(_details(plan) if is_detailed else ()))
 
 
-def plans_view(plans: Sequence[CardPlan], comparison: CardComparison | None) -> RenderableType:
-    """Return the verdict across cards, the same training on each, and then each card's plan."""
-    views = [part for plan in plans for part in (Text(""), plan_view(plan))]
-    return Group(*_comparison(comparison), *views)
+def plans_view(
+    plans: Sequence[CardPlan], comparison: CardComparison | None, *, is_detailed: bool
+) -> RenderableType:
+    """Return the same training on each GPU; detailed, each one's own plan too."""
+    parts = [*comparison_screen(plans, comparison)]
+    if is_detailed and comparison is not None and comparison.bills is not None:
+        offers = comparison.bills
+        parts += section("Prices", offers_view(offers.bills), lines(comparison_lines(offers)))
+    for plan in plans if is_detailed else ():
+        parts += [Text(f"\n== {plan.gpu.name}\n", style="bold"), plan_view(plan, is_detailed=True)]
+    return Group(*parts)
 
 
-def _comparison(comparison: CardComparison | None) -> Iterator[RenderableType]:
-    title = "The same work on each card"
-    if comparison is None:
-        yield Text(title, style="bold")
-        yield Padding(Text("nothing to compare: fewer than two can do it"), (0, 0, 0, 2))
-        return
-    yield Text(f"{title}: {_training(comparison)}", style="bold")
-    yield Padding(lines(comparison_verdict(comparison)), (0, 0, 0, 2))
-    content = [lines(_contestants(comparison))]
-    if comparison.bills is not None:
-        content += [offers_view(comparison.bills.bills), lines(comparison_lines(comparison.bills))]
-    yield from section("How each card does it", *content)
-
-
-def _training(comparison: CardComparison) -> str:
-    work = comparison.workload
-    return (
-        f"{work.tokens / 1e6:,.1f} M tokens in {units.plural(work.steps, 'step')} of "
-        f"{comparison.effective_batch_size:,} x {comparison.seq_len:,}"
-    )
-
-
-def _contestants(comparison: CardComparison) -> Iterator[str]:
-    """Yield how each card makes the effective batch."""
-    for name, forecast in comparison.chosen.items():
-        times = forecast.config.accumulation_steps
-        how = "" if times == 1 else f", accumulated {times} times"
-        doubt = "" if forecast.fit is Fit.YES else " (perhaps fits)"
-        yield (
-            f"{name}: {speed_words(forecast)} with "
-            f"{describe(one_pass(forecast.config))}{how}{doubt}"
-        )
-
-
-def _sections(plan: CardPlan) -> Iterator[RenderableType]:
-    """Yield the answer first, then what else could be done, then what it rests on."""
-    yield Text(verdict_title(plan), style="bold")
-    yield Padding(lines(verdict_lines(plan)), (0, 0, 0, 2))
+def _details(plan: CardPlan) -> Iterator[RenderableType]:
+    """Yield what else could be done, then what the answer rests on."""
     changes = few(plan.what_ifs)
     if changes:
         title = "What if: one change each, against that configuration"
@@ -106,13 +68,13 @@ def _sections(plan: CardPlan) -> Iterator[RenderableType]:
     if plan.shown is not None and plan.shown.broken is None:
         answer = answer_view(plan.shown, gpu=plan.gpu, budget_bytes=plan.budget_bytes)
         yield from section("Where its memory and time go", answer)
-    if plan.survey is not None and plan.shown is not None:
-        yield from section("Why this one", lines(_reasons(plan.survey, plan.shown)))
     if plan.table is not None:
         yield from section("What fits, in tokens/s", _table(plan.table, plan))
     if plan.survey is not None:
-        yield from section("The space", lines(_space_lines(plan.survey, plan)))
-        yield from _classes_section(plan.survey, plan.shown)
+        yield from section("The study", lines(_study_lines(plan.survey, plan)))
+        if plan.shown is not None and len(plan.survey.fastest_by_class) > 1:
+            classes = _classes(plan.survey, plan.shown)
+            yield from section("Fastest of each capacity class", classes)
     if plan.bills:
         title = f"Cost of {work_words(plan.bills[0].workload)}"
         yield from section(title, offers_view(plan.bills), lines(bill_lines(plan.bills[0])))
@@ -122,14 +84,13 @@ def _sections(plan: CardPlan) -> Iterator[RenderableType]:
 def _what_ifs(changes: Sequence[WhatIf], *, of: int) -> RenderableType:
     grid = empty_grid("", "", "", "", right=("speed", "memory"))
     grid.show_header = False
+    fits = {Fit.YES: "", Fit.UNCERTAIN: "may not fit", Fit.NO: "does not fit"}
     for change in changes:
-        grid.add_row(*what_if_row(change))
-    return Group(grid, Text(f"all {units.plural(of, 'change')} of a knob: --json", style="dim"))
-
-
-def _classes_section(survey: Survey, shown: Forecast | None) -> Iterator[RenderableType]:
-    if shown is not None and len(survey.fastest_by_class) > 1:
-        yield from section("Fastest of each capacity class", _classes(survey, shown))
+        speed = "" if change.speed_change is None else f"{percent(change.speed_change)} speed"
+        memory = byte_change(change.memory_change_bytes)
+        what = units.phrase(change.key, change.value)
+        grid.add_row(what, speed, memory, fits[change.forecast.fit])
+    return Group(grid, Text(f"all {units.plural(of, 'change')} of a setting: --json", style="dim"))
 
 
 def _grounds(plan: CardPlan) -> Iterator[str]:
@@ -137,19 +98,11 @@ def _grounds(plan: CardPlan) -> Iterator[str]:
         f"{plan.gpu.name} ({plan.gpu.product}): {units.gib(plan.gpu.memory_bytes)} usable, a "
         f"training may take {units.gib(plan.budget_bytes)}"
     )
-    yield _model_line(plan.model)
+    model, count = plan.model, parameters(plan.model)
+    size = "" if count is None else f"{count / 1e6:,.1f} M parameters, "
+    yield f"{model.name}: {size}{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
     if plan.shown is not None:
         yield from _sure_lines(plan, plan.shown)
-
-
-def _model_line(model: ModelSpec) -> str:
-    count = parameters(model)
-    size = "" if count is None else f"{_in_words(count)} parameters, "
-    return f"{model.name}: {size}{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
-
-
-def _in_words(count: int) -> str:
-    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
 
 
 def _table(table: ShapeTable, plan: CardPlan) -> RenderableType:
@@ -186,16 +139,12 @@ def _shown_batches(table: ShapeTable) -> Iterator[int]:
 
 
 def _cell(cell: Forecast, shown: TrialConfig | None) -> Text:
-    is_shown = shown is not None and _shape(cell.config) == _shape(shown)
+    is_shown = shown is not None and units.size(cell.config) == units.size(shown)
     style = FIT_STYLES[cell.fit] + (" reverse" if is_shown else "")
     if cell.fit is Fit.NO:
         return Text("-" if cell.broken is None else FORBIDDEN, style=style)
     known = "fits" if cell.tokens_per_second is None else units.rate(cell.tokens_per_second)
     return Text(f"{known}?" if cell.fit is Fit.UNCERTAIN else known, style=style)
-
-
-def _shape(config: TrialConfig) -> tuple[int, int]:
-    return config.micro_batch_size, config.seq_len
 
 
 def _largest(table: ShapeTable, length: int) -> str:
@@ -204,26 +153,6 @@ def _largest(table: ShapeTable, length: int) -> str:
     largest = table.largest[length]
     perhaps = f" ({largest.possible:,}?)" if largest.possible > largest.sure else ""
     return f"{f'{largest.sure:,}' if largest.sure else '-'}{perhaps}"
-
-
-def _reasons(survey: Survey, best: Forecast) -> Iterator[str]:
-    """Yield why that class, that length and that certainty."""
-    config, capacity = best.config, survey.capacity
-    assert capacity is not None, "what is recommended has a class"
-    standard = uncertainty.capacity(STANDARD)
-    fits = "fits" if best.fit is Fit.YES else "may fit"
-    if len({key[0] for key in survey.fastest_by_class}) == 1:
-        yield f"{uncertainty.capacity(config)} is the only capacity class here that {fits}"
-    elif capacity == CapacityClass.of(STANDARD, survey.model):
-        yield f"{standard} is the published recipe's capacity; others are for you to name"
-    else:
-        yield f"{uncertainty.capacity(config)} is the nearest to {standard} here that {fits}"
-    if len({length for known, length in survey.fastest_by_class if known == capacity}) > 1:
-        yield f"{config.seq_len:,} is the length of most tokens/s: hold yours with --seq-len"
-    other = survey.alternative
-    if other is not None and certainty(other) > certainty(best):
-        speed = f"{units.rate(other.tokens_per_second)} tokens/s"
-        yield f"surer to fit, and slower beyond doubt: {describe(other.config)}, {speed}"
 
 
 def _classes(survey: Survey, best: Forecast) -> RenderableType:
@@ -250,46 +179,18 @@ def _classes(survey: Survey, best: Forecast) -> RenderableType:
     return Group(grid, *shared_line(shared))
 
 
-def _space_lines(survey: Survey, plan: CardPlan) -> Iterator[str]:
-    counts, total = survey.counts, survey.total
-    whole = "no end of configurations" if total is None else units.plural(total, "configuration")
-    yield f"{_space_words(survey, plan)}: {whole}"
-    if survey.is_sampled:
-        yield f"of a sample of {units.plural(counts.looked_at, 'configuration')}:"
-    yield (
-        f"{counts.fit:,} surely fit, {counts.uncertain:,} are too close to say, "
-        f"{counts.too_large:,} cannot fit"
-    )
-    for rule, number in sorted(counts.invalid.items()):
-        yield f"{number:,} are forbidden on this model and card: {rule}"
-    for reason, number in sorted(counts.unpredicted.items()):
-        yield f"{number:,} are not predicted: {reason}"
+def _study_lines(survey: Survey, plan: CardPlan) -> Iterator[str]:
+    """Yield what of the space is forbidden or not predicted, and how long a study takes."""
+    for rule, number in sorted(survey.counts.invalid.items()):
+        yield f"{number:,} configurations are forbidden on this model and GPU: {rule}"
+    for reason, number in sorted(survey.counts.unpredicted.items()):
+        yield f"{number:,} configurations are not predicted: {reason}"
     seconds = survey.study_seconds()
     if seconds is not None:
         yield (
-            f"a study of {units.plural(survey.trials, 'trial')} takes about "
-            f"{units.duration(seconds[0])} to {units.duration(seconds[1])} on the {plan.gpu.name}"
-            f"{_sooner(survey.space)}"
+            f"{units.plural(survey.trials, 'trial')} take about {units.duration(seconds[0])} to "
+            f"{units.duration(seconds[1])} on the {plan.gpu.name}"
         )
-
-
-def _sooner(space: SearchSpace) -> str:
-    """Return that a search may end before its last trial, where it may."""
-    may_end = space.sampler == "guided" and space.stop_below_gain > 0
-    return "; it ends sooner, once no trial is expected to gain enough" if may_end else ""
-
-
-def _space_words(survey: Survey, plan: CardPlan) -> str:
-    """Return which space was taken, and what of it was held: one letter must not decide that."""
-    name = survey.space.name
-    words = {
-        "preset": f"preset {name}",
-        "standard": f"the {name}'s standard space",
-        "file": f"file {name}",
-        "fitted": f"the same knobs, with micro-batches for the {name}",
-    }
-    held = ", ".join(units.phrase(key, survey.space.fixed[key]) for key in plan.asked.held)
-    return words.get(plan.asked.kind or "", name) + (f", held at {held}" if held else "")
 
 
 def _sure_lines(plan: CardPlan, forecast: Forecast) -> Iterator[str]:
@@ -303,7 +204,7 @@ def _sure_lines(plan: CardPlan, forecast: Forecast) -> Iterator[str]:
     if speed is not None:
         yield f"speed: {speed}"
     for bill in plan.bills[:1]:
-        yield f"price: {bill.offer.provider}, read on {bill.offer.date}, {bill.offer.source}"
+        yield f"price: {source_words(bill.offer)}"
     if not plan.bills and forecast.step_seconds is not None:
         yield f"cost: no price of the {plan.gpu.name} is known; name a file with --prices"
     yield from plan.evidence.notes
@@ -318,8 +219,10 @@ def _speed_ground(plan: CardPlan, forecast: Forecast) -> str | None:
     if forecast.speed is None:
         return None
     if evidence.calibration is None:
+        is_measured = forecast.config.compute_dtype in plan.gpu.matrix_flops
+        basis = "was measured to sustain" if is_measured else "sustains of its data sheet's peak"
         return (
-            f"predicted from the card's data sheet, within "
+            f"predicted from what the {plan.gpu.name} {basis}, within "
             f"{units.percent(forecast.speed.uncertainty)}; --study NAME calibrates it"
         )
     trials = units.plural(evidence.calibration.trials, "trial")

@@ -86,7 +86,12 @@ def test_texts_are_found_again_without_a_child(
 
 
 @pytest.mark.parametrize(
-    "changed", [{"completions_only": False}, {"format": "messages"}, {"text_column": "x"}]
+    "changed",
+    [
+        {"completions_only": False},
+        {"format": "messages"},
+        {"text_column": "messages", "completions_only": False},
+    ],
 )
 def test_other_options_or_content_are_other_texts(
     example: PreparedTexts, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
@@ -294,7 +299,7 @@ def test_a_directorys_names_are_part_of_its_texts(
     monkeypatch.chdir(tmp_path)
     for name in ("d/train.jsonl", "e/test.jsonl", "f/train.jsonl"):
         Path(name).parent.mkdir()
-        Path(name).write_text("{}\n")
+        Path(name).write_text('{"text": "a"}\n')
     for directory in ("d", "e", "f", "./d/", str(tmp_path / "d")):
         with pytest.raises(EnvironmentFault):
             prepare_texts(TextsRequest(directory, DEMO))

@@ -14,7 +14,7 @@ from search_spaces.errors import InputError
 from search_spaces.knobs import KNOBS
 from search_spaces.models import load_model_spec
 from sweep import cli
-from sweep.study.session import named
+from sweep.study.asked import named
 from sweep.terminal.knob_options import add_knobs
 from sweep.terminal.remote import Luggage, packed
 from sweep.terminal.typed import call, respelled

@@ -360,6 +360,27 @@ def LEAVE_AND_HANG(worker: Worker) -> None:
 
 
 @behaviour
+def LEAVE_AND_BEAT(worker: Worker) -> None:
+    worker.leave_outcome()
+    worker.beat()
+
+
+@behaviour
+def CLEAN_UP_AND_ANSWER(worker: Worker) -> None:
+    worker.beat(phase="detach")
+    time.sleep(0.3)
+    worker.answer()
+
+
+@behaviour
+def CLEAN_UP_AND_TRAIN_ON(worker: Worker) -> None:
+    worker.beat(phase="detach")
+    for step in range(10**9):
+        worker.beat(step, "quality")
+        time.sleep(0.01)
+
+
+@behaviour
 def LEAVE_ANOTHER_AND_DIE(worker: Worker) -> None:
     worker.leave_outcome(config={**worker.command["config"], "seq_len": 64})
     die(signal.SIGSEGV)

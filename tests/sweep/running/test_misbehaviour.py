@@ -18,11 +18,11 @@ from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from storage.records import Attempt, Crashed, Diverged, Lost, Outcome, TimedOut
+from storage.records import INTERRUPTED, Attempt, Crashed, Diverged, Lost, Outcome, TimedOut
 from sweep.processes import End
 from sweep.running.child import WorkerProcess
 from sweep.running.patience import Deadlines
-from sweep.running.runner import Progress
+from sweep.running.runner import Observer, Progress, keep_going
 from sweep.running.supervisor import SupervisedRunner
 from tests.sweep.running import misbehaving_worker as how
 
@@ -78,9 +78,10 @@ def ran(
     *,
     attempt: Attempt | None = None,
     steps: StepBudget = STEPS,
+    observe: Observer = keep_going,
 ) -> Outcome:
-    began = time.monotonic()
-    outcome = runner.run(TrialConfig(lora_rank=rank), steps=steps, attempt=attempt)
+    began, config = time.monotonic(), TrialConfig(lora_rank=rank)
+    outcome = runner.run(config, steps=steps, attempt=attempt, observe=observe)
     assert time.monotonic() - began < IN_TIME
     return outcome
 
@@ -325,6 +326,25 @@ def test_a_worker_that_nothing_ends_is_the_cards_loss_and_is_said_once_and_for_a
     runner.close()
     runner.cancel()
     assert isinstance(ran(runner, how.FINE), Lost)
+
+
+def cancelling(runner: SupervisedRunner) -> Observer:
+    return lambda _: bool(runner.cancel())  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize("rank", [how.CLEAN_UP_AND_ANSWER, how.LEAVE_AND_BEAT])
+def test_a_result_that_is_on_its_way_when_somebody_asks_to_stop_is_kept(
+    start: Start, rank: int
+) -> None:
+    runner = start()
+    assert ran(runner, rank, attempt=ATTEMPT, observe=cancelling(runner)) == ANSWERED
+    assert ran(runner, how.FINE) == INTERRUPTED
+
+
+def test_what_is_not_on_its_way_soon_is_not_waited_for(start: Start) -> None:
+    runner = start(deadlines=replace(QUICK, detach=600.0, quality=600.0))
+    outcome = ran(runner, how.CLEAN_UP_AND_TRAIN_ON, observe=cancelling(runner))
+    assert outcome == INTERRUPTED
 
 
 def test_what_was_measured_before_the_card_was_lost_is_kept(start: Start) -> None:

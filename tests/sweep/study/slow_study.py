@@ -67,9 +67,7 @@ def main(home: Path, beat_seconds: float, slow: str = "trial") -> int:
                 runner=runner,
                 preflight=preflight,
                 on_event=listen,
-                should_stop=interruption.is_requested,
-                interruptible=interruption.interruptible,
-                settling=interruption.settling,
+                interruption=interruption,
             )
     except KeyboardInterrupt:
         if not interruption.is_requested():

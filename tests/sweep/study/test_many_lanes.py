@@ -33,7 +33,7 @@ from sweep.study.events import Event, LaneLost, StopReason, TrialFinished, Trial
 from sweep.study.interruption import Interruption
 from sweep.study.machine_faults import FAILURES_IN_A_ROW
 from sweep.study.tuner import tune
-from tests.sweep.simulated_device import a_measurement, a_study, train
+from tests.sweep.simulated_device import StopsWhen, a_measurement, a_study, train
 from tests.sweep.study.test_quality_of_studies import Learning, slower_by_rank
 from tests.sweep.study.test_quality_of_studies import opened as opened_for_losses
 from tests.sweep.study.test_tuner import a_preflight
@@ -197,28 +197,7 @@ def test_a_study_ends_with_its_last_card_and_goes_on_with_another(tmp_path: Path
         assert concluded(study.records()) == 8
 
 
-def test_who_asks_once_to_stop_gets_what_runs_and_nothing_more(tmp_path: Path) -> None:
-    where = lanes(train, train)
-    interruption = Interruption(cancel=where.cancel)
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, TrialStarted) and event.number == 1:
-            interruption.request()
-
-    with a_grid(tmp_path, trials=8) as study:
-        stops = {
-            "should_stop": interruption.is_requested,
-            "interruptible": interruption.interruptible,
-            "settling": interruption.settling,
-        }
-        # The second was asked for, and had not begun: it is closed, and was no attempt.
-        assert drive(study, where, on_event=on_event, **stops) is StopReason.INTERRUPTED
-        assert [r.verdict for r in study.records()] == ["fits"]
-    with a_grid(tmp_path, trials=8) as study:
-        assert drive(study, lanes(train, train)) is StopReason.TRIALS_SPENT
-
-
-def test_who_asks_twice_ends_all_that_runs_and_a_resume_tries_it_again(tmp_path: Path) -> None:
+def test_who_asks_to_stop_ends_all_that_runs_and_a_resume_tries_it_again(tmp_path: Path) -> None:
     began = threading.Barrier(3, timeout=SECONDS)
     released = threading.Event()
 
@@ -235,15 +214,14 @@ def test_who_asks_twice_ends_all_that_runs_and_a_resume_tries_it_again(tmp_path:
     where = Lanes([Lane(Waiting(otherwise=wait), name=f"card {at}") for at in range(2)])
     interruption = Interruption(cancel=where.cancel)
 
-    def ask_twice() -> None:
+    def ask() -> None:
         began.wait()
-        interruption.request()
         interruption.request()
 
     with a_grid(tmp_path, trials=8) as study:
-        asking = threading.Thread(target=ask_twice)
+        asking = threading.Thread(target=ask)
         asking.start()
-        reason = drive(study, where, should_stop=interruption.is_requested)
+        reason = drive(study, where, interruption=interruption)
         asking.join()
         assert reason is StopReason.INTERRUPTED
         assert all(r.is_interrupted for r in study.records())
@@ -390,7 +368,12 @@ def test_a_database_that_goes_away_while_others_are_awaited_costs_no_result(
                 released.set()
 
         with pytest.raises(EnvironmentFault, match="away"):
-            drive(study, lanes(wait, wait, train), should_stop=asked.is_set, on_event=on_event)
+            drive(
+                study,
+                lanes(wait, wait, train),
+                interruption=StopsWhen(asked.is_set),
+                on_event=on_event,
+            )
         study.tell = keep  # type: ignore[method-assign]
     with a_grid(tmp_path, trials=8) as study:
         assert drive(study, lanes(train)) is StopReason.TRIALS_SPENT

@@ -46,9 +46,7 @@ def asked_in(study: OpenStudy, *, when: Callable[[Event], bool], times: int) -> 
             study,
             runner,
             on_event=on_event,
-            should_stop=interruption.is_requested,
-            interruptible=interruption.interruptible,
-            settling=interruption.settling,
+            interruption=interruption,
         )
     except KeyboardInterrupt:
         return StopReason.INTERRUPTED
@@ -62,7 +60,7 @@ def is_measuring(event: Event) -> bool:
     return isinstance(event, TrialProgress) and event.progress.phase == "measure"
 
 
-@pytest.mark.parametrize("times", [2, 4])
+@pytest.mark.parametrize("times", [1, 2, 4])
 @pytest.mark.parametrize(
     "when", [is_measuring, lambda event: isinstance(event, TrialStarted)], ids=["runs", "begins"]
 )
@@ -220,9 +218,7 @@ def test_a_result_that_the_database_cannot_hear_at_once_is_in_the_spool(tmp_path
         reason = drive(
             study,
             runner,
-            should_stop=interruption.is_requested,
-            interruptible=interruption.interruptible,
-            settling=interruption.settling,
+            interruption=interruption,
         )
     assert reason is StopReason.INTERRUPTED
     with a_study(tmp_path, **ONE) as study:

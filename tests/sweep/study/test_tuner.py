@@ -36,12 +36,14 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
+from sweep.study.interruption import Interruption
 from sweep.study.preflight import Preflight
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import (
     BUDGET,
     MODEL,
     Exact,
+    StopsWhen,
     a_measurement,
     a_record,
     a_space,
@@ -179,22 +181,21 @@ def test_an_interrupted_study_stops_after_the_running_trial(tmp_path: Path) -> N
             finished.append(event.record)
 
     with a_study(tmp_path) as study:
-        reason = run(study, on_event=on_event, should_stop=lambda: len(finished) == 3)
+        reason = run(study, on_event=on_event, interruption=StopsWhen(lambda: len(finished) == 3))
         assert reason is StopReason.INTERRUPTED
         assert len(study.records()) == 3
 
 
 def test_a_trial_that_was_cut_off_is_tried_again_on_the_next_run(tmp_path: Path) -> None:
     runner = ReplayRunner(otherwise=train)
-    stopping: list[bool] = []
+    interruption = Interruption(cancel=runner.cancel)
 
     def on_event(event: Event) -> None:
-        if isinstance(event, TrialProgress) and event.number == 2 and not stopping:
-            stopping.append(True)
-            runner.cancel()
+        if isinstance(event, TrialProgress) and event.number == 2:
+            interruption.request()
 
     with a_study(tmp_path, trials=5) as study:
-        run(study, runner=runner, on_event=on_event, should_stop=lambda: bool(stopping))
+        run(study, runner=runner, on_event=on_event, interruption=interruption)
         lost = study.records()[-1]
         assert isinstance(lost.outcome, Lost)
         assert lost.is_interrupted
@@ -454,7 +455,8 @@ def test_one_trial_that_concluded_is_an_answer(tmp_path: Path) -> None:
 def test_an_interrupted_study_of_failures_is_interrupted(tmp_path: Path) -> None:
     runner = ReplayRunner(otherwise=crashing())
     with a_study(tmp_path, **ONE) as study:
-        reason = run(study, runner=runner, should_stop=lambda: len(runner.ran) == 1)
+        stops = StopsWhen(lambda: len(runner.ran) == 1)
+        reason = run(study, runner=runner, interruption=stops)
     assert reason is StopReason.INTERRUPTED
 
 
@@ -544,29 +546,27 @@ def test_a_worker_that_cannot_start_again_beside_a_neighbour_loses_no_measuremen
     assert record.measurement.flags == ("neighbour",)
 
 
-def test_a_second_request_between_the_check_and_the_launch_launches_nothing(tmp_path: Path) -> None:
+def test_a_request_between_the_check_and_the_launch_launches_nothing(tmp_path: Path) -> None:
     runner = ReplayRunner(otherwise=train)
-    stopping: list[bool] = []
     checked: list[TrialConfig] = []
 
     def violation(config: TrialConfig) -> Violation | None:
         checked.append(config)
         return None
 
-    @contextmanager
-    def interruptible() -> Iterator[None]:
-        yield
-        if checked:
-            stopping.append(True)
-            runner.cancel()
+    class Late(Interruption):
+        @contextmanager
+        def interruptible(self) -> Iterator[None]:
+            yield
+            if checked and not self.is_requested():
+                self.request()
 
     with a_study(tmp_path) as study:
         reason = run(
             study,
             runner=runner,
             preflight=a_preflight(violation=violation),
-            should_stop=lambda: bool(stopping),
-            interruptible=interruptible,
+            interruption=Late(cancel=runner.cancel),
         )
         (record,) = study.records()
     assert reason is StopReason.INTERRUPTED
@@ -576,15 +576,15 @@ def test_a_second_request_between_the_check_and_the_launch_launches_nothing(tmp_
 
 def test_a_request_while_a_trial_is_chosen_waits_for_nothing(tmp_path: Path) -> None:
     runner = ReplayRunner(otherwise=train)
-    stopping: list[bool] = []
+    interruption = Interruption(cancel=runner.cancel)
 
     def violation(_: TrialConfig) -> Violation | None:
-        stopping.append(True)
+        interruption.request()
         return None
 
     with a_study(tmp_path, **ONE) as study:
         preflight = a_preflight(violation=violation)
-        reason = run(study, runner=runner, preflight=preflight, should_stop=lambda: bool(stopping))
+        reason = run(study, runner=runner, preflight=preflight, interruption=interruption)
         assert reason is StopReason.INTERRUPTED
         assert (runner.ran, study.records()) == ([], ())
     with a_study(tmp_path, **ONE) as study:

@@ -63,10 +63,17 @@ def test_the_panel_shows_best_memory_verdicts_and_what_runs() -> None:
     assert STOPPING[:20] not in text
 
 
-def test_the_panel_says_that_the_study_is_stopping() -> None:
-    board = a_board()
-    board.is_stopping = True
-    assert "Ctrl-C again stops now" in shown(panel(board, width=120))
+def test_the_panel_says_that_the_study_is_stopping_and_what_ends() -> None:
+    clock = Clock()
+    board = a_board(clock=clock)
+    board.take(STARTED)
+    clock.seconds = 60.0
+    board.stop()
+    clock.seconds = 62.0
+    text = shown(panel(board, width=120))
+    assert "Ctrl-C again waits for nothing" in text
+    assert "stopping trial 1, 2 s" in text
+    assert " left" not in text
 
 
 def test_the_panel_shows_how_far_tracing_is_until_it_is_done() -> None:
@@ -96,20 +103,36 @@ def test_without_a_terminal_there_is_a_line_per_trial_and_no_control_codes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     board = a_board(trials=9)
-    stopping: list[bool] = []
-    with watching(board, is_stopping=lambda: bool(stopping), stream=io.StringIO()) as listener:
+    with watching(board, is_stopping=lambda: False, stream=io.StringIO()) as listener:
         for event in (STARTED, PROGRESS, finished(1, attempt=2), STARTED):
             listener(event)
-        stopping.append(True)
-        listener(PROGRESS)
-        listener(PROGRESS)
     out, err = capsys.readouterr()
     assert out == ""
-    start, trial, stop = err.splitlines()
+    start, trial = err.splitlines()
     assert "trial 1 starts the worker" in start
     assert re.match(r"\d\d:\d\d:\d\d trial 1, attempt 2: fits, .* GiB: 4 x 512", trial)
-    assert stop == STOPPING
     assert "\x1b" not in err
+
+
+def test_who_asks_to_stop_hears_so_at_once_and_then_every_two_seconds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock, stopping = Clock(), False
+    lines = PlainLines(a_board(clock=clock), is_stopping=lambda: stopping)
+    lines.listen(STARTED)
+    for _ in range(60):
+        clock.seconds += 1.0
+        lines.tick()
+    capsys.readouterr()
+    stopping = True
+    for _ in range(9):
+        lines.tick()
+        clock.seconds += 1.0
+    first, *waits = capsys.readouterr().err.splitlines()
+    assert STOPPING in first
+    assert [wait.partition("... ")[2] for wait in waits] == [
+        f"stopping trial 1, {seconds} s" for seconds in (2, 4, 6, 8)
+    ]
 
 
 def test_a_terminal_keeps_a_line_for_each_finished_trial() -> None:

@@ -92,16 +92,18 @@ def test_the_best_so_far_is_by_what_was_asked_for_and_of_the_space() -> None:
     assert board.best.number == 2
 
 
-def test_a_noisy_speed_is_shown_without_a_gain() -> None:
-    noisy = Measured(measurement=a_measurement(CONFIG, spread=0.3, flags=("noisy",)))
-    steady = finished(0, batch=8, is_baseline=True).record
-    assert a_board(records=[steady], confirmations=confirmed(steady)).gain is not None
-    busy = finished(0, batch=8, is_baseline=True, outcome=noisy).record
-    assert a_board(records=[busy], confirmations=confirmed(busy)).gain is None
+def test_a_gain_is_shown_as_soon_as_its_interval_says_that_there_is_one() -> None:
+    def board(spread: float) -> Board:
+        baseline = finished(0, batch=4, is_baseline=True).record
+        config = TrialConfig(micro_batch_size=8)
+        outcome = Measured(measurement=a_measurement(config, spread=spread))
+        faster = finished(1, batch=8, outcome=outcome).record
+        return a_board(records=[baseline, faster])
 
-
-def test_a_winner_that_is_not_confirmed_is_shown_without_a_gain() -> None:
-    assert a_board(records=[finished(0, batch=8, is_baseline=True).record]).gain is None
+    gain = board(0.01).gain
+    assert gain is not None
+    assert gain.value > 1
+    assert board(0.9).gain is None
 
 
 def test_runs_that_measure_again_are_no_trials_and_change_the_best() -> None:
@@ -138,6 +140,46 @@ def test_what_is_left_follows_the_pace_of_the_newest_trials() -> None:
     assert "about 3 min left" in time_line(board)
 
 
+def test_a_trial_that_takes_longer_than_others_did_is_not_said_to_end_soon() -> None:
+    clock = Clock()
+    board = a_board(clock=clock, trials=4, sampler="random")
+    for number, seconds in enumerate((10.0, 10.0, 40.0)):
+        board.take(lasting(number, seconds=seconds))
+    board.take(TrialStarted(number=3, config=CONFIG, is_baseline=False, attempt=1))
+    said = []
+    for clock.seconds in (0.0, 5.0, 11.0, 35.0, 41.0, 240.0):
+        said.append(time_line(board).partition(", ")[2])
+    assert (
+        said
+        == ["about 20 s left", "about 15 s left", "about 30 s left", "about 5 s left"] + [""] * 2
+    )
+
+
+def test_a_trial_that_outlasts_the_time_budget_is_not_said_to_end_soon() -> None:
+    clock = Clock()
+    board = a_board(clock=clock, trials=40, sampler="random", time_budget_seconds=60)
+    board.take(lasting(0, seconds=30.0))
+    board.take(TrialStarted(number=1, config=CONFIG, is_baseline=False, attempt=1))
+    clock.seconds = 20.0
+    assert "about 40 s left" in time_line(board)
+    clock.seconds = 240.0
+    assert " left" not in time_line(board)
+
+
+def test_a_confirmation_that_takes_longer_than_expected_is_not_said_to_end_soon() -> None:
+    clock = Clock()
+    board = a_board(clock=clock, trials=9, confirm={"seconds": 20, "soak_seconds": 10})
+    board.take(lasting(1))
+    board.take(ConfirmationStarted(series=1, numbers=(1,)))
+    board.take(TrialStarted(number=2, config=CONFIG, is_baseline=False, attempt=1))
+    for clock.seconds in (10.0, 20.0):
+        board.take(TrialProgress(number=2, progress=Progress(phase="measure")))
+        assert f"about {30.0 - clock.seconds:.0f} s left" in time_line(board)
+    clock.seconds = 240.0
+    board.take(TrialProgress(number=2, progress=Progress(phase="detach")))
+    assert " left" not in time_line(board)
+
+
 def test_a_time_budget_bounds_what_is_left() -> None:
     clock = Clock()
     board = a_board(clock=clock, trials=1000, time_budget_seconds=60)
@@ -150,9 +192,9 @@ def test_a_time_budget_bounds_what_is_left() -> None:
 def test_a_search_that_ends_when_it_knows_says_at_most_and_how_near_that_is() -> None:
     board = a_board(trials=40)
     board.take(lasting(0))
-    assert "at most some 6 min more: it ends once less than 1 % is expected" in time_line(board)
+    assert "at most some 6 min more: the search ends once less than 1 % is" in time_line(board)
     board.take(GainForeseen(gain=0.031, open=9))
-    assert "3.1 % expected of the next trial, it ends below 1 %" in time_line(board)
+    assert "3.1 % expected of the next trial, the search ends below 1 %" in time_line(board)
     assert " left" not in time_line(board)
     board.take(GainForeseen(gain=float("inf"), open=9))
     assert "inf" not in time_line(board)
@@ -168,7 +210,8 @@ def test_what_a_confirmation_takes_is_known_before_and_during_it() -> None:
     first = lasting(1).record
     board.take(TrialFinished(record=first))
     assert board.remaining.confirm_seconds == 25.0 + 20.0 + 10.0
-    assert "then some 1 min to measure the winner again" in time_line(board)
+    # Eight trials of 10 s are to come.
+    assert "some 2 min more, 1 min of it to measure the winner again" in time_line(board)
     board.take(ConfirmationStarted(series=1, numbers=(1,)))
     assert board.remaining.search_seconds is None
     *runs, soak = confirmed(first)

@@ -53,9 +53,10 @@ def a_snapshot(*records: TrialRecord, emulated_on: str | None = "NVIDIA H200") -
 def test_a_run_ends_with_what_a_person_asks_of_the_winner_and_what_to_type_next() -> None:
     text = last_screen(a_snapshot(*trials()), report=Path("runs/night/report.html"))
     head, *facts = text.partition("\nNext:")[0].splitlines()
-    assert head.startswith("night (seven-billion on a10): the fastest configuration that fits is ")
+    opening = "night (seven-billion on a10): The fastest configuration measured so far is trial 1, "
+    assert head.startswith(opening)
     names = [fact.split()[0] for fact in facts if fact]
-    assert names == ["what", "speed", "memory", "gain", "sure", "trials", "warning"]
+    assert names == ["speed", "memory", "gain", "sure", "trials", "warning"]
     assert "10 x 512, rank 16 on q,k,v,o, no fp32 upcast, Liger kernels" in text
     assert "3 in 4 min 20 s: 2 fits, 1 ran out of memory" in text
     assert "sweep best night" in text
@@ -88,13 +89,12 @@ def test_a_winner_is_said_to_be_confirmed_or_how_to_have_it_so() -> None:
     again = replace(again, confirmations=confirmed(*trials()))
     for text in (status_text(alone), best_text(alone)):
         assert "It is not confirmed: sweep confirm night." in text
-        assert "no gain is stated: the winner is not confirmed" in text
-        assert "the baseline's speed" not in text
+        assert "The fastest configuration measured so far is trial 1." in text
+        assert "x the baseline's speed (not confirmed; 95 % interval" in text
     assert "sure    not confirmed: sweep confirm night" in last_screen(alone)
-    assert "gain    none stated: the winner is not confirmed" in last_screen(alone)
     for text in (status_text(again), best_text(again)):
         assert "It is confirmed (2 runs), and stood a soak of 12 steps" in text
-        assert "x the baseline's speed (confirmed (2 runs); interval" in text
+        assert "x the baseline's speed (confirmed (2 runs); 95 % interval" in text
     assert re.search(r"^  1 +[\d,]+, [\d,]+ +.* recommended$", best_text(again), re.MULTILINE)
     assert "sure    confirmed (2 runs)" in last_screen(again)
     assert re.search(r"gain    [\d.]+x the baseline \(", last_screen(again))
@@ -163,7 +163,7 @@ def with_space(snapshot: StudySnapshot, **changes: object) -> StudySnapshot:
 
 def test_several_objectives_end_with_their_front_and_its_knee() -> None:
     snapshot = with_space(a_snapshot(*trials()), objectives=["tokens_per_second", "peak_memory"])
-    assert "the best compromise between speed and peak memory" in last_screen(snapshot)
+    assert "The best compromise between speed and peak memory" in last_screen(snapshot)
     text = best_text(snapshot)
     assert "The best compromise between speed and peak memory" in text
     assert "The front of speed and peak memory, the knee first:" in text

@@ -1,0 +1,110 @@
+"""Files and directories that a person names for output, and what of them may be replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from search_spaces.documents import is_directory
+from search_spaces.errors import EnvironmentFault, InputError, listed, words_of
+from storage.surfaces import HEADER
+
+WRITTEN_BY = "Written by qlora-sweep"
+"""Begins a comment, on a line of its own, in every file of sweep's that can hold comments."""
+
+_MARK = re.compile(
+    rb'^(?:# |<!-- )Written by qlora-sweep|^<meta name="generator" content="qlora-sweep">'
+    rb"|tEXtSoftware\0qlora-sweep",
+    re.MULTILINE,
+)
+_MARKED_BYTES, _DOCUMENT_BYTES = 2**12, 2**20
+"""A mark stands at a file's beginning; a document of JSON is smaller."""
+_KNOWN_ENDINGS = re.compile(
+    r"\.(arrow|bz2|csv|eps|gif|gz|html?|ini|jpe?g|jsonl?|md|ndjson|parquet|pdf|png|py|safetensors|"
+    r"sh|svg|toml|tsv|txt|webp|xz|ya?ml|zip)"
+)
+"""Endings that say what a file holds; any other is a part of its name."""
+
+
+def checked_output(
+    typed: str | None,
+    *,
+    what: str,
+    endings: Sequence[str],
+    is_forced: bool,
+    is_marked: bool = True,
+) -> Path | None:
+    """Return the path of a file that a person named, which may be written; None where none is
+    named, and for ``-``, which is stdout.
+
+    Args:
+        typed: its name; a link stands for what it points to.
+        what: is written, for the message.
+        endings: of its name, the usual one first; a name may also have none.
+        is_forced: whether a file that sweep did not write may be replaced.
+        is_marked: whether one that it did write may be replaced all the same.
+
+    Raises:
+        InputError: its ending means another format, it is a directory or in one that does not
+            exist, or it would replace somebody's file.
+        EnvironmentFault: it cannot be looked at.
+    """
+    if typed is None or typed == "-":
+        return None
+    path, label = Path(typed), f"--output: {typed}"
+    suffix = path.suffix.lower()
+    if _KNOWN_ENDINGS.fullmatch(suffix) and suffix not in endings:
+        raise InputError(f"{label}: {what} goes into a file that ends in {listed(endings)}")
+    if typed.endswith("/") or is_directory(path, label=label):
+        raise InputError(f"{label} names a directory: name a file in it")
+    require_parent(path)
+    if not is_forced and path.is_file() and not (is_marked and _is_replaceable(path, label)):
+        whose = "is not sweep's to replace" if is_marked else "is there already"
+        raise InputError(f"{label} {whose}: name another file, or replace it with --force")
+    return path
+
+
+def require_parent(path: Path) -> None:
+    """Refuse an output in a directory that does not exist.
+
+    Raises:
+        InputError: names that directory.
+    """
+    parent = Path(os.path.realpath(path)).parent
+    if not is_directory(parent, label=f"--output: {path}"):
+        raise InputError(f"--output: {path}: there is no directory {parent}: make it first")
+
+
+def _is_replaceable(path: Path, label: str) -> bool:
+    """Whether a file is empty, or sweep wrote it."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_DOCUMENT_BYTES)
+    except OSError as error:
+        raise EnvironmentFault(f"{label}: cannot be looked at: {words_of(error)}") from error
+    return not head or _MARK.search(head[:_MARKED_BYTES]) is not None or _is_document(head)
+
+
+def _is_document(data: bytes) -> bool:
+    """Whether data are JSON as an export writes it, which has no comments."""
+    if tuple(_object(data.partition(b"\n")[0])) == HEADER:
+        return True
+    document = _object(data)
+    provenances = (
+        holder.get("provenance")
+        for holder in (document, document.get("auto_mapping"))
+        if isinstance(holder, dict)
+    )
+    return any(isinstance(p, dict) and {"study", "trial", "sweep"} <= p.keys() for p in provenances)
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,210 @@
+"""What was typed for a study, resolved before anything is imported that drives one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import unicodedata
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from search_spaces.config import TrialConfig
+from search_spaces.documents import Document, exists, home_expanded
+from search_spaces.errors import InputError, quote
+from search_spaces.gpus import find_gpu
+from search_spaces.knobs import KNOBS, as_options
+from search_spaces.loading import load_space, with_fixed
+from search_spaces.models import load_model_spec
+from search_spaces.space import ConfirmBudget, SearchSpace
+from search_spaces.texts import TextsChoice
+from search_spaces.validation import validate
+from storage.names import NAME_MAX, check_name, is_file_name
+from sweep.data.choice import typed_texts
+from sweep.data.files import is_on_hub
+from sweep.data.first_rows import look_at
+from sweep.data.texts import TextsRequest
+from sweep.paths import RESERVED, runs_directory
+
+if TYPE_CHECKING:
+    from storage.definition import StudyDefinition
+
+_DIGITS = 6
+"""Of a digest in a study's name; two of one name would be refused for what they search."""
+
+
+def refuse_mistakes(
+    space_name: str,
+    *,
+    overrides: Mapping[str, Any],
+    models: Sequence[str],
+    held: Mapping[str, Any],
+    study: str | None,
+    storage: str,
+) -> None:
+    """Refuse what can be told from what was typed and from the first rows of a dataset.
+
+    Args:
+        space_name, overrides, held, study: as for `session.prepare`.
+        models: all that were typed.
+        storage: URL of the database, which may have the study.
+
+    Raises:
+        InputError: something that was typed or named is not right.
+        EnvironmentFault: the network for a hub id is not to be had.
+    """
+    if not (overrides.get("data") or {}).get("texts"):
+        # The others may be about the dataset of the study.
+        overrides = {**overrides, "data": {}}
+    name, space = named(space_name, overrides=overrides, held=held, study=study)
+    model, *_ = map(load_model_spec, (space.model, *models))
+    choice = space.data
+    if space.gpu not in ("auto", "cpu"):
+        find_gpu(space.gpu)
+    if choice is None or is_on_hub(choice.texts):
+        return
+    if not exists(home_expanded(choice.texts), label=choice.texts):
+        from storage.reading import read_study
+
+        # What was prepared of it for its study may be there still.
+        with suppress(InputError):
+            read_study(name, url=storage, home=runs_directory())
+            return
+    look_at(TextsRequest.of(choice, model))
+
+
+def named(
+    space_name: str,
+    *,
+    overrides: Mapping[str, Any],
+    held: Mapping[str, Any],
+    study: str | None,
+) -> tuple[str, SearchSpace]:
+    """Return a name for the study of what was typed, and its space, for whoever runs it elsewhere.
+
+    Neither card nor texts are looked at. Named so, the same words always go on with one study.
+
+    Args:
+        space_name, overrides, held, study: as for `prepare`.
+
+    Raises:
+        InputError: something that was typed or named is not right.
+    """
+    space, changed = overridden(space_name, overrides, None)
+    space, changed = held_in(space, held, changed, typed=space_name)
+    name = default_study_name(space, changed) if study is None else study
+    check_name(name)
+    refuse_reserved(name)
+    return name, space
+
+
+def refuse_reserved(name: str) -> None:
+    """Raise `InputError` for a study's name that a file of sweep's has."""
+    if name in RESERVED:
+        raise InputError(
+            f"study name '{name}' is that of a file of sweep's; choose another with --study"
+        )
+
+
+def with_confirm(space: SearchSpace, typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section of how the winner is measured again, switched on, with what was typed."""
+    return {**(space.confirm or ConfirmBudget()).model_dump(), **typed}
+
+
+def overridden(
+    name: str, overrides: Mapping[str, Any], stored: StudyDefinition | None
+) -> tuple[SearchSpace, Mapping[str, Any]]:
+    """Return the space that was named, as it was overridden, and what that changed.
+
+    Raises:
+        InputError: a value that the space does not take.
+    """
+    declared = load_space(name)
+    typed, confirm = overrides.get("data") or {}, overrides.get("confirm")
+    known = declared.data
+    if known is None and stored is not None:
+        known = stored.space.data
+    overrides = {**overrides, "data": typed_texts(known, typed)}
+    if isinstance(confirm, Mapping):
+        overrides = {**overrides, "confirm": with_confirm(declared, confirm)}
+    changed = {
+        key: value
+        for key, value in overrides.items()
+        if value is not None and value != getattr(declared, key)
+    }
+    budget = declared.budget_gib_on(overrides.get("gpu") or declared.gpu)
+    values = {**declared.model_dump(), "budget_gib": budget, **changed}
+    return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
+
+
+def as_held(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace:
+    """Return a space with what was typed, where that leaves one."""
+    rest = with_fixed(space, held)
+    return rest if isinstance(rest, SearchSpace) else space
+
+
+def held_in(
+    space: SearchSpace, held: Mapping[str, Any], changed: Mapping[str, Any], *, typed: str
+) -> tuple[SearchSpace, Mapping[str, Any]]:
+    """Return the space, as it was typed, with the knobs fixed that were, and all that was changed.
+
+    Raises:
+        InputError: a value that a configuration does not take, or nothing left free.
+    """
+    if not held:
+        return space, changed
+    rest = with_fixed(space, held)
+    if isinstance(rest, TrialConfig):
+        raise InputError(
+            f"space '{space.name}': with {', '.join(held)} held nothing is left to search: "
+            f"{_instead_of_a_search(space, rest, named=typed)}"
+        )
+    fixed = {key: rest.fixed[key] for key in held if rest.fixed[key] != space.fixed.get(key)}
+    return rest, {**changed, **fixed}
+
+
+def _instead_of_a_search(space: SearchSpace, config: TrialConfig, *, named: str) -> str:
+    """Return what can be done about one configuration: no study is of one."""
+    if space.gpu == "cpu":
+        return "leave one of them out"
+    typed: dict[str, Any] = {"model": space.model}
+    if space.gpu != "auto":
+        typed["gpu"] = space.gpu
+    if space.data is not None:
+        choice = space.data.model_dump(exclude={"eval_fraction", "quality_tokens"})
+        known = {"format": "auto", "completions_only": False}
+        typed["data"] = choice.pop("texts")
+        typed |= {key: value for key, value in choice.items() if value != known.get(key)}
+    typed |= config.changes_from(TrialConfig())
+    # Its budget is the space's own.
+    command = shlex.join(["sweep", "plan", named, "--exact", *as_options(typed)])
+    return f"leave one of them out, or ask about this one configuration with {command}"
+
+
+def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
+    """Return the space's name, with the GPU, the model and the dataset that were changed, and a
+    digest of the settings that were: ``a10-l4-3f9c2a``.
+
+    Raises:
+        InputError: a letter of it cannot stand in a study's name, and without it two studies could
+            be taken for one.
+    """
+    parts = [space.name, *(str(changed[key]) for key in ("gpu", "model") if key in changed)]
+    data = changed.get("data")
+    if isinstance(data, TextsChoice):
+        parts.append(Path(data.texts).stem)
+    settings = {key: changed[key] for key in KNOBS if key in changed}
+    told = json.dumps(settings, sort_keys=True)
+    digest = f"-{hashlib.sha256(told.encode()).hexdigest()[:_DIGITS]}" if settings else ""
+    whole = unicodedata.normalize("NFC", "-".join(parts))
+    plain = re.sub(r"[^\w.-]+", "-", whole).strip("-._")
+    name = plain[: NAME_MAX - len(digest)] + digest
+    lost = [c for c in re.findall(r"[^\w.-]", whole) if unicodedata.category(c)[0] in "LMN"]
+    if lost or not is_file_name(name):
+        raise InputError(
+            f"space {quote(space.name)}: no study can be named after it: choose a name with --study"
+        )
+    return name
