@@ -104,9 +104,6 @@ class Study(_Document):
     name: str = Field(alias="study")
     gpu: Gpu
     model: str
-    objective: str
-    ended: dict[str, Any] | None
-    """Why the search ended; None where it has not."""
     seconds: dict[str, float]
     """``wall``, and ``device``: in trials, of all GPUs together."""
     trials: dict[str, int]
@@ -298,17 +295,11 @@ def tune(
     from sweep.terminal import driving
 
     about = {"gpu": gpu, "model": model, "data": _data(data), "sampler": sampler, "seed": seed}
-    limits = {"trials": trials, "time_budget_seconds": time_budget_seconds}
-    limits["max_dollars"] = max_dollars
-    quiet: dict[str, Any] = {
-        "watch": _unwatched,
-        "tell": _warn,
-        "warn": _warn,
-        "read_texts": _read_texts,
-    }
+    limits = {"trials": trials, "max_dollars": max_dollars, "confirm": None if confirm else False}
+    quiet: Any = {"watch": _unwatched, "tell": _warn, "warn": _warn, "read_texts": _read_texts}
     prepared, reason = driving.tune(
         os.fspath(space),
-        overrides={**about, **limits, "confirm": None if confirm else False},
+        overrides={**about, **limits, "time_budget_seconds": time_budget_seconds},
         held=settings,
         study=study,
         url=storage_url(storage),
