@@ -89,10 +89,10 @@ def picture_of(snapshot: StudySnapshot, name: str) -> go.Figure:
     picture = go.Figure(resolved(figure.plain, document_of(snapshot)["trials"]))
     title = wrap(title_of(snapshot), _TITLE_LETTERS)
     about = wrap(f"{figure.title} · study {snapshot.name}", _WORDS_LETTERS)
-    key = [part for mark in figure.names for part in wrap(mark.whole, _WORDS_LETTERS)]
+    key = [part for mark in figure.names for part in wrap(mark.words, _WORDS_LETTERS)]
     top, bottom, height = picture.layout.margin.t, picture.layout.margin.b, picture.layout.height
     above = _TITLE_PIXELS * (len(title) + 0.5) + _LINE_PIXELS * len(about)
-    below = _LINE_PIXELS * len(key)
+    below = _LINE_PIXELS * (len(key) + 0.5)
     picture.update_layout(
         template=themes()["light"],
         width=_PIXELS,

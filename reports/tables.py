@@ -1,7 +1,4 @@
-"""Owns the tables that people read: top configurations, capacity classes, environment.
-
-Pure: a study's snapshot in, rows of finished text out. Knows nothing of terminals, HTML or figures.
-"""
+"""The tables that people read, as finished text: top configurations, classes, environment."""
 
 from __future__ import annotations
 
@@ -29,19 +26,9 @@ class ConfigurationRow:
     interval: str
     """95 % interval of the tokens/s."""
     peak_allocated: str
-    peak_reserved: str
     budget_share: str
     """Peak allocated over the budget."""
-    step_time: str
-    trainable_parameters: str
-    energy: str
-    """Of a token."""
     flags: str
-    is_baseline: bool
-    is_tied: bool
-    """Whether it is the winner, or not distinguishable from it."""
-    is_on_front: bool
-    """Of several objectives, whether no other trial beats it in one and matches it in all."""
     values: tuple[str, ...]
     """What it is ranked by, a value for each objective."""
 
@@ -70,14 +57,11 @@ class FactRow:
 def top_configurations(snapshot: StudySnapshot, *, limit: int = 10) -> tuple[ConfigurationRow, ...]:
     """Return the best configurations of the space that fit, in the order of its objectives."""
     ranking = rank_study(snapshot)
-    tied, front = ranking.tied, {record.number for record in ranking.front}
     return tuple(
         _configuration_row(
             record,
             snapshot,
             rank=rank,
-            is_tied=rank == 1 or record.number in tied,
-            is_on_front=record.number in front,
             is_of_one_process=not ranking.searched or ranking.is_measured_again(record),
         )
         for rank, record in enumerate(ranking.ranked[:limit], start=1)
@@ -146,8 +130,6 @@ def _configuration_row(
     snapshot: StudySnapshot,
     *,
     rank: int,
-    is_tied: bool,
-    is_on_front: bool,
     is_of_one_process: bool,
 ) -> ConfigurationRow:
     """Return a row, which says of a speed that it does not compare with those measured again."""
@@ -162,15 +144,8 @@ def _configuration_row(
         tokens_per_second=units.rate(measured.tokens_per_second) + where,
         interval=uncertainty.interval(measured),
         peak_allocated=units.gib(measured.peak_allocated_bytes),
-        peak_reserved=units.gib(measured.peak_reserved_bytes),
         budget_share=units.percent(measured.peak_allocated_bytes / budget_bytes),
-        step_time=units.step_time(measured.step_seconds),
-        trainable_parameters=units.count(measured.trainable_parameters),
-        energy=units.energy(measured.joules_per_token),
         flags=", ".join(measured.flags),
-        is_baseline=record.is_baseline,
-        is_tied=is_tied,
-        is_on_front=is_on_front,
         values=tuple(objectives.value(o, measured) for o in space.objectives),
     )
 

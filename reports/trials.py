@@ -1,17 +1,13 @@
-"""Owns the section of all trials: which verdicts and classes its table may be filtered by.
-
-The table itself is drawn in the page from its data, where every trial is.
-"""
+"""The section of all trials: which verdicts its table, which the page draws, is filtered by."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from reports.document import class_names
 from reports.outcomes import VERDICT_LABELS, VERDICT_MEANINGS
 from storage.definition import StudySnapshot
-from storage.ranking import rank_study, verdict_counts
+from storage.ranking import verdict_counts
 from storage.records import Verdict
 
 
@@ -24,7 +20,6 @@ class TrialsSection:
     """Of the trials that there are, each with its words and their count."""
     meanings: Mapping[str, str]
     """What each of these means, by its words."""
-    classes: tuple[str, ...]
 
 
 def trials_of(snapshot: StudySnapshot) -> TrialsSection | None:
@@ -33,10 +28,8 @@ def trials_of(snapshot: StudySnapshot) -> TrialsSection | None:
         return None
     counts = verdict_counts(snapshot.records)
     ended = [verdict for verdict in Verdict if counts[verdict]]
-    classes = set(class_names(snapshot, rank_study(snapshot)).values())
     return TrialsSection(
         total=len(snapshot.records),
         verdicts={str(v): f"{VERDICT_LABELS[v]} ({counts[v]:,})" for v in ended},
         meanings={VERDICT_LABELS[v]: VERDICT_MEANINGS[v] for v in ended},
-        classes=tuple(sorted(classes)),
     )

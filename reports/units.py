@@ -117,11 +117,6 @@ def error(share: float | None) -> str:
     return DASH if share is None or not is_known(share) else f"{100 * share:.3g} %"
 
 
-def energy(joules: float | None) -> str:
-    """Return joules as ``41.2 mJ``."""
-    return DASH if joules is None else f"{1000 * joules:.3g} mJ"
-
-
 def step_time(seconds: float | None) -> str:
     """Return the seconds of a step with three significant digits: ``0.305 s``, ``12.4 ms``."""
     if seconds is None or not is_known(seconds):

@@ -20,7 +20,15 @@ from reports.cards import Card, Ground, Option, Range
 from reports.comparison import BreakEven, Comparison, Entry, Group, Leader, is_asked, start_usd
 from reports.decision import Job
 from reports.figures.figure import DataTable, PageFigure
-from reports.figures.style import FRONT_COLOUR, LIMIT_COLOUR, MARKS, OUTLINE, WINNER_COLOUR
+from reports.figures.style import (
+    FRONT_COLOUR,
+    LIMIT_COLOUR,
+    MARKS,
+    OUTLINE,
+    WINNER_COLOUR,
+    framed,
+    whiskers,
+)
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.knobs import targets_in_words
@@ -435,15 +443,8 @@ def _prices(cards: Sequence[Card], group: Group) -> go.Figure:
 
 def _whiskers(known: Sequence[Range]) -> dict[str, Any]:
     """Return error bars; a number without ends has none."""
-    bounded = [one if one.is_bounded else Range(one.value, one.value, one.value) for one in known]
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [one.high - one.value for one in bounded],
-        "arrayminus": [one.value - one.low for one in bounded],
-        "thickness": 1.5,
-        "width": 4,
-    }
+    ends = [(one.low, one.high) if one.is_bounded else (one.value, one.value) for one in known]
+    return whiskers([one.value for one in known], ends)
 
 
 def _hover(card: Card, option: Option) -> str:
@@ -457,10 +458,7 @@ def _hover(card: Card, option: Option) -> str:
 
 def _framed(figure: go.Figure, title: str, *, prefix: str = "") -> go.Figure:
     figure.update_layout(
-        height=420,
-        margin={"l": 8, "r": 12, "t": 40, "b": 52},
-        hovermode="closest",
-        legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"},
+        **framed(420),
         xaxis={"title": {"text": title}, "rangemode": "tozero", "tickprefix": prefix},
         yaxis={"title": {"text": "tokens/s"}, "rangemode": "tozero", "tickformat": ",~r"},
     )

@@ -15,7 +15,7 @@ from reports.design import Quantity
 from reports.document import memory_unit
 from reports.effects import Basis, Change, Effect, Effects, effects_of
 from reports.figures.figure import PageFigure
-from reports.figures.style import LIMIT_COLOUR, MARKS
+from reports.figures.style import LIMIT_COLOUR, MARKS, framed, whiskers
 from storage.definition import StudySnapshot
 from storage.records import Verdict
 
@@ -201,10 +201,7 @@ def _drawing(effects: Sequence[Effect], quantity: Quantity, memory: units.Memory
     neutral = 1.0 if quantity == "speed" else 0.0
     figure.add_vline(x=neutral, line={"color": LIMIT_COLOUR, "width": 1, "dash": "dash"})
     figure.update_layout(
-        height=110 + _ROW_PIXELS * len(effects),
-        margin={"l": 8, "r": 12, "t": 40, "b": 48},
-        hovermode="closest",
-        legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"},
+        **framed(110 + _ROW_PIXELS * len(effects)),
         showlegend=True,
         xaxis=_axis(effects, quantity, memory),
         yaxis={
@@ -237,14 +234,10 @@ def _trace(
         "mode": "markers",
         "x": [estimate.value / unit for estimate in known],
         "y": [place for place, _, _ in chosen],
-        "error_x": {
-            "type": "data",
-            "symmetric": False,
-            "array": [(estimate.high - estimate.value) / unit for estimate in known],
-            "arrayminus": [(estimate.value - estimate.low) / unit for estimate in known],
-            "thickness": 1.5,
-            "width": 4,
-        },
+        "error_x": whiskers(
+            [one.value / unit for one in known],
+            [(one.low / unit, one.high / unit) for one in known],
+        ),
         "hovertext": [
             "<br>".join(map(escape, (effect.label, words(change), _told_by(change))))
             for _, effect, change in chosen

@@ -3,8 +3,8 @@
 A drawing is plotly's JSON. Where its marks are trials it refers to them instead of repeating them:
 a trace with ``rows`` (indices of the page's trials) may have ``"@column"`` in the place of any
 array, which stands for that column of those trials, and ``"@at.2"`` for its third part. With a
-``path`` each of its trials is a line through several columns, each scaled to its ends. The page
-resolves it in `document.js`, an image by `resolved`.
+``path`` each of its trials is a line through several columns, each less its ``low`` and over its
+``span``. The page resolves it in `document.js`, an image by `resolved`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ class MarkName:
     y: float
     name: str
     words: str
-
-    @property
-    def whole(self) -> str:
-        """The name with what it stands for."""
-        return f"trial {self.name}: {self.words}"
+    """The name too."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +61,14 @@ class PageFigure:
         return {"data": list(values["data"]), "layout": layout}
 
 
+def trace_of(
+    name: str, rows: Sequence[int], x: Any = None, y: Any = None, **more: Any
+) -> dict[str, Any]:
+    """Return a trace whose marks are trials, which the page explains itself."""
+    base = {"type": "scatter", "mode": "markers", "name": name, "rows": list(rows)}
+    return {**base, "x": x, "y": y, "hoverinfo": "none", **more}
+
+
 def resolved(
     drawing: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Any] | dict[str, Any]]:
@@ -91,18 +95,10 @@ def _path(
     path: Sequence[Mapping[str, Any]], chosen: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[float | None]]:
     """Return a line for each trial, with a gap between them."""
-    columns = [
-        [
-            (value - stop["low"]) / (stop["high"] - stop["low"])
-            for value in _value(stop["of"], chosen)
-        ]
-        for stop in path
-    ]
-    lines = zip(*columns, strict=True)
-    return {
-        "x": [*range(len(path)), None] * len(chosen),
-        "y": [value for line in lines for value in (*line, None)],
-    }
+    columns = [(_value(stop["of"], chosen), stop["low"], stop["span"]) for stop in path]
+    places = [[(value - low) / span for value in values] for values, low, span in columns]
+    lines = zip(*places, [None] * len(chosen), strict=True)
+    return {"x": [*range(len(path)), None] * len(chosen), "y": [y for line in lines for y in line]}
 
 
 def _value(part: Any, chosen: Sequence[Mapping[str, Any]]) -> Any:

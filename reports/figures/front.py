@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from reports import units
-from reports.figures.figure import MarkName
+from reports.figures.figure import MarkName, trace_of
 from reports.figures.memory_scale import MEMORY, MemoryScale, Trial, need_of
 from reports.figures.style import (
     FADED_COLOUR,
@@ -25,6 +25,7 @@ from reports.figures.style import (
     OUTLINE,
     WINNER_COLOUR,
     panels,
+    whiskers,
 )
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from search_spaces.redaction import shown
@@ -103,7 +104,7 @@ def front_names(document: Mapping[str, Any], rows: Sequence[int]) -> tuple[MarkN
     for place in dict.fromkeys(round(n * step) for n in range(min(len(rows), _NAMED_MOST))):
         trial = trials[rows[place]]
         reached = f"{units.rate(trial[y])} tokens/s, {trial[MEMORY]:.2f} {document['memory_unit']}"
-        words = f"{labels[place]}: {reached}"
+        words = f"trial {trial['number']}: {labels[place]}: {reached}"
         name = MarkName(trial[MEMORY], trial[y], str(trial["number"]), words)
         gaps = ((abs(name.x - other.x) / wide, abs(name.y - other.y) / tall) for other in names)
         if all(across >= _CLOSE[0] or up >= _CLOSE[1] for across, up in gaps):
@@ -217,58 +218,29 @@ def _label(setting: Mapping[str, Any], keys: Sequence[str]) -> str:
 
 def _measured_traces(trials: Sequence[Trial], view: View, *, y: str) -> Iterator[dict[str, Any]]:
     """Yield what was measured: the others stand back, the front is joined and stands out."""
-    place = {"x": f"@{MEMORY}", "y": f"@{y}", "hoverinfo": "none"}
+    place = (f"@{MEMORY}", f"@{y}")
     for verdict in _MEASURED:
         rows = _measured_rows(trials, verdict)
+        marker = {"color": FADED_COLOUR, "symbol": MARKS[verdict].symbol, "size": 7}
         if rows:
-            yield {
-                "meta": "others",
-                "type": "scatter",
-                "mode": "markers",
-                "name": _name_of(verdict),
-                "rows": [row for row in rows if row not in view.rows],
-                "marker": {"color": FADED_COLOUR, "symbol": MARKS[verdict].symbol, "size": 7},
-                **place,
-            }
-    yield {
-        "meta": "line",
-        "type": "scatter",
-        "mode": "lines",
-        "name": "front: none is better in both",
-        "rows": list(view.rows),
-        "line": {"color": FRONT_COLOUR, "width": 2, "shape": "hv"},
-        **place,
-        "hoverinfo": "skip",
-    }
-    yield {
-        "meta": "front",
-        "type": "scatter",
-        "mode": "markers",
-        "name": "on the front",
-        "showlegend": False,
-        "rows": list(view.rows),
-        "marker": {
-            "color": MARKS[Verdict.FITS].colour,
-            "size": 10,
-            "symbol": [MARKS[Verdict(trials[row]["verdict"])].symbol for row in view.rows],
-        },
-        **place,
-        **({"error_y": _whiskers(trials, view)} if y == MEASURED_SPEED else {}),
-    }
+            others = [row for row in rows if row not in view.rows]
+            yield trace_of(_name_of(verdict), others, *place, meta="others", marker=marker)
+    line = {"color": FRONT_COLOUR, "width": 2, "shape": "hv"}
+    look: dict[str, Any] = {"meta": "line", "mode": "lines", "line": line, "hoverinfo": "skip"}
+    yield trace_of("front: none is better in both", view.rows, *place, **look)
+    symbols = [MARKS[Verdict(trials[row]["verdict"])].symbol for row in view.rows]
+    marker = {"color": MARKS[Verdict.FITS].colour, "size": 10, "symbol": symbols}
+    look = {"meta": "front", "showlegend": False, "marker": marker}
+    front = trace_of("on the front", view.rows, *place, **look)
+    yield front | ({"error_y": _whiskers(trials, view)} if y == MEASURED_SPEED else {})
 
 
 def _whiskers(trials: Sequence[Trial], view: View) -> dict[str, Any]:
     """Return the intervals of measured speeds; a prediction's are wide, and alike for all."""
-    measured = [trials[row] for row in view.rows]
-    high, low = f"{MEASURED_SPEED}_high", f"{MEASURED_SPEED}_low"
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [t.get(high, t[MEASURED_SPEED]) - t[MEASURED_SPEED] for t in measured],
-        "arrayminus": [t[MEASURED_SPEED] - t.get(low, t[MEASURED_SPEED]) for t in measured],
-        "thickness": 1.5,
-        "width": 4,
-    }
+    measured = [(trials[row], trials[row][MEASURED_SPEED]) for row in view.rows]
+    low, high = f"{MEASURED_SPEED}_low", f"{MEASURED_SPEED}_high"
+    ends = [(trial.get(low, speed), trial.get(high, speed)) for trial, speed in measured]
+    return whiskers([speed for _, speed in measured], ends)
 
 
 def _measured_rows(trials: Sequence[Trial], verdict: Verdict) -> list[int]:
@@ -290,19 +262,9 @@ def _named_traces(document: Mapping[str, Any], *, y: str) -> Iterator[dict[str, 
         "baseline": {"symbol": "diamond-open", "size": 14, "color": WINNER_COLOUR},
     }
     for name, marker in looks.items():
-        numbers = document["named"][name]
-        if numbers:
-            yield {
-                "meta": "named",
-                "type": "scatter",
-                "mode": "markers",
-                "name": name,
-                "rows": [rows[number] for number in numbers],
-                "x": f"@{MEMORY}",
-                "y": f"@{y}",
-                "marker": marker,
-                "hoverinfo": "none",
-            }
+        named = [rows[number] for number in document["named"][name]]
+        if named:
+            yield trace_of(name, named, f"@{MEMORY}", f"@{y}", meta="named", marker=marker)
 
 
 def lanes_of(trials: Sequence[Trial]) -> tuple[Verdict, ...]:
@@ -329,29 +291,21 @@ def _lane_trace(
     needs = [need_of(trials[row]) for row in rows]
     bounds = [trials[row].get("need_is_lower_bound", False) for row in rows]
     mark = MARKS[verdict]
-    return {
-        "meta": "lane",
-        "type": "scatter",
-        "mode": "markers+text",
-        "name": _name_of(verdict),
-        "showlegend": False,
-        "yaxis": "y2",
-        "rows": rows,
-        "x": [scale.position(need) for need in needs],
-        "y": [lane + _offset(n, len(rows)) for n in range(len(rows))],
-        "text": [
-            "?" if need is None else "→" if bound else ""
-            for need, bound in zip(needs, bounds, strict=True)
-        ],
-        "textposition": "middle right",
-        "textfont": {"color": mark.colour, "size": 11},
-        "marker": {
-            "color": mark.colour,
-            "symbol": mark.symbol,
-            "size": 9,
-        },
-        "hoverinfo": "none",
-    }
+    pairs = zip(needs, bounds, strict=True)
+    return trace_of(
+        _name_of(verdict),
+        rows,
+        [scale.position(need) for need in needs],
+        [lane + _offset(n, len(rows)) for n in range(len(rows))],
+        meta="lane",
+        mode="markers+text",
+        showlegend=False,
+        yaxis="y2",
+        text=["?" if need is None else "→" if bound else "" for need, bound in pairs],
+        textposition="middle right",
+        textfont={"color": mark.colour, "size": 11},
+        marker={"color": mark.colour, "symbol": mark.symbol, "size": 9},
+    )
 
 
 def _offset(index: int, count: int) -> float:

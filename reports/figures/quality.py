@@ -11,8 +11,8 @@ from typing import Any
 
 from reports import units
 from reports.document import document_of
-from reports.figures.figure import DataTable, PageFigure
-from reports.figures.style import MARKS, WINNER_COLOUR
+from reports.figures.figure import DataTable, PageFigure, trace_of
+from reports.figures.style import MARKS, WINNER_COLOUR, framed, whiskers
 from reports.quality import loss_words, rank_claim
 from storage.definition import StudySnapshot
 from storage.objectives import measured_of
@@ -88,52 +88,28 @@ def _drawing(
     trials = document_of(snapshot)["trials"]
     winner = set(document_of(snapshot)["named"]["winner"])
     mark = MARKS[Verdict.FITS]
-    trace = {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "trained",
-        "rows": list(rows),
-        "x": x,
-        "y": f"@{LOSS}",
-        "error_y": _whiskers([trials[row] for row in rows]),
-        "marker": {
-            "color": [
-                WINNER_COLOUR if trials[row]["number"] in winner else mark.colour for row in rows
-            ],
-            "symbol": ["star" if trials[row]["number"] in winner else mark.symbol for row in rows],
-            "size": 10,
-        },
-        "showlegend": False,
-        "hoverinfo": "none",
+    is_winner = [trials[row]["number"] in winner for row in rows]
+    marker = {
+        "color": [WINNER_COLOUR if wins else mark.colour for wins in is_winner],
+        "symbol": ["star" if wins else mark.symbol for wins in is_winner],
+        "size": 10,
     }
+    losses = [trials[row][LOSS] for row in rows]
+    low, high = f"{LOSS}_low", f"{LOSS}_high"
+    ends = [
+        (trials[row].get(low, at), trials[row].get(high, at))
+        for row, at in zip(rows, losses, strict=True)
+    ]
+    look = {"marker": marker, "showlegend": False, "error_y": whiskers(losses, ends)}
+    trace = trace_of("trained", rows, x, f"@{LOSS}", **look)
     across: dict[str, Any] = {"title": {"text": title}}
     if log:
         values = sorted(set(x))
         across |= {"type": "log", "tickmode": "array", "tickvals": values}
     else:
         across |= {"tickformat": ",~r"}
-    layout = {
-        "height": 360,
-        "margin": {"l": 8, "r": 12, "t": 12, "b": 52},
-        "hovermode": "closest",
-        "xaxis": across,
-        "yaxis": {"title": {"text": "held-out loss (nats a token)"}},
-    }
-    return {"data": [trace], "layout": layout}
-
-
-def _whiskers(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    def half(trial: Mapping[str, Any], end: str) -> float:
-        return abs(float(trial.get(f"{LOSS}_{end}", trial[LOSS])) - float(trial[LOSS]))
-
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [half(trial, "high") for trial in trials],
-        "arrayminus": [half(trial, "low") for trial in trials],
-        "thickness": 1.5,
-        "width": 4,
-    }
+    up = {"title": {"text": "held-out loss (nats a token)"}}
+    return {"data": [trace], "layout": framed(360) | {"xaxis": across, "yaxis": up}}
 
 
 def _table(judged: Sequence[TrialRecord]) -> DataTable:

@@ -10,29 +10,25 @@ from typing import Any
 
 from reports import units
 from reports.document import document_of
-from reports.figures.figure import PageFigure
-from reports.figures.style import FADED_COLOUR, FRONT_COLOUR, MARGIN, MARKS, WINNER_COLOUR
+from reports.figures.figure import PageFigure, trace_of
+from reports.figures.style import FADED_COLOUR, FRONT_COLOUR, MARKS, WINNER_COLOUR, framed
 from reports.outcomes import VERDICT_LABELS
-from search_spaces.space import Objective
 from storage.definition import StudySnapshot
 from storage.ranking import rank_study
 from storage.records import Verdict
 
-_COLUMNS: Mapping[Objective, str] = {
-    "tokens_per_second": "tokens_per_second",
-    "peak_memory": "peak_allocated",
-    "trainable_parameters": "trainable_parameters",
-    "eval_loss": "eval_loss",
-}
+_BLUE = MARKS[Verdict.FITS].colour
 _SHARES = (
-    (1.0, "the other half", FADED_COLOUR, 1, 0.35),
-    (0.5, "the best half", "#56A0D3", 1, 0.7),
-    (0.25, "the best quarter", "#0072B2", 1.5, 0.9),
-    (0.1, "the best tenth", WINNER_COLOUR, 2.5, 1.0),
+    (1.0, "the other half", {"color": FADED_COLOUR, "width": 1}, 0.35),
+    (0.5, "the best half", {"color": "#56A0D3", "width": 1}, 0.7),
+    (0.25, "the best quarter", {"color": _BLUE, "width": 1.5}, 0.9),
+    (0.1, "the best tenth", {"color": WINNER_COLOUR, "width": 2.5}, 1.0),
 )
-"""Groups of lines, the last drawn on top: share of the trials, name, colour, width, opacity."""
-_TICKS_MOST = 7
-_ACROSS, _SLICE_PIXELS = 4, 230
+"""Groups of lines, the last drawn on top: share of the trials, name, line, opacity."""
+_TICKS_MOST = 8
+_ACROSS = 4
+_LETTERS = 13
+"""In a line of an axis's name."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +41,9 @@ class SearchSection:
 def search_of(snapshot: StudySnapshot) -> SearchSection | None:
     """Return the section on the search; None where fewer than two trials fitted."""
     document = document_of(snapshot)
+    objective = snapshot.definition.space.objectives[0]
+    column = "peak_allocated" if objective == "peak_memory" else objective
     of_space = {record.number for record in rank_study(snapshot).of_space}
-    known = (_COLUMNS[objective] for objective in snapshot.definition.space.objectives)
-    column = next((one for one in known if one in document["columns"]), "")
     rows = [
         row
         for row, trial in enumerate(document["trials"])
@@ -56,7 +52,6 @@ def search_of(snapshot: StudySnapshot) -> SearchSection | None:
     fitting = [row for row in rows if document["trials"][row]["verdict"] == Verdict.FITS]
     if len(fitting) < 2:
         return None
-    best_last = sorted(fitting, key=lambda row: _merit(document, column, row))
     history = PageFigure(
         "history",
         "Optimization history",
@@ -64,12 +59,10 @@ def search_of(snapshot: StudySnapshot) -> SearchSection | None:
         "counts for nothing.",
         _history(document, column, rows),
     )
-    if not document["axes"]:
-        return SearchSection((history,))
     slices = PageFigure(
         "slice",
         "Slice plot",
-        "Every trial that fitted, by each setting that varies; the darker, the later it ran.",
+        "Every trial that fitted, by each setting that varies: the first are amber, the last blue.",
         _slices(document, column, fitting),
     )
     parallel = PageFigure(
@@ -77,9 +70,9 @@ def search_of(snapshot: StudySnapshot) -> SearchSection | None:
         "Parallel coordinates",
         "Every trial that fitted is a line from what it reached through its settings. A click on a "
         "name hides its lines or shows them.",
-        _parallel(document, column, best_last),
+        _parallel(document, column, fitting),
     )
-    return SearchSection((history, slices, parallel))
+    return SearchSection((history, slices, parallel) if document["axes"] else (history,))
 
 
 def _merit(document: Mapping[str, Any], column: str, row: int) -> float:
@@ -94,104 +87,56 @@ def _history(document: Mapping[str, Any], column: str, rows: Sequence[int]) -> d
         is_better = not best or _merit(document, column, row) > _merit(document, column, best[-1])
         if trials[row]["verdict"] == Verdict.FITS and is_better:
             best.append(row)
-    line = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "best so far",
-        # The line goes on to the last trial: what was best stayed so.
-        "x": [*(trials[row]["number"] for row in best), trials[rows[-1]]["number"]],
-        "y": [trials[row][column] for row in [*best, best[-1]]],
-        "line": {"color": FRONT_COLOUR, "width": 2, "shape": "hv"},
-        "hoverinfo": "skip",
+    # The line goes on to the last trial: what was best stayed so.
+    x = [*(trials[row]["number"] for row in best), trials[rows[-1]]["number"]]
+    y = [trials[row][column] for row in (*best, best[-1])]
+    line = {"color": FRONT_COLOUR, "width": 2, "shape": "hv"}
+    so_far: dict[str, Any] = {"type": "scatter", "mode": "lines", "name": "best so far"}
+    data = [{**so_far, "x": x, "y": y, "line": line, "hoverinfo": "skip"}]
+    for verdict in (Verdict.FITS, Verdict.PRUNED_SLOW):
+        shown = [row for row in rows if trials[row]["verdict"] == verdict]
+        marker = {"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 7}
+        data += [trace_of(VERDICT_LABELS[verdict], shown, "@number", f"@{column}", marker=marker)]
+    title = {"text": escape(document["columns"][column]["label"]), "standoff": 10}
+    axes = {"xaxis": {"title": {"text": "trial"}}, "yaxis": {"title": title, "tickformat": ",~r"}}
+    return {
+        "data": [trace for trace in data if trace.get("rows", True)],
+        "layout": framed(300) | axes,
     }
-    marks = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": VERDICT_LABELS[verdict],
-            "rows": [row for row in rows if trials[row]["verdict"] == verdict],
-            "x": "@number",
-            "y": f"@{column}",
-            "marker": {"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 7},
-            "hoverinfo": "none",
-        }
-        for verdict in (Verdict.FITS, Verdict.PRUNED_SLOW)
-    ]
-    layout = _layout(300) | {
-        "xaxis": {"title": {"text": "trial"}},
-        "yaxis": _value_axis(document, column),
-    }
-    return {"data": [line, *(trace for trace in marks if trace["rows"])], "layout": layout}
-
-
-def _layout(height: int) -> dict[str, Any]:
-    legend = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"}
-    margin = {**MARGIN, "t": 36}
-    return {"height": height, "margin": margin, "hovermode": "closest", "legend": legend}
-
-
-def _value_axis(document: Mapping[str, Any], column: str) -> dict[str, Any]:
-    known = document["columns"][column]
-    ticks = ",~r" if known["unit"] == "rate" else "~s" if known["unit"] == "count" else "~r"
-    return {"title": {"text": escape(known["label"])}, "tickformat": ticks}
 
 
 def _slices(document: Mapping[str, Any], column: str, rows: Sequence[int]) -> dict[str, Any]:
-    axes = document["axes"]
-    layout: dict[str, Any] = _layout(60 + _SLICE_PIXELS * -(-len(axes) // _ACROSS))
-    layout["showlegend"] = False
-    layout["grid"] = {
-        "columns": _ACROSS,
-        "rows": -(-len(axes) // _ACROSS),
-        "pattern": "independent",
-    }
-    layout["grid"] |= {"xgap": 0.22, "ygap": 0.42}
+    down = -(-len(document["axes"]) // _ACROSS)
+    grid = {"columns": _ACROSS, "rows": down, "pattern": "independent", "xgap": 0.22, "ygap": 0.42}
+    layout: dict[str, Any] = framed(90 + 230 * down) | {"showlegend": False, "grid": grid}
+    marker = {"color": "@number", "colorscale": [[0, WINNER_COLOUR], [1, _BLUE]], "size": 6}
     data = []
-    for place, axis in enumerate(axes):
+    for place, axis in enumerate(document["axes"]):
         own = "" if place == 0 else str(place + 1)
-        ticks = {
-            "tickvals": [n for n, _ in _ticks(axis)],
-            "ticktext": [text for _, text in _ticks(axis)],
-        }
-        ends = [-0.5, len(axis["values"]) - 0.5]
+        name, ticks = escape(axis["label"]), _ticks(axis)
         layout[f"xaxis{own}"] = {
-            "title": {"text": escape(axis["label"]), "standoff": 6},
-            "range": ends,
-            **ticks,
+            "title": {"text": name, "standoff": 6},
+            "range": [-0.5, len(axis["values"]) - 0.5],
+            "tickvals": list(ticks),
+            "ticktext": list(ticks.values()),
         }
-        layout[f"yaxis{own}"] = {"tickformat": "~s", **({"matches": "y"} if own else {})}
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": escape(axis["label"]),
-                "rows": list(rows),
-                "x": f"@at.{place}",
-                "y": f"@{column}",
-                "xaxis": f"x{own}",
-                "yaxis": f"y{own}",
-                "marker": {
-                    "color": "@number",
-                    "colorscale": [[0, "#9CC7E4"], [1, "#00456B"]],
-                    "size": 6,
-                },
-                "hoverinfo": "none",
-            }
-        )
-    layout["yaxis"]["title"] = {"text": _in_lines(document["columns"][column]["label"])}
+        layout[f"yaxis{own}"] = {"tickformat": "~s", "matches": "y" if own else None}
+        on = {"xaxis": f"x{own}", "yaxis": f"y{own}", "marker": marker}
+        data.append(trace_of(name, rows, f"@at.{place}", f"@{column}", **on))
+    first = layout.setdefault("yaxis", {})
+    first["title"] = {"text": _in_lines(document["columns"][column]["label"])}
     return {"data": data, "layout": layout}
 
 
 def _in_lines(label: str) -> str:
-    return "<br>".join(map(escape, wrap(label, 13)))
+    return "<br>".join(map(escape, wrap(label, _LETTERS)))
 
 
-def _ticks(axis: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """Return the places on a setting's axis that have a name, not too many, with the names."""
-    last = len(axis["values"]) - 1
-    step = max(1.0, last / (_TICKS_MOST - 1))
-    places = dict.fromkeys(round(n * step) for n in range(min(last + 1, _TICKS_MOST)))
-    return [(place, _value_words(axis["values"][place])) for place in places]
+def _ticks(axis: Mapping[str, Any]) -> dict[int, str]:
+    """Return the places on a setting's axis that are named, not too many, with their names."""
+    values = axis["values"]
+    places = range(0, len(values), -(-len(values) // _TICKS_MOST))
+    return {place: escape(_value_words(values[place])) for place in places}
 
 
 def _value_words(value: Any) -> str:
@@ -203,63 +148,44 @@ def _value_words(value: Any) -> str:
         case float():
             return f"{value:g}"
         case _:
-            return escape(units.short(value))
+            return units.short(value)
 
 
 def _parallel(document: Mapping[str, Any], column: str, rows: Sequence[int]) -> dict[str, Any]:
     """Return lines through an axis for the value and one for each setting, the best on top."""
     axes, trials = document["axes"], document["trials"]
+    rows = sorted(rows, key=lambda row: _merit(document, column, row))
     reached = [trials[row][column] for row in rows]
-    low, high = min(reached), max(reached)
     # All may have reached the same.
-    high = high if high > low else low + 1
-    path = [{"of": f"@{column}", "low": low, "high": high}]
-    path += [
-        {"of": f"@at.{place}", "low": 0, "high": len(axis["values"]) - 1}
-        for place, axis in enumerate(axes)
-    ]
-    bounds = [round((1 - share) * (len(rows) - 1)) for share, *_ in _SHARES] + [len(rows)]
+    low, span = min(reached), max(reached) - min(reached) or 1.0
+    spans = [len(axis["values"]) - 1 for axis in axes]
+    path = [{"of": f"@{column}", "low": low, "span": span}]
+    path += [{"of": f"@at.{place}", "low": 0, "span": last} for place, last in enumerate(spans)]
+    starts = [round((1 - share) * (len(rows) - 1)) for share, *_ in _SHARES]
     data = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": name,
-            "rows": list(rows[begin:end]),
-            "path": path,
-            "line": {"color": colour, "width": width},
-            "opacity": opacity,
-            "hoverinfo": "none",
-        }
-        for (_, name, colour, width, opacity), begin, end in zip(
-            _SHARES, bounds[:-1], bounds[1:], strict=True
+        trace_of(name, rows[start:end], mode="lines", path=path, line=line, opacity=opacity)
+        for (_, name, line, opacity), start, end in zip(
+            _SHARES, starts, [*starts[1:], len(rows)], strict=True
         )
-        if begin < end
+        if start < end
     ]
-    values = [low + n * (high - low) / 4 for n in range(5)]
-    named = [[(n / 4, units.rate(v) if high >= 100 else f"{v:.3g}") for n, v in enumerate(values)]]
-    named += [[(n / (len(axis["values"]) - 1), text) for n, text in _ticks(axis)] for axis in axes]
-    heads = [document["columns"][column]["label"], *(axis["label"] for axis in axes)]
-    layout = _layout(420) | {
-        "xaxis": {
-            "tickvals": list(range(len(heads))),
-            "ticktext": list(map(_in_lines, heads)),
-            "range": [-0.5, len(heads) - 0.5],
-            "zeroline": False,
-        },
+    values = [low + quarter * span / 4 for quarter in range(5)]
+    named = [{n / 4: units.rate(v) if low >= 100 else f"{v:.3g}" for n, v in enumerate(values)}]
+    named += [
+        {n / last: text for n, text in _ticks(axis).items()}
+        for axis, last in zip(axes, spans, strict=True)
+    ]
+    text = {"xanchor": "left", "xshift": 3, "yshift": 7, "showarrow": False, "font": {"size": 11}}
+    names = [document["columns"][column]["label"], *(axis["label"] for axis in axes)]
+    across = {"tickvals": list(range(len(names))), "ticktext": list(map(_in_lines, names))}
+    across |= {"range": [-0.5, len(names) - 0.5], "tickangle": 0, "zeroline": False}
+    layout = framed(420) | {
+        "xaxis": across,
         "yaxis": {"visible": False, "range": [-0.05, 1.05]},
         "annotations": [
-            {
-                "x": place,
-                "y": y,
-                "text": text,
-                "xanchor": "left",
-                "xshift": 3,
-                "yshift": 7,
-                "showarrow": False,
-                "font": {"size": 11},
-            }
+            {"x": place, "y": y, "text": words, **text}
             for place, ticks in enumerate(named)
-            for y, text in ticks
+            for y, words in ticks.items()
         ],
     }
     return {"data": data, "layout": layout}

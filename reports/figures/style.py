@@ -60,6 +60,25 @@ def lanes_of(
     return tuple(verdict for verdict in Verdict if verdict in wanted)
 
 
+def framed(height: int) -> dict[str, Any]:
+    """Return the layout of a figure of so many pixels, with its legend above it."""
+    legend = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"}
+    margin = {**MARGIN, "t": 40}
+    return {"height": height, "margin": margin, "hovermode": "closest", "legend": legend}
+
+
+def whiskers(values: Sequence[float], ends: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return error bars from the low to the high end of each value."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [high - value for value, (_, high) in zip(values, ends, strict=True)],
+        "arrayminus": [value - low for value, (low, _) in zip(values, ends, strict=True)],
+        "thickness": 1.5,
+        "width": 4,
+    }
+
+
 def panels(*, lanes: Sequence[str], tall: int = MAIN_PIXELS) -> dict[str, Any]:
     """Return a layout with speeds on ``y``, a lane of each name on ``y2``, one x axis under both.
 

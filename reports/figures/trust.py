@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from reports import tables, units
-from reports.document import memory_unit
+from reports.document import document_of, memory_unit
 from reports.figures.course import course_drawing
-from reports.figures.figure import DataTable, PageFigure
-from reports.figures.style import LIMIT_COLOUR, MARKS
+from reports.figures.figure import DataTable, PageFigure, trace_of
+from reports.figures.style import LIMIT_COLOUR, MARKS, framed
 from reports.outcomes import VERDICT_LABELS
 from reports.trust import Accuracy, Course, Steps, Trust, WinnerMemory, trust_of
 from storage.definition import StudySnapshot
+from storage.objectives import measured_of
 from storage.records import Measurement, TrialRecord, Verdict
 
 _WORST_SHOWN = 10
@@ -131,78 +132,50 @@ def _accuracy_figure(known: Accuracy, snapshot: StudySnapshot) -> PageFigure:
         "memory": ("predicted_peak", "peak_allocated", f"peak allocated memory ({unit.name})"),
         "speed": ("predicted_tokens_per_second", "tokens_per_second", "tokens/s"),
     }[known.quantity]
-    places = {record.number: row for row, record in enumerate(snapshot.records)}
+    trials = document_of(snapshot)["trials"]
+    places = {trial["number"]: row for row, trial in enumerate(trials)}
     rows = [places[number] for number, _ in known.errors]
+    ends = [trials[row][column] for row in rows for column in (predicted, measured)]
     mark = MARKS[Verdict.FITS]
-    trace = {
-        "type": "scatter",
-        "mode": "markers",
-        "name": VERDICT_LABELS[Verdict.FITS],
-        "rows": rows,
-        "x": f"@{predicted}",
-        "y": f"@{measured}",
-        "marker": {"color": mark.colour, "symbol": mark.symbol, "size": 9},
-        "showlegend": False,
-        "hoverinfo": "none",
-    }
+    look = {"color": mark.colour, "symbol": mark.symbol, "size": 9}
+    name = VERDICT_LABELS[Verdict.FITS]
+    trace = trace_of(name, rows, f"@{predicted}", f"@{measured}", marker=look, showlegend=False)
     return PageFigure(
         f"predicted-{known.quantity}",
         f"Predicted against measured {known.quantity}",
         "Each mark is a trial that fitted; on the line, what was predicted before it ran is what "
         "was measured.",
-        {"data": [trace], "layout": _square(known, snapshot.records, title, unit)},
+        {"data": [trace], "layout": _square(0.95 * min(ends), 1.05 * max(ends), title)},
         _worst_table(known, snapshot.records, unit),
     )
 
 
-def _square(
-    known: Accuracy, records: Sequence[TrialRecord], title: str, unit: units.MemoryUnit
-) -> dict[str, Any]:
+def _square(low: float, high: float, title: str) -> dict[str, Any]:
     """Return axes that are alike, with the line on which both are the same."""
-    ends = [end for pair in _pairs(known, records, unit) for end in pair]
-    low, high = 0.95 * min(ends), 1.05 * max(ends)
     axis = {"range": [low, high], "tickformat": ",~r"}
     line = {"color": LIMIT_COLOUR, "width": 1, "dash": "dash"}
-    return {
-        "height": 380,
-        "margin": {"l": 8, "r": 12, "t": 12, "b": 52},
-        "hovermode": "closest",
+    return framed(380) | {
         "xaxis": {**axis, "title": {"text": f"predicted {title}"}},
         "yaxis": {**axis, "title": {"text": f"measured {title}"}},
         "shapes": [{"type": "line", "x0": low, "y0": low, "x1": high, "y1": high, "line": line}],
     }
 
 
-def _pairs(
-    known: Accuracy, records: Sequence[TrialRecord], unit: units.MemoryUnit
-) -> Iterator[tuple[float, float]]:
-    """Yield what was predicted and measured, in the figure's units."""
-    by_number = {record.number: record for record in records}
-    for number, error in known.errors:
-        measured = _measured(by_number[number], known.quantity, unit)
-        yield measured * (1 + error), measured
-
-
-def _measured(record: TrialRecord, quantity: str, unit: units.MemoryUnit) -> float:
-    measured = record.measurement
-    assert measured is not None, "only what was measured has an error"
-    if quantity == "memory":
-        return measured.peak_allocated_bytes / unit.bytes
-    return measured.tokens_per_second
-
-
 def _worst_table(
     known: Accuracy, records: Sequence[TrialRecord], unit: units.MemoryUnit
 ) -> DataTable:
     """Return the trials that were furthest off; all of them are in the table of trials."""
-    by_number = {record.number: record for record in records}
+    by_number = {record.number: measured_of(record) for record in records if record.measurement}
     worst = sorted(known.errors, key=lambda pair: -abs(pair[1]))[:_WORST_SHOWN]
     rows = []
     for number, error in worst:
-        measured = _measured(by_number[number], known.quantity, unit)
-        both = (measured * (1 + error), measured)
-        is_memory = known.quantity == "memory"
-        shown = [f"{v:.2f} {unit.name}" if is_memory else units.rate(v) for v in both]
+        measured = by_number[number]
+        if known.quantity == "memory":
+            peak = measured.peak_allocated_bytes
+            shown = [units.gib(size, unit) for size in (peak * (1 + error), peak)]
+        else:
+            speed = measured.tokens_per_second
+            shown = [units.rate(rate) for rate in (speed * (1 + error), speed)]
         rows.append((str(number), *shown, f"{100 * error:+.2g} %"))
     return DataTable(
         ("trial, the furthest off first", "predicted", "measured", "error"), tuple(rows)

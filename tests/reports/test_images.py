@@ -3,22 +3,67 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from reports.images import picture_of, write_image
 from search_spaces.errors import EnvironmentFault, InputError
-from tests.reports.synthetic import fits, plausible_study, snapshot
+from storage.definition import StudySnapshot
+from tests.reports.synthetic import fits, plausible_study, recorded_study, snapshot
 
 
-def test_a_picture_has_the_values_of_the_trials_and_labels_their_front() -> None:
+def test_a_picture_has_the_values_of_the_trials_and_says_what_it_is_of() -> None:
     picture = picture_of(plausible_study(), "front")
     drawn = [trace for trace in picture.data if trace.meta == "front"]
     assert all(isinstance(x, float) for x in drawn[0].x)
     texts = [annotation.text for annotation in picture.layout.annotations]
-    assert any("×" in text for text in texts)
+    assert "Mistral-7B-v0.3 on an A10: 40 trials" in texts
+    assert any(text.endswith("study a10-mistral") for text in texts)
+    assert any("trial 30: 10 × 512, no checkpointing: 17,517 tokens/s" in text for text in texts)
     assert picture.layout.paper_bgcolor == "#ffffff"
+
+
+LONG = replace(
+    recorded_study(budget_gib=21.5), name="a10-lora_rank-16-target_modules-attention-" * 6
+)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("kaleido") is None, reason="plotly's image engine is not installed"
+)
+@pytest.mark.parametrize("figure", ["front", "history", "slice", "parallel"])
+@pytest.mark.parametrize(
+    "study", [plausible_study(), LONG, plausible_study(trials=5)], ids=["usual", "long", "few"]
+)
+def test_every_letter_of_a_picture_is_whole_and_on_no_other(
+    study: StudySnapshot, figure: str, tmp_path: Path
+) -> None:
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or pytest.skip("no Chromium on this machine")
+    path = tmp_path / "picture.svg"
+    write_image(study, path, figure=figure)
+    boxes = """texts => texts.filter((t) => !["", "?", "→"].includes(t.textContent.trim())).map((t) => {
+      const { left, right, top, bottom } = t.getBoundingClientRect();
+      return [t.textContent, left, right, top, bottom];
+    })"""
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1100, "height": 2000})
+        page.goto(path.as_uri())
+        texts = page.locator("text").evaluate_all(boxes)
+        height = page.evaluate("document.documentElement.getBoundingClientRect().height")
+        browser.close()
+    assert len(texts) > 10
+    for text, left, right, top, bottom in texts:
+        assert min(left, top, 1100 - right, height - bottom) > -1, text
+    # A pixel of two boxes may meet where no letter is.
+    for (one, *a), (other, *b) in itertools.combinations(texts, 2):
+        across, along = min(a[1], b[1]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[2], b[2])
+        assert across < 2 or along < 4, (one, other)
 
 
 def test_a_figure_that_is_not_there_is_refused_with_those_that_are() -> None:

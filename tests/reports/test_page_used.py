@@ -64,6 +64,13 @@ class Reader:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
 
+    def come_to(self, figure: str) -> Any:
+        """Scroll to a figure and return it, drawn."""
+        found = self.page.locator(figure)
+        found.scroll_into_view_if_needed()
+        found.locator(".main-svg").first.wait_for()
+        return found
+
     def numbers(self) -> list[int]:
         """Return the trials that the table lists, from the top."""
         cells = self.page.locator("#trials-table tbody td:first-child").all_inner_texts()
@@ -139,9 +146,7 @@ def test_every_setting_is_a_column_that_sorts_and_those_that_vary_are_there_at_f
 
 def _drag(reader: Reader, *, start: tuple[float, float], end: tuple[float, float]) -> None:
     """Draw a box in the upper panel of the front, from one corner to another in its shares."""
-    panel = reader.page.locator("#front-figure .nsewdrag").first
-    panel.scroll_into_view_if_needed()
-    box = panel.bounding_box()
+    box = reader.come_to("#front-figure").locator(".nsewdrag").first.bounding_box()
     corners = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in (start, end)]
     reader.page.mouse.move(*corners[0])
     reader.page.mouse.down()
@@ -196,13 +201,10 @@ def test_every_figure_is_drawn_when_a_reader_comes_to_it(
     browser: Any, study: StudySnapshot, tmp_path: Path
 ) -> None:
     opened = Reader(browser, study, tmp_path)
-    figures = opened.page.locator(".figure")
-    folded = opened.page.locator("#timeline")
-    assert folded.locator(".main-svg").count() == 0
+    assert opened.page.locator("#timeline .main-svg").count() == 0
     opened.page.click("#trust summary")
-    for figure in figures.all():
-        figure.scroll_into_view_if_needed()
-        figure.locator(".main-svg").first.wait_for()
+    for figure in opened.page.locator(".figure").all():
+        opened.come_to(f"#{figure.get_attribute('id')}")
     titles = "[...document.querySelectorAll('[data-title]')].map((button) => button.dataset.title)"
     buttons = set(opened.page.evaluate(titles))
     opened.context.close()
@@ -212,9 +214,7 @@ def test_every_figure_is_drawn_when_a_reader_comes_to_it(
 
 
 def test_a_line_of_the_parallel_coordinates_pins_its_trial(reader: Reader) -> None:
-    reader.page.locator("#parallel").scroll_into_view_if_needed()
-    reader.page.locator("#parallel .main-svg").first.wait_for()
-    reader.page.locator("#parallel").focus()
+    reader.come_to("#parallel").focus()
     reader.page.keyboard.press("ArrowRight")
     reader.page.keyboard.press("Enter")
     assert reader.page.locator("#pinned").is_visible()
@@ -268,7 +268,7 @@ def test_enter_pins_from_the_table_and_from_the_figure_and_unpins(reader: Reader
     assert reader.page.locator("#pinned").is_visible()
     reader.page.keyboard.press("Enter")
     assert reader.page.locator("#pinned").is_hidden()
-    reader.page.locator("#front-figure").focus()
+    reader.come_to("#front-figure").focus()
     reader.page.keyboard.press("ArrowRight")
     assert "Trial " in reader.page.inner_text("#tip")
     reader.page.keyboard.press("Enter")
@@ -339,6 +339,7 @@ def test_no_label_of_the_front_stands_on_a_mark(reader: Reader) -> None:
       const { left, right, top, bottom } = e.getBoundingClientRect();
       return [left, right, top, bottom];
     })"""
+    reader.come_to("#front-figure")
     labels = reader.page.evaluate(boxes, "#front-figure .annotation-text")
     marks = reader.page.evaluate(boxes, "#front-figure .xy .points path")
     assert len(labels) > 2

@@ -33,12 +33,8 @@ def test_the_fastest_configuration_is_first_with_its_numbers_in_words() -> None:
     assert first.changes == "micro-batch 10, no checkpointing"
     assert first.tokens_per_second == "16,000"
     assert first.interval == "15,842–16,162"
-    assert (first.peak_allocated, first.peak_reserved) == ("20.00 GiB", "12.00 GiB")
+    assert first.peak_allocated == "20.00 GiB"
     assert first.budget_share == "93 %"
-    assert first.step_time == "0.256 s"
-    assert first.trainable_parameters == "13,631,488"
-    assert second.is_baseline
-    assert not first.is_baseline
 
 
 def test_a_configuration_that_is_as_fast_as_the_winner_is_marked_as_tied() -> None:
@@ -71,11 +67,6 @@ def test_a_speed_that_is_not_a_finite_positive_number_is_never_ranked(broken: fl
 def test_a_step_interval_that_is_not_finite_is_never_ranked() -> None:
     study = snapshot([fits(0, 8_000.0), fits(1, 9_000.0, FAST, step_seconds_ci95=(0.0, math.inf))])
     assert [row.number for row in tables.top_configurations(study)] == [0]
-
-
-def test_memory_that_is_not_known_is_a_dash() -> None:
-    study = snapshot([fits(0, 8_000.0, peak_reserved_bytes=None)])
-    assert tables.top_configurations(study)[0].peak_reserved == "–"
 
 
 def test_each_capacity_class_has_its_fastest_and_says_when_it_was_stopped_early() -> None:

@@ -21,7 +21,7 @@ const report = (() => {
     return { ...valueOf(trace, chosen), customdata: rows, ...(trace.path && pathOf(trace.path, rows, chosen)) };
   };
   const pathOf = (path, rows, chosen) => {
-    const columns = path.map(({ of, low, high }) => valueOf(of, chosen).map((value) => (value - low) / (high - low)));
+    const columns = path.map(({ of, low, span }) => valueOf(of, chosen).map((value) => (value - low) / span));
     const along = (stops) => rows.flatMap((row, n) => [...stops(row, n), null]);
     return { path: undefined, x: along(() => [...path.keys()]), y: along((_, n) => columns.map((column) => column[n])), customdata: along((row) => path.map(() => row)) };
   };

@@ -26,13 +26,13 @@
   ].map((column) => ({ of: (trial) => trial[column.key], ...column })).filter(({ of, isHidden }) => isHidden || study.trials.some((trial) => isKnown(of(trial))));
   const visible = () => columns.filter(({ isHidden }) => !isHidden);
   const first = measured.find(({ key }) => key.endsWith("tokens_per_second"));
-  const state = { key: first?.key ?? "number", falls: Boolean(first), text: "", verdict: "", class: "", shown: PAGE };
+  const state = { key: first?.key ?? "number", falls: Boolean(first), text: "", verdict: "", shown: PAGE };
 
   const haystacks = study.trials.map((trial) => [
     `trial ${trial.number}`, trial.changes, trial.class, study.verdicts[trial.verdict], trial.reason, trial.error, trial.doubts, ...(trial.flags ?? []),
     ...words.badgesOf(trial), ...Object.entries(configOf(trial)).map(([key, value]) => `${key}: ${value}`),
   ].filter(Boolean).join("\n").toLowerCase());
-  const isWanted = (trial, row) => (box.rows?.has(row) ?? true) && (!state.verdict || trial.verdict === state.verdict) && (!state.class || trial.class === state.class)
+  const isWanted = (trial, row) => (box.rows?.has(row) ?? true) && (!state.verdict || trial.verdict === state.verdict)
     && state.text.toLowerCase().split(/[\s,]+/).every((word) => haystacks[row].includes(word));
   // What is not known comes last, whichever way the rest goes.
   const compare = (a, b) => {
