@@ -190,7 +190,8 @@ def find_gpu(name: str) -> GpuSpec:
     """
     spec = match_product(name)
     if spec is None:
-        raise InputError(f"unknown GPU '{name}'{did_you_mean(name.strip().lower(), gpu_names())}")
+        nearest = did_you_mean(name.strip().lower(), gpu_names(), lists="sweep gpus")
+        raise InputError(f"unknown GPU '{name}'{nearest}")
     return spec
 
 

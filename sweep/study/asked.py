@@ -136,7 +136,9 @@ def overridden(
         if value is not None and value != getattr(declared, key)
     }
     values = {**declared.model_dump(), **changed}
-    return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
+    names = {key: f"--{key.replace('_', '-')}" for key in changed}
+    document = Document(f"space '{declared.name}'", names=names)
+    return validate(SearchSpace, values, document), changed
 
 
 def as_held(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace:
