@@ -34,6 +34,8 @@ class Document:
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     """Line from 1 by path of keys, ``('dimensions', 'seq_len', 0)`` for a list's first item; empty
     where it is no YAML."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What a person typed for a key, by key, where that is not the key itself."""
 
     def where(self, *path: str | int) -> str:
         """Return ``file: line n`` of the key, or of the nearest one around it."""

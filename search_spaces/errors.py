@@ -20,8 +20,8 @@ QUOTE_MAX = 120
 """Characters of a value that a message quotes."""
 NAMED_MAX = 3
 """Words that a message names as what was perhaps meant."""
-LISTED_MAX = 12
-"""Words that a message lists where none of them is near; more are left to a command that does."""
+KNOWN_MAX = 12
+"""Known words that a message lists."""
 
 
 class SweepError(Exception):
@@ -116,22 +116,26 @@ def _spelled(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the nearest known words, or the list of a few known.
+def did_you_mean(word: str, known: Iterable[str], *, lists: str = "") -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest known words, or the list of a few.
 
     A word cut short means those it begins, whatever their case and the first few of ``known``:
-    'h100' and 'h100:2' are 'h100-80gb', though 'h200' looks closer.
+    'h100' is 'h100-80gb', though 'h200' looks closer.
+
+    Args:
+        word: that was typed.
+        known: words.
+        lists: the command that lists them, which is said where they are many.
     """
     names = {name.lower(): name for name in known}
     typed = word.strip().lower()
-    starts = filter(None, (typed, re.split(r"[:=,/ ]", typed)[0]))
-    begun = dict.fromkeys(name for start in starts for name in names if name.startswith(start))
-    alike = difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
-    nearest = list(begun)[:NAMED_MAX] or alike
+    begun = [lower for lower in names if typed and lower.startswith(typed)]
+    nearest = begun[:NAMED_MAX] or difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
+    all_of_them = f" `{lists}` lists them" if lists and len(names) > KNOWN_MAX else ""
     if nearest:
-        return f"; did you mean {listed(repr(names[lower]) for lower in nearest)}?"
-    if not 0 < len(names) <= LISTED_MAX:
-        return ""
+        return f"; did you mean {listed(repr(names[lower]) for lower in nearest)}?{all_of_them}"
+    if all_of_them or not 0 < len(names) <= KNOWN_MAX:
+        return all_of_them and f";{all_of_them}"
     return f"; known are {', '.join(sorted(names.values()))}"
 
 

@@ -190,8 +190,8 @@ def find_gpu(name: str) -> GpuSpec:
     """
     spec = match_product(name)
     if spec is None:
-        near = did_you_mean(name, gpu_names()) or "; `sweep gpus` lists those that are known"
-        raise InputError(f"unknown GPU '{name}'{near}")
+        nearest = did_you_mean(name.strip().lower(), gpu_names(), lists="sweep gpus")
+        raise InputError(f"unknown GPU '{name}'{nearest}")
     return spec
 
 

@@ -10,6 +10,7 @@ everything a rule in `rules`. Knows nothing of spaces, cards or studies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self, get_args
@@ -125,6 +126,8 @@ def _number(value: object) -> object:
     """Accept what YAML reads as a number or as its text (``1e-4``), and never a truth value."""
     if isinstance(value, bool):
         raise ValueError(f"must be a number, got {quote(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"must be a finite number, got {quote(value)}")
     return value
 
 
@@ -138,7 +141,7 @@ def _target_modules(value: object) -> object:
         return value
     if isinstance(value, list | tuple):
         if not value or not all(isinstance(name, str) and name for name in value):
-            raise ValueError(f"must list at least one module name, got {quote(value)}")
+            raise ValueError(f"must list module names, none of them empty, got {quote(value)}")
         return tuple(sorted(set(value)))
     raise ValueError(f"must be a name or a list of module names, got {quote(value)}")
 
@@ -157,7 +160,7 @@ def _named_modules(text: str) -> str | list[str]:
     """Return the modules that a text names; a word that is no name may be a set misspelt."""
     if text in TARGET_SETS or not ("," in text or "_" in text):
         return text
-    return [name.strip() for name in text.split(",") if name.strip()]
+    return [name.strip() for name in text.split(",")]
 
 
 def _checkpointing_in_words(value: float) -> str:

@@ -53,7 +53,8 @@ def load_space(name_or_path: str) -> SearchSpace:
     path = home_expanded(name_or_path)
     if not _is_path(name_or_path, path):
         raise InputError(
-            f"unknown preset '{name_or_path}'{did_you_mean(name_or_path, presets)} "
+            f"unknown preset '{name_or_path}'"
+            f"{did_you_mean(name_or_path, presets, lists='sweep presets')} "
             "(a preset, or the path of a YAML file)"
         )
     space = parse_space(read_text(path, label=name_or_path), label=name_or_path)

@@ -161,8 +161,8 @@ def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -
     if "/" in name or name.startswith((".", "~")):
         raise InputError(f"model '{name}': no such directory")
     raise InputError(
-        f"unknown model '{name}'{did_you_mean(name, _shipped())} (one of `sweep models`, "
-        "a directory with a config.json, or a hub id like org/name)"
+        f"unknown model '{name}'{did_you_mean(name, _shipped(), lists='sweep models')} "
+        "(a shipped architecture, a directory with a config.json, or a hub id like org/name)"
     )
 
 

@@ -108,7 +108,9 @@ def validate(
             path = _path(fault)
             inside = (moved or {}).get(str(path[0])) if path else None
             line = document.line_of(*(inside or (*at, *path))) or math.inf
-            words = _words(fault, model, at=at, about=about, is_yaml=bool(document.lines))
+            words = _words(
+                fault, model, at=at, about=about, is_yaml=bool(document.lines), names=document.names
+            )
             told.setdefault(_key(fault, model), (line, words))
         faults = sorted(told.values(), key=lambda fault: fault[0])
         raise InputError(f"{document.label}: {_in_one_line(faults)}") from error
@@ -142,18 +144,25 @@ def explain(
         about: stands before any other key.
         is_yaml: whether a hint of what YAML made of the value may help.
     """
-    return _words(_faults(error)[0], model, at=at, about=about, is_yaml=is_yaml)
+    return _words(_faults(error)[0], model, at=at, about=about, is_yaml=is_yaml, names={})
 
 
 def _words(
-    fault: Fault, model: type[BaseModel] | None, *, at: KeyPath, about: str, is_yaml: bool
+    fault: Fault,
+    model: type[BaseModel] | None,
+    *,
+    at: KeyPath,
+    about: str,
+    is_yaml: bool,
+    names: Mapping[str, str],
 ) -> str:
     path, kind = _path(fault), fault["type"]
     if _is_unknown_key(fault):
         return _unknown_key((*at, *path), known=_known_keys(fault, model))
     if isinstance(_raised(fault), ContradictionError):
         return f"{about}{_raised(fault)}"
-    subject = f"{about}{'.'.join(map(str, path))} " if path else about
+    key = ".".join(map(str, path))
+    subject = f"{about}{names.get(key, key)} " if path else about
     if kind == "value_error":
         return f"{subject}{_raised(fault)}"
     rule = _RULES[kind].format(**fault.get("ctx", {})) if kind in _RULES else fault["msg"]
@@ -198,7 +207,7 @@ def _path(fault: Fault) -> KeyPath:
 def _unknown_key(path: KeyPath, *, known: tuple[str, ...]) -> str:
     key, around = str(path[-1]), path[-2:-1]
     under = f" under {around[0]}" if around and isinstance(around[0], str) else ""
-    return f"unknown key {quote(key)}{under}{did_you_mean(key, known)}"
+    return f"unknown key {quote(key)}{under}{did_you_mean(key, known, lists='sweep schema')}"
 
 
 def _known_keys(fault: Fault, model: type[BaseModel] | None) -> tuple[str, ...]:

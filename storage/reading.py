@@ -82,7 +82,7 @@ def count_trials(name: str, *, url: str) -> int:
 def _unknown(
     name: str, engine: sqlalchemy.Engine, database: DatabaseUrl, lost: str = ""
 ) -> InputError:
-    known = lost or did_you_mean(name, stored_names(engine))
+    known = lost or did_you_mean(name, stored_names(engine), lists="sweep status")
     return InputError(f"no study {quote(name)} in {database}{known}")
 
 

@@ -32,7 +32,7 @@ from sweep.terminal.console import (
 )
 from sweep.terminal.edge import guarded
 from sweep.terminal.knob_options import add_knobs, takes_knobs
-from sweep.terminal.typed import Drive, Invocation
+from sweep.terminal.typed import Drive, Invocation, refuse_contradictions
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
@@ -43,7 +43,14 @@ SLOW_TO_LOAD = frozenset(
 
 
 class _Commands(typer.core.TyperGroup):
-    """Leaves it to the edge to say that a command was interrupted, where typer only exits."""
+    """Leaves it to the edge to say that a command was interrupted, where typer only exits, and
+    refuses what contradicts itself."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that was typed, with the words behind it."""
+        name, command, words = super().resolve_command(ctx, args)
+        refuse_contradictions(command, words)
+        return name, command, words
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was typed."""

@@ -29,6 +29,7 @@ _OWN_TERM_SLACK_SECONDS = 30
 """SLURM's own TERM comes at the limit, this much early at most; one before that is a person's."""
 _SBATCH_SECONDS = 120.0
 _ONE_WORD = re.compile(r"[^\s'\"\\]+")
+_GPUS = re.compile(r"(?:[\w.-]+:)*[1-9]\d{0,3}")
 _OPTION = re.compile(r"--?[\w-]+(?:[= ]\S.*)?")
 _CARDS = re.compile(r"-G.*|--?(?:gres|gpus(?:-per-\w+)?)(?:[= ].*)?")
 _AWAY = re.compile(r"(?i)contact slurm controller|timed out|connection refused|i/o error")
@@ -58,6 +59,10 @@ class Allocation:
         ):
             if value is not None and _ONE_WORD.fullmatch(value) is None:
                 raise InputError(f"{option} must be one word, got {quote(value)}")
+        if self.gpus is not None and _GPUS.fullmatch(self.gpus) is None:
+            raise InputError(
+                f"--gpus must be a count, or type and count as in a100:2, got {quote(self.gpus)}"
+            )
         if self.cpus is not None and self.cpus < 1:
             raise InputError(f"--cpus must be at least 1, got {self.cpus}")
         if self.limit_seconds is not None and self.limit_seconds < LIMIT_SECONDS_MIN:
@@ -79,8 +84,7 @@ class Allocation:
     @property
     def gpu_count(self) -> int:
         """How many cards it has."""
-        count = "0" if self.gpus is None else self.gpus.rpartition(":")[2]
-        return int(count) if count.isdecimal() else 1
+        return 0 if self.gpus is None else int(self.gpus.rpartition(":")[2])
 
     @property
     def warning_seconds(self) -> int:

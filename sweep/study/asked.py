@@ -137,7 +137,9 @@ def overridden(
     }
     budget = declared.budget_gib_on(overrides.get("gpu") or declared.gpu)
     values = {**declared.model_dump(), "budget_gib": budget, **changed}
-    return validate(SearchSpace, values, Document(f"space '{declared.name}'")), changed
+    names = {key: f"--{key.replace('_', '-')}" for key in changed}
+    document = Document(f"space '{declared.name}'", names=names)
+    return validate(SearchSpace, values, document), changed
 
 
 def as_held(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace:

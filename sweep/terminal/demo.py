@@ -1,4 +1,4 @@
-"""The demonstration: a study on this CPU, then the same commands on a recorded GPU, then one screen.
+"""The demonstration: a study on this CPU, the same commands on a recorded GPU, and one screen.
 
     python -m sweep.terminal.demo SURFACE REPLAY
 

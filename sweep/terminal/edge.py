@@ -31,6 +31,7 @@ from sweep import stop_signals
 from sweep.paths import crash_log_directory
 from sweep.stop_signals import INTERRUPTED
 from sweep.terminal.console import ReaderGoneError, folded, note, width_of
+from sweep.terminal.typed import Invocation, as_typed
 
 _NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
 """What pydantic, which reads the options, calls the wrong sort of text, and what it is to be."""
@@ -86,10 +87,11 @@ def _plainly(error: typer.TyperException) -> str:
     """Return what is wrong with an option, in the words of the other messages."""
     found: list[dict[str, Any]] = getattr(error.__context__, "errors", list)()
     kind = _NUMBERS.get(found[0]["type"]) if found else None
-    options = getattr(getattr(error, "param", None), "opts", ())
-    if kind is None or not options:
+    option, context = getattr(error, "param", None), getattr(error, "ctx", None)
+    if kind is None or not getattr(option, "opts", ()):
         return error.format_message()
-    return f"{' / '.join(options)} must be {kind}, got {found[0]['input']!r}"
+    words = (getattr(context, "obj", None) or Invocation(())).words
+    return f"{as_typed(option, words)} must be {kind}, got {found[0]['input']!r}"
 
 
 def _cure(error: OSError) -> str:

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from search_spaces.errors import InputError
+from sweep.terminal.typed import Invocation, as_typed
+
 if TYPE_CHECKING:
     from search_spaces.knobs import Knob
 
@@ -43,6 +46,28 @@ def add_knobs(command: Command, knobs: Mapping[str, Knob]) -> None:
     _declare(command, [*own.values(), *(_option(key, knob) for key, knob in missing.items())])
 
 
+def reads(key: str) -> Callable[[typer.Context, typer.CallbackParam, Any], Any]:
+    """Return what reads a setting that was typed; who typed none is not asked to import anything.
+
+    What it raises names the option as it was typed.
+    """
+
+    def read(context: typer.Context, option: typer.CallbackParam, typed: Any) -> Any:
+        if typed is None:
+            return None
+        from search_spaces.dimensions import read_value
+        from search_spaces.documents import Document
+        from search_spaces.knobs import KNOBS
+
+        try:
+            return read_value(key, KNOBS[key].typed(typed), document=Document("options"))
+        except InputError as error:
+            name = as_typed(option, (context.obj or Invocation(())).words)
+            raise InputError(str(error).replace(f"options: {key}", name, 1)) from error
+
+    return read
+
+
 def _declare(command: Command, parameters: Iterable[inspect.Parameter]) -> None:
     signature = inspect.Signature(list(parameters), return_annotation=int)
     command.__signature__ = signature  # type: ignore[attr-defined]
@@ -58,7 +83,7 @@ def _option(key: str, knob: Knob) -> inspect.Parameter:
         own,
         help=knob.help,
         show_default=False,
-        callback=lambda typed: None if typed is None else knob.typed(typed),
+        callback=reads(key),
     )
     return inspect.Parameter(
         key,

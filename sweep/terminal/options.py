@@ -12,6 +12,7 @@ import typer
 
 from search_spaces.errors import InputError, did_you_mean
 from sweep.terminal import completion
+from sweep.terminal.knob_options import reads
 
 
 def _named(option: str) -> Callable[[str | None], str | None]:
@@ -469,7 +470,12 @@ EvalFractionOption = Annotated[
 ]
 LearningRateOption = Annotated[
     float | None,
-    typer.Option("--learning-rate", "--lr", help="At the first step; the configuration's, 2e-4."),
+    typer.Option(
+        "--learning-rate",
+        "--lr",
+        help="At the first step; the configuration's, 2e-4.",
+        callback=reads("learning_rate"),
+    ),
 ]
 CheckpointEveryOption = Annotated[
     int | None,

@@ -113,10 +113,9 @@ def _check(numbers: Mapping[str, Any], texts: Mapping[str, Any]) -> None:
     for key in ("max_steps", "checkpoint_every"):
         if numbers[key] is not None and numbers[key] < 1:
             raise InputError(f"{_option(key)} must be at least 1, got {numbers[key]}")
-    for key in ("epochs", "learning_rate"):
-        value = numbers[key]
-        if value is not None and not 0 < value < float("inf"):
-            raise InputError(f"{_option(key)} must be more than 0, got {value:g}")
+    epochs = numbers["epochs"]
+    if epochs is not None and not 0 < epochs < float("inf"):
+        raise InputError(f"--epochs must be a finite number above 0, got {epochs:g}")
     if numbers["seed"] is not None and not 0 <= numbers["seed"] < 2**32:
         raise InputError(f"--seed must be from 0 to {2**32 - 1:,}, got {numbers['seed']}")
     share = texts["eval_fraction"]

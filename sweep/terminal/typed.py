@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from search_spaces.errors import InputError
 
 Drive = Callable[..., int]
 """What `driving.run` is: called with what the options of a run came to."""
@@ -35,11 +38,38 @@ def call(command: Any, words: Sequence[str], *, drive: Drive) -> int:
     Raises:
         InputError, typer's own: what the command itself raises.
     """
+    refuse_contradictions(command, words)
     called = Invocation(tuple(words), drive)
     code: int = command.main(
         args=list(words), prog_name=f"sweep {command.name}", standalone_mode=False, obj=called
     )
     return code
+
+
+def refuse_contradictions(command: Any, words: Sequence[str]) -> None:
+    """Raise `InputError` where an option of one value is given two, in whatever spelling."""
+    context = command.context_class(command, info_name=command.name, **command.context_settings)
+    parser = command.make_parser(context)
+    options = [known for known in command.get_params(context) if known.param_type_name == "option"]
+    for option in options:
+        collect = partial(parser.add_option, obj=option, dest=option.name)
+        if option.is_flag:
+            for names in filter(None, (option.opts, option.secondary_opts)):
+                collect(opts=names, action="append_const", const=names[0])
+        else:
+            collect(opts=option.opts, action="append")
+    values, _, _ = parser.parse_args(args=list(words))
+    for option in options:
+        name, given = as_typed(option, words), list(dict.fromkeys(values.get(option.name, ())))
+        if len(given) > 1 and not option.multiple:
+            both = given if option.is_flag else [f"{name} {value}" for value in given]
+            raise InputError(f"{' and '.join(both)} are both given: keep one")
+
+
+def as_typed(option: Any, words: Sequence[str]) -> str:
+    """Return an option's name as it stands among the words, its longest where it does not."""
+    names = (word.partition("=")[0] for word in words)
+    return next((name for name in names if name in option.opts), _longest(option))
 
 
 def respelled(

@@ -264,7 +264,7 @@ def test_a_space_for_the_cpu_does_not_look_for_a_card() -> None:
 
 def test_a_gpu_named_over_a_space_for_the_cpu_has_its_own_budget() -> None:
     assert prepared(gpu="a10").target.budget_bytes == find_gpu("a10").budget_bytes
-    assert prepared().target.budget_bytes == 64 * 2**20
+    assert prepared().target.budget_bytes == 28 * 2**20
 
 
 def test_without_a_card_a_gpu_preset_is_refused_with_advice() -> None:
