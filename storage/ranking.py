@@ -98,7 +98,7 @@ class Ranking:
         if not self._by_merit:
             return ()
         best = self._by_merit[0]
-        alike = (best, *filter(self._is_tied_with(best), self._by_merit))
+        alike = (best, *(r for r in self._by_merit[1:] if self._is_tied(best, r)))
         recommended = min(alike, key=lambda r: measured_of(r).allocator_retries > 0)
         others = (r for r in self._by_merit if r.number != recommended.number)
         return (recommended, *others)
@@ -171,23 +171,15 @@ class Ranking:
 
         Memory repeats to the byte: only equals are tied.
         """
-        if self.winner is None:
-            return ()
-        return tuple(r.number for r in self.ranked[1:] if self._is_tied_with(self.winner)(r))
+        return tuple(r.number for r in self.ranked[1:] if self._is_tied(self.ranked[0], r))
 
-    def _is_tied_with(self, best: TrialRecord) -> Callable[[TrialRecord], bool]:
-        mine, others = measured_of(best), [o for o in self.objectives if o != "tokens_per_second"]
-
-        def is_tied_with(record: TrialRecord) -> bool:
-            if record.number == best.number:
+    def _is_tied(self, best: TrialRecord, record: TrialRecord) -> bool:
+        others = [o for o in self.objectives if o != "tokens_per_second"]
+        if len(others) < len(self.objectives):
+            both = self.is_measured_again(best) and self.is_measured_again(record)
+            if not (both and self.ratio(best, record).is_open):
                 return False
-            if len(others) < len(self.objectives):
-                both = self.is_measured_again(best) and self.is_measured_again(record)
-                if not (both and self.ratio(best, record).is_open):
-                    return False
-            return all(is_tied(o, mine, measured_of(record)) for o in others)
-
-        return is_tied_with
+        return all(is_tied(o, measured_of(best), measured_of(record)) for o in others)
 
     @cached_property
     def close(self) -> tuple[TrialRecord, ...]:
