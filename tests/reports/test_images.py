@@ -46,7 +46,8 @@ def test_every_letter_of_a_picture_is_whole_and_on_no_other(
     chromium = shutil.which("chromium") or pytest.skip("no Chromium on this machine")
     path = tmp_path / "picture.svg"
     write_image(study, path, figure=figure)
-    boxes = """texts => texts.filter((t) => !["", "?", "→"].includes(t.textContent.trim())).map((t) => {
+    boxes = """texts => texts.filter((t) => !["", "?", "→"].includes(t.textContent.trim()))
+    .map((t) => {
       const { left, right, top, bottom } = t.getBoundingClientRect();
       return [t.textContent, left, right, top, bottom];
     })"""

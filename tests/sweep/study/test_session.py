@@ -13,6 +13,7 @@ from typer.main import get_command
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.gpus import find_gpu
 from search_spaces.knobs import KNOBS
 from storage.reading import list_studies, read_study
 from storage.records import Measured, Outcome, TrialRecord
