@@ -23,6 +23,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from search_spaces.config import TrialConfig, canonical
 from storage.records import (
     RETRYABLE,
@@ -129,7 +131,12 @@ class Confirmations:
         if len(runs) < RUNS_TO_CONFIRM:
             return None
         soak = self.soak(config, series=self.series)
-        return pool(runs, spread=self._spread, soak=None if soak is None else soak.measurement)
+        return pool(
+            runs,
+            spread=self._spread,
+            level=self._levels[canonical(config)],
+            soak=None if soak is None else soak.measurement,
+        )
 
     def ratio(self, config: TrialConfig, over: TrialConfig) -> Ratio | None:
         """Return how much faster ``config`` ran than ``over``, another configuration, by the rounds
@@ -155,18 +162,36 @@ class Confirmations:
         center, half = statistics.fmean(gains), max(between, math.hypot(*within))
         return Ratio(math.exp(center), math.exp(center - half), math.exp(center + half))
 
-    @cached_property
-    def _rounds(self) -> Mapping[TrialConfig, Mapping[int, Measurement]]:
-        """What was measured in the series, by canonical configuration and round: a round is over
-        where one of it runs again, so what joined later is paired with what ran beside it."""
+    def rounds(self, *, series: int) -> Mapping[TrialConfig, Mapping[int, Measurement]]:
+        """Return what was measured in a series, by canonical configuration and round: a round is
+        over where one of it runs again, so what joined later is paired with what ran beside it."""
         rounds: dict[TrialConfig, dict[int, Measurement]] = {}
         number = 0
-        for series, config, measured in self._measured:
-            if series == self.series:
+        for of, config, measured in self._measured:
+            if of == series:
                 ran = rounds.setdefault(config, {})
                 number += number in ran
                 ran[number] = measured
         return rounds
+
+    @cached_property
+    def _rounds(self) -> Mapping[TrialConfig, Mapping[int, Measurement]]:
+        return self.rounds(series=self.series)
+
+    @cached_property
+    def _levels(self) -> Mapping[TrialConfig, float]:
+        """The logarithm of each configuration's step in a round that is like the mean of all, by
+        least squares: what ran in slow rounds alone is no slower for it."""
+        cells = [(c, n, m) for c, ran in self._rounds.items() for n, m in ran.items()]
+        configs, numbers = list(self._rounds), sorted({n for _, n, _ in cells})
+        design = np.zeros((len(cells), len(configs) + len(numbers)))
+        for row, (config, number, _) in enumerate(cells):
+            design[row, configs.index(config)] = 1.0
+            design[row, len(configs) + numbers.index(number)] = 1.0
+        steps = _logarithms([measured for _, _, measured in cells])
+        found = np.linalg.lstsq(design, np.array(steps), rcond=None)[0]
+        mean = float(found[len(configs) :].mean())
+        return {c: float(level) + mean for c, level in zip(configs, found, strict=False)}
 
     @cached_property
     def _spread(self) -> Spread:
@@ -217,7 +242,11 @@ class Spread:
 
 
 def pool(
-    runs: Sequence[Measurement], *, spread: Spread, soak: Measurement | None = None
+    runs: Sequence[Measurement],
+    *,
+    spread: Spread,
+    level: float | None = None,
+    soak: Measurement | None = None,
 ) -> Measurement:
     """Return several runs of one configuration as one measurement.
 
@@ -227,10 +256,12 @@ def pool(
     Args:
         runs: at least two.
         spread: of all runs of their series.
+        level: the logarithm of the step where that is known better than by their mean.
         soak: of the same configuration; what its allocator did counts as well.
     """
     last, logarithms = runs[-1], _logarithms(runs)
-    center, half = statistics.fmean(logarithms), _half_width(runs, spread)
+    center = statistics.fmean(logarithms) if level is None else level
+    half = _half_width(runs, spread)
     step = math.exp(center)
     faster = last.step_seconds / step
     retries = max(m.allocator_retries for m in (*runs, *(() if soak is None else (soak,))))

@@ -183,16 +183,21 @@ class Ranking:
 
     @cached_property
     def close(self) -> tuple[TrialRecord, ...]:
-        """The other trials whose intervals overlap the best's: what measuring side by side may
-        tell apart."""
+        """The other trials whose intervals overlapped the best's in the search: what measuring
+        side by side may tell apart."""
         if self.winner is None:
             return ()
-        best = measured_of(self.winner)
+        best = self._as_searched(self.winner)
         return tuple(
             record
             for record in self.ranked[1:]
-            if all(is_tied(o, best, measured_of(record)) for o in self.objectives)
+            if all(is_tied(o, best, self._as_searched(record)) for o in self.objectives)
         )
+
+    def _as_searched(self, record: TrialRecord) -> Measurement:
+        """Return what the search measured of a trial, on the scale of what was measured again."""
+        searched = self.searched.get(record.number)
+        return measured_of(record) if searched is None else scaled(searched, self.scale)
 
     def ratio(self, record: TrialRecord, over: TrialRecord) -> Ratio:
         """Return how much faster a trial is than another: by the rounds in which both were measured

@@ -8,7 +8,7 @@ search chooses or stops.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -53,6 +53,8 @@ BEGUN_MAX = 8
 """So many in all: where more take the lead one after the other, the machine cannot tell them."""
 GAIN_WITHIN = 1.1
 """A gain that is known this closely needs no further runs."""
+RUNS_MAX = 2
+"""Times its repeats that a configuration runs at most, however often others take the lead."""
 SOAKS_MAX = 3
 """Where so many lose in their soaks, another budget or another study is what helps."""
 
@@ -95,7 +97,7 @@ class Plan:
 
     def next_run(self) -> NextRun | None:
         """Return the next run; None where all that the budget allows is known."""
-        again = self._fewest(self._unconfirmed()) or self._fewest(self._undecided())
+        again = self._turn(self._unconfirmed()) or self._turn(self._undecided())
         if again is not None:
             return self._run(again, "confirm")
         winner = self.ranking.winner
@@ -159,13 +161,13 @@ class Plan:
         return _contender(tried[-1]) if tried else Contender(config, None)
 
     def _unconfirmed(self) -> list[Contender]:
-        """Return what ran too seldom; past the budget only what there is no answer without, and
-        what was begun: a single run counts for nothing.
+        """Return what ran too seldom beside the winner; past the budget only what there is no
+        answer without, and what was begun: a single run counts for nothing.
         """
         return [
             contender
             for contender in self.contenders()
-            if self._runs(contender) < RUNS_TO_CONFIRM
+            if self._rounds(contender) < RUNS_TO_CONFIRM
             and (not self._is_spent or self._is_needed(contender))
         ]
 
@@ -178,7 +180,7 @@ class Plan:
     def owed(self) -> int:
         """Return how many runs are still to come, whatever they take."""
         needed = [contender for contender in self.contenders() if self._is_needed(contender)]
-        return sum(max(0, RUNS_TO_CONFIRM - self._runs(contender)) for contender in needed)
+        return sum(max(0, RUNS_TO_CONFIRM - self._rounds(contender)) for contender in needed)
 
     def _undecided(self) -> list[Contender]:
         """Return what more runs may tell apart: ties, and what an unsure gain is between."""
@@ -192,7 +194,7 @@ class Plan:
             c
             for c in self.contenders()
             if (c.number in tied or canonical(c.config) in unsure)
-            and self._runs(c) < self.budget.repeats
+            and self._rounds(c) < self.budget.repeats
         ]
 
     def _is_unsure(self, winner: TrialRecord, over: TrialRecord) -> bool:
@@ -228,10 +230,29 @@ class Plan:
         concluded = {canonical(r.config) for r in others}
         return len(concluded) < SOAKS_MAX and self._may_try(winner.config, "soak")
 
-    def _fewest(self, contenders: Iterable[Contender]) -> Contender | None:
-        """Return the one that ran least; of equals the first."""
-        possible = [c for c in contenders if self._may_try(c.config, "confirm")]
-        return min(possible, key=self._runs, default=None)
+    def _turn(self, wanted: Sequence[Contender]) -> Contender | None:
+        """Return whose turn it is: of those and the winner, beside which they run, the one that
+        ran longest ago; None where nothing may run beside it."""
+        known = self.contenders()
+        possible = [
+            contender
+            for contender in known
+            if (contender in wanted or contender == known[0])
+            and self._may_try(contender.config, "confirm")
+            and self._runs(contender) < RUNS_MAX * self.budget.repeats
+        ]
+        if possible[:1] != [*known[:1]] or not set(wanted) & set(possible):
+            return None
+        rounds = self.ranking.confirmations.rounds(series=self.series)
+        return min(possible, key=lambda c: max(rounds.get(canonical(c.config), {}), default=-1))
+
+    def _rounds(self, contender: Contender) -> int:
+        """Return in how many rounds a contender ran beside the winner."""
+        rounds = self.ranking.confirmations.rounds(series=self.series)
+        winner = self.ranking.winner
+        both = (contender.config, contender.config if winner is None else winner.config)
+        mine, beside = (rounds.get(canonical(config), {}).keys() for config in both)
+        return len(mine & beside)
 
     def _runs(self, contender: Contender) -> int:
         return len(self.ranking.confirmations.runs(contender.config, series=self.series))
