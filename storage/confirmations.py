@@ -191,7 +191,8 @@ class Confirmations:
         steps = _logarithms([measured for _, _, measured in cells])
         found = np.linalg.lstsq(design, np.array(steps), rcond=None)[0]
         mean = float(found[len(configs) :].mean())
-        return {c: float(level) + mean for c, level in zip(configs, found, strict=False)}
+        # Rounded, so that equal steps stay equal.
+        return {c: round(float(level) + mean, 9) for c, level in zip(configs, found, strict=False)}
 
     @cached_property
     def _spread(self) -> Spread:

@@ -161,7 +161,8 @@ def in_another_class(*more: TrialRecord) -> Comparison:
 def test_in_another_class_the_gain_is_over_the_published_recipe_in_that_class() -> None:
     found = in_another_class(*run_again(TrialConfig(lora_rank=64), 148.0, 152.0, number=2000))
     assert found.gain is not None
-    assert found.gain.value == pytest.approx(2.0, rel=0.001)
+    # One of its runs alone had the winner beside it.
+    assert found.gain.value == pytest.approx(300 / 148, rel=0.001)
     assert found.gain.low < 2.0 < found.gain.high
     assert found.over is not None
     assert found.over.config == TrialConfig(lora_rank=64)

@@ -502,7 +502,8 @@ def test_every_run_of_a_confirmation_crashing_is_an_end_and_no_loop(tmp_path: Pa
     with opened(tmp_path, **SPACE) as study:
         drive(study, runner)
         assert not ranking_of(study).is_confirmed
-    assert len(runner.ran) == 3 + 2 * 3
+    # Without the winner there is nothing to be measured beside.
+    assert len(runner.ran) == 3 + 3
 
 
 def test_speeds_of_a_broken_clock_are_failures_and_no_loop(tmp_path: Path) -> None:
