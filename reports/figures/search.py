@@ -98,7 +98,8 @@ def _history(document: Mapping[str, Any], column: str, rows: Sequence[int]) -> d
         marker = {"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 7}
         data += [trace_of(VERDICT_LABELS[verdict], shown, "@number", f"@{column}", marker=marker)]
     title = {"text": escape(document["columns"][column]["label"]), "standoff": 10}
-    axes = {"xaxis": {"title": {"text": "trial"}}, "yaxis": {"title": title, "tickformat": ",~r"}}
+    across = {"title": {"text": "trial"}, "dtick": 1 if len(trials) <= 10 else None}
+    axes = {"xaxis": across, "yaxis": {"title": title, "tickformat": ",~r"}}
     return {
         "data": [trace for trace in data if trace.get("rows", True)],
         "layout": framed(300) | axes,

@@ -6,7 +6,7 @@ refuse studies with several objectives. Knows nothing of runners, processes or s
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
@@ -63,13 +63,22 @@ class Rivals:
         self._space = rank((), definition)
         self._last: dict[str, TrialRecord] = {}
         self._kept: dict[Hashable, list[Rival]] | None = None
-        for record in rank(records, definition, self._confirmations).records:
+        for record in self._ranked(records):
             self._take(record)
 
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial of the search, later than every one before."""
-        for known in rank((record,), self._definition, self._confirmations).records:
+        for known in self._ranked((record,)):
             self._take(known)
+
+    def _ranked(self, records: Iterable[TrialRecord]) -> Iterator[TrialRecord]:
+        """Yield trials as they are ranked, but with the speed that the search measured: what runs
+        is measured by the search as well."""
+        told = {record.number: record for record in records}
+        ranking = rank(told.values(), self._definition, self._confirmations)
+        for record in ranking.records:
+            is_other = ranking.is_measured_again(record) or record.number in ranking.fallen
+            yield record if is_other else told[record.number]
 
     def of(self, config: TrialConfig) -> tuple[Rival, ...]:
         """Return what a running trial has to beat.

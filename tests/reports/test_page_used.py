@@ -442,6 +442,7 @@ def test_a_dark_system_has_dark_paper_and_light_letters_in_figures_too(
 ) -> None:
     dark = Reader(browser, _study(), tmp_path, color_scheme="dark")
     paper = dark.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    dark.come_to("#front-figure")
     letters = dark.page.evaluate("document.querySelector('.xtitle').style.fill")
     dark.context.close()
     assert max(map(int, re.findall(r"\d+", paper)[:3])) < 60

@@ -179,10 +179,14 @@ def test_the_rivals_that_are_kept_stop_what_any_trial_of_the_ranking_stops(
         rivals.learn(record)
     ranking = rank(told, definition, confirmations)
     is_of_class = ranking.is_of_baselines_class
+
+    def scale_of(record: TrialRecord) -> float:
+        return 1.0 if ranking.is_measured_again(record) else ranking.scale
+
     everything = [
         Rival(
             config=record.config,
-            tokens_per_second=record.measurement.speed_interval[0],
+            tokens_per_second=record.measurement.speed_interval[0] / scale_of(record),
             peak_allocated_bytes=record.measurement.peak_allocated_bytes,
         )
         for record in ranking.ranked
