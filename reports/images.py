@@ -22,8 +22,7 @@ from reports.figures.style import themes
 from reports.page import figures_of
 from search_spaces.errors import EnvironmentFault, InputError, install_extra, listed
 from storage.definition import StudySnapshot
-from storage.files import write_chosen
-from storage.outputs import WRITTEN_BY
+from storage.outputs import WRITTEN_BY, write_output
 
 SUFFIXES = (".png", ".svg")
 FRONT = "front-figure"
@@ -64,16 +63,13 @@ def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = Non
         data = drawn.to_image(format=suffix[1:], scale=2 if suffix == ".png" else 1)
     except (RuntimeError, ValueError, OSError) as error:
         raise EnvironmentFault(f"plotly's image engine failed: {error}") from error
-    try:
-        write_chosen(path, _marked(data))
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write the picture {path}: {error.strerror}") from error
+    write_output(path, _marked(data))
 
 
 def _marked(data: bytes) -> bytes:
     """Return a picture that says who wrote it, so that it may be replaced."""
     if data.startswith(b"<svg"):
-        return f"<!-- {WRITTEN_BY} -->\n".encode() + data
+        return data.replace(b">", f"><!-- {WRITTEN_BY} -->".encode(), 1)
     text = b"tEXtSoftware\0qlora-sweep"
     chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
     return data[:_PNG_HEADER_BYTES] + chunk + data[_PNG_HEADER_BYTES:]

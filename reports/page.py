@@ -15,8 +15,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -45,7 +44,7 @@ from reports.wall import wall_of
 from search_spaces.errors import EnvironmentFault
 from search_spaces.redaction import redacted, shown
 from storage.definition import StudySnapshot
-from storage.files import replace, write_chosen
+from storage.files import replace
 
 
 @dataclass(frozen=True)
@@ -101,23 +100,8 @@ def write_page(page: str, path: Path) -> None:
     Raises:
         EnvironmentFault: it cannot be written there; what was there before is untouched.
     """
-    with _writing(path):
-        replace(path, page.encode("utf-8", errors="replace"))
-
-
-def write_chosen_page(page: str, path: Path) -> None:
-    """Write a page where the user wants it, as `storage.files.write_chosen` does.
-
-    Raises what `write_page` raises.
-    """
-    with _writing(path):
-        write_chosen(path, page.encode("utf-8", errors="replace"))
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
     try:
-        yield
+        replace(path, page.encode("utf-8", errors="replace"))
     except OSError as error:
         raise EnvironmentFault(f"cannot write the report {path}: {error.strerror}") from error
 

@@ -141,7 +141,7 @@ def _target_modules(value: object) -> object:
         return value
     if isinstance(value, list | tuple):
         if not value or not all(isinstance(name, str) and name for name in value):
-            raise ValueError(f"must list module names, none of them empty, got {quote(value)}")
+            raise ValueError(f"must list at least one module name, none empty, got {quote(value)}")
         return tuple(sorted(set(value)))
     raise ValueError(f"must be a name or a list of module names, got {quote(value)}")
 
@@ -160,7 +160,7 @@ def _named_modules(text: str) -> str | list[str]:
     """Return the modules that a text names; a word that is no name may be a set misspelt."""
     if text in TARGET_SETS or not ("," in text or "_" in text):
         return text
-    return [name.strip() for name in text.split(",")]
+    return [name.strip() for name in text.strip().removesuffix(",").split(",")]
 
 
 def _checkpointing_in_words(value: float) -> str:
@@ -174,10 +174,6 @@ def _quantized_in_words(value: float) -> str:
 
 def _cards_in_words(value: int) -> str:
     return "one card" if value == 1 else f"{value} cards"
-
-
-def _sharding_in_words(value: str) -> str:
-    return "the whole model on each card" if value == "none" else "sharded model (FSDP)"
 
 
 def _packing_in_words(value: str) -> str:

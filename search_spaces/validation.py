@@ -108,12 +108,11 @@ def validate(
             path = _path(fault)
             inside = (moved or {}).get(str(path[0])) if path else None
             line = document.line_of(*(inside or (*at, *path))) or math.inf
-            words = _words(
-                fault, model, at=at, about=about, is_yaml=bool(document.lines), names=document.names
-            )
+            words = _words(fault, model, document, at=at, about=about)
             told.setdefault(_key(fault, model), (line, words))
         faults = sorted(told.values(), key=lambda fault: fault[0])
-        raise InputError(f"{document.label}: {_in_one_line(faults)}") from error
+        label = f"{document.label}: " if document.label else ""
+        raise InputError(f"{label}{_in_one_line(faults)}") from error
 
 
 def _in_one_line(faults: list[tuple[float, str]]) -> str:
@@ -127,34 +126,18 @@ def _in_one_line(faults: list[tuple[float, str]]) -> str:
     return f"{text}. And {left} more" if left > 0 else text
 
 
-def explain(
-    error: ValidationError,
-    model: type[BaseModel] | None = None,
-    *,
-    at: KeyPath = (),
-    about: str = "",
-    is_yaml: bool = False,
-) -> str:
+def explain(error: ValidationError, model: type[BaseModel] | None = None) -> str:
     """Return one line for the first fault of a pydantic error: key, rule, and what broke it.
 
     Args:
         error: what pydantic raised.
         model: what refused the values; an unknown key is then compared with its fields.
-        at: where in a document the values stand, which an unknown key is said to be under.
-        about: stands before any other key.
-        is_yaml: whether a hint of what YAML made of the value may help.
     """
-    return _words(_faults(error)[0], model, at=at, about=about, is_yaml=is_yaml, names={})
+    return _words(_faults(error)[0], model, Document(""), at=(), about="")
 
 
 def _words(
-    fault: Fault,
-    model: type[BaseModel] | None,
-    *,
-    at: KeyPath,
-    about: str,
-    is_yaml: bool,
-    names: Mapping[str, str],
+    fault: Fault, model: type[BaseModel] | None, document: Document, *, at: KeyPath, about: str
 ) -> str:
     path, kind = _path(fault), fault["type"]
     if _is_unknown_key(fault):
@@ -162,12 +145,12 @@ def _words(
     if isinstance(_raised(fault), ContradictionError):
         return f"{about}{_raised(fault)}"
     key = ".".join(map(str, path))
-    subject = f"{about}{names.get(key, key)} " if path else about
+    subject = f"{about}{document.names.get(key, key)} " if path else about
     if kind == "value_error":
         return f"{subject}{_raised(fault)}"
     rule = _RULES[kind].format(**fault.get("ctx", {})) if kind in _RULES else fault["msg"]
     value = "" if kind == "missing" else f", got {quote(fault['input'])}"
-    return f"{subject}{rule}{value}{_yaml_hint(fault) if is_yaml else ''}"
+    return f"{subject}{rule}{value}{_yaml_hint(fault) if document.lines else ''}"
 
 
 def _faults(error: ValidationError) -> list[Fault]:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from search_spaces.documents import is_directory
 from search_spaces.errors import EnvironmentFault, InputError, listed, words_of
-from storage.surfaces import HEADER
+from storage.files import write_chosen
 
 WRITTEN_BY = "Written by qlora-sweep"
 """Begins a comment, on a line of its own, in every file of sweep's that can hold comments."""
 
 _MARK = re.compile(
-    rb'^(?:# |<!-- )Written by qlora-sweep|^<meta name="generator" content="qlora-sweep">'
-    rb"|tEXtSoftware\0qlora-sweep",
+    rb'^# Written by qlora-sweep|^<meta name="generator" content="qlora-sweep">'
+    rb"|<svg[^>]*><!-- Written by qlora-sweep|tEXtSoftware\0qlora-sweep",
     re.MULTILINE,
 )
+_DOCUMENT = re.compile(
+    rb'\A{"surface": \d+, "model": |^ +"provenance": {\n +"study": ', re.MULTILINE
+)
+"""What an export has in JSON, which holds no comments."""
 _MARKED_BYTES, _DOCUMENT_BYTES = 2**12, 2**20
 """A mark stands at a file's beginning; a document of JSON is smaller."""
 _KNOWN_ENDINGS = re.compile(
@@ -68,6 +70,18 @@ def checked_output(
     return path
 
 
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that a person named, as `files.write_chosen` does.
+
+    Raises:
+        EnvironmentFault: it cannot be written there; what was there before is untouched.
+    """
+    try:
+        write_chosen(path, data)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def require_parent(path: Path) -> None:
     """Refuse an output in a directory that does not exist.
 
@@ -86,25 +100,5 @@ def _is_replaceable(path: Path, label: str) -> bool:
             head = file.read(_DOCUMENT_BYTES)
     except OSError as error:
         raise EnvironmentFault(f"{label}: cannot be looked at: {words_of(error)}") from error
-    return not head or _MARK.search(head[:_MARKED_BYTES]) is not None or _is_document(head)
-
-
-def _is_document(data: bytes) -> bool:
-    """Whether data are JSON as an export writes it, which has no comments."""
-    if tuple(_object(data.partition(b"\n")[0])) == HEADER:
-        return True
-    document = _object(data)
-    provenances = (
-        holder.get("provenance")
-        for holder in (document, document.get("auto_mapping"))
-        if isinstance(holder, dict)
-    )
-    return any(isinstance(p, dict) and {"study", "trial", "sweep"} <= p.keys() for p in provenances)
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    marked = _MARK.search(head[:_MARKED_BYTES]) or _DOCUMENT.search(head)
+    return not head or marked is not None

@@ -29,7 +29,7 @@ PEAK_REPEATS_WITHIN = 0.01
 LEAST_TOO_LARGE = 1e18
 """No speed, time or amount of memory reaches it."""
 
-HEADER = ("surface", "model", "model_config", "gpu", "measured_on")
+_HEADER = ("surface", "model", "model_config", "gpu", "measured_on")
 _NUMBERS = ("tokens_per_second", "step_seconds", "peak_allocated_bytes", "device_seconds")
 """What a row that fits has to say; what is reserved is not known everywhere."""
 _RESERVED = "peak_reserved_bytes"
@@ -132,7 +132,7 @@ def _header(where: str, line: str) -> dict[str, Any]:
             f"{where}: surface is of version {version}, and this sweep reads {VERSION}: use the "
             "one that wrote it, or a newer one"
         )
-    _check_keys(values, HEADER, where=where)
+    _check_keys(values, _HEADER, where=where)
     for key in ("model", "gpu", "measured_on"):
         if not isinstance(values[key], str) or not values[key]:
             raise InputError(f"{where}: {key} must be a name, got {quote(values[key])}")

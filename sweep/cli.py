@@ -32,7 +32,7 @@ from sweep.terminal.console import (
 )
 from sweep.terminal.edge import guarded
 from sweep.terminal.knob_options import add_knobs, takes_knobs
-from sweep.terminal.typed import Drive, Invocation, refuse_contradictions
+from sweep.terminal.typed import Drive, Invocation, refuse_mistyped
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
@@ -44,12 +44,13 @@ SLOW_TO_LOAD = frozenset(
 
 class _Commands(typer.core.TyperGroup):
     """Leaves it to the edge to say that a command was interrupted, where typer only exits, and
-    refuses what contradicts itself."""
+    refuses what is mistyped."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that was typed, with the words behind it."""
         name, command, words = super().resolve_command(ctx, args)
-        refuse_contradictions(command, words)
+        if not ctx.resilient_parsing:
+            refuse_mistyped(command, words)
         return name, command, words
 
     def invoke(self, ctx: Any) -> Any:
@@ -126,7 +127,7 @@ def run(
         raise InputError("--no-confirm and --soak are both given: keep one")
     overrides = {
         "gpu": gpu,
-        "model": None if model is None else model[0],
+        "model": model[0] if model else None,
         "data": _texts(data, text_column, texts_format, completions_only, tokenizer),
         "trials": trials,
         "time_budget_seconds": _seconds("--time-budget", time_budget),

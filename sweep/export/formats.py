@@ -1,14 +1,12 @@
-"""Owns the formats of an export by name, and writing one to a file. The way into this package."""
+"""Owns the formats of an export by name. The way into this package."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
+from search_spaces.errors import InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
-from storage.files import write_chosen
 from storage.surfaces import surface_text
 from sweep.export.documents import PEFT_LOST, json_document, peft, yaml_document
 from sweep.export.recipe import Recipe, recipe_of
@@ -91,15 +89,3 @@ def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None)
         return Export(surface_text(snapshot))
     recipe, chosen = recipe_of(snapshot, number=number), _FORMATS[format]
     return Export(chosen.text(recipe), chosen.lost(recipe))
-
-
-def save(text: str, path: Path) -> None:
-    """Write an export to ``path``, whole or not at all.
-
-    Raises:
-        EnvironmentFault: it cannot be written there; what was there before is untouched.
-    """
-    try:
-        write_chosen(path, text.encode("utf-8"))
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error

@@ -77,8 +77,8 @@ def merge(
     """
     began = time.monotonic()
     _check_rows(request.rows)
-    adapter = read_adapter(request.adapter)
     output = _new_directory(request.output)
+    adapter = read_adapter(request.adapter)
     base, label = _base(adapter, request)
     config = read_json(base / "config.json", label=f"{label}/config.json")
     tensors = _base_tensors(base, label=label)

@@ -16,7 +16,6 @@ from reports.decision import Job
 from reports.page import (
     render,
     render_comparison,
-    write_chosen_page,
     write_page,
 )
 from search_spaces.documents import parse_object, read_text
@@ -24,7 +23,7 @@ from search_spaces.errors import InputError, quote
 from search_spaces.models import ModelSpec
 from storage.definition import StudySnapshot
 from storage.names import is_file_name
-from storage.outputs import checked_output
+from storage.outputs import checked_output, write_output
 from storage.reading import count_trials
 from sweep.export import formats
 from sweep.paths import (
@@ -114,20 +113,15 @@ def report(
         raise InputError("--figure needs -o with a name that ends in .png or .svg")
     if len(studies) == 1 and not plans:
         if path is not None and is_picture:
-            return _draw(snapshots[0], path, figure=figure)
+            images.write_image(snapshots[0], path, figure=figure)
+            say(str(path))
+            return DONE
         page = render(job.priced(snapshots[0]))
         return _put(page, output, unless=report_path(name))
     if is_picture:
         raise InputError("a picture is of one study: several have a page alone")
     page = render_comparison(compared(snapshots, plans, job=job))
     return _put(page, output, unless=comparison_path([name, *studies[1:]]))
-
-
-def _draw(snapshot: StudySnapshot, path: Path, *, figure: str | None) -> int:
-    """Write one figure of a study's report as a picture, and print where it is."""
-    images.write_image(snapshot, path, figure=figure)
-    say(str(path))
-    return DONE
 
 
 def _put(page: str, output: str | None, *, unless: Path) -> int:
@@ -138,7 +132,7 @@ def _put(page: str, output: str | None, *, unless: Path) -> int:
         say_as_is(page)
         return DONE
     else:
-        write_chosen_page(page, Path(output))
+        write_output(Path(output), page.encode("utf-8", errors="replace"))
     say(str(output or unless))
     return DONE
 
@@ -186,7 +180,7 @@ def export(
     if path is None:
         say_as_is(text.removesuffix("\n"))
     else:
-        formats.save(text, path)
+        write_output(path, text.encode("utf-8"))
         say(str(path))
     return DONE
 

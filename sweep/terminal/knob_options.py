@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from search_spaces.errors import InputError
 from sweep.terminal.typed import Invocation, as_typed
 
 if TYPE_CHECKING:
@@ -59,11 +58,8 @@ def reads(key: str) -> Callable[[typer.Context, typer.CallbackParam, Any], Any]:
         from search_spaces.documents import Document
         from search_spaces.knobs import KNOBS
 
-        try:
-            return read_value(key, KNOBS[key].typed(typed), document=Document("options"))
-        except InputError as error:
-            name = as_typed(option, (context.obj or Invocation(())).words)
-            raise InputError(str(error).replace(f"options: {key}", name, 1)) from error
+        name = as_typed(option, (context.obj or Invocation(())).words)
+        return read_value(key, KNOBS[key].typed(typed), document=Document("", names={key: name}))
 
     return read
 

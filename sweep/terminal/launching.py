@@ -20,9 +20,9 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.loading import load_space
 from search_spaces.prices import PRICE_OPTION, TYPED_PROVIDER
 from search_spaces.space import SearchSpace
-from storage.files import make_directory, write_chosen
+from storage.files import make_directory
 from storage.files import replace as put
-from storage.outputs import checked_output
+from storage.outputs import checked_output, write_output
 from sweep.data.texts import prepare_texts
 from sweep.launching.costing import Course, foreseen
 from sweep.launching.inputs import carried, located
@@ -149,7 +149,7 @@ def _launch(
         volume=volume,
         secrets=(TOKEN,) if question.model.source == "hub" and os.environ.get(TOKEN) else (),
     )
-    _write(file, provider.text(rental), is_chosen=request.output is not None)
+    _write(file, provider.text(rental).encode(), is_chosen=output is not None)
     words = provider.start(rental, file)
     note(folded(cost_words(cost, machine), width_of(sys.stderr), indent=2))
     if is_started and not request.is_sure:
@@ -283,10 +283,12 @@ def _parcel(
         return Parcel(python_version(), requirements(), pack(directory), inputs)
 
 
-def _write(file: Path, text: str, *, is_chosen: bool) -> None:
-    write = write_chosen if is_chosen else put
+def _write(file: Path, job: bytes, *, is_chosen: bool) -> None:
+    if is_chosen:
+        write_output(file, job)
+        return
     try:
-        write(file, text.encode())
+        put(file, job)
     except OSError as error:
         raise EnvironmentFault(f"cannot write {file}: {error.strerror}") from error
 

@@ -5,7 +5,6 @@ Imports nothing heavy: the terminal's help is built from it. Knows nothing of wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -13,29 +12,6 @@ import typer
 from search_spaces.errors import InputError, did_you_mean
 from sweep.terminal import completion
 from sweep.terminal.knob_options import reads
-
-
-def _named(option: str) -> Callable[[str | None], str | None]:
-    """Return a check that an option, where it is given, names something."""
-
-    def check(typed: str | None) -> str | None:
-        if typed == "":
-            raise InputError(f"{option}: an empty text names nothing; leave the option out")
-        return typed
-
-    return check
-
-
-def _each_named(option: str) -> Callable[[list[str] | None], list[str] | None]:
-    """Return a check that a repeatable option, wherever it is given, names something."""
-    check = _named(option)
-
-    def check_all(typed: list[str] | None) -> list[str] | None:
-        for each in typed or ():
-            check(each)
-        return typed or None
-
-    return check_all
 
 
 def _known_format(typed: str | None) -> str | None:
@@ -108,7 +84,6 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         help="Shipped architecture, directory or hub id.",
-        callback=_named("--model"),
         autocompletion=completion.models,
     ),
 ]
@@ -118,7 +93,6 @@ ModelsOption = Annotated[
     typer.Option(
         "--model",
         help="Shipped architecture, directory or hub id; repeatable: a study for each.",
-        callback=_each_named("--model"),
         autocompletion=completion.models,
     ),
 ]
@@ -135,14 +109,11 @@ DataOption = Annotated[
         "--data",
         metavar="TEXTS",
         help="Your texts: a file, a directory of files, or a hub id.",
-        callback=_named("--data"),
     ),
 ]
 TextColumnOption = Annotated[
     str | None,
-    typer.Option(
-        "--text-column", help="Column that holds the texts.", callback=_named("--text-column")
-    ),
+    typer.Option("--text-column", help="Column that holds the texts."),
 ]
 TextsFormatOption = Annotated[
     str | None,
@@ -166,7 +137,6 @@ TokenizerOption = Annotated[
     typer.Option(
         "--tokenizer",
         help="Directory, hub id or demo; the model's own by default.",
-        callback=_named("--tokenizer"),
     ),
 ]
 
@@ -207,7 +177,6 @@ CardsOption = Annotated[
     typer.Option(
         "--cards",
         help="Trials at a time on cards of this machine: all, how many (2), or which (0,2); 1.",
-        callback=_named("--cards"),
     ),
 ]
 OnOption = Annotated[
@@ -225,7 +194,6 @@ RayOption = Annotated[
         "--ray",
         metavar="auto|HOST:PORT",
         help="Trials at a time on every card of a Ray cluster's machines.",
-        callback=_named("--ray"),
     ),
 ]
 CarriedOption = Annotated[
@@ -235,7 +203,6 @@ CarriedOption = Annotated[
         metavar="STUDY|SPOOL",
         help="Carry over what holds of a study's trials, or of a spool's: it is not run again.",
         autocompletion=completion.studies,
-        callback=_named("--from"),
     ),
 ]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -252,7 +219,6 @@ HostOption = Annotated[
         "--host",
         metavar="USER@BOX[:PORT]",
         help="Run there, over ssh; the study is fetched.",
-        callback=_named("--host"),
     ),
 ]
 HostPythonOption = Annotated[
@@ -260,7 +226,6 @@ HostPythonOption = Annotated[
     typer.Option(
         "--host-python",
         help="Python of an environment there; one of sweep's own by default.",
-        callback=_named("--host-python"),
     ),
 ]
 
@@ -297,9 +262,7 @@ SbatchOption = Annotated[
 ]
 EnvironmentOption = Annotated[
     str | None,
-    typer.Option(
-        "--env", help="Environment to run in; the one that this is.", callback=_named("--env")
-    ),
+    typer.Option("--env", help="Environment to run in; the one that this is."),
 ]
 JobFileOption = Annotated[
     str | None,
@@ -307,7 +270,6 @@ JobFileOption = Annotated[
         "-o",
         "--output",
         help="Only write the script, to a file; - is stdout.",
-        callback=_named("--output"),
     ),
 ]
 
@@ -348,7 +310,6 @@ RentedFileOption = Annotated[
         "-o",
         "--output",
         help="Only write the job, to this file, with the package's wheel beside it.",
-        callback=_named("--output"),
     ),
 ]
 RunWordsArgument = Annotated[
@@ -378,7 +339,6 @@ FromFileOption = Annotated[
     typer.Option(
         "--from-file",
         help="Configurations, one JSON object a line; - is stdin.",
-        callback=_named("--from-file"),
     ),
 ]
 PricesOption = Annotated[
@@ -386,7 +346,6 @@ PricesOption = Annotated[
     typer.Option(
         "--prices",
         help="Your prices; runs/prices.yaml where that is there.",
-        callback=_named("--prices"),
     ),
 ]
 PriceOption = Annotated[
@@ -429,7 +388,6 @@ SamplersOption = Annotated[
     typer.Option(
         "--samplers",
         help="Names with commas; guided,tpe,gp,random.",
-        callback=_named("--samplers"),
     ),
 ]
 SeedsOption = Annotated[int, typer.Option("--seeds", help="Searches of each sampler.")]
@@ -450,9 +408,7 @@ SubjectArgument = Annotated[
 ]
 AdapterOption = Annotated[
     str,
-    typer.Option(
-        "-o", "--output", help="New directory for the adapter.", callback=_named("--output")
-    ),
+    typer.Option("-o", "--output", help="New directory for the adapter."),
 ]
 WeightsOption = Annotated[
     str | None,
@@ -511,7 +467,6 @@ ReportOption = Annotated[
         "-o",
         "--output",
         help="runs/STUDY/report.html, or comparison.html; - is stdout.",
-        callback=_named("--output"),
     ),
 ]
 ForceOption = Annotated[
@@ -525,15 +480,11 @@ NoBrowserOption = Annotated[
 ]
 SpaceFileOption = Annotated[
     str | None,
-    typer.Option(
-        "-o", "--output", help="A new file; - or nothing is stdout.", callback=_named("--output")
-    ),
+    typer.Option("-o", "--output", help="A new file; - or nothing is stdout."),
 ]
 ExportOption = Annotated[
     str | None,
-    typer.Option(
-        "-o", "--output", help="A file; - or nothing is stdout.", callback=_named("--output")
-    ),
+    typer.Option("-o", "--output", help="A file; - or nothing is stdout."),
 ]
 
 # Of a merge
@@ -543,14 +494,13 @@ AdapterArgument = Annotated[
 ]
 DirectoryOption = Annotated[
     str,
-    typer.Option("-o", "--output", help="A new directory.", callback=_named("--output")),
+    typer.Option("-o", "--output", help="A new directory."),
 ]
 BaseOption = Annotated[
     str | None,
     typer.Option(
         "--model",
         help="The 16-bit base, directory or hub id; the adapter's own by default.",
-        callback=_named("--model"),
     ),
 ]
 MergedDtypeOption = Annotated[
@@ -578,6 +528,5 @@ VerifyModelOption = Annotated[
     typer.Option(
         "--model",
         help="Weights to load, directory or hub id; random ones of an architecture.",
-        callback=_named("--model"),
     ),
 ]

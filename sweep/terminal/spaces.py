@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shlex
 
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import InputError
 from search_spaces.gpus import match_product
 from search_spaces.schema import schema_text
 from search_spaces.starting import starting_text
-from storage.files import write_chosen
-from storage.outputs import checked_output
+from storage.outputs import checked_output, write_output
 from sweep.running.device_info import read_card
 from sweep.terminal.console import note, say, say_as_is
 
@@ -37,10 +36,7 @@ def init(*, gpu: str | None, model: str | None, output: str | None, is_forced: b
     if path is None:
         say_as_is(text.removesuffix("\n"))
         return DONE
-    try:
-        write_chosen(path, text.encode())
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+    write_output(path, text.encode())
     typed = shlex.quote(str(path))
     # What is predicted is a card's memory and speed; a CPU is measured.
     planned = "" if card == "cpu" else f"sweep plan {typed}, or "

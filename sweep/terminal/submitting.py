@@ -19,8 +19,8 @@ from search_spaces.errors import EnvironmentFault, InputError, quote
 from search_spaces.models import load_model_spec
 from search_spaces.redaction import redact
 from search_spaces.space import SearchSpace
-from storage.files import make_directory, write_chosen
-from storage.outputs import checked_output
+from storage.files import make_directory
+from storage.outputs import checked_output, write_output
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.files import is_on_hub, text_files
 from sweep.data.tokenizers import find_tokenizer
@@ -189,10 +189,7 @@ def _write(script: str, output: str, *, files: Path) -> int:
         say_as_is(script)
         return DONE
     path = Path(output)
-    try:
-        write_chosen(path, script.encode())
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror or error}") from error
+    write_output(path, script.encode())
     note(f"Not submitted. SLURM writes its log only where this is there: {files}")
     say(str(path))
     return DONE
@@ -203,9 +200,9 @@ def _hand_in(script: str, *, name: str, files: Path) -> int:
     path = files / SCRIPT
     try:
         make_directory(files)
-        write_chosen(path, script.encode())
     except OSError as error:
         raise EnvironmentFault(f"cannot write {path}: {error.strerror or error}") from error
+    write_output(path, script.encode())
     number = hand_in(path)
     note(f"Its log: {files}/slurm-{number}.log. How it stands: sweep status {name} --watch")
     say(f"Submitted study {name} as job {number}.")

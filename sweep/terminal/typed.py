@@ -38,7 +38,7 @@ def call(command: Any, words: Sequence[str], *, drive: Drive) -> int:
     Raises:
         InputError, typer's own: what the command itself raises.
     """
-    refuse_contradictions(command, words)
+    refuse_mistyped(command, words)
     called = Invocation(tuple(words), drive)
     code: int = command.main(
         args=list(words), prog_name=f"sweep {command.name}", standalone_mode=False, obj=called
@@ -46,8 +46,10 @@ def call(command: Any, words: Sequence[str], *, drive: Drive) -> int:
     return code
 
 
-def refuse_contradictions(command: Any, words: Sequence[str]) -> None:
-    """Raise `InputError` where an option of one value is given two, in whatever spelling."""
+def refuse_mistyped(command: Any, words: Sequence[str]) -> None:
+    """Raise `InputError` where an option of one value is given two, in whatever spelling, or where
+    an empty text is one.
+    """
     context = command.context_class(command, info_name=command.name, **command.context_settings)
     parser = command.make_parser(context)
     options = [known for known in command.get_params(context) if known.param_type_name == "option"]
@@ -61,6 +63,8 @@ def refuse_contradictions(command: Any, words: Sequence[str]) -> None:
     values, _, _ = parser.parse_args(args=list(words))
     for option in options:
         name, given = as_typed(option, words), list(dict.fromkeys(values.get(option.name, ())))
+        if "" in given:
+            raise InputError(f"{name}: an empty text names nothing; leave the option out")
         if len(given) > 1 and not option.multiple:
             both = given if option.is_flag else [f"{name} {value}" for value in given]
             raise InputError(f"{' and '.join(both)} are both given: keep one")

@@ -50,7 +50,7 @@ def test_changes_are_told_from_another_configuration() -> None:
         ({"checkpoint_fraction": True}, "checkpoint_fraction must be a number, got true"),
         ({"compute_dtype": "bf8"}, "compute_dtype must be one of 'bf16', 'fp16' or 'fp32'"),
         ({"upcast_fp32": 1}, "upcast_fp32 must be true or false, got 1"),
-        ({"target_modules": []}, "target_modules must list at least one module name, got []"),
+        ({"target_modules": []}, "target_modules must list at least one module name, none empty"),
         ({"target_modules": 3}, "target_modules must be a name or a list of module names, got 3"),
         ({"target_modules": ["q_proj", ""]}, "target_modules must list at least one module name"),
         ({"target_modules": "{}"}, "got '{}'"),

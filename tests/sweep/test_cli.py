@@ -170,7 +170,7 @@ def test_the_report_is_written_where_it_is_expected_or_asked_for(
 ) -> None:
     assert main(["report", study]) == 0
     assert (home / "runs" / study / "report.html").read_text().startswith("<!")
-    asked = home / "elsewhere" / "page.html"
+    asked = home / "page.html"
     assert main(["report", study, "-o", str(asked)]) == 0
     assert asked.exists()
     assert str(asked) in capsys.readouterr().out

@@ -89,7 +89,7 @@ def test_an_empty_text_names_nothing(
     [
         (["export", "x", "--trial", "y"], "--trial must be a whole number, got 'y'"),
         (["plan", "--epochs", "many"], "--epochs must be a number, got 'many'"),
-        (["plan", "--rank", "1.5"], "--rank / --lora-rank must be a whole number, got '1.5'"),
+        (["plan", "--rank", "1.5"], "--rank must be a whole number, got '1.5'"),
     ],
     ids=" ".join,
 )
@@ -111,9 +111,9 @@ def test_a_message_is_folded_to_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sweep.terminal.edge.width_of", lambda stream: 60)
-    assert main(["init", "--gpu", "zzzzzzzz"]) == 2
+    assert main(["run", "zzzzzzzz"]) == 2
     first, *further = capsys.readouterr().err.splitlines()
-    assert first.startswith("error: unknown GPU 'zzzzzzzz'; `sweep gpus` lists")
+    assert first.startswith("error: unknown preset 'zzzzzzzz'; known are")
     assert further
     assert all(len(line) <= 60 and line.startswith("  ") for line in further)
 

@@ -40,7 +40,7 @@ def finished_study(home: Path, **space: Any) -> str:
 def test_the_winner_goes_to_stdout_or_to_a_file(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    study, path = finished_study(home), home / "recipes" / "axolotl.yaml"
+    study, path = finished_study(home), home / "axolotl.yaml"
     assert main(["export", study, "--format", "script"]) == 0
     printed = capsys.readouterr().out
     ast.parse(printed)
@@ -87,7 +87,7 @@ def test_a_report_prices_the_training_that_is_asked_about(
 @pytest.mark.parametrize(
     ("options", "space", "code", "complaint"),
     [
-        (["--format", "axolot"], {}, 2, "llama-factory, trl or surface"),
+        (["--format", "axolot"], {}, 2, "did you mean 'axolotl'?"),
         # As `best` does.
         ([], TOO_LARGE, 1, "has nothing to export"),
         (["--trial", "77"], {}, 2, "has no trial 77"),

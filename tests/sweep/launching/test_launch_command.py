@@ -151,7 +151,7 @@ def test_a_provider_without_tool_or_login_leaves_nothing_behind(home: Path) -> N
     with pytest.raises(EnvironmentFault, match="knows no account"):
         launch(is_sure=True, started=Missing())
     assert not (home / "runs").exists()
-    assert not launch(started=Missing(), output=home / "job.py").commands
+    assert not launch(started=Missing(), output=str(home / "job.py")).commands
     assert (home / "job.py").exists()
 
 
@@ -165,7 +165,7 @@ def test_options_of_run_go_along_as_they_were_typed(home: Path) -> None:
     launch(
         *("--rank", "64", "--trials", "9", "--no-confirm"),
         on="skypilot",
-        output=home / "t.yaml",
+        output=str(home / "t.yaml"),
         max_dollars=3.0,
         cards=4,
         gpu="a100-80gb",
@@ -174,7 +174,7 @@ def test_options_of_run_go_along_as_they_were_typed(home: Path) -> None:
     )
     assert words_of(home / "t.yaml") == [
         *("run", "a10", "--gpu", "a100-80gb"),
-        *("--study", "a10-a100-80gb-lora_rank-64"),
+        *("--study", "a10-a100-80gb-4d0958"),
         *("--max-dollars", "3", "--cards", "all"),
         *("--lora-rank=64", "--trials=9", "--no-confirm"),
     ]
@@ -183,13 +183,13 @@ def test_options_of_run_go_along_as_they_were_typed(home: Path) -> None:
 
 
 def test_what_is_typed_as_off_or_as_nothing_goes_along(home: Path) -> None:
-    launch("--no-compile", "--seed", "0", output=home / "t.yaml", on="skypilot")
+    launch("--no-compile", "--seed", "0", output=str(home / "t.yaml"), on="skypilot")
     assert words_of(home / "t.yaml")[-2:] == ["--no-compile", "--seed=0"]
 
 
 def test_a_soak_is_paid_for(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def hours(*words: str) -> float:
-        launch(*words, "--trials", "2", output=home / "job.py")
+        launch(*words, "--trials", "2", output=str(home / "job.py"))
         found: float = json.loads(capsys.readouterr().out)["cost"]["hours"]
         return found
 
@@ -204,7 +204,7 @@ def test_files_that_a_space_names_go_along(home: Path) -> None:
     (model / "model.safetensors").touch()
     text = preset_texts()["a10"].replace("model: mistral-7b-v0.3", "model: my model")
     (home / "mine.yaml").write_text(text.replace("name: a10\n", ""))
-    launch("--seed=3", space="mine.yaml", on="skypilot", output=home / "t.yaml")
+    launch("--seed=3", space="mine.yaml", on="skypilot", output=str(home / "t.yaml"))
     files = job(home / "t.yaml")["file_mounts"]
     assert files["~/sweep-inputs/space/mine.yaml"] == str(home / "mine.yaml")
     assert files["~/sweep-inputs/model/my model/config.json"] == str(model / "config.json")
@@ -291,7 +291,7 @@ def test_no_card_is_rented_for_what_does_not_fit_it() -> None:
 @pytest.mark.usefixtures("home")
 def test_a_token_of_the_hub_is_in_no_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_made_up")
-    launch(output=home / "job.py")
+    launch(output=str(home / "job.py"))
     assert "hf_made_up" not in (home / "job.py").read_text()
 
 
@@ -314,7 +314,7 @@ def test_a_job_has_a_wheel_beside_it_so_it_cannot_be_printed(
 def test_a_price_that_was_typed_is_the_provider_s_price(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launch(typed_prices=("a10=0.3",), output=home / "job.py")
+    launch(typed_prices=("a10=0.3",), output=str(home / "job.py"))
     out, err = capsys.readouterr()
     assert "at $0.30 an hour, the price that you gave, on Modal" in " ".join(err.split())
     cost = json.loads(out)["cost"]

@@ -69,7 +69,7 @@ def test_a_preset_needs_nothing_and_every_option_goes_along(command: Any) -> Non
     assert found.files == {}
     assert found.words == (
         *("run", "cpu-demo", "--trials=3", "--lora-rank=8", "--no-confirm", "--json"),
-        *("--model=demo", "--study=cpu-demo-lora_rank-8"),
+        *("--model=demo", "--study=cpu-demo-90cac3"),
     )
 
 

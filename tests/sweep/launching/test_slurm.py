@@ -234,7 +234,7 @@ def test_without_a_queue_the_script_can_still_be_written(
     assert main(["submit", "--slurm", "-o", str(script), "--", "cpu-demo", "--rank", "8"]) == 0
     text = script.read_text()
     assert f"--storage=sqlite:///{home}/runs/sweep.db" in text
-    assert "--study=cpu-demo-lora_rank-8" in text
+    assert "--study=cpu-demo-90cac3" in text
     assert "--gres" not in text
     assert main(["submit", "a10", "--slurm", "-o", "-"]) == 0
     out = capsys.readouterr().out

@@ -121,9 +121,10 @@ def test_what_was_typed_overrides_what_the_space_says() -> None:
         ({"model": "qwen3-8b"}, "a10-qwen3-8b"),
         ({"trials": 3}, "a10"),
         ({"study": "mine"}, "mine"),
-        ({"held": {"lora_rank": 8}}, "a10-lora_rank-8"),
+        ({"held": {"lora_rank": 8}}, "a10-90cac3"),
+        ({"held": {"lora_rank": 16}}, "a10-3803f1"),
         ({"held": {"double_quant": False}}, "a10"),
-        ({"held": {"compile": True, "target_modules": "qv"}}, "a10-target_modules-qv-compile-true"),
+        ({"held": {"compile": True, "target_modules": "qv"}}, "a10-4edef8"),
     ],
 )
 def test_a_study_is_named_after_its_space_and_what_it_is_for(

@@ -1070,7 +1070,6 @@ def typed_knobs(*arguments: str) -> dict[str, Any]:
         (("--target-modules", "qv"), {"target_modules": "qv"}),
         (("--target-modules", "q_proj"), {"target_modules": ["q_proj"]}),
         (("--target-modules", "q_proj, v_proj,"), {"target_modules": ["q_proj", "v_proj"]}),
-        (("--target-modules", "atention"), {"target_modules": "atention"}),
         (("--rank", "8", "--no-compile"), {"lora_rank": 8, "compile": False}),
         (
             ("--adapter-dtype", "bf16", "--dropout", "0.1"),

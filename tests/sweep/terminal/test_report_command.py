@@ -90,8 +90,14 @@ def test_what_is_no_plan_is_named(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["study", "-o", "front.pdf"], "front.pdf: a picture is a .png or .svg"),
-        (["study", "-o", "FRONT.JPG"], "FRONT.JPG: a picture is a .png or .svg"),
+        (
+            ["study", "-o", "front.pdf"],
+            "front.pdf: a report goes into a file that ends in .html",
+        ),
+        (
+            ["study", "-o", "FRONT.JPG"],
+            "FRONT.JPG: a report goes into a file that ends in .html",
+        ),
         (["study", "--tokens", "-5"], "--tokens must be greater than 0, got -5"),
         (["study", "--epochs", "2"], "--epochs needs --tokens or --dataset-samples"),
     ],

@@ -1,0 +1,187 @@
+"""What is mistyped is refused at once, in one line, by the name that was typed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from search_spaces.loading import load_space
+from search_spaces.models import load_model_spec
+from sweep.cli import main
+from sweep.study.asked import named
+
+HEAVY = ["torch", "datasets", "transformers", "optuna", "pyarrow", "pandas", "plotly"]
+PROGRAM = f"""
+import subprocess, sys
+
+def started(*_, **__):
+    raise AssertionError("a process was started")
+
+subprocess.Popen.__init__ = started
+from sweep.cli import main
+
+code = main(sys.argv[1:])
+print(code, *[name for name in {HEAVY!r} if name in sys.modules])
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "broken.jsonl").write_text("a\nb\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run a101", "did you mean 'a10'?"),
+        ("run cpu-demo --model demoo", "unknown model 'demoo'; did you mean 'demo'?"),
+        ("run cpu-demo --gpu a101", "unknown GPU 'a101'; did you mean 'a10'?"),
+        ("run cpu-demo --rank 0", "--rank must be at least 1, got 0"),
+        ("run cpu-demo --trials 0", "--trials must be at least 1, got 0"),
+        ("run cpu-demo --sampler tpi", "--sampler must be one of"),
+        ("run cpu-demo --data nope.jsonl", "'nope.jsonl': no such file or directory"),
+        ("run cpu-demo --data broken.jsonl", "line 1: not JSON"),
+        ("run cpu-demo --data texts.jsonl --text-column b", "no column 'b'; known are text"),
+        ("run cpu-demo --storage sqlite:///no/such/x.db", "there is no directory "),
+        ("data broken.jsonl --model demo", "line 1: not JSON"),
+        ("data texts.jsonl --model demo --format messages", "no column 'messages'"),
+        ("data texts.jsonl --model demo --completions-only", "no completions of their own"),
+    ],
+)
+def test_nothing_large_is_imported_to_refuse(words: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words.split()], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "2\n"
+    assert said in done.stderr
+    assert len(done.stderr.removeprefix("Loading libraries ...\n").splitlines()) == 1
+
+
+def test_a_training_starts_no_process_to_refuse_its_texts() -> None:
+    words = ["train", "demo", "--data", "broken.jsonl", "--output", "adapter"]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[0] == "2"
+    assert not {"torch", "datasets", "optuna"} & set(done.stdout.split())
+    assert "line 1: not JSON" in done.stderr
+
+
+def test_a_study_goes_on_without_the_file_of_its_texts(home: Path) -> None:
+    # What was prepared of it is enough, and is not looked for among what was mistyped.
+    words = "run cpu-demo --data texts.jsonl --trials 1 --no-confirm"
+    (home / "texts.jsonl").write_text('{"text": "a text of some words"}\n' * 200)
+    assert main(words.split()) in (0, 1)
+    (home / "texts.jsonl").unlink()
+    assert main(words.split()) in (0, 1)
+    assert main([*words.split(), "--study", "another"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan a10 --rank 8 --rank 16", "--rank 8 and --rank 16 are both given: keep one"),
+        ("run cpu-demo --rank=8 --lora-rank 16", "--rank 8 and --rank 16 are both given"),
+        ("run cpu-demo --compile --no-compile", "--compile and --no-compile are both given"),
+        ("submit cpu-demo --slurm -o - --seed 1 --seed 2", "--seed 1 and --seed 2 are both given"),
+        ("submit a10 --slurm --gpus a100:x -o -", "--gpus must be a count, or type and count"),
+        ("submit a10 --slurm --gpus 0x2 -o -", "--gpus must be a count, or type and count"),
+        ("run cpu-demo --target-modules q_proj,,v_proj", "--target-modules must list"),
+        ("run cpu-demo --dropout nan", "--dropout must be a finite number, got nan"),
+        ("run cpu-demo --alpha inf", "--alpha must be a finite number, got inf"),
+        ("run cpu-demo --max-dollars nan", "--max-dollars must be a finite number, got nan"),
+        ("train demo --output o --lr 7", "--lr must be at most 1.0, got 7.0"),
+        ("train demo --output o --epochs inf", "--epochs must be a finite number above 0, got inf"),
+        ("run cpu-demo --rank eight", "--rank must be a whole number, got 'eight'"),
+        ("init --gpu zzz", "unknown GPU 'zzz'; `sweep gpus` lists them"),
+        ("plan a10 --model zzz", "unknown model 'zzz'; `sweep models` lists them"),
+        ("run zzz", "unknown preset 'zzz'; known are a10"),
+        ("launch a10 --on modl", "unknown provider 'modl'; did you mean 'modal'?"),
+    ],
+)
+def test_a_message_names_what_was_typed(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err.removeprefix("Loading libraries ...\n")
+    assert said in error
+    assert len(error) < 250
+
+
+def test_the_same_value_twice_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--gpu", "cpu", "--gpu", "cpu"]) == 0
+    assert "gpu: cpu" in capsys.readouterr().out
+
+
+def test_a_setting_that_is_unknown_is_not_answered_with_all_of_them(home: Path) -> None:
+    with pytest.raises(Exception, match=r"unknown key 'zzz'.*`sweep schema` lists them"):
+        load_space(str(_written(home / "x.yaml", "gpu: cpu\nbudget_gib: 1\nfixed: {zzz: 1}\n")))
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(f"{text}dimensions: {{seq_len: [64, 128]}}\n")
+    return path
+
+
+def test_a_directory_that_was_removed_is_said(home: Path) -> None:
+    gone = home / "gone"
+    gone.mkdir()
+    program = "import os, sys; os.rmdir(os.getcwd()); from sweep.cli import main; sys.exit(main())"
+    for words in (["run", "cpu-demo"], ["status"], ["data", "texts.jsonl", "--model", "demo"]):
+        gone.mkdir(exist_ok=True)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", program, *words],
+            cwd=gone,
+            env={key: value for key, value in os.environ.items() if key != "SWEEP_HOME"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 3
+        assert done.stderr == (
+            "error: No such file or directory: the working directory was removed: change into one "
+            "that exists\n"
+        )
+
+
+def test_the_default_directory_of_studies_is_made_and_no_other(home: Path) -> None:
+    words = ["run", "cpu-demo", "--trials", "1", "--no-confirm", "--study", "one", "--storage"]
+    assert main([*words, "sqlite:///runs/other.db"]) in (0, 1)
+    shutil.rmtree(home / "runs")
+    for command in (words, ["status", "--storage"], ["best", "one", "--storage"]):
+        assert main([*command, "sqlite:///elsewhere/x.db"]) == 2
+    assert not (home / "elsewhere").exists()
+
+
+def test_the_hub_id_of_a_shipped_model_needs_no_hub(capsys: pytest.CaptureFixture[str]) -> None:
+    shipped, known = (
+        load_model_spec(name) for name in ("mistral-7b-v0.3", "mistralai/Mistral-7B-v0.3")
+    )
+    assert known.config == shipped.config
+    # It is loaded by its id where weights are wanted, and exports name it.
+    assert (known.source, known.name, known.path) == ("hub", "mistralai/Mistral-7B-v0.3", None)
+    assert load_model_spec("qwen/QWEN3-8b").fingerprint == load_model_spec("qwen3-8b").fingerprint
+    assert main(["plan", "a10", "--model", "google/gemma-3-4b-pt"]) == 2
+    assert "ships as 'gemma-3-4b'" in capsys.readouterr().err
+
+
+def test_a_study_of_settings_has_a_short_name_of_its_own() -> None:
+    def name(**held: object) -> str:
+        return named("a10", overrides={}, held=held, study=None)[0]
+
+    first = name(lora_rank=16, target_modules="attention")
+    assert first == name(target_modules="attention", lora_rank=16)
+    assert first.startswith("a10-")
+    assert len(first) == len("a10-") + 6
+    others = (name(), name(lora_rank=16), name(lora_rank=16, target_modules="qv"))
+    assert len({first, *others}) == 4
+    assert name() == "a10"

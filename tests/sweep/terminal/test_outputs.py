@@ -1,0 +1,177 @@
+"""What a command writes where a person names a file: never over what is theirs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from search_spaces.loading import parse_space
+from storage.outputs import checked_output, write_output
+from sweep.cli import main
+from sweep.running.replay import ReplayRunner
+from sweep.study.preflight import Preflight
+from sweep.study.tuner import tune
+from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
+
+DATASET = '{"text": "mine"}\n'
+WRITERS = {
+    "script.py": ("export", "study", "--format", "script"),
+    "trl.yaml": ("export", "study", "--format", "trl"),
+    "axolotl.yml": ("export", "study", "--format", "axolotl"),
+    "llama.yaml": ("export", "study", "--format", "llama-factory"),
+    "adapter_config.json": ("export", "study", "--format", "peft"),
+    "winner.json": ("export", "study", "--format", "json"),
+    "winner.yaml": ("export", "study", "--format", "yaml"),
+    "surface.jsonl": ("export", "study", "--format", "surface"),
+    "report.html": ("report", "study"),
+    "job.sh": ("submit", "cpu-demo", "--slurm"),
+    "no_ending": ("export", "study", "--format", "json"),
+}
+"""A command for each format, by a name for its file."""
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("studied")
+    preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+    with a_study(home / "runs", trials=3) as study:
+        tune(study, runner=ReplayRunner(otherwise=train), preflight=preflight)
+    return home
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, studied: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SWEEP_HOME", str(studied))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_that_sweep_wrote_is_replaced_and_any_other_needs_force(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, file = [*WRITERS[name], "-o", name], here / name
+    file.write_text(DATASET)
+    assert main(command) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert name in said.err
+    assert "--force" in said.err
+    assert file.read_text() == DATASET
+    assert main([*command, "--force"]) == 0
+    written = file.read_text()
+    assert written != DATASET
+    assert main(command) == 0
+    assert main([*WRITERS[name], "-o", f"other_{name}"]) == 0
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_an_empty_file_is_nobodys_loss(name: str, here: Path) -> None:
+    (here / name).touch()
+    assert main([*WRITERS[name], "-o", name]) == 0
+
+
+def test_a_search_space_is_its_writers_from_the_start(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, code in (([], 0), ([], 2), (["--force"], 0)):
+        assert main(["init", "--gpu", "auto", "-o", "mine.yaml", *arguments]) == code
+    assert "mine.yaml is there already" in capsys.readouterr().err
+    parse_space((here / "mine.yaml").read_text(), label="mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("export", "study", "--format", "peft"), "texts.jsonl"),
+        (("export", "study", "--format", "peft"), "x.yaml"),
+        (("export", "study", "--format", "trl"), "x.py"),
+        (("export", "study", "--format", "script"), "x.JSON"),
+        (("report", "study"), "precious.jsonl"),
+        (("report", "study"), "x.pdf"),
+        (("init",), "x.json"),
+        (("submit", "cpu-demo", "--slurm"), "data.csv"),
+        (("launch", "a10", "--on", "modal"), "job.yaml"),
+        (("launch", "a10", "--on", "skypilot"), "job.py"),
+    ],
+)
+def test_an_ending_that_means_another_format_is_refused(
+    command: tuple[str, ...], name: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "-o", name, "--force"]) == 2
+    assert f"--output: {name}: " in capsys.readouterr().err
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("report", "study", "-o", "no/such/x.html"),
+        ("export", "study", "-o", "no/such/x.py"),
+        ("init", "-o", "no/such/x.yaml"),
+        ("submit", "cpu-demo", "--slurm", "-o", "no/such/x.sh"),
+        ("launch", "a10", "--on", "modal", "-o", "no/such/x.py"),
+        ("train", "demo", "--data", "texts.jsonl", "--output", "no/such/adapter"),
+        ("merge", "adapter", "--output", "no/such/merged"),
+    ],
+)
+def test_a_directory_that_is_missing_is_named_and_not_made(
+    command: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "texts.jsonl").write_text(DATASET)
+    assert main(list(command)) == 2
+    assert f"there is no directory {here}/no/such: make it first" in capsys.readouterr().err
+    assert not (here / "no").exists()
+
+
+def test_what_is_no_file_is_written_to_or_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "linked.py").write_text("mine = 1\n")
+    (here / "link.py").symlink_to("linked.py")
+    (here / "dangling.py").symlink_to("there.py")
+    (here / "loop").symlink_to("loop")
+    (here / "folder").mkdir()
+    for name, code in (
+        ("link.py", 2),
+        ("folder", 2),
+        ("new/", 2),
+        ("loop", 3),
+        ("/dev/null", 0),
+        ("dangling.py", 0),
+    ):
+        assert main(["export", "study", "-o", name]) == code, capsys.readouterr().err
+    assert (here / "linked.py").read_text() == "mine = 1\n"
+    assert (here / "dangling.py").is_symlink()
+    assert "Written by qlora-sweep" in (here / "there.py").read_text()
+    assert main(["launch", "a10", "--on", "modal", "-o", "/dev/null"]) == 2
+    assert "name a file" in capsys.readouterr().err
+
+
+def test_a_file_is_written_whole_or_not_at_all(here: Path) -> None:
+    for text in (b"first", b"second"):
+        write_output(here / "x.py", text)
+    assert [(path.name, path.read_bytes()) for path in here.iterdir()] == [("x.py", b"second")]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable for root")
+def test_what_cannot_be_looked_at_is_not_replaced(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "x.py").write_text(DATASET)
+    (here / "x.py").chmod(0)
+    assert main(["export", "study", "-o", "x.py"]) == 3
+    assert "x.py" in capsys.readouterr().err
+
+
+def test_a_picture_says_who_drew_it(here: Path) -> None:
+    from reports.images import _marked
+
+    png = here / "x.png"
+    shutil.copy(Path(__file__).parents[3] / "docs" / "images" / "report.png", png)
+    for name, drawn in (("x.png", png.read_bytes()), ("x.svg", b'<svg class="a"><g/></svg>')):
+        (here / name).write_bytes(_marked(drawn))
+        assert checked_output(name, what="it", endings=(".png", ".svg"), is_forced=False)
