@@ -185,7 +185,6 @@ OnOption = Annotated[
         "--on",
         metavar="local|ray:ADDRESS|recorded:SURFACE",
         help="Where trials run; those of a recorded surface answer as they did.",
-        callback=_named("--on"),
     ),
 ]
 RayOption = Annotated[

@@ -180,16 +180,18 @@ def test_the_rivals_that_are_kept_stop_what_any_trial_of_the_ranking_stops(
     ranking = rank(told, definition, confirmations)
     is_of_class = ranking.is_of_baselines_class
 
-    def scale_of(record: TrialRecord) -> float:
-        return 1.0 if ranking.is_measured_again(record) else ranking.scale
-
+    as_told = {record.number: record for record in told}
+    ranked = [
+        record if ranking.is_measured_again(record) else as_told[record.number]
+        for record in ranking.ranked
+    ]
     everything = [
         Rival(
             config=record.config,
-            tokens_per_second=record.measurement.speed_interval[0] / scale_of(record),
+            tokens_per_second=record.measurement.speed_interval[0],
             peak_allocated_bytes=record.measurement.peak_allocated_bytes,
         )
-        for record in ranking.ranked
+        for record in ranked
         if record.measurement is not None and record.measurement.speed_interval is not None
         if not is_of_class(config) or is_of_class(record.config)
     ]
