@@ -45,7 +45,7 @@ $(READY): $(RUNS)
 
 demo: $(RUNS)    ## a study on this CPU, then one of a recorded GPU: a minute or two after the installation
 	@$(call waiting,$(VENV)/.demo.lock,demo is running); \
-	exec $(BIN)/python -P -m sweep.terminal.demo tests/data/surfaces/mistral-7b-v0.3_h200.jsonl
+	exec $(BIN)/python -P -m sweep.terminal.demo tests/data/surfaces/mistral-7b-v0.3_h200.jsonl tests/bench/results/replay_a10.json
 
 test: $(READY)   ## the test suite without a GPU
 	$(BIN)/python $(PYTEST)

@@ -51,7 +51,7 @@ def summary_of(snapshot: StudySnapshot) -> Summary:
     if winner is None or winner.measurement is None:
         return Summary(_no_winner(snapshot, ranking), (_trials(snapshot),), "", ())
     return Summary(
-        sentence=_winner_sentence(snapshot, ranking, winner),
+        sentence=_winner_sentence(snapshot, ranking),
         facts=tuple(_facts(snapshot, ranking, winner, winner.measurement)),
         configuration=json.dumps(winner.config.model_dump(mode="json"), indent=2),
         commands=(
@@ -90,17 +90,10 @@ def emulation_note(target: Target) -> str | None:
     )
 
 
-def _winner_sentence(snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord) -> str:
-    baseline = ranking.definition.space.baseline_config()
-    differing = (
-        "It is the baseline itself."
-        if canonical(winner.config) == canonical(baseline)
-        else f"Against the baseline: {units.changes(winner.config, baseline=baseline)}."
-    )
+def _winner_sentence(snapshot: StudySnapshot, ranking: Ranking) -> str:
     front = f"{len(ranking.front)} are on the Pareto front." if len(ranking.front) > 1 else ""
     said = (
-        f"{best_words(ranking)} is trial {winner.number}.",
-        differing,
+        answer(snapshot, ranking),
         confirmation.as_fast(ranking),
         front,
         *confirmation.sentences(snapshot, ranking),
@@ -137,11 +130,13 @@ def answer(snapshot: StudySnapshot, ranking: Ranking) -> str:
     target, measured = snapshot.definition.target, measured_of(winner)
     peak, budget = units.gib(measured.peak_allocated_bytes), units.gib(target.budget_bytes)
     known = (
-        uncertainty.speed_on_target(snapshot, winner),
+        uncertainty.short_speed_on_target(snapshot, winner),
         f"{peak} of {budget}",
-        gain_words(ranking),
+        gain_words(ranking).partition(" (")[0],
     )
-    what = in_words(winner.config, ranking.definition.space.baseline_config())
+    baseline = ranking.definition.space.baseline_config()
+    is_baseline = canonical(winner.config) == canonical(baseline)
+    what = "the baseline itself" if is_baseline else in_words(winner.config, baseline)
     shown = ", ".join(filter(None, known))
     return f"{best_words(ranking)} is trial {winner.number}, {what}: {shown}."
 

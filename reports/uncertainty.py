@@ -49,24 +49,24 @@ def interval_words(measured: Measurement) -> str:
 
 
 def doubts(measured: Measurement) -> str:
-    """Return the flags for which the speed may be off, of a noisy one at the least that."""
-    flags = [flag for flag in _DOUBTS if flag in measured.flags]
-    if measured.is_noisy and not flags:
-        flags = ["noisy"]
-    return ", ".join(flags)
+    """Return the flags for which the speed may be off."""
+    return ", ".join(flag for flag in _DOUBTS if flag in measured.flags)
 
 
 def speed(measured: Measurement) -> str:
     """Return a speed, of a noisy one with its interval: ``7,010 tokens/s (6,500–7,600, noisy)``."""
     rate = f"{units.rate(measured.tokens_per_second)} tokens/s"
-    return f"{rate} ({interval(measured)}, {doubts(measured)})" if measured.is_noisy else rate
+    ends = "" if measured.speed_interval is None else interval(measured)
+    within = ", ".join(filter(None, (ends, doubts(measured)))) if measured.is_noisy else ""
+    return f"{rate} ({within})" if within else rate
 
 
 def measured_beside(measured: Measurement, target: Target) -> str:
     """Return what the card that stood in for the target reached; empty where none did."""
     if target.emulated_on is None:
         return ""
-    return f"measured on {target.emulated_on}: {units.rate(measured.tokens_per_second)}"
+    verb = "measured" if target.recorded is None else "recorded"
+    return f"{verb} on {target.emulated_on}: {units.rate(measured.tokens_per_second)}"
 
 
 def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
@@ -74,7 +74,8 @@ def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
     card reached that stood in."""
     measured, target = measured_of(record), snapshot.definition.target
     if target.emulated_on is None:
-        return f"{units.rate(measured.tokens_per_second)} tokens/s ({interval(measured)})"
+        ends = ", ".join(filter(None, (interval(measured), doubts(measured))))
+        return f"{units.rate(measured.tokens_per_second)} tokens/s ({ends})"
     speed, beside = snapshot.target_speed(record), measured_beside(measured, target)
     if speed is None:
         return f"{beside}; not predicted on {target.gpu}"
@@ -82,6 +83,19 @@ def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
     ends = "" if known is None else f" {units.rate_interval(known)}"
     rate = units.rate(speed.tokens_per_second)
     return f"{rate} tokens/s on {target.gpu} (predicted{ends}; {beside})"
+
+
+def short_speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
+    """Return the same without intervals, for a sentence that says more than this."""
+    measured, target = measured_of(record), snapshot.definition.target
+    own = units.rate(measured.tokens_per_second)
+    if target.emulated_on is None:
+        return f"{own} tokens/s"
+    there, gpu = snapshot.target_speed(record), units.gpu_name(target.emulated_on)
+    if there is None:
+        return f"{own} tokens/s on {units.with_article(gpu)}"
+    rate, name = units.rate(there.tokens_per_second), units.gpu_name(target.gpu)
+    return f"{rate} tokens/s predicted on {units.with_article(name)} ({own} on the {gpu})"
 
 
 def flags_in_words(measured: Measurement) -> str:

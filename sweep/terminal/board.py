@@ -278,6 +278,12 @@ class Board:
         return self._finished_here == 0
 
     @property
+    def starts_a_worker(self) -> bool:
+        """Whether a trial that starts now is what a worker is started for."""
+        is_recorded = self.definition.target.recorded is not None
+        return self.is_driven_here and not is_recorded and self.confirming is None
+
+    @property
     def may_end_sooner(self) -> bool:
         """Whether the search ends where nothing more is to be gained."""
         space = self.definition.space

@@ -152,7 +152,7 @@ def _line_of(board: Board, event: Event) -> str:
             return progress_words(TRACED, done, of)
         case ConfirmationStarted() | LanesOpened() | LaneLost():
             return told_line(event)
-        case TrialStarted() if board.is_first and board.is_driven_here and not board.confirming:
+        case TrialStarted() if board.is_first and board.starts_a_worker:
             return f"trial {event.number} starts the worker and builds the model"
         case _:
             return ""

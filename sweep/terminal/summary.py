@@ -79,7 +79,7 @@ def _winner_facts(
 ) -> Iterator[tuple[str, str]]:
     """Yield what a person asks of a winner, in the order in which they do."""
     target, measured = snapshot.definition.target, measured_of(winner)
-    yield "speed", _speed(snapshot, winner)
+    yield "speed", uncertainty.speed_on_target(snapshot, winner)
     if measured.quality is not None:
         yield "loss", f"{loss_words(measured)} on held-out texts"
     share = units.percent(measured.peak_allocated_bytes / target.budget_bytes)
@@ -95,28 +95,6 @@ def _winner_facts(
         yield "epoch", epoch
     yield "sure", _sureness(snapshot, ranking)
     yield from _counted(snapshot)
-
-
-def _speed(snapshot: StudySnapshot, winner: TrialRecord) -> str:
-    """Return the speed on the target card, and what was measured beside it where that is another.
-
-    Without a prediction of the target's, it is said that there is none.
-    """
-    target, measured = snapshot.definition.target, measured_of(winner)
-    own = f"{units.rate(measured.tokens_per_second)} tokens/s"
-    ends = measured.speed_interval
-    doubts = f", {uncertainty.doubts(measured)}" if measured.is_noisy else ""
-    within = f" ({units.rate_interval(ends)}{doubts})" if ends is not None or doubts else ""
-    if target.emulated_on is None:
-        return f"{own}{within}"
-    there = snapshot.target_speed(winner)
-    beside = f"measured on {target.emulated_on}: {own}{within}"
-    if there is None:
-        return f"{beside}; not known on {target.gpu}"
-    rate = f"{units.rate(there.tokens_per_second)} tokens/s"
-    ends = None if there.low is None or there.high is None else (there.low, there.high)
-    range_ = "" if ends is None else f", {units.rate_interval(ends)}"
-    return f"{rate} on {target.gpu} ({there.basis}{range_}); {beside}"
 
 
 def _gain(ranking: Ranking) -> str:
