@@ -13,12 +13,15 @@ from pathlib import Path
 
 from reports import units
 from reports.outcomes import verdict_words
-from reports.summary import answer
+from reports.summary import gain_words
 from search_spaces.documents import parse_object, read_text
+from search_spaces.loading import load_space
 from storage.definition import StudySnapshot
+from storage.objectives import measured_of
 from storage.ranking import rank_study
-from storage.surfaces import read_surface
+from storage.surfaces import Surface, read_surface
 from sweep.paths import report_path, storage_url
+from sweep.sampling.encoding import identity
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import StopReason
 from sweep.terminal import driving
@@ -42,8 +45,7 @@ def demonstrate(surface: str, replay: str) -> int:
     recorded = _study("a10", name="demo-a10", on=f"recorded:{surface}", held=RECIPE)
     if recorded is None:
         return INTERRUPTED
-    date = read_surface(surface).date
-    lines = ["", *_found(live, "measured now"), *_found(recorded, f"recorded on {date}")]
+    lines = ["", *_found(live), *_found(recorded), _as_published(recorded, read_surface(surface))]
     lines += [_searched(replay), *_next(live, recorded)]
     say("\n".join(folded(line, width_of(sys.stdout), indent=2) for line in lines))
     return DONE if has_fit(live) else NOTHING_FITS
@@ -59,12 +61,34 @@ def _study(
     return None if reason is StopReason.INTERRUPTED else driving.reported(name, url=url)[0]
 
 
-def _found(snapshot: StudySnapshot, when: str) -> Iterator[str]:
-    """Yield what a study found, and how its trials ended."""
-    model, gpu = snapshot.definition.model["name"], snapshot.definition.target.gpu
-    counted = verdict_words(snapshot.records)
-    yield f"{units.model_name(model)} on {units.gpu_name(gpu)}, {when}: {counted}."
-    yield f"  {answer(snapshot, rank_study(snapshot))}"
+def _found(snapshot: StudySnapshot) -> Iterator[str]:
+    """Yield what a study was about, how its trials ended, and what it found."""
+    target, winner = snapshot.definition.target, rank_study(snapshot).winner
+    model = units.model_name(snapshot.definition.model["name"])
+    when = "measured now" if target.recorded is None else f"recorded on an {target.recorded}"
+    gpu, budget = units.gpu_name(target.gpu), units.gib(target.budget_bytes)
+    yield f"{model} on {units.with_article(gpu)} ({budget}), {when}:"
+    yield f"  {verdict_words(snapshot.records)}"
+    if winner is not None:
+        measured = measured_of(winner)
+        speed, peak = units.rate(measured.tokens_per_second), measured.peak_allocated_bytes
+        yield (
+            f"  fastest: {units.size(winner.config)}, {speed} tokens/s, {units.gib(peak)}, "
+            f"{gain_words(rank_study(snapshot))}"
+        )
+
+
+def _as_published(snapshot: StudySnapshot, surface: Surface) -> str:
+    """Return how the winner compares with the published recipe on the adapters it was published
+    with."""
+    winner = rank_study(snapshot).winner
+    recipe = load_space("a10").baseline_config()
+    rows = {identity(row.config): row.tokens_per_second for row in surface.rows}
+    known = rows.get(identity(recipe))
+    if winner is None or known is None:
+        return ""
+    ratio = measured_of(winner).tokens_per_second / known
+    return f"  (with the same adapters; {ratio:.2f}x the recipe as published, on q,k,v,o)"
 
 
 def _searched(replay: str) -> str:
@@ -72,10 +96,10 @@ def _searched(replay: str) -> str:
     document = parse_object(read_text(Path(replay), label=replay), where=replay)
     guided, rand = (document["samplers"][name] for name in ("guided", "random"))
     return (
-        f"To find it among {document['configurations']} recorded configurations guided search "
-        f"needed {units.plural(int(guided['trials']['median']), 'trial')} and "
-        f"{guided['device_seconds']['median']:.0f} s of GPU time, random search "
-        f"{rand['trials']['median']:.0f} and {rand['device_seconds']['median']:.0f} s (medians)."
+        f"  found among {document['configurations']} by guided search in "
+        f"{units.plural(int(guided['trials']['median']), 'trial')} and "
+        f"{guided['device_seconds']['median']:.0f} s of the GPU, by random search in "
+        f"{rand['trials']['median']:.0f} and {rand['device_seconds']['median']:.0f} s (medians)"
     )
 
 
