@@ -64,7 +64,7 @@ def checked_output(
     if typed.endswith("/") or is_directory(path, label=label):
         raise InputError(f"{label} names a directory: name a file in it")
     require_parent(path)
-    if not is_forced and path.is_file() and not (is_marked and _is_replaceable(path, label)):
+    if not is_forced and path.is_file() and not (is_marked and _is_replaceable(path)):
         whose = "is not sweep's to replace" if is_marked else "is there already"
         raise InputError(f"{label} {whose}: name another file, or replace it with --force")
     return path
@@ -93,12 +93,12 @@ def require_parent(path: Path) -> None:
         raise InputError(f"--output: {path}: there is no directory {parent}: make it first")
 
 
-def _is_replaceable(path: Path, label: str) -> bool:
+def _is_replaceable(path: Path) -> bool:
     """Whether a file is empty, or sweep wrote it."""
     try:
         with path.open("rb") as file:
             head = file.read(_DOCUMENT_BYTES)
     except OSError as error:
-        raise EnvironmentFault(f"{label}: cannot be looked at: {words_of(error)}") from error
+        raise EnvironmentFault(f"--output: {words_of(error)}") from error
     marked = _MARK.search(head[:_MARKED_BYTES]) or _DOCUMENT.search(head)
     return not head or marked is not None

@@ -165,8 +165,9 @@ def _driver(
 ) -> Drive:
     """Return what a study is handed to: this process, another machine, or who asked for this."""
     called = context.obj or Invocation(())
-    if host is not None or called.drive is not None:
-        _refuse_several(models)
+    is_elsewhere = host is not None or called.drive is not None
+    if is_elsewhere and len(models) > 1:
+        raise InputError("--model: several models are for this machine's cards: elsewhere name one")
     if host is not None:
         from sweep.terminal import remote
 
@@ -184,11 +185,6 @@ def _driver(
         command, words = context.command, called.words
         return partial(driving.run_models, models=models, command=command, words=words)
     return driving.run
-
-
-def _refuse_several(models: Sequence[str | None]) -> None:
-    if len(models) > 1:
-        raise InputError("--model: several models are for this machine's cards: elsewhere name one")
 
 
 @app.command(

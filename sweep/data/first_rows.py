@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from search_spaces.errors import InputError
@@ -22,17 +21,10 @@ _ROWS_MAX = 10_000
 """Of which one has to be readable."""
 
 
-@dataclass(frozen=True)
-class FirstRows:
-    """What the first rows of a dataset are."""
-
-    rows: list[Read]
-    columns: tuple[str, ...]
-    kind: TextsKind
-
-
-def first_rows(rows: Iterator[Read], asked: Question | TextsRequest) -> FirstRows:
-    """Take as many rows as tell their kind.
+def first_rows(
+    rows: Iterator[Read], asked: Question | TextsRequest
+) -> tuple[list[Read], tuple[str, ...], TextsKind]:
+    """Return as many rows as tell their kind, their columns, and that kind.
 
     Args:
         rows: of the dataset, which go on behind those that are returned.
@@ -67,7 +59,7 @@ def first_rows(rows: Iterator[Read], asked: Question | TextsRequest) -> FirstRow
             f"{source}: rows of one text have no completions of their own: leave "
             "--completions-only out, or name another --format"
         )
-    return FirstRows(seen, tuple(columns), kind)
+    return seen, tuple(columns), kind
 
 
 def look_at(asked: TextsRequest) -> None:

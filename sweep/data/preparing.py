@@ -134,8 +134,8 @@ class _Preparation:
         """Write all that there is of prepared texts into the directory."""
         self._tell()
         asked, rows = self._question, self._source.rows()
-        first = first_rows(rows, asked)
-        kind, name = first.kind, asked.tokenizer
+        first, columns, kind = first_rows(rows, asked)
+        name = asked.tokenizer
         tokenizer = load_tokenizer(Path(self._question.tokenizer_directory), name=name)
         render = renderer(
             tokenizer,
@@ -143,7 +143,7 @@ class _Preparation:
             is_chat=kind in ("messages", "conversations"),
             completions_only=asked.completions_only,
         )
-        rendered = self._rendered(chain(first.rows, rows), kind, render)
+        rendered = self._rendered(chain(first, rows), kind, render)
         lengths, loss_lengths, largest = self._write(rendered, Tokenizing(tokenizer))
         summary = TextsSummary(
             source=asked.source,
@@ -151,7 +151,7 @@ class _Preparation:
             format=cast(TextsFormat, asked.format),
             text_column=asked.text_column,
             # A name may hold bytes that are no UTF-8, and half a character.
-            columns=tuple(name.encode(errors="replace").decode() for name in first.columns),
+            columns=tuple(name.encode(errors="replace").decode() for name in columns),
             fingerprint=fingerprint,
             tokenizer=name,
             tokenizer_size=len(tokenizer),

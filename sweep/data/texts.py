@@ -166,7 +166,7 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
         EnvironmentFault: something cannot be read, or the hub cannot be reached.
         OSError: something cannot be written.
     """
-    tell = on_progress or _tell_nobody
+    tell = on_progress or (lambda _what, _done, _of: None)
     question = _question(request, tell)
     directory = None if question.content is None else _known(question, question.content)
     if directory is None:
@@ -176,10 +176,6 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
     if request.model is not None:
         require_vocabulary(named, request.model)
     return PreparedTexts(directory, named, summary.source)
-
-
-def _tell_nobody(_what: str, _done: int, _of: int) -> None:
-    pass
 
 
 def open_prepared(directory: Path) -> PreparedTexts:

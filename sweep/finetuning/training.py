@@ -125,7 +125,11 @@ def prepare_training(
         NothingFits: it is predicted not to fit.
         EnvironmentFault: the card or the network is not to be had.
     """
-    subject = _subject(request, read_study)
+    found = subject_of(
+        request.name, number=request.trial, model=request.model, read_study=read_study
+    )
+    config = with_changes(found.config, learning_rate=request.learning_rate)
+    subject = replace(found, config=config)
     weights = _weights(request.weights, subject.model)
     if not request.is_resumed:
         output.refuse_taken(request.output)
@@ -134,7 +138,9 @@ def prepare_training(
     _refuse_invalid(subject, resolved)
     choice, texts = _texts(request, subject, read_texts)
     epochs = StudyEpochs.of(texts, choice, seed=_seed(request, subject))
-    _refuse_texts(texts, epochs.refusal(subject.config))
+    refusal = epochs.refusal(subject.config)
+    if refusal is not None:
+        raise InputError(f"{texts.summary.source}: {refusal}")
     job = _job(request, subject, resolved, weights=weights, choice=choice, texts=texts)
     prepared = PreparedTraining(
         job=job,
@@ -149,17 +155,14 @@ def prepare_training(
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
     elif job.device == "cuda":
-        _refuse_too_large(prepared, warn=warn)
+        refuse_too_large(
+            job.config,
+            predictor=predictor_of(prepared),
+            budget_bytes=resolved.target.budget_bytes,
+            is_valid=prepared.can_train,
+            warn=warn,
+        )
     return prepared
-
-
-def _subject(request: TrainingRequest, read_study: Callable[[str], StudySnapshot]) -> Subject:
-    """Return what is trained, with what was typed in place of its own."""
-    found = subject_of(
-        request.name, number=request.trial, model=request.model, read_study=read_study
-    )
-    config = with_changes(found.config, learning_rate=request.learning_rate)
-    return replace(found, config=config)
 
 
 def _job(
@@ -187,16 +190,6 @@ def _job(
         output=str(request.output.absolute()),
         checkpoint_steps=request.checkpoint_every,
         promise=subject.promise,
-    )
-
-
-def _refuse_too_large(prepared: PreparedTraining, *, warn: Callable[[str], None]) -> None:
-    refuse_too_large(
-        prepared.job.config,
-        predictor=predictor_of(prepared),
-        budget_bytes=prepared.resolved.target.budget_bytes,
-        is_valid=prepared.can_train,
-        warn=warn,
     )
 
 
@@ -379,11 +372,6 @@ def _texts(
         if texts is not None:
             return choice, texts
     return choice, read(TextsRequest.of(choice, subject.model))
-
-
-def _refuse_texts(texts: PreparedTexts, refusal: str | None) -> None:
-    if refusal is not None:
-        raise InputError(f"{texts.summary.source}: {refusal}")
 
 
 def _notes(job: TrainingJob, subject: Subject, resolved: ResolvedTarget) -> list[str]:

@@ -29,7 +29,7 @@ _OWN_TERM_SLACK_SECONDS = 30
 """SLURM's own TERM comes at the limit, this much early at most; one before that is a person's."""
 _SBATCH_SECONDS = 120.0
 _ONE_WORD = re.compile(r"[^\s'\"\\]+")
-_GPUS = re.compile(r"(?:[\w.-]+:)*[1-9]\d{0,3}")
+_GPUS = re.compile(r"(?:[\w.-]+:)*\d{1,4}")
 _OPTION = re.compile(r"--?[\w-]+(?:[= ]\S.*)?")
 _CARDS = re.compile(r"-G.*|--?(?:gres|gpus(?:-per-\w+)?)(?:[= ].*)?")
 _AWAY = re.compile(r"(?i)contact slurm controller|timed out|connection refused|i/o error")

@@ -76,7 +76,8 @@ def merge(
         EnvironmentFault: no room on the disk, or no memory; nothing is left of it.
     """
     began = time.monotonic()
-    _check_rows(request.rows)
+    if request.rows < 0:
+        raise InputError(f"--rows must be at least 0, got {request.rows}")
     output = _new_directory(request.output)
     adapter = read_adapter(request.adapter)
     base, label = _base(adapter, request)
@@ -87,8 +88,22 @@ def merge(
     with _written_whole(output) as directory:
         _check_room(output, plan)
         tokenizer = _put_beside(plan, adapter, base, directory)
-        order = _order(request, plan, adapter, base=base, directory=directory, dtype=dtype)
-        done = _carried_out(order, on_news)
+        order = MergeOrder(
+            base=str(base),
+            adapter=str(adapter.directory),
+            weights=str(adapter.directory / WEIGHTS),
+            directory=str(directory),
+            dtype=dtype,
+            pieces=list(plan.pieces),
+            rows=request.rows,
+        )
+        answer = run_errand(
+            _COMMAND,
+            order.model_dump(mode="json"),
+            on_news=on_news,
+            environment=child_environment(),
+        )
+        done = MergeDone.model_validate(answer)
         _write_card(directory, adapter, label, dtype)
     return MergeReport(
         output=str(output),
@@ -102,42 +117,6 @@ def merge(
         tokenizer=tokenizer,
         **done.model_dump(),
     )
-
-
-def _order(
-    request: MergeRequest,
-    plan: MergePlan,
-    adapter: Adapter,
-    *,
-    base: Path,
-    directory: Path,
-    dtype: MergedDtype,
-) -> MergeOrder:
-    return MergeOrder(
-        base=str(base),
-        adapter=str(adapter.directory),
-        weights=str(adapter.directory / WEIGHTS),
-        directory=str(directory),
-        dtype=dtype,
-        pieces=list(plan.pieces),
-        rows=request.rows,
-    )
-
-
-def _carried_out(order: MergeOrder, on_news: Callable[[Mapping[str, Any]], None]) -> MergeDone:
-    """Have a child merge, and return what it says of it."""
-    answer = run_errand(
-        _COMMAND,
-        order.model_dump(mode="json"),
-        on_news=on_news,
-        environment=child_environment(),
-    )
-    return MergeDone.model_validate(answer)
-
-
-def _check_rows(rows: int) -> None:
-    if rows < 0:
-        raise InputError(f"--rows must be at least 0, got {rows}")
 
 
 def _new_directory(typed: str) -> Path:

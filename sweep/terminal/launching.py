@@ -24,7 +24,7 @@ from storage.files import make_directory
 from storage.files import replace as put
 from storage.outputs import checked_output, write_output
 from sweep.data.texts import prepare_texts
-from sweep.launching.costing import Course, foreseen
+from sweep.launching.costing import foreseen
 from sweep.launching.inputs import carried, located
 from sweep.launching.job_files import job_directory
 from sweep.launching.ledger import STOP_SECONDS
@@ -128,7 +128,13 @@ def _launch(
         raise InputError("--output: the job needs the package's wheel beside it: name a file")
     machine = asked_machine(request, load_space(space_name))
     provider.check(machine)
-    study, typed = _named(request, run, machine)
+    changed = {
+        **run.overrides,
+        "gpu": None if request.gpu is None else machine.card.name,
+        "max_dollars": request.max_dollars,
+    }
+    # As `sweep run` would read them there.
+    study, typed = named(request.space, overrides=changed, held=run.held, study=request.study)
     volume = provider.volume(machine, request.volume)
     is_started = request.output is None and (request.is_sure or sys.stdin.isatty())
     if is_started:
@@ -158,16 +164,6 @@ def _launch(
         _start(words, provider, rental, start)
     _tell(request, provider, rental, file=file, command=words, is_started=is_started)
     return DONE
-
-
-def _named(request: LaunchRequest, run: RunOptions, machine: Machine) -> tuple[str, SearchSpace]:
-    """Return the study's name and its space, as `sweep run` would read them there."""
-    changed = {
-        **run.overrides,
-        "gpu": None if request.gpu is None else machine.card.name,
-        "max_dollars": request.max_dollars,
-    }
-    return named(request.space, overrides=changed, held=run.held, study=request.study)
 
 
 def _question_and_cost(
@@ -202,8 +198,13 @@ def _question_and_cost(
         )
     if course.note is not None:
         note(folded(f"how long it takes is not predicted: {course.note}", width_of(sys.stderr)))
+    spread = course.seconds
+    if spread is not None:
+        low, high = shared(spread, cards=machine.cards, start=START_SECONDS)
+        # One card measures the winner again.
+        spread = low + course.confirming[0], high + course.confirming[1]
     cost = cost_of(
-        _spread(course, machine),
+        spread,
         offer=offer,
         usd_per_hour_most=provider.dearest(machine, offer.usd_per_hour),
         download_bytes=course.download_bytes,
@@ -219,14 +220,6 @@ def _no_study(name: str, _storage: str | None) -> Any:
 
 def _read_texts(request: Any, *, progress: Progress) -> Any:
     return prepare_texts(request, on_progress=lambda what, done, of: progress(what)(done, of))
-
-
-def _spread(course: Course, machine: Machine) -> tuple[float, float] | None:
-    if course.seconds is None:
-        return None
-    low, high = shared(course.seconds, cards=machine.cards, start=START_SECONDS)
-    # One card measures the winner again.
-    return low + course.confirming[0], high + course.confirming[1]
 
 
 def _no_price(machine: Machine, provider: Provider) -> str:

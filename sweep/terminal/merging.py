@@ -40,10 +40,6 @@ def run(
     else:
         for line in lines(report):
             say(line)
-    return _judged(report)
-
-
-def _judged(report: MergeReport) -> int:
     compared = report.comparison
     if compared is None or compared.is_near:
         return 0

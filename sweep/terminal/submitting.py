@@ -18,11 +18,9 @@ from search_spaces.documents import home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, quote
 from search_spaces.models import load_model_spec
 from search_spaces.redaction import redact
-from search_spaces.space import SearchSpace
 from storage.files import make_directory
 from storage.outputs import checked_output, write_output
 from storage.urls import SqliteUrl, parse_url
-from sweep.data.files import is_on_hub, text_files
 from sweep.data.tokenizers import find_tokenizer
 from sweep.launching.slurm import Allocation, Job, find_sbatch, job_script
 from sweep.launching.slurm import submit as hand_in
@@ -96,15 +94,20 @@ def _submit(
 ) -> int:
     """Do it once the run's own options are read."""
     name, space = named(space_name, overrides=overrides, held=held, study=study)
-    _check_texts(space)
+    if space.data is not None:
+        with suppress(_OnHubError):
+            find_tokenizer(space.data.tokenizer, load_model_spec(space.model), fetch=_leave)
     # Whether there are such cards, or such a cluster, the job sees.
     places(on=on, cards=cards, ray=ray, space=space_name, overrides=overrides, warn=note)
     if cards is not None:
-        _check_cards(cards, space)
+        check_spelling(cards)
+        if space.gpu == "cpu":
+            raise InputError(f"--cards {cards}: space '{space.name}' is for the CPU, which is one")
     if carried is not None:
         carried_source(carried, of=name, url=storage_url(storage))
     files = runs_directory().absolute() / name
-    allocation = _with_cards(allocation, space)
+    gpus = allocation.gpus or ("1" if space.gpu != "cpu" else None)
+    allocation = replace(allocation, gpus=None if gpus == "0" else gpus)
     run = [*respelled(command, words, without={"study", "storage"}), f"--study={name}"]
     if space.gpu != "cpu" and allocation.gpu_count > 1 and cards is None and ray is None:
         # What was asked of the queue is there to be used.
@@ -117,20 +120,15 @@ def _submit(
         variables={"SWEEP_HOME": str(files.parents[1])},
     )
     script = job_script(job, allocation)
-    if output is not None:
-        return _write(script, output, files=files)
-    return _hand_in(script, name=name, files=files)
-
-
-def _check_texts(space: SearchSpace) -> None:
-    """Raise where model, texts or tokenizer are not here; the job fetches those of the hub."""
-    model = load_model_spec(space.model)
-    if space.data is None:
-        return
-    if not is_on_hub(space.data.texts):
-        text_files(space.data.texts)
-    with suppress(_OnHubError):
-        find_tokenizer(space.data.tokenizer, model, fetch=_leave)
+    if output is None:
+        return _hand_in(script, name=name, files=files)
+    if output == STDOUT:
+        say_as_is(script)
+        return DONE
+    write_output(Path(output), script.encode())
+    note(f"Not submitted. SLURM writes its log only where this is there: {files}")
+    say(output)
+    return DONE
 
 
 class _OnHubError(Exception):
@@ -139,19 +137,6 @@ class _OnHubError(Exception):
 
 def _leave(name: str) -> Path:
     raise _OnHubError(name)
-
-
-def _check_cards(cards: str, space: SearchSpace) -> None:
-    """Raise where a study has no cards, or what was typed names none."""
-    check_spelling(cards)
-    if space.gpu == "cpu":
-        raise InputError(f"--cards {cards}: space '{space.name}' is for the CPU, which is one")
-
-
-def _with_cards(allocation: Allocation, space: SearchSpace) -> Allocation:
-    """Return what a job asks for with the card that it needs where nothing was typed of cards."""
-    gpus = allocation.gpus or ("1" if space.gpu != "cpu" else None)
-    return replace(allocation, gpus=None if gpus == "0" else gpus)
 
 
 def _python(environment: str | None) -> str:
@@ -182,17 +167,6 @@ def _storage(typed: str | None) -> list[str]:
             f"{STORAGE} instead, which the job inherits, or leave it to ~/.pgpass"
         )
     return []
-
-
-def _write(script: str, output: str, *, files: Path) -> int:
-    if output == STDOUT:
-        say_as_is(script)
-        return DONE
-    path = Path(output)
-    write_output(path, script.encode())
-    note(f"Not submitted. SLURM writes its log only where this is there: {files}")
-    say(str(path))
-    return DONE
 
 
 def _hand_in(script: str, *, name: str, files: Path) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO, assert_never, cast
 
@@ -94,14 +94,9 @@ def train(
         **numbers,
     )
     is_begun = directories.known_run(output) is not None
-    with directories.held(output) if is_begun else _unheld():
+    # A directory that is refused is not made, and one that is held is not again.
+    with directories.held(output) if is_begun else nullcontext():
         return _train(request, is_held=is_begun, storage=storage, as_json=as_json)
-
-
-@contextmanager
-def _unheld() -> Iterator[None]:
-    """Hold nothing: a directory that is refused is not made, and one that is held is not again."""
-    yield
 
 
 def _check(numbers: Mapping[str, Any], texts: Mapping[str, Any]) -> None:
@@ -112,7 +107,8 @@ def _check(numbers: Mapping[str, Any], texts: Mapping[str, Any]) -> None:
     """
     for key in ("max_steps", "checkpoint_every"):
         if numbers[key] is not None and numbers[key] < 1:
-            raise InputError(f"{_option(key)} must be at least 1, got {numbers[key]}")
+            option = f"--{key.replace('_', '-')}"
+            raise InputError(f"{option} must be at least 1, got {numbers[key]}")
     epochs = numbers["epochs"]
     if epochs is not None and not 0 < epochs < float("inf"):
         raise InputError(f"--epochs must be a finite number above 0, got {epochs:g}")
@@ -121,10 +117,6 @@ def _check(numbers: Mapping[str, Any], texts: Mapping[str, Any]) -> None:
     share = texts["eval_fraction"]
     if share is not None and not 0 <= share < 1:
         raise InputError(f"--eval-fraction must be at least 0 and below 1, got {share:g}")
-
-
-def _option(key: str) -> str:
-    return "--" + key.replace("_", "-")
 
 
 def _weights(typed: str | None) -> Weights | None:
@@ -151,22 +143,16 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
     note(folded(f"Training {prepared.subject.words} on {_words(prepared)}.", width))
     for text in prepared.notes:
         note(folded(text, width))
-    resume_from = _checkpoint_of(request)
-    with _watching() as observe, _unheld() if is_held else directories.held(request.output):
+    resume_from = None
+    if request.is_resumed:
+        resume_from = checkpoints.newest(request.output, warn=_warn)
+        if resume_from is None:
+            note("No checkpoint had been written yet: it begins at the first step.")
+    with _watching() as observe, nullcontext() if is_held else directories.held(request.output):
         end = run_training(
             prepared, is_resumed=request.is_resumed, resume_from=resume_from, observe=observe
         )
     return _conclude(prepared, end, as_json=as_json)
-
-
-def _checkpoint_of(request: TrainingRequest) -> Path | None:
-    """Return the checkpoint that a training goes on from; None where it begins."""
-    if not request.is_resumed:
-        return None
-    found = checkpoints.newest(request.output, warn=_warn)
-    if found is None:
-        note("No checkpoint had been written yet: it begins at the first step.")
-    return found
 
 
 def _warn(text: str) -> None:

@@ -421,8 +421,8 @@ def test_a_study_where_nothing_fits_has_nothing_to_export(format: str) -> None:
 
 
 def test_of_an_unknown_format_all_that_there_are_are_named() -> None:
-    with pytest.raises(InputError, match="unknown format 'nope'; known are") as refused:
-        endings_of("nope")
+    with pytest.raises(InputError, match="unknown format 'zzz'; known are") as refused:
+        endings_of("zzz")
     assert all(name in str(refused.value) for name in (*format_names(), "surface"))
 
 

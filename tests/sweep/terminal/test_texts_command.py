@@ -82,10 +82,11 @@ def test_a_person_sees_kind_lengths_and_what_is_worth_searching(typed: Typed) ->
     assert "(messages, recognised by its columns)" in out
     assert "seq_len: [256, 320, 384, 448]" in out
     assert len(re.findall(r"^ *\d+–\d+ +\d+  [█#]+$", out, flags=re.MULTILINE)) == 12
-    assert err.startswith(
+    # A slow machine says before how long it has been reading.
+    assert (
         "warning: texts.jsonl: 2 of 202 rows are broken and left out: "
         "line 201: messages is empty; line 202: not UTF-8"
-    )
+    ) in err
 
 
 def test_a_terminal_without_unicode_gets_a_histogram_too(
