@@ -127,8 +127,10 @@ def factor_interval(ratio: Ratio) -> str:
     """Return the interval of a gain, ``2.06–2.17x``; empty where there is none."""
     if ratio.low is None or ratio.high is None or ratio.low == ratio.high:
         return ""
-    decimals = _decimals_of_ends(ratio)
-    return f"{ratio.low:.{decimals}f}–{ratio.high:.{decimals}f}x"
+    decimals, low = _decimals_of_ends(ratio), ratio.low
+    if _is_wide(ratio):
+        low = math.floor(low * 10**decimals) / 10**decimals
+    return f"{low:.{decimals}f}–{ratio.high:.{decimals}f}x"
 
 
 def _is_wide(ratio: Ratio) -> bool:
