@@ -299,7 +299,7 @@ def _card(
         margin=f"of {units.gib(target.budget_bytes)}, {units.gib(left)} left",
         memory_share=min(1.0, measured.peak_allocated_bytes / target.budget_bytes),
         flags=uncertainty.flags_in_words(measured),
-        recipes=recipes(snapshot.name, record),
+        recipes=recipes(snapshot, record),
     )
 
 
@@ -314,8 +314,9 @@ def configuration_words(config: TrialConfig, ranking: Ranking) -> str:
 def _basis(speed: TargetSpeed | None) -> str:
     if speed is None:
         return "not predicted"
-    known = None if speed.low is None or speed.high is None else (speed.low, speed.high)
-    return f"{speed.basis} {'without an interval' if known is None else units.rate_interval(known)}"
+    if speed.low is None or speed.high is None:
+        return speed.basis
+    return f"{speed.basis} {units.rate_interval((speed.low, speed.high))}"
 
 
 def _gain(ranking: Ranking, record: TrialRecord) -> tuple[str, str]:
@@ -376,12 +377,14 @@ def job_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:,.1f} h"
 
 
-def recipes(study: str, record: TrialRecord) -> tuple[Recipe, ...]:
+def recipes(snapshot: StudySnapshot, record: TrialRecord) -> tuple[Recipe, ...]:
     """Return what there is to copy of a trial: the command that writes its script, its values."""
-    values = record.config.model_dump(mode="json")
-    export = f"sweep export {shlex.quote(study)} --format script --trial {record.number}"
+    values, name = record.config.model_dump(mode="json"), shlex.quote(snapshot.name)
+    export = f"sweep export {name} --format script --trial {record.number}"
+    # A surface is no study, and nothing exports from it.
+    is_surface = snapshot.definition.target.recorded is not None and not snapshot.identity
     return (
-        Recipe("command", export),
+        *(() if is_surface else (Recipe("command", export),)),
         Recipe("JSON", json.dumps(values, indent=2)),
         Recipe("YAML", yaml.safe_dump(values, sort_keys=False)),
     )
