@@ -11,6 +11,7 @@ from sweep.predict.memory.arrays import OneByOne, WholeMemory
 from sweep.predict.memory.prediction import AllocatedPeak
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from sweep.predict.memory.tracing_children import Tracer
 
 UNCERTAINTY = 0.2
 """Relative, of the allocated peak. Of 46 configurations of the demo model predictions were 2 % too
@@ -22,8 +23,10 @@ class CpuMemory:
     """Predicts allocated peaks on a CPU, where no library takes a workspace. Satisfies
     `MemoryPredictor`."""
 
-    def __init__(self, model: ModelSpec, *, cache_dir: Path) -> None:
-        self._traced = TracingPredictor(model, cache_dir=cache_dir, workspace_bytes=0)
+    def __init__(self, model: ModelSpec, *, cache_dir: Path, tracer: Tracer | None = None) -> None:
+        self._traced = TracingPredictor(
+            model, cache_dir=cache_dir, workspace_bytes=0, tracer=tracer
+        )
 
     def prepare(
         self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
