@@ -28,11 +28,6 @@ _PNG_HEADER_BYTES = 33
 """Signature and first chunk."""
 
 
-def is_picture(path: Path) -> bool:
-    """Whether a file that is named is a picture, by the end of its name."""
-    return path.suffix.lower() in SUFFIXES
-
-
 def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = None) -> None:
     """Write a figure of a study's report as a picture, whole or not at all.
 

@@ -99,7 +99,7 @@ def report(
     path = checked_output(output, what="a report", endings=endings, is_forced=is_forced)
     if not studies and len(plans) < 2:
         raise InputError("name a study for its report, or several studies or plans to compare")
-    is_picture = path is not None and images.is_picture(path)
+    is_picture = path is not None and path.suffix.lower() in images.SUFFIXES
     if output is None and studies and not is_file_name(studies[0]):
         raise InputError(f"study {quote(studies[0])}: no file has such a name: add -o FILE")
     snapshots = [read_for_report(study, url=storage_url(storage)) for study in studies]
