@@ -184,11 +184,12 @@ def _suspect(ranking: Ranking, best: Measurement) -> Iterator[str]:
         else {}
     )
     for who, measurement in measured.items():
-        doubts = uncertainty.doubts(measurement)
-        if doubts:
+        doubts, ends = uncertainty.doubts(measurement), uncertainty.interval_words(measurement)
+        is_recorded = ranking.definition.target.recorded is not None
+        if doubts or (measurement.speed_interval is None and not is_recorded):
+            what = f"is marked {doubts} ({ends})" if doubts else f"has {ends}"
             yield (
-                f"A calmer machine: the {who}'s measurement is marked {doubts} "
-                f"({uncertainty.interval_words(measurement)}); "
+                f"A calmer machine: the {who}'s measurement {what}; "
                 "its speed may be more or less than was seen."
             )
 

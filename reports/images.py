@@ -34,11 +34,6 @@ _TITLE_LETTERS, _WORDS_LETTERS = 80, 140
 _TITLE_PIXELS, _LINE_PIXELS = 28, 18
 
 
-def is_picture(path: Path) -> bool:
-    """Whether a file that is named is a picture, by the end of its name."""
-    return path.suffix.lower() in SUFFIXES
-
-
 def write_image(snapshot: StudySnapshot, path: Path, *, figure: str | None = None) -> None:
     """Write a figure of a study's report as a picture, whole or not at all.
 

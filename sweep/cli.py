@@ -165,8 +165,7 @@ def _driver(
 ) -> Drive:
     """Return what a study is handed to: this process, another machine, or who asked for this."""
     called = context.obj or Invocation(())
-    is_elsewhere = host is not None or called.drive is not None
-    if is_elsewhere and len(models) > 1:
+    if len(models) > 1 and (host is not None or called.drive is not None):
         raise InputError("--model: several models are for this machine's cards: elsewhere name one")
     if host is not None:
         from sweep.terminal import remote

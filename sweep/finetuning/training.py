@@ -174,6 +174,7 @@ def _job(
     choice: TextsChoice,
     texts: PreparedTexts,
 ) -> TrainingJob:
+    on_any_cpu = resolved.target.device == "cpu" and subject.definition is None
     return TrainingJob(
         config=subject.config,
         model=subject.model.to_json(),
@@ -186,7 +187,8 @@ def _job(
         max_steps=request.max_steps,
         seed=_seed(request, subject),
         device=resolved.target.device,
-        budget_bytes=_budget(subject, resolved),
+        # Nobody said a cap for a CPU without a study.
+        budget_bytes=None if on_any_cpu else resolved.target.budget_bytes,
         output=str(request.output.absolute()),
         checkpoint_steps=request.checkpoint_every,
         promise=subject.promise,
@@ -319,13 +321,6 @@ def _resolved(subject: Subject, card: Card | None) -> ResolvedTarget:
     }
     space = SearchSpace.model_validate(values)
     return resolve_target(space, card)
-
-
-def _budget(subject: Subject, resolved: ResolvedTarget) -> int | None:
-    """Return the cap; None on a CPU for which nobody said one."""
-    if resolved.target.device == "cpu" and subject.definition is None:
-        return None
-    return resolved.target.budget_bytes
 
 
 def _violation(config: TrialConfig, subject: Subject, resolved: ResolvedTarget) -> Violation | None:

@@ -103,7 +103,7 @@ def report(
     path = checked_output(output, what="a report", endings=endings, is_forced=is_forced)
     if not studies and len(plans) < 2:
         raise InputError("name a study for its report, or several studies or plans to compare")
-    is_picture = path is not None and images.is_picture(path)
+    is_picture = path is not None and path.suffix.lower() in images.SUFFIXES
     name = "".join(studies[:1])
     name = Path(name).stem if name.endswith(".jsonl") else name
     if output is None and studies and not is_file_name(name):

@@ -83,13 +83,15 @@ def train(
 ) -> int:
     """Train, and print what came of it beside what was promised."""
     _check(numbers, texts)
+    if weights not in (None, "random", "pretrained"):
+        raise InputError(f"--weights must be pretrained or random, got {quote(weights)}")
     request = TrainingRequest(
         name=name,
         output=output,
         texts=dict(texts),
         trial=trial,
         model=model,
-        weights=_weights(weights),
+        weights=cast(Weights | None, weights),
         is_resumed=is_resumed,
         **numbers,
     )
@@ -117,12 +119,6 @@ def _check(numbers: Mapping[str, Any], texts: Mapping[str, Any]) -> None:
     share = texts["eval_fraction"]
     if share is not None and not 0 <= share < 1:
         raise InputError(f"--eval-fraction must be at least 0 and below 1, got {share:g}")
-
-
-def _weights(typed: str | None) -> Weights | None:
-    if typed not in (None, "random", "pretrained"):
-        raise InputError(f"--weights must be pretrained or random, got {quote(typed)}")
-    return cast(Weights | None, typed)
 
 
 def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_json: bool) -> int:

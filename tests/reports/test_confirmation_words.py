@@ -63,7 +63,7 @@ def test_the_soak_is_told_with_what_strained_it() -> None:
 def test_a_trial_that_ran_out_in_its_soak_is_said_to_have_lost() -> None:
     study = with_soak(again(*TRIALS), OutOfMemory(stage="forward"))
     said = summary_of(study)
-    assert said.sentence.startswith("The fastest configuration measured so far is trial 2.")
+    assert said.sentence.startswith("The fastest configuration measured so far is trial 2, ")
     assert "Trial 1 fitted in the search and ran out of memory in its soak, so it lost." in (
         said.sentence
     )
@@ -76,7 +76,7 @@ def test_a_noisy_machine_has_a_winner_whose_gain_is_its_lower_end() -> None:
     wide = {"step_seconds_ci95": (0.12, 1.0)}
     study = again(fits(0, 1_000.0), fits(1, 16_800.0, FAST, **wide))
     said = summary_of(study)
-    assert said.sentence.startswith("The fastest configuration that fits is trial 1.")
+    assert said.sentence.startswith("The fastest configuration that fits is trial 1, ")
     gain = {fact.label: fact for fact in said.facts}["the baseline's speed"]
     assert gain.value.startswith("at least ")
     assert gain.detail.startswith("confirmed (2 runs); 95 % interval ")
@@ -86,7 +86,7 @@ def test_one_is_recommended_and_what_is_as_fast_is_a_footnote() -> None:
     twin = fits(2, 16_790.0, SLOW, peak_allocated_bytes=6 * GIB)
     study = replace(snapshot((*TRIALS[:2], twin)), confirmations=confirmed(*TRIALS[:2], twin))
     said = summary_of(study).sentence
-    assert said.startswith("The fastest configuration that fits is trial 1.")
+    assert said.startswith("The fastest configuration that fits is trial 1, ")
     assert "Trial 2 is as fast and has memory to spare (6.00 GiB)." in said
     assert [(row.number, row.result) for row in confirmation_rows(study)] == [
         ("1", "recommended"),
@@ -102,7 +102,7 @@ def test_one_is_recommended_and_what_is_as_fast_is_a_footnote() -> None:
 
 def test_what_was_not_confirmed_is_the_fastest_measured_so_far() -> None:
     said = summary_of(snapshot(TRIALS))
-    assert said.sentence.startswith("The fastest configuration measured so far is trial 1.")
+    assert said.sentence.startswith("The fastest configuration measured so far is trial 1, ")
     assert said.commands[0] == "sweep confirm a10-mistral"
 
 

@@ -42,7 +42,6 @@ def test_a_variable_stands_in_for_the_option_and_an_empty_one_for_nothing(
     monkeypatch.setenv("SWEEP_STORAGE", "postgresql://sweep@db/studies")
     assert storage_url(None) == "postgresql://sweep@db/studies"
     assert storage_url("sqlite:///typed.db") == "sqlite:///typed.db"
-    assert storage_url("") == ""
     monkeypatch.setenv("SWEEP_STORAGE", "")
     assert storage_url(None) == "sqlite:///runs/sweep.db"
 
