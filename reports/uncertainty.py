@@ -56,9 +56,8 @@ def doubts(measured: Measurement) -> str:
 def speed(measured: Measurement) -> str:
     """Return a speed, of a noisy one with its interval: ``7,010 tokens/s (6,500–7,600, noisy)``."""
     rate = f"{units.rate(measured.tokens_per_second)} tokens/s"
-    ends = "" if measured.speed_interval is None else interval(measured)
-    within = ", ".join(filter(None, (ends, doubts(measured)))) if measured.is_noisy else ""
-    return f"{rate} ({within})" if within else rate
+    known = ", ".join(filter(None, (interval(measured), doubts(measured))))
+    return f"{rate} ({known})" if measured.is_noisy else rate
 
 
 def measured_beside(measured: Measurement, target: Target) -> str:

@@ -221,7 +221,7 @@ def test_a_study_s_name_is_quoted_for_the_shell() -> None:
         ((), "No trial has finished yet."),
         (one_of_each()[2:5], "Nothing that was tried was measured to fit in 21.50 GiB."),
         (one_of_each()[1:2], "Nothing that was tried was measured to fit in 21.50 GiB."),
-        ((fits(0, 8_000.0),), "It is the baseline itself."),
+        ((fits(0, 8_000.0),), "the baseline itself"),
         ((fits(0, math.nan), fits(1, math.inf)), "Nothing that was tried"),
         ((fits(0, 8_000.0, final_loss=math.nan, flops_utilization=math.inf),), "8,000"),
         ((record(0, OutOfMemory(stage="load")),), "Nothing that was tried"),

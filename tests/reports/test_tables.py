@@ -21,7 +21,6 @@ from tests.reports.synthetic import (
     record,
     snapshot,
 )
-from tests.storage.builders import confirmed
 
 FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
 
@@ -35,16 +34,6 @@ def test_the_fastest_configuration_is_first_with_its_numbers_in_words() -> None:
     assert first.interval == "15,842–16,162"
     assert first.peak_allocated == "20.00 GiB"
     assert first.budget_share == "93 %"
-
-
-def test_a_configuration_that_is_as_fast_as_the_winner_is_marked_as_tied() -> None:
-    trials = [
-        fits(0, 8_000.0),
-        fits(1, 16_000.0, FAST),
-        fits(2, 15_900.0, FAST.model_copy(update={"seq_len": 1024})),
-    ]
-    study = snapshot(trials, confirmations=confirmed(*trials[1:]))
-    assert [row.is_tied for row in tables.top_configurations(study)] == [True, True, False]
 
 
 def test_runners_up_leave_the_winner_out() -> None:
