@@ -81,7 +81,7 @@ def notes(snapshot: StudySnapshot) -> tuple[str, ...]:
 def emulation_note(target: Target) -> str | None:
     """Return what is real and what is not where trials were recorded, or another GPU stood in."""
     if target.recorded is not None:
-        return f"Recorded on an {target.recorded}: nothing is measured now."
+        return f"Recorded on {target.recorded}: nothing is measured now."
     if target.emulated_on is None:
         return None
     return (

@@ -277,6 +277,8 @@ def surface_text(snapshot: StudySnapshot) -> str:
             "lengths decide what is fast; a study without texts makes one"
         )
     target = definition.target
+    if target.recorded is not None:
+        raise InputError(f"{name}: its trials are those of a surface; nothing of it was measured")
     product = target.emulated_on or _product_of(target.gpu)
     if match_product(product) is None or target.device != "cuda":
         raise InputError(

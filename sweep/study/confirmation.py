@@ -175,7 +175,7 @@ class Plan:
         winner = self.ranking.winner
         needed = {canonical(c.config) for c in self._references()}
         needed |= set() if winner is None else {canonical(winner.config)}
-        return canonical(contender.config) in needed or self._runs(contender) > 0
+        return canonical(contender.config) in needed or self._runs(contender) == 1
 
     def owed(self) -> int:
         """Return how many runs are still to come, whatever they take."""
@@ -241,7 +241,10 @@ class Plan:
             and self._may_try(contender.config, "confirm")
             and self._runs(contender) < RUNS_MAX * self.budget.repeats
         ]
-        if possible[:1] != [*known[:1]] or not set(wanted) & set(possible):
+        winner = self.ranking.winner
+        if winner is None or possible[:1] != [_contender(winner)]:
+            return None
+        if not set(wanted) & set(possible):
             return None
         rounds = self.ranking.confirmations.rounds(series=self.series)
         return min(possible, key=lambda c: max(rounds.get(canonical(c.config), {}), default=-1))

@@ -77,8 +77,7 @@ class Rivals:
         told = {record.number: record for record in records}
         ranking = rank(told.values(), self._definition, self._confirmations)
         for record in ranking.records:
-            is_other = ranking.is_measured_again(record) or record.number in ranking.fallen
-            yield record if is_other else told[record.number]
+            yield record if record.number in ranking.fallen else told[record.number]
 
     def of(self, config: TrialConfig) -> tuple[Rival, ...]:
         """Return what a running trial has to beat.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
 from typing import Any, cast
 
+from reports import units
 from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.documents import Document
 from search_spaces.errors import InputError
@@ -35,15 +37,22 @@ def space_of(surface: Surface, space: SearchSpace) -> SearchSpace:
     """Return the space of what was recorded, for the GPU, the budget and the baseline of ``space``.
 
     Nothing is measured again: of each configuration there is one recorded run.
+
+    Raises:
+        InputError: the space is of another model, or of a dataset.
     """
+    if space.model != surface.model.name or space.data is not None:
+        raise InputError(
+            f"{surface.name}: its trials are of {surface.model.name} on random examples: say "
+            f"--model {surface.model.name}, and leave --data out"
+        )
     known = {
         key: list(dict.fromkeys(getattr(row.config, key) for row in surface.rows))
         for key in CONFIG_KEYS
     }
     free = {key: values for key, values in known.items() if len(values) > 1}
     values = space.model_dump() | {
-        "model": surface.model.name,
-        "data": None,
+        "name": f"{space.name}-recorded",
         "confirm": None,
         "dimensions": {key: {"choices": _ordered(values)} for key, values in free.items()},
         "fixed": {key: values[0] for key, values in known.items() if key not in free},
@@ -58,8 +67,8 @@ def _ordered(values: list[Any]) -> list[Any]:
 
 def target_of(surface: Surface, target: Target) -> Target:
     """Return a target whose trials are a surface's."""
-    recorded = ", ".join(filter(None, (surface.card.product, surface.date)))
-    return target.model_copy(update={"recorded": recorded})
+    product = units.with_article(surface.card.product)
+    return target.model_copy(update={"recorded": ", ".join(filter(None, (product, surface.date)))})
 
 
 def card_of(surface: Surface) -> Card:
@@ -75,10 +84,56 @@ def card_of(surface: Surface) -> Card:
     )
 
 
-def runner_of(surface: Surface, *, budget_bytes: int) -> ReplayRunner:
-    """Return what answers with a surface's trials, slowly enough to be followed."""
-    records = records_of(surface, budget_bytes=budget_bytes)
-    return ReplayRunner(records, budget_bytes=budget_bytes, pause=lambda: sleep(PAUSE_SECONDS))
+def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surface:
+    """Return what of a surface says something of a space under a budget.
+
+    Raises:
+        InputError: nothing does.
+    """
+    # What ran out of a smaller budget may fit this one.
+    is_known = surface.budget_bytes is None or budget_bytes <= surface.budget_bytes
+    rows = tuple(
+        row
+        for row in surface.rows
+        if space.holds(row.config) and (is_known or row.verdict != "oom")
+    )
+    if not rows:
+        fixed = ", ".join(f"{key} {value}" for key, value in space.fixed.items())
+        raise InputError(f"{surface.name}: no recorded trial has {fixed}")
+    return replace(surface, rows=rows)
+
+
+class RecordedClock:
+    """Seconds of the GPU that the recorded trials took, and nothing of this machine's."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        """Return the seconds so far."""
+        return self.seconds
+
+
+class RecordedRunner(ReplayRunner):
+    """Answers with a surface's trials, slowly enough to be followed.
+
+    Args:
+        surface: what was recorded.
+        budget_bytes: what needs more does not fit.
+        clock: moved on by what each trial took.
+    """
+
+    def __init__(self, surface: Surface, *, budget_bytes: int, clock: RecordedClock) -> None:
+        records = records_of(surface, budget_bytes=budget_bytes)
+        super().__init__(records, budget_bytes=budget_bytes, pause=lambda: sleep(PAUSE_SECONDS))
+        self._seconds = {row.config.key(): row.device_seconds or 0.0 for row in surface.rows}
+        self._clock = clock
+
+    def run(self, config: TrialConfig, **asked: Any) -> Outcome:
+        """See `Runner.run`."""
+        outcome = super().run(config, **asked)
+        self._clock.seconds += self._seconds.get(config.key(), 0.0)
+        return outcome
 
 
 def recorded_study(name: str) -> StudySnapshot:
@@ -92,6 +147,7 @@ def recorded_study(name: str) -> StudySnapshot:
     surface = read_surface(name)
     gpu = find_gpu(surface.gpu)
     own = parse_space(starting_text(gpu.name, None), label=gpu.name)
+    own = own.model_copy(update={"model": surface.model.name})
     by_key = {identity(row.config): row.config for row in surface.rows}
     baselines = [space.baseline_config() for space in (own, *shipped_presets())]
     baseline = next((b for b in baselines if identity(b) in by_key), baselines[0])

@@ -5,6 +5,7 @@ Knows nothing of options' spelling and prints nothing; who listens is handed in.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Work(Protocol):
         study: OpenStudy,
         *,
         runner: Runner | Lanes,
+        clock: Callable[[], float],
         preflight: Preflight,
         stopping: Stopping,
         on_event: Listener,
@@ -113,6 +115,8 @@ class Prepared:
     """What the texts made of the space, for a person."""
     surface: Surface | None = None
     """What answers instead of a GPU, where trials were recorded."""
+    clock: Callable[[], float] = time.monotonic
+    """Of the seconds that trials take."""
 
     @property
     def space(self) -> SearchSpace:
@@ -397,6 +401,7 @@ def drive(
                 return work(
                     study,
                     runner=lanes,
+                    clock=prepared.clock,
                     preflight=preflight,
                     stopping=Stopping(
                         space,

@@ -41,11 +41,12 @@ def demonstrate(surface: str, replay: str) -> int:
     if live is None:
         return INTERRUPTED
     shown = "--rank 16 --target-modules qv"
-    note(f"\n2 of 2: a recorded GPU (`sweep run a10 {shown} --on recorded:{surface}`).")
+    typed = f"sweep run a10 {shown} --on recorded:{surface} --study demo-a10"
+    note(f"\n2 of 2: a recorded GPU (`{typed}`).")
     recorded = _study("a10", name="demo-a10", on=f"recorded:{surface}", held=RECIPE)
     if recorded is None:
         return INTERRUPTED
-    lines = ["", *_found(live), *_found(recorded), _as_published(recorded, read_surface(surface))]
+    lines = ["", *_found(live), *_found(recorded), *_as_published(recorded, read_surface(surface))]
     lines += [_searched(replay), *_next(live, recorded)]
     say("\n".join(folded(line, width_of(sys.stdout), indent=2) for line in lines))
     return DONE if has_fit(live) else NOTHING_FITS
@@ -65,30 +66,30 @@ def _found(snapshot: StudySnapshot) -> Iterator[str]:
     """Yield what a study was about, how its trials ended, and what it found."""
     target, winner = snapshot.definition.target, rank_study(snapshot).winner
     model = units.model_name(snapshot.definition.model["name"])
-    when = "measured now" if target.recorded is None else f"recorded on an {target.recorded}"
+    when = "measured now" if target.recorded is None else f"recorded on {target.recorded}"
     gpu, budget = units.gpu_name(target.gpu), units.gib(target.budget_bytes)
     yield f"{model} on {units.with_article(gpu)} ({budget}), {when}:"
     yield f"  {verdict_words(snapshot.records)}"
     if winner is not None:
         measured = measured_of(winner)
-        speed, peak = units.rate(measured.tokens_per_second), measured.peak_allocated_bytes
-        yield (
-            f"  fastest: {units.size(winner.config)}, {speed} tokens/s, {units.gib(peak)}, "
-            f"{gain_words(rank_study(snapshot))}"
+        known = (
+            f"{units.rate(measured.tokens_per_second)} tokens/s",
+            units.gib(measured.peak_allocated_bytes),
+            gain_words(rank_study(snapshot)).partition(" (")[0],
         )
+        yield f"  fastest: {units.size(winner.config)}, {', '.join(filter(None, known))}"
 
 
-def _as_published(snapshot: StudySnapshot, surface: Surface) -> str:
-    """Return how the winner compares with the published recipe on the adapters it was published
+def _as_published(snapshot: StudySnapshot, surface: Surface) -> Iterator[str]:
+    """Yield how the winner compares with the published recipe on the adapters it was published
     with."""
     winner = rank_study(snapshot).winner
     recipe = load_space("a10").baseline_config()
     rows = {identity(row.config): row.tokens_per_second for row in surface.rows}
     known = rows.get(identity(recipe))
-    if winner is None or known is None:
-        return ""
-    ratio = measured_of(winner).tokens_per_second / known
-    return f"  (with the same adapters; {ratio:.2f}x the recipe as published, on q,k,v,o)"
+    if winner is not None and known is not None:
+        ratio = measured_of(winner).tokens_per_second / known
+        yield f"  (that is {ratio:.2f}x the recipe as published, which has adapters on q,k,v,o)"
 
 
 def _searched(replay: str) -> str:

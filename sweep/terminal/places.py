@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from search_spaces.errors import InputError, quote
@@ -194,6 +194,7 @@ class OnRecorded(Places):
     """Nowhere: trials were recorded, and answer as they did."""
 
     surface: Surface
+    _clock: recorded.RecordedClock = field(default_factory=recorded.RecordedClock)
 
     def first(self) -> Card:
         """See `Places.first`."""
@@ -207,22 +208,29 @@ class OnRecorded(Places):
         """See `Places.given_to`.
 
         Raises:
-            InputError: the surface is of a model of that name and another architecture.
+            InputError: the surface is of a model of that name and another architecture, or of
+                nothing that the space holds.
         """
         if prepared.model.fingerprint != self.surface.model.fingerprint:
             raise InputError(f"{self.surface.name}: its {prepared.model.name} is another model")
         definition = prepared.definition
         target = recorded.target_of(self.surface, definition.target)
+        surface = recorded.within(self.surface, prepared.space, budget_bytes=target.budget_bytes)
         return replace(
             prepared,
             definition=definition.model_copy(update={"target": target}),
             resolved=replace(prepared.resolved, target=target),
-            surface=self.surface,
+            surface=surface,
+            clock=self._clock,
         )
 
     def new_runner(self, prepared: Prepared) -> Runner:
         """See `Places.new_runner`."""
-        return recorded.runner_of(self.surface, budget_bytes=prepared.target.budget_bytes)
+        assert prepared.surface is not None, "it was given to this place"
+        budget_bytes = prepared.target.budget_bytes
+        return recorded.RecordedRunner(
+            prepared.surface, budget_bytes=budget_bytes, clock=self._clock
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -181,10 +181,7 @@ def test_the_rivals_that_are_kept_stop_what_any_trial_of_the_ranking_stops(
     is_of_class = ranking.is_of_baselines_class
 
     as_told = {record.number: record for record in told}
-    ranked = [
-        record if ranking.is_measured_again(record) else as_told[record.number]
-        for record in ranking.ranked
-    ]
+    ranked = [as_told[record.number] for record in ranking.ranked]
     everything = [
         Rival(
             config=record.config,

@@ -1161,7 +1161,7 @@ def test_both_spellings_of_a_gpu_give_one_answer_on_one_screen(
         (("a10", "--price", "a11=1"), "--price: unknown GPU 'a11'; did you mean 'a10'"),
         (("--cheapest", "--samples", "0"), "--samples must be greater than 0"),
         (("--gpu", "a100:x"), "unknown GPU 'a100:x'; did you mean 'a100-40gb', 'a100-80gb' or "),
-        (("--gpu", "zzz"), "unknown GPU 'zzz'; `sweep gpus` lists those that are known"),
+        (("--gpu", "zzz"), "unknown GPU 'zzz'; `sweep gpus` lists them"),
         (("zzz",), "is no preset, no YAML file and no GPU; `sweep presets` and `sweep gpus`"),
     ],
 )
