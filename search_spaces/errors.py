@@ -128,7 +128,7 @@ def did_you_mean(word: str, known: Iterable[str], *, lists: str = "") -> str:
         lists: the command that lists them, which is said where they are many.
     """
     names = {name.lower(): name for name in known}
-    typed = word.strip().lower()
+    typed = word.strip().lower().partition(":")[0]
     begun = [lower for lower in names if typed and lower.startswith(typed)]
     nearest = begun[:NAMED_MAX] or difflib.get_close_matches(typed, names, n=1, cutoff=0.5)
     all_of_them = f" `{lists}` lists them" if lists and len(names) > KNOWN_MAX else ""

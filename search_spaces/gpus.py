@@ -190,7 +190,7 @@ def find_gpu(name: str) -> GpuSpec:
     """
     spec = match_product(name)
     if spec is None:
-        nearest = did_you_mean(name.partition(":")[0], gpu_names(), lists="sweep gpus")
+        nearest = did_you_mean(name, gpu_names(), lists="sweep gpus")
         raise InputError(f"unknown GPU '{name}'{nearest}")
     return spec
 

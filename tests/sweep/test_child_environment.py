@@ -26,21 +26,28 @@ NEEDED_NAMES = """
 """
 SECRETS = dict.fromkeys(SECRET_NAMES.split(), "hunter2")
 NEEDED = dict.fromkeys(NEEDED_NAMES.split(), "/there")
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that spin at a barrier slow down whatever shares their cores."""
 
 
 def test_a_child_gets_what_its_libraries_read() -> None:
-    assert child_environment(NEEDED | SECRETS) == NEEDED
+    assert child_environment(NEEDED | SECRETS) == NEEDED | PATIENT
 
 
 @pytest.mark.parametrize("name", SECRETS)
 def test_a_child_never_gets_what_is_none_of_its_business(name: str) -> None:
-    assert child_environment({name: "hunter2"}) == {}
+    assert child_environment({name: "hunter2"}) == PATIENT
 
 
 def test_the_hubs_token_is_for_a_child_that_fetches_a_model() -> None:
     both = {"HF_TOKEN": "hf_x", "HF_HOME": "/models"}
-    assert child_environment(both, with_hub_token=True) == both
-    assert child_environment(both) == {"HF_HOME": "/models"}
+    assert child_environment(both, with_hub_token=True) == both | PATIENT
+    assert child_environment(both) == {"HF_HOME": "/models"} | PATIENT
+
+
+def test_a_person_says_how_threads_wait() -> None:
+    asked = {"OMP_WAIT_POLICY": "ACTIVE"}
+    assert child_environment(asked) == asked
 
 
 def test_how_memory_is_cut_is_the_configurations_to_say_and_nobody_elses() -> None:
@@ -50,8 +57,8 @@ def test_how_memory_is_cut_is_the_configurations_to_say_and_nobody_elses() -> No
 
 def test_further_variables_are_let_through_by_name() -> None:
     asked = {"SWEEP_WORKER_ENV": "AWS_PROFILE, MY_*", "AWS_PROFILE": "a", "MY_ONE": "1", "NOT": "2"}
-    assert child_environment(asked) == {"AWS_PROFILE": "a", "MY_ONE": "1"}
+    assert child_environment(asked) == {"AWS_PROFILE": "a", "MY_ONE": "1"} | PATIENT
 
 
 def test_an_empty_list_lets_nothing_more_through() -> None:
-    assert child_environment({"SWEEP_WORKER_ENV": " ,", "OTHER": "1"}) == {}
+    assert child_environment({"SWEEP_WORKER_ENV": " ,", "OTHER": "1"}) == PATIENT

@@ -15,6 +15,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import find_gpu
 from search_spaces.knobs import KNOBS
+from search_spaces.loading import load_space, with_fixed
+from search_spaces.space import SearchSpace
 from storage.reading import list_studies, read_study
 from storage.records import Measured, Outcome, TrialRecord
 from storage.spooled_study import read_spooled_study
@@ -144,7 +146,12 @@ def test_knobs_that_are_typed_are_held_and_the_rest_is_searched() -> None:
 def test_the_baselines_micro_batch_goes_into_an_effective_batch_that_is_typed(
     effective: int, micro: int
 ) -> None:
-    baseline = prepared(held={"effective_batch_size": effective}).space.baseline_config()
+    held = {"effective_batch_size": effective}
+    space = with_fixed(
+        load_space("a10").model_copy(update={"baseline": {"micro_batch_size": 4}}), held
+    )
+    assert isinstance(space, SearchSpace)
+    baseline = space.baseline_config()
     assert (baseline.micro_batch_size, baseline.effective_batch_size) == (micro, effective)
 
 
@@ -316,7 +323,7 @@ def test_results_of_trials_that_somebody_closed_are_kept_and_taken_over_from_the
     def watch(_study: OpenStudy, _interruption: Interruption) -> Iterator[Listener]:
         yield lambda e: told.append(e.record) if isinstance(e, TrialFinished) else None
 
-    what = prepared(sampler="random", trials=6, confirm=False)
+    what = prepared(sampler="random", trials=6, confirm=False, budget_gib=1.0)
     run(what, url, watch=watch, warn=said.append, new_runner=lambda _: meddled)
     assert len(meddled.ran) == len(set(meddled.ran)) == len(told) == 6
     closed = [c for c in meddled.ran if c.micro_batch_size == batch]

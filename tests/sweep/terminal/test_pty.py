@@ -106,7 +106,7 @@ def test_a_study_is_drawn_and_leaves_its_trials_and_its_answer(
     assert any("trial 0, starting the worker" in picture for picture in drawn)
     assert all(picture.count("best  ") == 1 for picture in drawn)
     assert "now  " not in screen.seen
-    assert screen.seen.count("trial 0: ") == screen.seen.count("trial 1: ") == 1
+    assert screen.seen.count("trial 0 (1 of 2): ") == screen.seen.count("trial 1 (2 of 2): ") == 1
     assert "Next:" in screen.seen
 
 
@@ -115,4 +115,4 @@ def test_a_dumb_terminal_gets_lines_and_no_escapes(tmp_path: Path) -> None:
     command = ("run", "cpu-demo", "--trials", "1", "--no-confirm")
     screen = on_a_terminal(*command, width=80, home=tmp_path, term="dumb", program=SIMULATED)
     assert "\x1b" not in screen.getvalue()
-    assert "trial 0: fits" in screen.seen
+    assert "trial 0 (1 of 1): fits" in screen.seen

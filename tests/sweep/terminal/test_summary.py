@@ -78,9 +78,9 @@ def test_the_speed_is_the_target_cards_and_the_measured_one_is_named_beside_it()
     predicted = TargetSpeed(3000.0, 2000.0, 4000.0, "predicted")
     known = replace(a_snapshot(*trials()), target_speeds={1: predicted})
     (line,) = [line for line in last_screen(known).splitlines() if "speed  " in line]
-    assert line.startswith("  speed   3,000 tokens/s on a10 (predicted, 2,000–4,000); measured on")
+    assert line.startswith("  speed   3,000 tokens/s on a10 (predicted 2,000–4,000; measured on")
     assert "NVIDIA H200: " in line
-    assert "not known on a10" in last_screen(a_snapshot(*trials()))
+    assert "not predicted on a10" in last_screen(a_snapshot(*trials()))
     assert "measured on" not in last_screen(a_snapshot(*trials(), emulated_on=None))
 
 
@@ -89,7 +89,7 @@ def test_a_winner_is_said_to_be_confirmed_or_how_to_have_it_so() -> None:
     again = replace(again, confirmations=confirmed(*trials()))
     for text in (status_text(alone), best_text(alone)):
         assert "It is not confirmed: sweep confirm night." in text
-        assert "The fastest configuration measured so far is trial 1." in text
+        assert "The fastest configuration measured so far is trial 1, " in text
         assert "x the baseline's speed (not confirmed; 95 % interval" in text
     assert "sure    not confirmed: sweep confirm night" in last_screen(alone)
     for text in (status_text(again), best_text(again)):
