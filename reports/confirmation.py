@@ -17,6 +17,9 @@ from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
 from storage.records import TrialRecord
 
+AS_FAST = 1.05
+"""A tie whose speeds differ by more says that the runs were too few, and not that it is as fast."""
+
 
 @dataclass(frozen=True)
 class ConfirmationRow:
@@ -72,7 +75,11 @@ def as_fast(ranking: Ranking) -> str:
     alike = [r for r in ranking.ranked if r.number in ranking.tied]
     if ranking.winner is None or not alike:
         return ""
-    word = "fast" if ranking.objectives == ("tokens_per_second",) else "good"
+    is_speed = ranking.objectives == ("tokens_per_second",)
+    word = "fast" if is_speed else "good"
+    count = units.plural(len(alike), "other")
+    if is_speed and any(ranking.ratio(ranking.winner, r).value > AS_FAST for r in alike):
+        return f"In these runs {count} cannot be told from it for sure."
     frugal = min(alike, key=lambda r: measured_of(r).peak_allocated_bytes)
     peak = measured_of(frugal).peak_allocated_bytes
     spare = f"has memory to spare ({units.gib(peak)})"

@@ -54,11 +54,18 @@ def summary_of(snapshot: StudySnapshot) -> Summary:
         sentence=_winner_sentence(snapshot, ranking),
         facts=tuple(_facts(snapshot, ranking, winner, winner.measurement)),
         configuration=json.dumps(winner.config.model_dump(mode="json"), indent=2),
-        commands=(
-            *(() if ranking.is_confirmed else (confirmation.measure_again(snapshot.name),)),
-            *next_commands(snapshot.name),
-        ),
+        commands=_commands(snapshot, ranking),
     )
+
+
+def _commands(snapshot: StudySnapshot, ranking: Ranking) -> tuple[str, ...]:
+    is_recorded = snapshot.definition.target.recorded is not None
+    if is_recorded and not snapshot.identity:
+        # A surface is no study.
+        return ()
+    is_settled = ranking.is_confirmed or is_recorded
+    again = () if is_settled else (confirmation.measure_again(snapshot.name),)
+    return (*again, *next_commands(snapshot.name))
 
 
 def next_commands(study: str) -> tuple[str, ...]:
@@ -75,7 +82,14 @@ def notes(snapshot: StudySnapshot) -> tuple[str, ...]:
         if snapshot.holder is not None
         else None
     )
-    return tuple(note for note in (emulation, running, *snapshot.warnings) if note)
+    scale = rank_study(snapshot).scale
+    scaled = (
+        f"Speeds of trials that were not measured again are shown times {scale:.2f}, so that they "
+        "compare with those that were measured side by side."
+        if abs(scale - 1) >= 0.005
+        else None
+    )
+    return tuple(note for note in (emulation, running, scaled, *snapshot.warnings) if note)
 
 
 def emulation_note(target: Target) -> str | None:
@@ -258,7 +272,8 @@ def _gain(ranking: Ranking) -> Fact:
     sure = f"confirmed ({runs})" if ranking.is_confirmed else "not confirmed"
     factor, ends = uncertainty.factor(comparison.gain), uncertainty.factor_interval(comparison.gain)
     label = "the baseline's speed" if comparison.is_over_the_baseline else f"the speed of {named}"
-    interval = f"95 % interval {ends}; " if ends else ""
+    kind = "95 % interval" if comparison.gain.is_paired else "by single runs"
+    interval = f"{kind} {ends}; " if ends else ""
     return Fact(factor, label, f"{sure}; {interval}{what}")
 
 

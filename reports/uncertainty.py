@@ -106,7 +106,8 @@ def flags_in_words(measured: Measurement) -> str:
 def gain(ratio: Ratio, over: str = "") -> str:
     """Return a gain with its 95 % interval: ``2.1x the baseline (2.06–2.17x)``."""
     factor_over, ends = f"{factor(ratio)} {over}".rstrip(), factor_interval(ratio)
-    return f"{factor_over} ({ends})" if ends else factor_over
+    single = "" if ratio.is_paired else ", by single runs"
+    return f"{factor_over} ({ends}{single})" if ends else factor_over
 
 
 def factor(ratio: Ratio) -> str:
@@ -129,6 +130,7 @@ def factor_interval(ratio: Ratio) -> str:
     decimals, low = _decimals_of_ends(ratio), ratio.low
     if _is_wide(ratio):
         low = math.floor(low * 10**decimals) / 10**decimals
+        return f"{ratio.value:.1f}x, {low:.{decimals}f}–{ratio.high:.{decimals}f}x"
     return f"{low:.{decimals}f}–{ratio.high:.{decimals}f}x"
 
 

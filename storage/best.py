@@ -13,6 +13,16 @@ from storage.objectives import measured_of, objective_value
 from storage.ranking import Ranking, rank_study, verdict_counts
 from storage.records import Measurement, TrialRecord
 
+NOT_RECORDED = (
+    "steps_measured",
+    "steps_warmup",
+    "final_loss",
+    "setup_seconds",
+    "measured_seconds",
+    "allocator_retries",
+)
+"""Of a measurement, what a surface says nothing of."""
+
 
 def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
     """Return the document of ``sweep best --json``; ``best`` is null where nothing fits.
@@ -43,7 +53,10 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
         },
         "trials": {"total": len(records), **verdict_counts(records)},
         "ended": snapshot.ended,
-        "best": None if winner is None else _trial(winner) | {"target_tokens_per_second": speed},
+        "best": None
+        if winner is None
+        else _trial(winner, is_recorded=target.recorded is not None)
+        | {"target_tokens_per_second": speed},
         "cost": None if winner is None else _cost(snapshot, winner),
         **_texts(snapshot, winner),
         "target_tokens_per_second": speed,
@@ -99,10 +112,12 @@ def _soak(measured: Measurement) -> dict[str, Any]:
     }
 
 
-def _trial(record: TrialRecord) -> dict[str, Any]:
+def _trial(record: TrialRecord, *, is_recorded: bool) -> dict[str, Any]:
     values = record.to_json()
     measurement = dict(values["outcome"]["measurement"])
     del measurement["soak"]
+    if is_recorded:
+        measurement |= dict.fromkeys(NOT_RECORDED)
     return {
         "number": record.number,
         "config": values["config"],

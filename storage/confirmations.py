@@ -51,6 +51,8 @@ class Ratio:
     low: float | None
     """Ends of its 95 % interval; null where nothing bounds it."""
     high: float | None
+    is_paired: bool = False
+    """Whether both ran in turns; else its ends are those of single runs, which differ by more."""
 
     @property
     def is_open(self) -> bool:
@@ -160,7 +162,8 @@ class Confirmations:
         between = residual.t * deviation / math.sqrt(len(rounds))
         within = [_within([ran[n] for n in rounds]) for ran in (mine, theirs)]
         center, half = statistics.fmean(gains), max(between, math.hypot(*within))
-        return Ratio(math.exp(center), math.exp(center - half), math.exp(center + half))
+        ends = math.exp(center - half), math.exp(center + half)
+        return Ratio(math.exp(center), *ends, is_paired=True)
 
     def rounds(self, *, series: int) -> Mapping[TrialConfig, Mapping[int, Measurement]]:
         """Return what was measured in a series, by canonical configuration and round: a round is

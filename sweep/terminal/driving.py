@@ -173,6 +173,10 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
     """Measure a study's winner again; then end as a run does."""
     url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
+    if stored.target.recorded is not None:
+        raise InputError(
+            f"study '{study}': its trials were recorded; nothing can be measured again"
+        )
     again = prepare_again(study, stored, confirm=typed, card=read_card, read_texts=read_texts)
     prepared = OnCards(None).given_to(again)
     reason = drive(

@@ -28,8 +28,8 @@ RANKS = {
         (2.122, 2.115, 2.13, "2.12x (2.12–2.13x)"),
         (2.122, 2.06, 2.17, "2.1x (2.06–2.17x)"),
         (2.122, 1.9, 2.4, "2x (1.9–2.4x)"),
-        (13.82, 9.09, 19.0, "at least 9.0x (9.0–19.0x)"),
-        (1.8, 1.049, 3.1, "at least 1.04x (1.04–3.10x)"),
+        (13.82, 9.09, 19.0, "at least 9.0x (13.8x, 9.0–19.0x)"),
+        (1.8, 1.049, 3.1, "at least 1.04x (1.8x, 1.04–3.10x)"),
         (0.42, 0.2, 0.7, "0.4x (0.20–0.70x)"),
         (0.04, 0.01, 0.5, "0.04x (0.01–0.50x)"),
         (1.0, 1.0, 1.0, "1.00x"),
@@ -40,7 +40,11 @@ RANKS = {
 def test_a_gain_has_no_more_digits_than_its_interval_supports(
     value: float, low: float | None, high: float | None, words: str
 ) -> None:
-    assert uncertainty.gain(Ratio(value, low, high)) == words
+    assert uncertainty.gain(Ratio(value, low, high, is_paired=True)) == words
+
+
+def test_a_gain_of_single_runs_says_so() -> None:
+    assert uncertainty.gain(Ratio(2.1, 2.0, 2.2)) == "2.1x (2.00–2.20x, by single runs)"
 
 
 @pytest.mark.parametrize(

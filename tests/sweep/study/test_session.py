@@ -323,7 +323,7 @@ def test_results_of_trials_that_somebody_closed_are_kept_and_taken_over_from_the
     def watch(_study: OpenStudy, _interruption: Interruption) -> Iterator[Listener]:
         yield lambda e: told.append(e.record) if isinstance(e, TrialFinished) else None
 
-    what = prepared(sampler="random", trials=6, confirm=False, budget_gib=1.0)
+    what = prepared(sampler="random", trials=6, confirm=False, budget_gib=100.0)
     run(what, url, watch=watch, warn=said.append, new_runner=lambda _: meddled)
     assert len(meddled.ran) == len(set(meddled.ran)) == len(told) == 6
     closed = [c for c in meddled.ran if c.micro_batch_size == batch]

@@ -90,7 +90,7 @@ def test_a_winner_is_said_to_be_confirmed_or_how_to_have_it_so() -> None:
     for text in (status_text(alone), best_text(alone)):
         assert "It is not confirmed: sweep confirm night." in text
         assert "The fastest configuration measured so far is trial 1, " in text
-        assert "x the baseline's speed (not confirmed; 95 % interval" in text
+        assert "x the baseline's speed (not confirmed; by single runs " in text
     assert "sure    not confirmed: sweep confirm night" in last_screen(alone)
     for text in (status_text(again), best_text(again)):
         assert "It is confirmed (2 runs), and stood a soak of 12 steps" in text
