@@ -16,7 +16,7 @@ from sweep.predict.memory.tracing_children import Tracer
 UNCERTAINTY = 0.2
 """Relative, of the allocated peak. Of 46 configurations of the demo model predictions were 2 % too
 low to 1 % too high, and up to 18 % too high where fp32 activations are kept: the CPU's attention
-keeps less of those (`tests/data/cpu_peaks.jsonl`)."""
+keeps less of those (`tests/data/cpu/peaks.jsonl`)."""
 
 
 class CpuMemory:

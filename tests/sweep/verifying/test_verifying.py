@@ -158,7 +158,7 @@ def test_bad_input_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["nothing"], "nothing"),
         (["one", "--steps", "2"], "--steps must be at least 8, got 2"),
         (["one.py", "--trial", "0"], "--trial: an export is of one trial"),
-        (["one", "--trial", "7"], "has no trial 7"),
+        (["one", "--trial", "77"], "has no trial 77"),
     ):
         assert main(["verify", *arguments]) == 2
         assert words in capsys.readouterr().err

@@ -11,9 +11,9 @@ from sweep.predict.memory.on_cpu import UNCERTAINTY, CpuMemory
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.tracing_children import TracingChild
 
-ROWS = Path(__file__).parents[3] / "data" / "cpu_peaks.jsonl"
-"""The demo model under torch 2.13, bitsandbytes 0.50.2 and peft 0.21.2, 2026-11-23: the measured
-trials of a grid of `cpu-demo`'s settings, and of an earlier search."""
+ROWS = Path(__file__).parents[3] / "data" / "cpu" / "peaks.jsonl"
+"""The demo model under torch 2.13, bitsandbytes 0.50.2 and peft 0.21.2, 2026-11-23, by
+`python -m tests.bench.cpu_peaks`."""
 
 
 def test_predicted_peaks_are_within_what_is_stated(
