@@ -20,7 +20,7 @@ from storage.records import Measured
 from sweep.running.supervisor import SupervisedRunner
 
 ROWS = Path(__file__).parents[1] / "data" / "cpu" / "peaks.jsonl"
-STEPS = StepBudget(warmup_min=1, warmup_max=1, measured_min=1, measured_max=1, seconds_max=1)
+STEPS = StepBudget(warmup_min=1, warmup_max=1, measured_min=2, measured_max=2, seconds_max=1)
 
 
 def main(out: Path) -> None:
