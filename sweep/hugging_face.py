@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
-from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainingArguments
 
 from reports import units
@@ -183,7 +182,7 @@ class ThroughputCallback(StepClock):
     def __init__(self, recipe: Recipe, say: Callable[[str], object] | None = None) -> None:
         super().__init__()
         self._recipe = recipe
-        self._say = say or partial(tqdm.write, file=sys.stderr)
+        self._say = say or partial(print, file=sys.stderr)
         # Of random examples a trial counts every token, of a dataset those that are predicted.
         self._first = 0 if recipe.texts is None else 1
 
