@@ -163,8 +163,7 @@ def decision_of(snapshot: StudySnapshot) -> Decision:
     cards, lines = _answers(snapshot, ranking)
     headline = answer(snapshot, ranking)
     advice = () if cards else how_to_go_faster(snapshot)
-    is_recorded = snapshot.definition.target.recorded is not None
-    is_sure = ranking.winner is None or ranking.is_confirmed or is_recorded
+    is_sure = ranking.winner is None or ranking.is_settled
     return Decision(
         headline=headline,
         alike=confirmation.as_fast(ranking),

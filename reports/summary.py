@@ -63,8 +63,7 @@ def _commands(snapshot: StudySnapshot, ranking: Ranking) -> tuple[str, ...]:
     if is_recorded and not snapshot.identity:
         # A surface is no study.
         return ()
-    is_settled = ranking.is_confirmed or is_recorded
-    again = () if is_settled else (confirmation.measure_again(snapshot.name),)
+    again = () if ranking.is_settled else (confirmation.measure_again(snapshot.name),)
     return (*again, *next_commands(snapshot.name))
 
 
@@ -165,8 +164,7 @@ def in_words(config: TrialConfig, baseline: TrialConfig) -> str:
 
 def best_words(ranking: Ranking) -> str:
     """Return what the winner is, as the beginning of a sentence."""
-    is_settled = ranking.is_confirmed or ranking.definition.target.recorded is not None
-    return objectives.best(ranking.objectives, is_confirmed=is_settled)
+    return objectives.best(ranking.objectives, is_confirmed=ranking.is_settled)
 
 
 def gain_words(ranking: Ranking) -> str:

@@ -226,6 +226,11 @@ class Ranking:
         budget = self.definition.space.confirm
         return (budget is not None and not budget.soak_seconds) or self.soak is not None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to measure: it is confirmed, or its trials were recorded."""
+        return self.is_confirmed or self.definition.target.recorded is not None
+
     @cached_property
     def soak(self) -> TrialRecord | None:
         """The soak that the winner stood; None where it stood none."""

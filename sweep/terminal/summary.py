@@ -141,8 +141,7 @@ def _next(snapshot: StudySnapshot, ranking: Ranking) -> tuple[str, ...]:
     name = shlex.quote(snapshot.name)
     if ranking.winner is None:
         return (f"sweep status {name}",)
-    is_recorded = snapshot.definition.target.recorded is not None
-    again = () if ranking.is_confirmed or is_recorded else (f"sweep confirm {name}",)
+    again = () if ranking.is_settled else (f"sweep confirm {name}",)
     return (*again, f"sweep best {name}", f"sweep export {name} --format script")
 
 
